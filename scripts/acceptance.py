@@ -150,6 +150,7 @@ JOBS = (
     bench("async_learning", at_most={"async_learning_steps_ratio": 1.3}),
     bench("gateway", ratio_to_router=0.8, ratio_to_api_server=1.3),
     bench("plan"),
+    bench("soak", at_most={"controller_bytes_per_group": 300, "router_bytes_per_group": 300}),
     bench("deterministic", deterministic_to_plain_float32_64x128=0.85),
 )
 

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from monarch.actor import Actor
 
 from titan_rl.actors.calls import served
+from titan_rl.actors.connection import ConnectedActor
 from titan_rl.actors.reply_desk import Reply, ReplyDesk
 from titan_rl.errors import GeneratorFailed, WeightsError
 from titan_rl.generation.reports import PullReport
@@ -25,7 +25,7 @@ def publication(step: int, incarnation: int = 0) -> Publication:
     )
 
 
-class ScriptedGenerator(Actor):
+class ScriptedGenerator(ConnectedActor):
     """Takes requests and pulls like rank 0 of a generator; they end when the test says so.
 
     Requests run until `finish`; an aborted one comes back with the tokens that `progress` gave it, and one that streams

@@ -35,7 +35,17 @@ def served(method: Callable[..., Coroutine[Any, Any, T]]) -> Any:
         except BaseException as error:
             raise ActorFailed(f"{method.__qualname__} was interrupted by {type(error).__name__}: {error}") from error
 
-    return concurrent_endpoint(answer)
+    endpoint = concurrent_endpoint(answer)
+    endpoint.answer = answer  # for `method_of`
+    return endpoint
+
+
+def method_of(actor: type[Any], endpoint: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """The method behind an endpoint that `served` made. Raises ActorFailed: there is none of that name."""
+    answer = getattr(getattr(actor, endpoint, None), "answer", None)
+    if answer is None:
+        raise ActorFailed(f"{actor.__name__} has no endpoint {endpoint}")
+    return answer
 
 
 async def bounded(call: Awaitable[T], *, what: str, seconds: float | None) -> T:
@@ -62,7 +72,7 @@ async def bounded(call: Awaitable[T], *, what: str, seconds: float | None) -> T:
             raise cause from error
         raise ActorFailed(f"{what} raised {type(cause).__name__}: {cause}") from error
     except SupervisionError as error:
-        raise ActorFailed(f"{what}: the process or actor is gone ({_first_line(error)})") from error
+        raise ActorFailed(f"{what}: {gone(error)}") from error
     except TimeoutError as error:
         raise ActorFailed(f"{what}: no answer within {seconds:g} s") from error
 
@@ -72,6 +82,7 @@ def is_fatal(error: TitanError) -> bool:
     return isinstance(error, (ActorFailed, GeneratorFailed)) and not isinstance(error, GeneratorNotServing)
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+def gone(error: SupervisionError) -> str:
+    """What Monarch says of a process or actor that answers nobody any more, in one line."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"the process or actor is gone ({lines[0]})"

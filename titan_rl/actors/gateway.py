@@ -14,9 +14,9 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import uvicorn
-from monarch.actor import Actor
 
-from titan_rl.actors.calls import bounded, served
+from titan_rl.actors.calls import served
+from titan_rl.actors.connection import ConnectedActor, Connection
 from titan_rl.actors.router_client import GeneratorStatus
 from titan_rl.actors.transport import CompletionClient
 from titan_rl.errors import ActorFailed, ConfigError
@@ -38,7 +38,7 @@ CLOSE_SECONDS = 1
 """Calls that are open when the server is closed may take so long to finish; then they are cut off and aborted."""
 
 
-class Gateway(Actor):
+class Gateway(ConnectedActor):
     """Endpoints: `setup`, `serve`, `open_session`, `idle`, `close_session`, `close`."""
 
     def __init__(
@@ -164,7 +164,7 @@ class _RouterFleet:
     """The router, as the app sees it."""
 
     def __init__(self, router: Any) -> None:
-        self._router = router
+        self._router = Connection(router, what="router.{}")
         # No bound on an answer: the client decides how long it waits.
         self._completions = CompletionClient(router, name="router", seconds=math.inf)
 
@@ -178,8 +178,7 @@ class _RouterFleet:
         self._completions.end_sessions([session_id])
 
     async def fleet_status(self) -> list[GeneratorStatus]:
-        call = self._router.fleet_status.call_one()
-        return await bounded(call, what="router.fleet_status", seconds=STATUS_SECONDS)
+        return await self._router.call("fleet_status", seconds=STATUS_SECONDS)
 
     async def close(self) -> None:
         await self._completions.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from titan_rl.actors.calls import bounded
+from titan_rl.actors.connection import Connection
 from titan_rl.rollout.session import SessionRecord, SessionRequest
 from titan_rl.types import Endpoint
 
@@ -18,17 +18,14 @@ class GatewaySessions:
             gateway: handle of the actor.
             seconds: bound on any one call but `idle`, which ends when the session does.
         """
-        self._gateway = gateway
+        self._gateway = Connection(gateway, what="gateway.{}")
         self._seconds = seconds
 
     async def open(self, request: SessionRequest) -> Endpoint:
-        call = self._gateway.open_session.call_one(request)
-        return await bounded(call, what=f"gateway.open_session of {request.session_id}", seconds=self._seconds)
+        return await self._gateway.call("open_session", request, seconds=self._seconds)
 
     async def idle(self, session_id: str, seconds: float) -> None:
-        call = self._gateway.idle.call_one(session_id, seconds)
-        await bounded(call, what=f"gateway.idle of {session_id}", seconds=None)
+        await self._gateway.call("idle", session_id, seconds, seconds=None)
 
     async def close(self, session_id: str) -> SessionRecord:
-        call = self._gateway.close_session.call_one(session_id)
-        return await bounded(call, what=f"gateway.close_session of {session_id}", seconds=self._seconds)
+        return await self._gateway.call("close_session", session_id, seconds=self._seconds)

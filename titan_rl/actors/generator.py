@@ -23,9 +23,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from monarch.actor import Actor, Channel, current_rank
+from monarch.actor import Channel, current_rank
 
 from titan_rl.actors.calls import bounded, served
+from titan_rl.actors.connection import ConnectedActor
 from titan_rl.actors.reply_desk import Reply, ReplyDesk
 from titan_rl.errors import ActorFailed, GeneratorFailed, TitanError
 from titan_rl.generation.config import GeneratorConfig
@@ -48,7 +49,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-class Generator(Actor):
+class Generator(ConnectedActor):
     """One rank. Endpoints of rank 0: `generate_many`, `generate`, `abort`, `pull_model_state_dict`, `sleep`,
     `wake_up`; of every rank: `setup`, `status`, `close`."""
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import pickle
 from typing import Any
 
-from monarch.actor import Actor, current_rank
+from monarch.actor import current_rank
 
 from titan_rl.actors.calls import served
+from titan_rl.actors.connection import ConnectedActor
 from titan_rl.actors.gateway_sessions import GatewaySessions
 from titan_rl.actors.transport import CompletionClient
 from titan_rl.config import RunConfig
@@ -24,12 +24,12 @@ from titan_rl.data_plane.ledger import HeldReport
 from titan_rl.data_plane.rdma import Exposed
 from titan_rl.data_plane.refs import RDMA, SHARED_MEMORY
 from titan_rl.data_plane.store import SampleStore
-from titan_rl.errors import ActorFailed, GroupStopped, TitanError
+from titan_rl.errors import ActorFailed, GroupStopped
 from titan_rl.rollout.environment_wire import TaskInfo
 from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.rollout.report import GroupReport, report_of
 from titan_rl.rollout.result import GroupResult
-from titan_rl.types import Completion, GenerationRequest, GroupKey, GroupRequest
+from titan_rl.types import Completion, GenerationRequest, GroupRequest
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _AWAY_FROM_LOOP = 1 << 20
 """Bytes of a group's samples from which they are stored by a thread: below, handing over costs more than copying."""
 
 
-class RolloutWorker(Actor):
+class RolloutWorker(ConnectedActor):
     """Endpoints: `setup`, `play`, `stop_playing`, `lease`, `end_leases`, `release`, `held`, `expose`, `withdraw`,
     `close`."""
 
@@ -90,19 +90,18 @@ class RolloutWorker(Actor):
         return os.getpid(), self._store.name, await self._runner.start(sessions)
 
     @served
-    async def play(self, requests: list[GroupRequest], port: bytes) -> None:
-        """Play groups, all at once; returns when the last was reported.
+    async def play(self, request: GroupRequest) -> GroupReport:
+        """Play one group. It has begun before anything is awaited: a `stop_playing` that comes right behind finds it.
 
-        Args:
-            port: a pickled port; gets pickled lists of `(key of the request, GroupReport or TitanError)`.
+        Raises:
+            GroupStopped: `stop_playing` ended it.
+            TitanError: what ended it; none of its samples are stored.
         """
-        outbox = Outbox(pickle.loads(port))
-        # All begin before anything is awaited: a `stop_playing` that comes right behind finds them.
-        begun = [self._begin(request) for request in requests]
-        await asyncio.gather(
-            *(self._finish(request, task, outbox) for request, task in zip(requests, begun, strict=True))
-        )
-        outbox.flush()
+        task = self._begin(request)
+        try:
+            return await self._report(request, await task)
+        except asyncio.CancelledError:
+            raise GroupStopped(f"{request} was stopped") from None
 
     @served
     async def stop_playing(self) -> None:
@@ -180,17 +179,6 @@ class RolloutWorker(Actor):
         task.add_done_callback(lambda _: completions.end_sessions(sessions))
         return task
 
-    async def _finish(self, request: GroupRequest, task: asyncio.Task[GroupResult], outbox: Outbox) -> None:
-        try:
-            outbox.put(request.key, await self._report(request, await task))
-        except asyncio.CancelledError:
-            outbox.put(request.key, GroupStopped(f"{request} was stopped"))
-        except TitanError as error:
-            outbox.put(request.key, error)
-        except Exception as error:
-            _log.exception("%s failed", request)
-            outbox.put(request.key, ActorFailed(f"{request} raised {type(error).__name__}: {error}"))
-
     async def _report(self, request: GroupRequest, result: GroupResult) -> GroupReport:
         """Past the reach of `stop_playing`: the samples of a group that is over are stored and reported, or neither."""
         for rollout in result.rollouts:
@@ -203,22 +191,3 @@ class RolloutWorker(Actor):
     def _stored(self, request: GroupRequest, result: GroupResult) -> GroupReport:
         refs = self._store.put(result.samples, attempt=request.attempt, owner=OWNER)
         return report_of(request, result, refs)
-
-
-class Outbox:
-    """Reports that are ready in one tick travel in one message."""
-
-    def __init__(self, port: Any) -> None:
-        self._port = port
-        self._ready: list[tuple[GroupKey, GroupReport | TitanError]] = []
-
-    def put(self, key: GroupKey, outcome: GroupReport | TitanError) -> None:
-        if not self._ready:
-            asyncio.get_running_loop().call_soon(self.flush)
-        self._ready.append((key, outcome))
-
-    def flush(self) -> None:
-        ready, self._ready = self._ready, []
-        if ready:
-            # As bytes: Monarch's own pickler takes five times as long over dataclasses.
-            self._port.send(pickle.dumps(ready, pickle.HIGHEST_PROTOCOL))

@@ -17,9 +17,8 @@ import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from monarch.actor import Actor
-
 from titan_rl.actors.calls import served
+from titan_rl.actors.connection import ConnectedActor
 from titan_rl.actors.router_client import FleetPull, GeneratorStatus
 from titan_rl.actors.router_pulls import RouterPulls
 from titan_rl.actors.router_requests import RouterRequests
@@ -36,7 +35,7 @@ from titan_rl.weights.manifest import Publication
 _log = logging.getLogger(__name__)
 
 
-class GeneratorRouter(Actor):
+class GeneratorRouter(ConnectedActor):
     """Endpoints: `generate_many`, `generate`, `abort`, `pull_model_state_dict`, `sleep`, `wake_up`, `pin`, `unpin`,
     `fleet_status`, `close`."""
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titan_rl.actors.calls import bounded
+from titan_rl.actors.connection import Connection
 from titan_rl.actors.transport import CompletionClient
 from titan_rl.errors import WeightsError
 from titan_rl.generation.reports import PullReport
@@ -66,6 +66,7 @@ class Router:
             seconds: bound on any one call.
         """
         self.actor = actor
+        self._connection = Connection(actor, what="router.{}")
         self._seconds = seconds
         self._completions: CompletionClient | None = None
 
@@ -126,6 +127,4 @@ class Router:
         return self._completions
 
     async def _call(self, endpoint: str, *args: Any) -> Any:
-        return await bounded(
-            getattr(self.actor, endpoint).call_one(*args), what=f"router.{endpoint}", seconds=self._seconds
-        )
+        return await self._connection.call(endpoint, *args, seconds=self._seconds)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
-from titan_rl.actors.calls import bounded, is_fatal
+from titan_rl.actors.calls import is_fatal
+from titan_rl.actors.connection import Connection
 from titan_rl.actors.router_client import FleetPull
 from titan_rl.errors import GeneratorFailed, TitanError
 from titan_rl.generation.reports import PullReport
@@ -53,7 +54,7 @@ class RouterPulls:
         """
         self._gate = gate
         self._fleet = fleet
-        self._handles = generators
+        self._generators = {name: Connection(rank0, what=f"{name}.{{}}") for name, rank0 in generators.items()}
         self._config = config
         self._spawn = spawn
         self._drained = drained
@@ -96,11 +97,7 @@ class RouterPulls:
 
     async def call(self, name: str, endpoint: str, *args: Any) -> Any:
         """One call of a generator's rank 0, bounded in time."""
-        return await bounded(
-            getattr(self._handles[name], endpoint).call_one(*args),
-            what=f"{name}.{endpoint}",
-            seconds=self._config.pull_seconds,
-        )
+        return await self._generators[name].call(endpoint, *args, seconds=self._config.pull_seconds)
 
     def begin(self) -> None:
         """Start every generator's change of weights that may start now."""

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from monarch.actor import Actor, current_rank
+from monarch.actor import current_rank
 
-from titan_rl.actors.calls import bounded, served
+from titan_rl.actors.calls import served
+from titan_rl.actors.connection import ConnectedActor, Connection
 from titan_rl.data_plane.fetch import SampleSources, SharedMemorySource
 from titan_rl.data_plane.refs import RDMA, SHARED_MEMORY
 from titan_rl.data_plane.sample_batch import SampleBatch
@@ -80,7 +81,7 @@ class CallQueue:
         return await running
 
 
-class PolicyTrainer(Actor):
+class PolicyTrainer(ConnectedActor):
     """One rank. Endpoints: `setup`, `attach_stores`, `warm_up_step`, `train_step`, `push_model_state_dict`, `release`,
     `pull_reference`, `logprobs`, `state_digest`, `save`, `close`."""
 
@@ -257,7 +258,9 @@ class Trainer:
 
     def __init__(self, mesh: Any, config: TrainerConfig, *, start_seconds: float, step_seconds: float) -> None:
         self._config = config
-        self._ranks = [mesh.slice(ranks=rank) for rank in range(config.ranks)]
+        self._ranks = [
+            Connection(mesh.slice(ranks=rank), what=f"trainer.{{}} of rank {rank}") for rank in range(config.ranks)
+        ]
         self._start_seconds = start_seconds
         self._step_seconds = step_seconds
         self._sequence = 0
@@ -370,12 +373,7 @@ class Trainer:
         """Every rank's answer. The first rank that fails ends the wait: the others may be in a collective with it."""
         sequence = self._sequence
         self._sequence += 1
-        calls = [
-            bounded(
-                getattr(rank, endpoint).call_one(sequence, *own),
-                what=f"trainer.{endpoint} of rank {number}",
-                seconds=self._step_seconds if seconds is None else seconds,
-            )
-            for number, (rank, own) in enumerate(zip(self._ranks, args, strict=True))
-        ]
-        return await asyncio.gather(*calls)
+        seconds = self._step_seconds if seconds is None else seconds
+        return await asyncio.gather(
+            *(rank.call(endpoint, sequence, *own, seconds=seconds) for rank, own in zip(self._ranks, args, strict=True))
+        )

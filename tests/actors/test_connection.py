@@ -1,0 +1,129 @@
+"""Calls over one connection: their outcomes, their errors, and what is left of them (real processes, 10 s)."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import monarch.actor
+import pytest
+from monarch.actor import default_bootstrap_cmd, this_host
+
+from titan_rl.actors.calls import served
+from titan_rl.actors.connection import ConnectedActor, Connection
+from titan_rl.errors import ActorFailed, RequestError
+
+SECONDS = 60.0
+HERE = str(Path(__file__).parent)
+
+
+class _Allocator(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def allocated_bytes() -> int:
+    """Bytes that this process has allocated and not freed, Python's and Monarch's."""
+    gc.collect()
+    mallinfo = ctypes.CDLL("libc.so.6").mallinfo2
+    mallinfo.restype = _Allocator
+    numbers = mallinfo()
+    return numbers.uordblks + numbers.hblkhd
+
+
+class Echo(ConnectedActor):
+    """Answers, refuses, breaks, or never answers."""
+
+    @served
+    async def pid(self) -> int:
+        return os.getpid()
+
+    @served
+    async def echo(self, value: object) -> object:
+        return value
+
+    @served
+    async def refuse(self) -> None:
+        raise RequestError("not this one")
+
+    @served
+    async def break_down(self) -> None:
+        raise ValueError("seven")
+
+    @served
+    async def never(self) -> None:
+        await asyncio.Event().wait()
+
+    @served
+    async def allocated(self) -> int:
+        return allocated_bytes()
+
+    async def hidden(self) -> None:
+        """No endpoint."""
+
+
+@pytest.fixture
+async def connection() -> AsyncIterator[Connection]:
+    monarch.actor.unhandled_fault_hook = lambda failure: None  # a fault may be heard after its test
+    path = os.pathsep.join([HERE, *sys.path])  # the actor's process has to find this module
+    mesh = this_host().spawn_procs(
+        per_host={"ranks": 1},
+        name="echo",
+        bootstrap_command=lambda point: default_bootstrap_cmd().with_env({"PYTHONPATH": path}),
+    )
+    yield Connection(mesh.spawn("echo", Echo), what="echo.{} of rank 0")
+    await mesh.stop()
+
+
+async def test_calls_have_their_own_outcomes_in_any_order_of_their_ends(connection: Connection) -> None:
+    slow = asyncio.create_task(connection.call("never", seconds=None))
+    values = await asyncio.gather(*(connection.call("echo", value, seconds=SECONDS) for value in range(100)))
+    assert values == list(range(100))
+    slow.cancel()
+    assert await connection.call("echo", "after", seconds=SECONDS) == "after"
+
+
+async def test_errors_say_who_was_called_and_why_it_failed(connection: Connection) -> None:
+    with pytest.raises(RequestError, match="^not this one$"):
+        await connection.call("refuse", seconds=SECONDS)
+    with pytest.raises(ActorFailed, match="^echo.break_down of rank 0 raised ValueError: seven$"):
+        await connection.call("break_down", seconds=SECONDS)
+    with pytest.raises(ActorFailed, match="^Echo has no endpoint hidden$"):
+        await connection.call("hidden", seconds=SECONDS)
+    with pytest.raises(ActorFailed, match="^echo.never of rank 0: no answer within 0.01 s$"):
+        await connection.call("never", seconds=0.01)
+
+
+async def test_open_and_new_calls_fail_when_the_process_is_gone(connection: Connection) -> None:
+    pid = await connection.call("pid", seconds=SECONDS)
+    waiting = asyncio.create_task(connection.call("never", seconds=None))
+    await connection.call("echo", 0, seconds=SECONDS)  # `never` has arrived before
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ActorFailed, match="^echo.never of rank 0: the process or actor is gone"):
+        await asyncio.wait_for(waiting, SECONDS)
+    with pytest.raises(ActorFailed, match="^echo.echo of rank 0: the process or actor is gone"):
+        await connection.call("echo", 0, seconds=SECONDS)
+
+
+async def test_nothing_is_kept_of_calls_that_are_over(connection: Connection) -> None:
+    """One call of Monarch's own keeps about 1,000 bytes in the caller and 300 in the actor."""
+
+    async def calls(count: int) -> None:
+        for _ in range(count // 100):
+            await asyncio.gather(*(connection.call("echo", 0, seconds=SECONDS) for _ in range(100)))
+
+    await calls(5_000)
+    here, there = allocated_bytes(), await connection.call("allocated", seconds=SECONDS)
+    await calls(30_000)
+    assert (allocated_bytes() - here) / 30_000 < 150
+    assert (await connection.call("allocated", seconds=SECONDS) - there) / 30_000 < 100

@@ -1,0 +1,176 @@
+"""Calls to one actor that are made again and again: neither end keeps anything of a call that is over.
+
+    client ── connect(reply port) ──▶ actor       one Monarch call that stays open: it fails when the actor is gone
+    client ◀── the actor's port ──────────
+    client ── [(number, endpoint, arguments), …] ──▶    the calls of one tick in one message, in order
+    client ◀── [(number, outcome), …] ─────────────     the outcomes of one tick in one message
+
+Monarch's own `call_one` opens a reply port for every call. Monarch 0.7 never forgets such a port: about 1 KB stays in
+the caller (a split port) and 0.3 KB in the actor (a sequence number), gigabytes in a run of a million groups. Only what
+is called once in a run (`setup`, `close`) may use it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import pickle
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import Actor, Channel
+
+from titan_rl.actors.calls import gone, method_of, served
+from titan_rl.errors import ActorFailed, TitanError
+
+_log = logging.getLogger(__name__)
+
+
+class ConnectedActor(Actor):
+    """An actor whose `served` endpoints can be called over a `Connection` too."""
+
+    @served
+    async def connect(self, address: bytes) -> None:
+        """Answer one client's calls until this process ends.
+
+        Args:
+            address: the client's reply port, pickled.
+        """
+        reply = pickle.loads(address)
+        port, receiver = Channel[bytes].open()
+        reply.send(cloudpickle.dumps(port))
+        outcomes = _Outbox(reply.send)
+        tasks: set[asyncio.Task[None]] = set()  # an event loop holds its tasks only weakly
+        with suppress(asyncio.CancelledError):  # the actor is being stopped
+            while True:
+                for call in pickle.loads(await receiver.recv()):
+                    task = asyncio.get_running_loop().create_task(_answer(self, call, outcomes))
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+
+
+class Connection:
+    """One client's calls to one `ConnectedActor`. Belongs to one event loop; the first call connects.
+
+    Every call ends: with its outcome, at its bound, or when the actor is gone.
+    """
+
+    def __init__(self, actor: Any, *, what: str) -> None:
+        """
+        Args:
+            actor: handle of one actor.
+            what: what errors call a call: a format string for the endpoint's name, such as `trainer.{} of rank 1`.
+        """
+        self._actor = actor
+        self._what = what
+        self._numbers = itertools.count()
+        self._open: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # with the endpoint
+        self._outbox: _Outbox | None = None
+        self._connected: asyncio.Task[None] | None = None
+
+    async def call(self, endpoint: str, *args: Any, seconds: float | None) -> Any:
+        """What the endpoint returns. A call that is cancelled or late is not ended in the actor.
+
+        Raises:
+            TitanError: the endpoint raised one; it comes through as it is.
+            ActorFailed: it raised anything else, the process is gone, or no answer came within `seconds`.
+        """
+        if self._outbox is None:
+            self._outbox = _Outbox()
+            self._connected = asyncio.get_running_loop().create_task(self._connect(self._outbox))
+        number = next(self._numbers)
+        self._outbox.put(pickle.dumps((number, endpoint, args)))
+        outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._open[number] = (endpoint, outcome)
+        try:
+            result = await asyncio.wait_for(outcome, seconds)
+        except TimeoutError as error:
+            raise ActorFailed(f"{self._what.format(endpoint)}: no answer within {seconds:g} s") from error
+        finally:
+            del self._open[number]
+        if isinstance(result, TitanError):
+            raise result
+        if isinstance(result, _Raised):
+            raise ActorFailed(f"{self._what.format(endpoint)} {result.text}")
+        return result
+
+    async def _connect(self, outbox: _Outbox) -> None:
+        """The connection, for as long as it lasts. The next call after its end makes another one."""
+        port, receiver = Channel[bytes].open()
+        reason = "the connection was ended"
+        try:
+            call = self._actor.connect.call_one(cloudpickle.dumps(port))
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._receive(receiver, outbox))
+                tasks.create_task(_ended(call))
+        except* SupervisionError as group:
+            reason = gone(group.exceptions[0])
+        except* Exception as group:
+            reason = f"{type(group.exceptions[0]).__name__}: {group.exceptions[0]}"
+        finally:
+            self._outbox = None
+            for endpoint, outcome in self._open.values():
+                if not outcome.done():
+                    outcome.set_exception(ActorFailed(f"{self._what.format(endpoint)}: {reason}"))
+
+    async def _receive(self, receiver: Any, outbox: _Outbox) -> None:
+        outbox.open(pickle.loads(await receiver.recv()).send)
+        while True:
+            for answer in pickle.loads(await receiver.recv()):
+                number, result = pickle.loads(answer)
+                _, outcome = self._open.get(number, ("", None))
+                if outcome is not None and not outcome.done():
+                    outcome.set_result(result)
+
+
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    """The outcome of an endpoint that raised what is none of the project's errors."""
+
+    text: str
+
+
+class _Outbox:
+    """Sends what is put in within one tick as one message. Belongs to one event loop."""
+
+    def __init__(self, send: Callable[[bytes], None] | None = None) -> None:
+        self._send = send
+        self._waiting: list[bytes] = []
+
+    def open(self, send: Callable[[bytes], None]) -> None:
+        """From here messages can be sent; what was put in before waits for this."""
+        self._send = send
+        self._flush()
+
+    def put(self, item: bytes) -> None:
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._waiting.append(item)
+
+    def _flush(self) -> None:
+        if self._send is not None and self._waiting:
+            self._send(pickle.dumps(self._waiting))
+            self._waiting = []
+
+
+async def _answer(actor: Actor, call: bytes, outcomes: _Outbox) -> None:
+    """Run one call in the actor."""
+    number, endpoint, args = pickle.loads(call)
+    outcome: Any
+    try:
+        outcome = await method_of(type(actor), endpoint)(actor, *args)
+    except TitanError as error:
+        outcome = error
+    except Exception as error:
+        _log.exception("%s.%s raised", type(actor).__name__, endpoint)
+        outcome = _Raised(f"raised {type(error).__name__}: {error}")
+    outcomes.put(pickle.dumps((number, outcome)))
+
+
+async def _ended(call: Any) -> None:
+    await call  # a task takes no future of Monarch's
