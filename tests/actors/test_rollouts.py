@@ -260,7 +260,7 @@ async def test_a_killed_worker_fails_its_own_groups_and_leaves_no_file(model_pat
         report = await survivor
         assert not report.first_error
         await up.rollouts.release(report.samples)
-        with pytest.raises(ActorFailed, match="rollout.close of worker 0"):
+        with pytest.raises(ActorFailed, match="rollout worker 0.close"):
             await up.rollouts.close()
         up.closed = True
 
