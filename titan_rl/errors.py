@@ -104,6 +104,20 @@ class ActorFailed(TitanError):
     """A process or actor is gone or did not answer in time. Names the mesh, the rank and the cause."""
 
 
+class MeshFailed(ActorFailed):
+    """A process of a mesh ended or an actor on it failed, by itself."""
+
+    def __init__(self, message: str, mesh: str) -> None:
+        super().__init__(message, mesh)
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+    @property
+    def mesh(self) -> str:
+        return self.args[1]
+
+
 class StalenessViolation(TitanError):
     """A token is older than the proven bound allows, or than its group asked for: a bug. The run ends."""
 

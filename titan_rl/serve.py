@@ -6,6 +6,7 @@ Loads neither torch nor Monarch before the config was found to be right.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import signal
@@ -174,7 +175,13 @@ async def _until_stopped(
         print(f"{mesh}: {doing}", flush=True)
 
     async with serve(
-        config, gateway, imports=imports, log_directory=log_directory, on_fault=tell_fault, on_mesh=tell_mesh
+        config,
+        gateway,
+        imports=imports,
+        log_directory=log_directory,
+        on_fault=tell_fault,
+        on_mesh=tell_mesh,
+        on_stop=functools.partial(print, flush=True),
     ) as up:
         key = "with the API key" if gateway.api_key else "without an API key"
         print(f"serving {gateway.model} at {up.url}/v1, {key}; Ctrl-C stops it", flush=True)

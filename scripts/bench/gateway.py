@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import os
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -37,7 +38,6 @@ from _table import print_report
 from titan_rl.config import RunConfig
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.launch.provisioner import free_port
 from titan_rl.launch.serve import serve
 from titan_rl.launch.session import model_directory
 from titan_rl.policy.config import PolicyConfig
@@ -76,7 +76,9 @@ def body_of(request: GenerationRequest) -> dict[str, Any]:
 @asynccontextmanager
 async def api_server(model_path: Path, log: Any) -> AsyncIterator[str]:
     """vLLM's own server on the same model; yields its URL once it answers."""
-    port = free_port()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",

@@ -208,8 +208,7 @@ def measured_apart(size: str, transports: Sequence[str], repetitions: int) -> di
     # The publishing process finds this directory's modules too.
     paths = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
     environment = os.environ | generator_environment("cpu") | {"PYTHONPATH": os.pathsep.join(paths)}
-    # One rank meets nobody: port 0 lets the system choose.
-    environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "measured.json"
         command = [sys.executable, __file__, "--repetitions", str(repetitions), "--only", size, "--output", str(output)]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from titan_rl.generation.engine import StepOutput
 from titan_rl.generation.simulated_engine import SimulatedEngine
+from titan_rl.process_group import join_world
 from titan_rl.weights.shards import TensorShard
 
 GATE = "steps"
@@ -44,7 +45,7 @@ class _CollectiveEngine(SimulatedEngine):
     def __init__(self, *args: Any) -> None:
         super().__init__(vocab_size=13, seconds_per_step=0.2)
         self._rank = int(os.environ["RANK"])
-        dist.init_process_group("gloo")
+        join_world("gloo")
 
     def step(self) -> StepOutput:
         if self._rank == self.falls and self.stats()["steps"] == FALLS_AT - 1:

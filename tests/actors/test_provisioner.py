@@ -1,7 +1,4 @@
-"""A fault reaches the provisioner whose actors it is about, and none that has stopped them.
-
-Monarch reports faults to one hook of the whole process, some of them half a minute after a mesh was stopped.
-"""
+"""What a provisioner hears of its processes, and who is told: real processes, Monarch's and the kernel's own words."""
 
 import asyncio
 import os
@@ -12,7 +9,7 @@ import pytest
 from monarch.actor import Actor, endpoint
 
 from titan_rl.actors.calls import bounded
-from titan_rl.errors import ActorFailed
+from titan_rl.errors import ActorFailed, MeshFailed
 from titan_rl.launch.placement import MeshPlan
 from titan_rl.launch.provisioner import Provisioner
 
@@ -24,50 +21,110 @@ class Named(Actor):
     async def pid(self) -> int:
         return os.getpid()
 
+    @endpoint
+    async def leave(self, code: int) -> None:
+        os._exit(code)
+
 
 class Heard:
-    """A provisioner with one mesh, and the faults it passed on."""
+    """A provisioner with one mesh, and what it passed on: faults, and words about stopped processes."""
 
-    def __init__(self, directory: Path, name: str) -> None:
+    def __init__(self, directory: Path, name: str, ranks: int = 1) -> None:
         self.faults: list[ActorFailed] = []
-        self.news = asyncio.Event()
+        self.news: asyncio.Queue[ActorFailed | str] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
         def on_fault(fault: ActorFailed) -> None:
             self.faults.append(fault)
-            loop.call_soon_threadsafe(self.news.set)
+            loop.call_soon_threadsafe(self.news.put_nowait, fault)
 
-        self.provisioner = Provisioner(log_directory=str(directory), imports=(), on_fault=on_fault)
+        def on_stop(what: str) -> None:
+            loop.call_soon_threadsafe(self.news.put_nowait, what)
+
+        self.provisioner = Provisioner(log_directory=str(directory), imports=(), on_fault=on_fault, on_stop=on_stop)
         here = Path(__file__).resolve().parent
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])])}
-        place = MeshPlan(name=name, env=(environment,), devices=(None,), positions=("",))
+        place = MeshPlan(name=name, env=(environment,) * ranks, devices=(None,) * ranks, positions=("",) * ranks)
         self.mesh = self.provisioner.spawn(place)
         self.actor = self.mesh.spawn(name, Named)
 
+    async def pids(self) -> list[int]:
+        values = await bounded(self.actor.pid.call(), what="pid", seconds=SECONDS)
+        return [pid for _, pid in values.items()]
 
-async def pid(actor: Named) -> int:
-    return int(await bounded(actor.pid.call_one(), what="pid", seconds=SECONDS))
+    async def next(self) -> str:
+        return str(await asyncio.wait_for(self.news.get(), SECONDS))
 
 
 @pytest.mark.asyncio
-async def test_a_fault_reaches_the_provisioner_of_the_actors_and_no_other(tmp_path: Path) -> None:
-    bereaved, other = Heard(tmp_path, "one"), Heard(tmp_path, "two")
+async def test_every_end_is_told_once_with_its_rank_and_its_cause(tmp_path: Path) -> None:
+    ranks = 4
+    heard, other = Heard(tmp_path, "one", ranks), Heard(tmp_path, "two")
     try:
-        victim, _ = await asyncio.gather(pid(bereaved.actor), pid(other.actor))
-        os.kill(victim, signal.SIGKILL)
-        await asyncio.wait_for(bereaved.news.wait(), SECONDS)
-        assert str(bereaved.faults[0]).startswith("mesh one failed: ")
-        assert "sig=9" in str(bereaved.faults[0])
+        pids, _ = await asyncio.gather(heard.pids(), other.pids())
+        for number in (signal.SIGKILL, signal.SIGSEGV):
+            rank = ranks - 1 - (number == signal.SIGSEGV)
+            os.kill(pids[rank], number)
+            how = f"was killed by signal {int(number)} ({number.name})"
+            assert await heard.next() == f"one rank {rank} (pid {pids[rank]}) {how}"
+        for rank, code in ((0, 70), (1, 0)):
+            left = asyncio.ensure_future(leave(heard, rank, code))
+            assert await heard.next() == f"one rank {rank} (pid {pids[rank]}) exited with code {code}"
+            left.cancel()
+        assert [fault.mesh for fault in heard.faults if isinstance(fault, MeshFailed)] == ["one"] * ranks
     finally:
-        await asyncio.gather(bereaved.provisioner.stop_all(), other.provisioner.stop_all())
-    assert not other.faults, "it was no actor of this one"
+        await asyncio.gather(heard.provisioner.stop_all(), other.provisioner.stop_all())
+    assert len(heard.faults) == ranks and not other.faults, "what Monarch says of the same ends is no news"
+
+
+async def leave(heard: Heard, rank: int, code: int) -> None:
+    await heard.actor.slice(ranks=rank).leave.call_one(code)
+
+
+@pytest.mark.asyncio
+async def test_a_stopped_process_is_told_and_waited_for(tmp_path: Path) -> None:
+    heard = Heard(tmp_path, "one")
+    try:
+        [pid] = await heard.pids()
+        for _ in range(2):
+            os.kill(pid, signal.SIGSTOP)
+            stopped = f"one rank 0 (pid {pid}) was stopped by SIGSTOP; waiting until it goes on"
+            assert await heard.next() == stopped
+            os.kill(pid, signal.SIGCONT)
+            assert await heard.next() == f"one rank 0 (pid {pid}) goes on"
+            assert await heard.pids() == [pid]
+        # Monarch's question to a process that dies stopped is never answered.
+        os.kill(pid, signal.SIGSTOP)
+        await heard.next()
+        os.kill(pid, signal.SIGKILL)
+        assert "was killed by signal 9 (SIGKILL)" in await heard.next()
+    finally:
+        await heard.provisioner.stop_all()
+
+
+@pytest.mark.asyncio
+async def test_after_a_stop_no_process_lives_and_none_is_missed(tmp_path: Path) -> None:
+    heard = Heard(tmp_path, "one", ranks=2)
+    pids = await heard.pids()
+    os.kill(pids[1], signal.SIGSTOP)  # it will not hear that it is to end
+    await heard.next()
+    descriptors = [os.pidfd_open(pid) for pid in pids]
+    await heard.provisioner.stop_all()
+    loop = asyncio.get_running_loop()
+    for descriptor in descriptors:
+        ended = loop.create_future()
+        loop.add_reader(descriptor, ended.set_result, None)
+        await asyncio.wait_for(ended, SECONDS)
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    assert not heard.faults
 
 
 @pytest.mark.asyncio
 async def test_the_late_fault_of_a_stopped_mesh_is_no_news_to_anyone(tmp_path: Path) -> None:
     stopped, running = Heard(tmp_path, "same"), Heard(tmp_path, "same")
     try:
-        await asyncio.gather(pid(stopped.actor), pid(running.actor))
+        await asyncio.gather(stopped.pids(), running.pids())
         [name] = stopped.mesh.actors
         await stopped.provisioner.stop_all()
         for provisioner in (stopped.provisioner, running.provisioner):

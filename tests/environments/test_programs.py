@@ -94,8 +94,8 @@ def test_a_command_finds_the_policy_and_its_output_is_returned(tmp_path):
 @pytest.mark.parametrize(
     ("shell", "reason"),
     [
-        ("echo answer; echo whatever else; echo reason >&2; exit 4", "sh exited with 4; it said: reason$"),
-        ("kill -9 $$", "sh was killed by signal 9$"),
+        ("echo answer; echo whatever else; echo reason >&2; exit 4", "sh exited with code 4; it said: reason$"),
+        ("kill -9 $$", r"sh was killed by signal 9 \(SIGKILL\)$"),
     ],
 )
 def test_a_command_that_fails_is_an_error_that_ends_with_what_it_said(shell, reason):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from generation_examples import make_publication
 from loop_harness import BOUND, VOCAB, Collector, Turnstile, make_loop
-from rank_processes import free_port, run_on_ranks
+from rank_processes import run_on_ranks
 from safetensors.numpy import load_file, save_file
 
 from titan_rl.generation.engine_loop import EngineLoop
@@ -41,13 +41,13 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def one_rank(tiny_models: dict[str, str]) -> dict[str, Any]:
     """A generator at TP 1."""
-    return run_on_ranks("vllm_loop_scenario:lives", 1, models=tiny_models, second_port=0)[0]
+    return run_on_ranks("vllm_loop_scenario:lives", 1, models=tiny_models)[0]
 
 
 @pytest.fixture(scope="session")
 def two_ranks(tiny_models: dict[str, str]) -> list[dict[str, Any]]:
     """A generator at TP 2, by rank."""
-    return run_on_ranks("vllm_loop_scenario:lives", 2, models=tiny_models, second_port=free_port())
+    return run_on_ranks("vllm_loop_scenario:lives", 2, models=tiny_models)
 
 
 @pytest.fixture(scope="session", params=[1, 2], ids=["tp1", "tp2"])

@@ -9,6 +9,7 @@ from generation_examples import make_publication, make_request
 
 from titan_rl.generation.decisions import LoopAction, LoopDecision
 from titan_rl.generation.gloo_channel import GlooChannel
+from titan_rl.process_group import join_world
 
 
 def decisions() -> list[LoopDecision]:
@@ -26,7 +27,7 @@ def decisions() -> list[LoopDecision]:
 
 def exchange() -> tuple[list[LoopDecision], list[list[str]]]:
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo")
+    join_world("gloo")
     channel = GlooChannel()
     channel.open()
     received = []

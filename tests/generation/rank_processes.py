@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,21 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.generation.environment import generator_environment
+from titan_rl.process_group import RENDEZVOUS
 
 BOUND = 240.0
 """Seconds after which a scenario fails."""
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def run_on_ranks(function: str, ranks: int, *, deterministic: bool = False, **arguments: Any) -> list[Any]:
     """What `function(**arguments)` returned on each rank, in the environment of a (deterministic) generator."""
     here = Path(__file__).parent
-    port = free_port()
     with tempfile.TemporaryDirectory() as scratch:
         given = Path(scratch) / "arguments.pickle"
         given.write_bytes(pickle.dumps(arguments))
@@ -40,8 +33,7 @@ def run_on_ranks(function: str, ranks: int, *, deterministic: bool = False, **ar
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
+                RENDEZVOUS: str(Path(scratch) / "rendezvous"),
                 "PYTHONPATH": os.pathsep.join([str(here.parents[1]), str(here)]),
             }
             log = open(Path(scratch) / f"{rank}.log", "w+")  # noqa: SIM115 (lives as long as the process)

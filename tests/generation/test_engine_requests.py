@@ -11,6 +11,7 @@ from generation_examples import make_request
 from titan_rl.errors import ConfigError, RequestError
 from titan_rl.generation.engine import validate_request
 from titan_rl.generation.environment import check_environment, generator_environment
+from titan_rl.process_group import RENDEZVOUS
 from titan_rl.types import GenerationRequest
 
 LIMITS = {"max_model_len": 16, "vocab_size": 13}
@@ -72,13 +73,13 @@ def test_options_that_count_the_tokens_so_far_say_so(option: dict[str, float]) -
 def test_an_engine_refuses_a_process_without_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in generator_environment("cpu").items():
         monkeypatch.setenv(name, value)
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.delenv("MASTER_PORT", raising=False)
-    with pytest.raises(ConfigError, match="MASTER_PORT"):
-        check_environment("cpu", tensor_parallel=1)
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    check_environment("cpu", tensor_parallel=1)
+    monkeypatch.delenv(RENDEZVOUS, raising=False)
+    check_environment("cpu", tensor_parallel=1)  # one rank meets nobody
+    with pytest.raises(ConfigError, match=RENDEZVOUS):
+        check_environment("cpu", tensor_parallel=2)
+    monkeypatch.setenv(RENDEZVOUS, "/where/ranks/meet")
     with pytest.raises(ConfigError, match="WORLD_SIZE is '1', but generator.tensor_parallel is 2"):
         check_environment("cpu", tensor_parallel=2)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")

@@ -30,6 +30,7 @@ from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.gloo_channel import GlooChannel
 from titan_rl.generation.reports import PullReport
 from titan_rl.generation.vllm_engine import VllmEngine
+from titan_rl.process_group import RENDEZVOUS
 from titan_rl.types import Completion, PolicyVersion
 from titan_rl.weights.manifest import Publication
 from titan_rl.weights.shards import TensorShard
@@ -329,10 +330,10 @@ def tortures(models: dict[str, str], seeds: list[int]) -> dict[str, Any]:
     return facts | {"end": this.loop.status(), "errors": this.collector.errors.qsize()}
 
 
-def lives(models: dict[str, str], second_port: int) -> dict[str, Any]:
+def lives(models: dict[str, str]) -> dict[str, Any]:
     facts = {"first": one_life(models, seed=0)}
     if int(os.environ["WORLD_SIZE"]) > 1:
-        os.environ["MASTER_PORT"] = str(second_port)
+        os.environ[RENDEZVOUS] += ".second"
         facts["stray"] = stray_draw(models)
     else:
         facts["kept_cache"] = kept_cache(models)

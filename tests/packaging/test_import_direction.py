@@ -25,7 +25,7 @@ FLOORS = (
     {"scheduling"},
     {"weights", "data_plane"},
     {"observability"},
-    {"types", "wire", "errors", "seeding", "importing", "overrides"},
+    {"types", "wire", "errors", "seeding", "importing", "overrides", "processes", "process_group"},
 )
 """From the top: a package imports from its own floor and from those below it."""
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
-import socket
 import subprocess
 import sys
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from titan_rl.process_group import RENDEZVOUS
 
 TIME_LIMIT = 900
 """Seconds; only ever reached by ranks that hang. A busy machine takes several times what a free one does."""
@@ -32,24 +33,14 @@ class Scenario:
     keep_world: bool = False
     """The next scenario goes on in this one's torch.distributed world, if it has as many ranks. Scenarios that make
     many models need it: DTensor keeps equal meshes of an earlier world, whose groups are gone."""
-    port: int = 0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run_scenarios(scenarios: list[Scenario], directory: Path) -> list[list[Any]]:
     """Results by scenario and rank."""
-    for scenario in scenarios:
-        scenario.port = free_port()
     plan = directory / "plan.pkl"
     plan.write_bytes(pickle.dumps([vars(scenario) for scenario in scenarios]))
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]),
     }
     processes = [
@@ -89,7 +80,8 @@ def main(rank: int, plan: Path) -> None:
     for number, (scenario, following) in enumerate(zip(plans, [*plans[1:], None], strict=True)):
         if rank >= scenario["ranks"]:
             continue
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(scenario["ranks"]), MASTER_PORT=str(scenario["port"]))
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(scenario["ranks"])}
+        os.environ[RENDEZVOUS] = str(plan.with_name(f"{number}.rendezvous"))
         result = getattr(importlib.import_module(scenario["module"]), scenario["name"])(**scenario["kwargs"])
         plan.with_name(f"{number}.{rank}.pkl").write_bytes(pickle.dumps(result))
         goes_on = scenario["keep_world"] and following is not None and following["ranks"] == scenario["ranks"]

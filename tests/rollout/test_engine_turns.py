@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,10 +17,7 @@ from titan_rl.generation.environment import generator_environment
 @pytest.fixture(scope="module")
 def played(tmp_path_factory):
     directory = tmp_path_factory.mktemp("played")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     script = Path(__file__).parent / "engine_turns.py"
     subprocess.run(
         [sys.executable, script, calling_policy(directory), directory / "results.pkl"],

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import pickle
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -84,10 +83,7 @@ def gradients(samples, tmp_path_factory):
     }
     directory = tmp_path_factory.mktemp("gradients")
     (directory / "batches.pkl").write_bytes(pickle.dumps(batches))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = {"RANK": "0", "WORLD_SIZE": "1"}
     script = Path(__file__).parent / "gradient_ranks.py"
     subprocess.run(
         [sys.executable, script, model_path, directory / "batches.pkl", directory / "results.pkl"],

@@ -88,8 +88,8 @@ async def test_calls_made_while_a_batch_runs_gather_for_the_next():
     [
         ("raise", r"ValueError: boom \(.*unruly_task\.py:\d+ in misbehave\)", 0),
         ("exit", r"exit\(3\) was called", 0),
-        ("crash", r"ended with status 7", 2),
-        ("fork", r"ended with status 7", 2),
+        ("crash", r"exited with code 7", 2),
+        ("fork", r"exited with code 7", 2),
         ("example raise", r"ValueError: boom", 0),
     ],
 )
@@ -124,7 +124,7 @@ async def test_a_process_killed_from_outside_costs_nothing():
 async def test_what_user_code_started_dies_with_its_process(caplog):
     caplog.set_level(logging.INFO)
     async with environment(behaviour={"0": "orphan"}) as process:
-        assert "ended with status 7" in (await outcomes(process, [0]))[0]
+        assert "exited with code 7" in (await outcomes(process, [0]))[0]
     orphans = re.findall(r"orphan (\d+)", caplog.text)
     assert len(orphans) == 2  # it was tried twice
     assert all(ends(int(pid)) for pid in orphans)

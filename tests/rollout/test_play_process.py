@@ -89,9 +89,9 @@ async def test_a_play_that_fails_costs_only_itself_and_says_why(cls):
     reasons = {
         "raise": r"ValueError: boom \(.*program_task\.py:\d+ in misbehave\)",
         "exit": r"exit\(3\) was called",
-        "crash": r"ended with status 3 and returned nothing",
-        "vanish": r"ended with status 0 and returned nothing",
-        "kill itself": r"was killed by SIGKILL and returned nothing",
+        "crash": r"exited with code 3 and returned nothing",
+        "vanish": r"exited with code 0 and returned nothing",
+        "kill itself": r"was killed by signal 9 \(SIGKILL\) and returned nothing",
         "unpicklable": r"play returned a lock that does not pickle",
     }
     behaviour = {str(number): how for number, how in enumerate(reasons)}
@@ -166,7 +166,7 @@ async def test_a_host_that_is_killed_takes_its_plays_along_and_is_replaced(heard
         os.kill(host, signal.SIGKILL)
         for failure in await asyncio.gather(*playing, return_exceptions=True):
             assert isinstance(failure, TaskError)
-            assert "the process that it was forked from was killed by SIGKILL" in str(failure)
+            assert "the process that it was forked from was killed by signal 9 (SIGKILL)" in str(failure)
         for pid in left:
             assert await asyncio.to_thread(ends, pid)
         again = await asyncio.gather(*(process.play(Purpose.TRAIN, index, ENDPOINT) for index in range(2, 6)))

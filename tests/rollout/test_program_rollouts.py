@@ -174,7 +174,7 @@ async def test_a_worker_runs_no_more_programs_at_once_than_it_may(model_path):
     ("how", "reason"),
     [
         ("raise", "play of train prompt 0: ValueError: boom"),
-        ("crash", "play of train prompt 0: its process ended with status 3 and returned nothing"),
+        ("crash", "play of train prompt 0: its process exited with code 3 and returned nothing"),
         ("unpicklable", "does not pickle"),
     ],
 )
@@ -334,7 +334,7 @@ async def test_programs_whose_host_dies_fail_and_later_ones_play(model_path, hea
         await heard.numbers("burning")
         os.kill(group_runner.programs.pid, signal.SIGKILL)
         (rollout,) = (await playing).rollouts
-        assert "the process that it was forked from was killed by SIGKILL" in rollout.error
+        assert "the process that it was forked from was killed by signal 9 (SIGKILL)" in rollout.error
         assert [each.error for each in (await play(group_runner, 1)).rollouts] == ["", ""]
 
 

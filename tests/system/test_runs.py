@@ -76,12 +76,11 @@ print(torch.log_softmax(model(tokens).logits[0], -1)[:-1].gather(-1, tokens[0, 1
 import json, numpy as np
 from pathlib import Path
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.launch.provisioner import free_port
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.updater import PolicyUpdater
 from titan_rl.types import TrainingSample
 import os
-os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+os.environ.update(RANK="0", WORLD_SIZE="1")
 updater = PolicyUpdater(
     TrainerConfig(), model_path=Path({str(checkpoint)!r}), temperature=1.0, total_steps=1, device="cpu", seed=0
 )

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from monarch.actor import Actor, current_rank
 from transport_examples import Engine, copied, same_bytes
 from transport_scenarios import CUT_SHAPES, die_publishing, parallelism_pairs, policy, publish_first
 
 from titan_rl.actors.calls import served
 from titan_rl.errors import WeightsError
+from titan_rl.process_group import join_world
 from titan_rl.weights.manifest import Publication
 from titan_rl.weights.publisher import ChannelPublisher
 from titan_rl.weights.puller import WeightPuller
@@ -46,7 +46,7 @@ class Writer(InOneThread):
     async def join(self) -> None:
         def join() -> None:
             torch.set_num_threads(1)
-            dist.init_process_group("gloo")
+            join_world("gloo")
 
         await self.run(join)
 

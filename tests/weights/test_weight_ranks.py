@@ -1,7 +1,6 @@
 """Two real ranks on gloo publish and verify; both processes are started once (8 s on busy cores)."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 from weight_scenarios import EMBEDDING, HEAD, NORM, ROW_CUT, SHAPES, policy
 
+from titan_rl.process_group import RENDEZVOUS
 from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint
 from titan_rl.weights.shared_memory import SharedMemoryReader
 
@@ -23,11 +23,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     directory = tmp_path_factory.mktemp("segments")
     (directory / "pairs").mkdir()
     output = tmp_path_factory.mktemp("results") / "rank"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     root = Path(__file__).resolve().parents[2]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", RENDEZVOUS: str(directory / "rendezvous")}
     environment |= {"WORLD_SIZE": "2", "PYTHONPATH": str(root)}
     command = [sys.executable, str(Path(__file__).with_name("weight_scenarios.py")), str(directory), str(output)]
     processes = [

@@ -14,6 +14,7 @@ from torch import Tensor
 from transport_scenarios import parallelism_pairs
 
 from titan_rl.errors import WeightsError
+from titan_rl.process_group import join_world
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Publication
 from titan_rl.weights.shards import TensorShard
@@ -181,7 +182,7 @@ def two_writers_of_each_transport(rank: int, directory: Path) -> dict[str, dict[
 def main() -> None:
     rank, directory = int(os.environ["RANK"]), Path(sys.argv[1])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    join_world("gloo")
     scenarios = (two_writers, writers_that_fail, verified_engines, two_writers_of_each_transport)
     results = {scenario.__name__: scenario(rank, directory) for scenario in scenarios}
     torch.save(results, f"{sys.argv[2]}.{rank}")

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 class GeneratorRouter(ConnectedActor):
     """Endpoints: `generate_many`, `generate`, `abort`, `pull_model_state_dict`, `sleep`, `wake_up`, `pin`, `unpin`,
-    `fleet_status`, `close`."""
+    `fleet_status`, `generator_lost`, `close`."""
 
     def __init__(self, config: RouterConfig, generators: dict[str, Any], request_seconds: float) -> None:
         """
@@ -147,6 +147,15 @@ class GeneratorRouter(ConnectedActor):
             )
             for health in self._fleet
         ]
+
+    @served
+    async def generator_lost(self, name: str, reason: str) -> None:
+        """A process of this generator has ended, as the controller heard from the kernel: what it was asked goes on
+        elsewhere at once. A call to a process that is gone may find out late, or never."""
+        error = GeneratorFailed(reason)
+        self._died(name, error)
+        self._requests.lost(name, error)
+        self._advance()
 
     @served
     async def close(self) -> None:

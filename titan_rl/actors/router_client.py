@@ -116,6 +116,10 @@ class Router:
     async def fleet_status(self) -> list[GeneratorStatus]:
         return await self._call("fleet_status")
 
+    async def generator_lost(self, generator: str, reason: str) -> None:
+        """A process of this generator has ended: it serves nobody any more."""
+        await self._call("generator_lost", generator, reason)
+
     async def close(self) -> None:
         if self._completions is not None:
             await self._completions.close()

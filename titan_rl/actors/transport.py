@@ -130,6 +130,10 @@ class RequestClient:
             self._ended += session_ids
             self._flush_soon()
 
+    def target_lost(self, error: TitanError) -> None:
+        """The target is gone, whatever became of the connection: what is open fails with this."""
+        self._fail(list(self._open), error)
+
     async def close(self) -> None:
         """Leave. Whatever is open fails, and the target stops working on it."""
         if self._timer is not None:

@@ -25,6 +25,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from titan_rl.errors import ConfigError, TaskError
+from titan_rl.processes import ending_in_words
 from titan_rl.rollout.child_side import describe
 from titan_rl.types import Endpoint
 
@@ -97,8 +98,7 @@ def run_command(
     said = done.stderr.decode(errors="replace")
     sys.stderr.write(said)
     if done.returncode != 0:
-        how = f"was killed by signal {-done.returncode}" if done.returncode < 0 else f"exited with {done.returncode}"
-        raise TaskError(f"{name} {how}{_tail(said, 'it said')}")
+        raise TaskError(f"{name} {ending_in_words(done.returncode)}{_tail(said, 'it said')}")
     return done.stdout.decode(errors="replace")
 
 

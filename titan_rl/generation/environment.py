@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 
 from titan_rl.errors import ConfigError
+from titan_rl.process_group import RENDEZVOUS
 
 _COMMON = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine steps in this process, in lockstep with the other ranks
@@ -27,7 +28,7 @@ _DETERMINISTIC = {
 
 
 def generator_environment(device: str, *, threads: int = 1, deterministic: bool = False) -> dict[str, str]:
-    """Variables for every rank of a generator, apart from the rendezvous (RANK, WORLD_SIZE, MASTER_ADDR, …).
+    """Variables for every rank of a generator, apart from the rendezvous (RANK, WORLD_SIZE, …).
 
     Args:
         device: "cpu" or "cuda".
@@ -50,7 +51,8 @@ def check_environment(device: str, *, tensor_parallel: int, deterministic: bool 
     wrong = [f"{name}={value}" for name, value in required.items() if os.environ.get(name) != value]
     if wrong:
         raise ConfigError(f"a generator process must be started with {' '.join(wrong)}")
-    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    needed = ("RANK", "LOCAL_RANK", *((RENDEZVOUS,) if tensor_parallel > 1 else ()))
+    missing = [name for name in needed if name not in os.environ]
     if missing:
         raise ConfigError(f"a generator process needs {', '.join(missing)} in its environment")
     if os.environ.get("WORLD_SIZE") != str(tensor_parallel):

@@ -31,7 +31,7 @@ def make_engine_loop(
     on_pieces: Callable[[list[Piece]], None],
     on_fatal: Callable[[BaseException], None],
 ) -> EngineLoop:
-    """The engine loop of this process; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be in the environment.
+    """The engine loop of this process, which needs the environment of `join_world`.
 
     Nothing is built before the loop is started, and then in its own thread.
     """

@@ -6,6 +6,8 @@ fails when vLLM no longer needs it. Linear layers, which need most, have a modul
 - **Search for kernels.** While it is built, the CPU worker looks through the globals of every imported module and
   stumbles over objects of other libraries (llvmlite's, under numba) that are not as it expects. It finds all that it
   looks for in vLLM's own modules.
+- **Progress bars.** vLLM makes some with tqdm, whose default lock is a semaphore in shared memory that a killed process
+  leaves there. Nothing here forks, so a lock between threads does.
 - **Names of shared memory.** All tensor-parallel groups on a host would open segments of one fixed name, so a
   second generator, or what a crash left behind, breaks the start. A name per process makes vLLM use gloo instead.
 """
@@ -14,9 +16,11 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from tqdm import tqdm
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 from vllm.triton_utils import dispatcher as vllm_kernels
 
@@ -36,6 +40,11 @@ def adapt_kernel_search() -> None:
             vllm_kernels.sys = sys
 
     vllm_kernels._rebind_kernels = rebind_kernels
+
+
+def adapt_progress_bars() -> None:
+    """Let tqdm lock among threads only."""
+    tqdm.set_lock(threading.RLock())
 
 
 def adapt_group_names() -> None:

@@ -31,6 +31,7 @@ from titan_rl.generation import vllm_adaptation, vllm_deterministic, vllm_linear
 from titan_rl.generation.config import GeneratorConfig, refuse_more_ranks
 from titan_rl.generation.engine import COUNTERS, StepOutput, validate_request
 from titan_rl.generation.environment import check_environment
+from titan_rl.process_group import RENDEZVOUS, join_world
 from titan_rl.types import NO_VERSION, Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.shards import TensorShard
 
@@ -176,6 +177,11 @@ class VllmEngine:
             vllm_deterministic.adapt_attention(config.deterministic)
             vllm_adaptation.adapt_kernel_search()
             vllm_adaptation.adapt_group_names()
+        vllm_adaptation.adapt_progress_bars()
+        join_world("gloo" if device == "cpu" else "nccl")  # vLLM would listen on a port
+        if config.tensor_parallel > 1:
+            # A rank that is killed leaves its socket; there it goes with the run.
+            os.environ["VLLM_RPC_BASE_PATH"] = str(Path(os.environ[RENDEZVOUS]).parent)
         arguments = EngineArgs(**engine_arguments(config, Path(model_path), device))
         self._engine: LLMEngine | None = LLMEngine.from_engine_args(arguments)
         self._core = self._engine.engine_core

@@ -31,13 +31,21 @@ Device = Literal["cpu", "cuda"]
 
 SUPERVISION_ENVIRONMENT = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
-    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "1d",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "1d",
+    "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "3d",
+    "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "1d",
     "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "1d",
 }
-"""Of every process, the controller's included, before Monarch is imported. A dead process is seen in about 1 s instead
-of 10, a dead host in 5 s instead of 60. And nobody dies of another's death: by default a process ends itself (exit code
-1, no word) when an answer that nobody waits for any more cannot be returned within 30 s to a sender that died
-meanwhile. Every call has a bound of its own, so nothing relies on that time."""
+"""Of every process, the controller's included, before Monarch is imported. Monarch looks every second for actors that
+failed. It never takes silence for death, which by default it does after 30 s (a process that is stopped by SIGSTOP or
+a debugger, a laptop that sleeps): the kernel tells of the end of a process (`launch.process_watch`), and every call has
+a bound of its own. The watchdog must be longer than both idle times together. And nobody dies of another's death: by
+default a process ends itself (exit code 1, no word) when an answer that nobody waits for any more cannot be returned
+within 30 s to a sender that died meanwhile."""
+
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Of ranks that compute: they listen for each other, which on one host is nobody else's business."""
 
 TORCHRUN_VARIABLES = (
     "RANK",
@@ -88,8 +96,8 @@ class MeshPlan:
 
     name: str
     env: tuple[dict[str, str], ...]
-    """Per rank, what to set before Python starts. The rendezvous (RANK, MASTER_PORT, …) is not in it: its port is
-    chosen when the mesh is spawned."""
+    """Per rank, what to set before Python starts. The rendezvous (RANK, WORLD_SIZE, …) is not in it: its file
+    is named when the mesh is spawned."""
     devices: tuple[int | None, ...]
     """Per rank, the CUDA device; None: CPU."""
     positions: tuple[str, ...]
@@ -159,7 +167,13 @@ def plan(config: RunConfig, host: HostFacts, *, serving: bool = False) -> Placem
     def mesh(name: str, positions: list[str], extra: Mapping[str, str], *, computes: bool) -> MeshPlan:
         devices = tuple(free.pop(0) if computes and free else None for _ in positions)
         env = tuple(
-            {**common, **extra, "CUDA_VISIBLE_DEVICES": "" if index is None else str(index)} for index in devices
+            {
+                **common,
+                **(_LOOPBACK if computes else {}),
+                **extra,
+                "CUDA_VISIBLE_DEVICES": "" if index is None else str(index),
+            }
+            for index in devices
         )
         return MeshPlan(name=name, env=env, devices=devices, positions=tuple(positions))
 

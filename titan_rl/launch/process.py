@@ -16,7 +16,7 @@ def prepare_controller() -> None:
     """Call before anything that imports Monarch."""
     if "monarch" in sys.modules and not SUPERVISION_ENVIRONMENT.items() <= os.environ.items():
         logging.getLogger(__name__).warning(
-            "monarch was imported before titan_rl.launch: a dead process will be noticed after 10 s instead of 1 s"
+            "monarch was imported before titan_rl.launch: a process that is stopped for 30 s will be taken for dead"
         )
     os.environ.update(SUPERVISION_ENVIRONMENT)
 

@@ -1,10 +1,11 @@
 """Spawns meshes of processes and stops them again. The only place that knows where processes come from.
 
-Every mesh has its own environment from before Python starts, its own rendezvous port, and its own log files. A
+Every mesh has its own environment from before Python starts, its own rendezvous file, and its own log files. A
 `Provisioner` keeps what it needs to spawn a mesh again, so that recovery can ask for one.
 
-A fault reaches the provisioner that spawned the actors it is about, and none after it began to stop them: Monarch may
-notice the end of a mesh half a minute later, when another mesh, or another run in this process, has taken its place.
+The end of a process is heard from the kernel (`process_watch`), and from Monarch what fails in a process that lives. A
+fault reaches the provisioner that spawned the mesh, and none after it began to stop it: Monarch may notice the end of a
+mesh much later, when another mesh, or another run in this process, has taken its place.
 """
 
 from __future__ import annotations
@@ -13,31 +14,34 @@ import asyncio
 import functools
 import itertools
 import logging
-import random
-import socket
+import os
+import sys
+import threading
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import monarch.actor
-from monarch.actor import MeshFailure, ProcMesh, default_bootstrap_cmd, this_host
+from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
+from monarch.actor import MeshFailure, ProcMesh, this_host
 
 from titan_rl.actors.calls import bounded
-from titan_rl.errors import ActorFailed
+from titan_rl.errors import ActorFailed, MeshFailed
 from titan_rl.launch.placement import TORCHRUN_VARIABLES, MeshPlan
 from titan_rl.launch.process import prepare_process
+from titan_rl.launch.process_watch import ProcessWatch
+from titan_rl.launch.scratch import scratch_directory
+from titan_rl.process_group import RENDEZVOUS
+from titan_rl.processes import ending_in_words
 
 STOP_SECONDS = 20.0
-"""Bound on stopping one mesh; past it its processes are left to die with the controller."""
+"""Bound on stopping one mesh; past it its processes are killed."""
 
-_LOWEST_PORT = 15_000
-"""Below are the ports that servers are known by."""
-
-_given_out: set[int] = set()
+MONARCH_SECONDS = 2.0
+"""How long Monarch, which looks every second, is waited for where the kernel did not tell how a process ended."""
 
 _serial = itertools.count()
-"""Makes the name of every actor mesh of this process unique."""
+"""Makes the name of every mesh and actor mesh of this process unique."""
 
 _spawned: set[str] = set()
 """The names of all actor meshes. A name stays when its mesh is gone: its fault may be late."""
@@ -50,30 +54,12 @@ _ON_EVERY_MESH = {"logger", "setup"}
 _log = logging.getLogger(__name__)
 
 
-def free_port() -> int:
-    """A TCP port for a rendezvous on the loopback interface: free now, and not given out before in this process.
-
-    It lies below the range from which the system hands out ports by itself. Every rank opens dozens of those while it
-    starts; one of them on the port of a mesh that is about to listen would leave that mesh waiting for ever.
-    """
-    first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    candidates = [port for port in range(_LOWEST_PORT, first_ephemeral) if port not in _given_out]
-    random.SystemRandom().shuffle(candidates)
-    for port in candidates:
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        _given_out.add(port)
-        return port
-    raise ActorFailed(f"no TCP port between {_LOWEST_PORT} and {first_ephemeral} is free for a rendezvous")
-
-
 class Mesh:
     """The processes of one mesh, and the names of the actors on them."""
 
-    def __init__(self, processes: ProcMesh) -> None:
+    def __init__(self, name: str, processes: ProcMesh, watch: ProcessWatch) -> None:
+        self.name = name
+        self.watch = watch
         self._processes = processes
         self.actors: list[str] = []
         """The names of the actor meshes spawned here, as Monarch knows them."""
@@ -95,35 +81,51 @@ class Mesh:
         return self._processes.spawn(unique, actor, *args, **options)
 
     async def stop(self) -> None:
-        """End the processes."""
-        await self._processes.stop()
+        """End the processes. Never raises: what cannot be stopped in time is killed, and logged."""
+        self.watch.expect_ends()
+        try:
+            await bounded(self._processes.stop(), what=f"stop of mesh {self.name}", seconds=STOP_SECONDS)
+        except ActorFailed as error:
+            _log.warning("%s", error)
+        finally:
+            self.watch.kill()
 
 
 class Provisioner:
     """Meshes of processes on this host."""
 
     def __init__(
-        self, *, log_directory: str, imports: tuple[str, ...], on_fault: Callable[[ActorFailed], None]
+        self,
+        *,
+        log_directory: str,
+        imports: tuple[str, ...],
+        on_fault: Callable[[ActorFailed], None],
+        on_stop: Callable[[str], None] = lambda what: None,
     ) -> None:
         """
         Args:
             log_directory: where each process writes its log.
             imports: the user's modules, imported first in every process.
-            on_fault: told about every process or actor that dies; called from Monarch's thread.
+            on_fault: told about every process that ends and every actor that fails, once; called from any thread.
+            on_stop: told in words that a process was stopped (SIGSTOP) or goes on; called from any thread.
         """
         self._log_directory = log_directory
         self._imports = imports
         self._on_fault = on_fault
+        self._on_stop = on_stop
         self._meshes: dict[str, Mesh] = {}
+        self._words: dict[str, str] = {}  # Monarch's, by mesh
+        self._more_words = threading.Condition()
         _provisioners.add(self)
         monarch.actor.unhandled_fault_hook = _hear
 
     def spawn(self, plan: MeshPlan) -> Mesh:
-        """Start the processes of a mesh, with a fresh rendezvous port; a mesh of that name must have been stopped."""
+        """Start the processes of a mesh, with a fresh rendezvous; a mesh of that name must have been stopped."""
         if plan.name in self._meshes:
             raise ValueError(f"mesh {plan.name} is already up")
-        port = str(free_port())
         ranks = len(plan.env)
+        files = scratch_directory() / f"{plan.name}-{next(_serial)}"
+        births = files.with_suffix(".births")
 
         def command(point: Any) -> Any:
             rank = int(point.rank)
@@ -135,29 +137,35 @@ class Provisioner:
                 "LOCAL_RANK": str(rank) if plan.devices[rank] is None else "0",
                 "WORLD_SIZE": str(ranks),
                 "LOCAL_WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
+                RENDEZVOUS: str(files.with_suffix(".rendezvous")),
             }
-            return default_bootstrap_cmd().with_env(environment)
+            arguments = ["-m", "titan_rl.launch.child", str(os.getpid()), str(births), plan.name, str(rank)]
+            return BootstrapCommand(sys.executable, None, arguments, environment)
 
-        processes = this_host().spawn_procs(
+        watch = ProcessWatch(
+            plan.name,
+            births,
+            on_end=functools.partial(self._ended, plan.name),
+            on_stop=self._stopped,
+        )
+        processes = _host().spawn_procs(
             per_host={"ranks": ranks},
             name=plan.name,
             bootstrap=functools.partial(prepare_process, plan.name, self._log_directory, self._imports),
             bootstrap_command=command,
         )
-        mesh = self._meshes[plan.name] = Mesh(processes)
+        mesh = self._meshes[plan.name] = Mesh(plan.name, processes, watch)
         return mesh
 
     async def stop(self, name: str) -> None:
-        """Stop one mesh's processes. Never raises: what cannot be stopped in time is logged."""
-        await _stop(name, self._meshes.pop(name))
+        """Stop one mesh's processes. Never raises: what cannot be stopped in time is killed, and logged."""
+        await self._meshes.pop(name).stop()
 
     async def stop_all(self) -> None:
         """Stop every mesh. The actor runtime itself stays: it cannot be entered again in this process once it was
         left, and a script may start a second system."""
         stopped, self._meshes = self._meshes, {}
-        await asyncio.gather(*(_stop(name, mesh) for name, mesh in stopped.items()))
+        await asyncio.gather(*(mesh.stop() for mesh in stopped.values()))
 
     def hear(self, actors: str, report: str) -> None:
         """Pass on a fault, unless it is about actors whose mesh was stopped. Called from Monarch's thread.
@@ -166,17 +174,46 @@ class Provisioner:
             actors: the actor mesh, by the name given to Monarch; one that nobody spawned here concerns every mesh.
             report: Monarch's words.
         """
-        meshes = list(self._meshes.values())
-        if any(actors in mesh.actors for mesh in meshes) or (actors not in _spawned and meshes):
-            _log.error("fault: %s", report)
-            self._on_fault(ActorFailed(f"mesh {actors.rpartition('_')[0]} failed: {_first_lines(report)}"))
+        concerned = [m for m in list(self._meshes.values()) if actors in m.actors or actors not in _spawned]
+        if not concerned:
+            return
+        _log.error("fault: %s", report)
+        ended = [mesh for mesh in concerned if mesh.watch.any_ended]
+        with self._more_words:
+            self._words |= {mesh.name: _first_lines(report) for mesh in ended}
+            self._more_words.notify_all()
+        if not ended:  # else it follows from that, and is told with its exit status
+            name = actors.rpartition("_")[0]
+            self._on_fault(MeshFailed(f"mesh {name} failed: {_first_lines(report)}", name))
+
+    def _stopped(self, what: str) -> None:
+        """Called from the thread that waits for the process."""
+        _log.warning("%s", what)
+        self._on_stop(what)
+
+    def _ended(self, mesh: str, process: str, code: int | None) -> None:
+        """Called from the thread that waited for the process."""
+        if code is not None:
+            how = ending_in_words(code)
+        else:
+            with self._more_words:
+                self._more_words.wait_for(lambda: mesh in self._words, MONARCH_SECONDS)
+            how = f"ended: {self._words.get(mesh, 'nobody saw its exit status')}"
+        _log.error("fault: %s %s", process, how)
+        self._on_fault(MeshFailed(f"{process} {how}", mesh))
 
 
-async def _stop(name: str, mesh: Mesh) -> None:
+def _host() -> Any:
+    """Monarch's idea of this host, whose sockets lie in the scratch directory if it starts here."""
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(scratch_directory())
     try:
-        await bounded(mesh.stop(), what=f"stop of mesh {name}", seconds=STOP_SECONDS)
-    except ActorFailed as error:
-        _log.warning("%s", error)
+        return this_host()
+    finally:
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
 
 
 def _hear(failure: MeshFailure) -> None:

@@ -91,7 +91,12 @@ async def _train(config: RunConfig, imports: tuple[str, ...], directory: Path, c
     try:
         with display:
             async with start(
-                config, imports=imports, log_directory=directory / "logs", faults=faults, on_mesh=display.mesh
+                config,
+                imports=imports,
+                log_directory=directory / "logs",
+                faults=faults,
+                on_mesh=display.mesh,
+                on_stop=display.say,
             ) as system:
                 loop = TrainingLoop(system, display=display, metrics=metrics)
                 await faults.watch(loop.run())

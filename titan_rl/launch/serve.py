@@ -23,7 +23,8 @@ from titan_rl.actors.generator import Generator
 from titan_rl.actors.router import GeneratorRouter
 from titan_rl.actors.router_client import Router
 from titan_rl.config import RunConfig
-from titan_rl.errors import ActorFailed
+from titan_rl.controller.faults import FaultBoard
+from titan_rl.errors import ActorFailed, MeshFailed
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch.bring_up import set_up_generator
 from titan_rl.launch.gateway import gateway_ends, set_up_gateway, spawn_gateway
@@ -47,12 +48,15 @@ class Serving:
     router: Router
     gateway: Any
     """Handle of the `Gateway` actor."""
+    faults: FaultBoard
+    """Hears of the end of what the service cannot do without: the router, the gateway."""
     pids: dict[str, list[int]] = field(default_factory=dict)
     """Process ids of the generators' ranks."""
 
     async def run(self) -> None:
-        """Wait for the gateway's end; raises ActorFailed when it ends by itself or its process is gone."""
-        await gateway_ends(self.gateway)
+        """Wait for the gateway's end; raises ActorFailed when it ends by itself, or its process or the router's is
+        gone."""
+        await self.faults.watch(gateway_ends(self.gateway))
 
 
 @asynccontextmanager
@@ -64,6 +68,7 @@ async def serve(
     log_directory: Path | None = None,
     on_fault: Callable[[ActorFailed], None] = lambda fault: None,
     on_mesh: Callable[[str, str], None] = lambda mesh, doing: None,
+    on_stop: Callable[[str], None] = lambda what: None,
 ) -> AsyncIterator[Serving]:
     """Bring up everything that serves the config's policy on this host, and take it down at the end.
 
@@ -71,8 +76,9 @@ async def serve(
         config: its policy, generators, router, renderer and placement are used.
         imports: files or modules of the user, imported first in every process.
         log_directory: one log file per process goes here; None: processes print to the terminal.
-        on_fault: told about processes that die, from any thread. The others go on.
+        on_fault: told about processes that die, from any thread. The router goes on without a generator.
         on_mesh: told what each mesh is doing while it comes up.
+        on_stop: told in words, from any thread, that a process was stopped (SIGSTOP) and is waited for, or goes on.
 
     Raises:
         ConfigError: the host cannot hold the placement, or the address cannot be listened on.
@@ -81,12 +87,34 @@ async def serve(
     sweep_dead_segments()
     placement = plan(config, detect_host(), serving=True)
     model_path = model_directory(config)
+    faults = FaultBoard()
+    loop = asyncio.get_running_loop()
+    up: list[Serving] = []
+    telling: set[asyncio.Task[None]] = set()
+
+    def hear(fault: ActorFailed) -> None:
+        on_fault(fault)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(act, fault)
+
+    def act(fault: ActorFailed) -> None:
+        if up and isinstance(fault, MeshFailed) and fault.mesh in up[0].pids:
+            task = loop.create_task(up[0].router.generator_lost(fault.mesh, str(fault)))
+            telling.add(task)
+            task.add_done_callback(telling.discard)
+        else:
+            faults.report(fault)
+
     provisioner = Provisioner(
-        log_directory=str(log_directory) if log_directory is not None else "", imports=imports, on_fault=on_fault
+        log_directory=str(log_directory) if log_directory is not None else "",
+        imports=imports,
+        on_fault=hear,
+        on_stop=on_stop,
     )
     start_seconds, step_seconds = config.placement.start_seconds, config.placement.step_seconds
     polite: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {}
-    try:
+
+    async def start() -> Serving:
         meshes = {}
         for mesh in placement.meshes:
             on_mesh(mesh.name, "starting processes")
@@ -111,7 +139,7 @@ async def serve(
         router = Router(router_actor, seconds=step_seconds)
         polite["router"] = router.close
         gateway = spawn_gateway(meshes["gateway"], gateway_config, config, router_actor, model_path=model_path)
-        serving = Serving(url="", router=router, gateway=gateway)
+        serving = Serving(url="", router=router, gateway=gateway, faults=faults)
 
         async def generator_setup(name: str) -> None:
             on_mesh(name, "building the engine")
@@ -129,7 +157,11 @@ async def serve(
         polite["gateway"] = lambda: bounded(gateway.close.call_one(), what="gateway.close", seconds=CLOSE_SECONDS)
         _, serving.url = await set_up_gateway(gateway, seconds=start_seconds)
         on_mesh("gateway", "listening")
-        yield serving
+        return serving
+
+    try:
+        up.append(await faults.watch(start()))
+        yield up[0]
     finally:
         for part, close in reversed(polite.items()):  # first who takes calls, then who answers them
             await _close(part, close)

@@ -42,6 +42,7 @@ async def start(
     log_directory: Path | None = None,
     faults: FaultBoard | None = None,
     on_mesh: Callable[[str, str], None] = lambda mesh, doing: None,
+    on_stop: Callable[[str], None] = lambda what: None,
 ) -> AsyncIterator[System]:
     """Bring up every mesh of the config on this host, and take all of them down at the end.
 
@@ -51,6 +52,7 @@ async def start(
         log_directory: one log file per process goes here; None: processes print to the terminal.
         faults: told about processes that die, and of a gateway that ends by itself.
         on_mesh: told what each mesh is doing while it comes up.
+        on_stop: told in words, from any thread, that a process was stopped (SIGSTOP) and is waited for, or goes on.
 
     Raises:
         ConfigError: the host cannot hold the placement.
@@ -69,6 +71,7 @@ async def start(
         log_directory=str(log_directory) if log_directory is not None else "",
         imports=imports,
         on_fault=board.report,
+        on_stop=on_stop,
     )
     system: System | None = None
     watching: asyncio.Future[None] | None = None

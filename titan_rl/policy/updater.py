@@ -45,6 +45,7 @@ from titan_rl.policy.state_digest import digest_of
 from titan_rl.policy.step_metrics import StepMetrics
 from titan_rl.policy.titan_adaptation import choose_device
 from titan_rl.policy.token_scores import token_scores
+from titan_rl.process_group import join_world
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Publication
 from titan_rl.weights.shards import TensorShard
@@ -77,7 +78,7 @@ class PolicyUpdater:
         incarnation: int = 0,
         samples: SampleSource | None = None,
     ) -> None:
-        """Load the policy and shard it. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be in the environment.
+        """Load the policy and shard it. Needs the environment of `join_world`.
 
         Args:
             config: parallelism, dtype, token budget, optimizer and loss.
@@ -373,8 +374,7 @@ def _join_ranks(ranks: int, device: str) -> torch.device:
     if device == "cuda":
         local = 0 if torch.cuda.device_count() == 1 else int(os.environ.get("LOCAL_RANK", "0"))
         torch.cuda.set_device(local)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+    join_world("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
     if dist.get_world_size() != ranks:
         raise ConfigError(
             f"trainer.data_parallel * trainer.tensor_parallel is {ranks}, but there are {dist.get_world_size()} ranks"

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import signal
@@ -18,29 +17,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+from titan_rl.processes import die_with
 from titan_rl.rollout.environment_wire import FRAME_LENGTH, EnvironmentSetup, pack_frame
 
-_PR_SET_PDEATHSIG = 1
-
 Made = TypeVar("Made")
-
-
-def process_control(option: int, value: int) -> None:
-    """Linux's `prctl`.
-
-    Raises:
-        OSError: it failed.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
-
-
-def die_with(parent_pid: int, with_signal: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent dies, whatever user code does meanwhile."""
-    process_control(_PR_SET_PDEATHSIG, with_signal)
-    if os.getppid() != parent_pid:
-        sys.exit("the parent died while its child process started")
 
 
 def describe(error: BaseException) -> str:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from titan_rl.environments.base import Environment
 from titan_rl.errors import TaskError
+from titan_rl.processes import ending_in_words
 from titan_rl.rollout.child_side import Failure, Tracebacks, Worker
 from titan_rl.rollout.environment_wire import EnvironmentSetup
 from titan_rl.rollout.play_keeper import (
@@ -34,7 +35,6 @@ from titan_rl.rollout.play_keeper import (
     put_in_box,
 )
 from titan_rl.rollout.play_wire import Ended, Kill, Start
-from titan_rl.rollout.spawned_process import ending_in_words
 from titan_rl.rollout.task import Examples, make_environment
 
 _STATE, _FAILURE, _SEPARATOR = b"S", b"F", "\0"

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
-from titan_rl.rollout.child_side import die_with, process_control
+from titan_rl.processes import die_with, process_control
 
 KEEPER_SIGNALS = frozenset({signal.SIGTERM, signal.SIGCHLD})
 """Blocked in a keeper, which waits for them; whoever forks one blocks them before."""

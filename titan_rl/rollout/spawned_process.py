@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.errors import TaskError
+from titan_rl.processes import ending_in_words
 from titan_rl.rollout.environment_wire import FRAME_LENGTH, EnvironmentSetup, pack_frame
 
 STOP_SECONDS = 2.0
@@ -32,11 +33,6 @@ MAX_LOG_LINE = 4096
 """Longer lines of output are logged in pieces."""
 
 logger = logging.getLogger(__name__)
-
-
-def ending_in_words(code: int) -> str:
-    """How a process ended; a signal is a negative code, as `subprocess` gives it."""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
 
 
 class SpawnedProcess:

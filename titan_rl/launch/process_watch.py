@@ -1,0 +1,137 @@
+"""Hears of the birth, the end and the stops of one mesh's processes, from the processes and the kernel themselves.
+
+- A process says which rank it is before it does anything else (`launch.child`); from then on a thread waits for it in
+  the kernel, so that its end is known within milliseconds, whatever this process's event loops are doing.
+- Each end is told once, with the rank, the process id and the exit status. Monarch reaps the processes and is sometimes
+  faster than the thread, which takes nothing; what it misses the kernel still tells from Linux 6.15 on.
+- A process that is stopped (SIGSTOP, a debugger's detach, Ctrl-Z) has not ended: it is told, and waited for.
+- After `expect_ends` ends are no news.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+_INFO = struct.Struct("<Q52xi")
+"""`struct pidfd_info` of linux/pidfd.h: the mask and, 60 bytes on, the exit code."""
+_PIDFD_GET_INFO = (3 << 30) | (_INFO.size << 16) | (0xFF << 8) | 11
+_PIDFD_INFO_EXIT = 1 << 3
+_REAP_MILLISECONDS = 100
+
+
+class ProcessWatch:
+    """Makes `pipe`, into which the processes announce themselves; both callbacks come from threads.
+
+    Args:
+        mesh: name of the mesh, for what is told.
+        on_end: which process has ended, in words, and its exit code (a signal is negative; None: not known).
+        on_stop: a process was stopped, or goes on: in words.
+    """
+
+    def __init__(
+        self,
+        mesh: str,
+        pipe: Path,
+        *,
+        on_end: Callable[[str, int | None], None],
+        on_stop: Callable[[str], None],
+    ) -> None:
+        self._mesh = mesh
+        self._on_end = on_end
+        self._on_stop = on_stop
+        self._lock = threading.Lock()
+        self._living: dict[int, int] = {}  # descriptor by process id
+        self._ended = 0
+        self._expected = False
+        os.mkfifo(pipe)
+        self._pipe = os.open(pipe, os.O_RDWR)  # for writing too: without a writer every read would be an end of file
+        threading.Thread(target=self._take_births, name=f"{mesh} births", daemon=True).start()
+
+    @property
+    def any_ended(self) -> bool:
+        """Whether a process has ended, told or about to be told."""
+        with self._lock:
+            return self._ended > 0 or any(_has_ended(descriptor) for descriptor in self._living.values())
+
+    def expect_ends(self) -> None:
+        """The processes are about to be stopped."""
+        self._expected = True
+
+    def kill(self) -> None:
+        """End whatever still lives, and watch no more."""
+        with self._lock:
+            for descriptor in self._living.values():
+                if not _has_ended(descriptor):
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        os.write(self._pipe, b"\n")
+
+    def _take_births(self) -> None:
+        with open(self._pipe, "rb") as births:
+            for line in births:
+                if line == b"\n":
+                    return
+                rank, pid = map(int, line.split())
+                name = f"{self._mesh} rank {rank} (pid {pid})"
+                try:
+                    with self._lock:
+                        self._living[pid] = os.pidfd_open(pid)
+                except ProcessLookupError:
+                    self._tell_end(name, None)
+                    continue
+                threading.Thread(target=self._wait, args=(name, pid), name=name, daemon=True).start()
+
+    def _wait(self, name: str, pid: int) -> None:
+        descriptor = self._living[pid]
+        try:
+            kind, status = _next_news(descriptor, os.WSTOPPED)
+            while kind == os.CLD_STOPPED:
+                if not self._expected:
+                    self._on_stop(f"{name} was stopped by {signal.Signals(status).name}; waiting until it goes on")
+                kind, status = _next_news(descriptor, os.WCONTINUED)
+                if kind == os.CLD_CONTINUED:
+                    os.waitid(os.P_PIDFD, descriptor, os.WCONTINUED | os.WNOHANG)  # takes the news: the next is new
+                    self._on_stop(f"{name} goes on")
+                    kind, status = _next_news(descriptor, os.WSTOPPED)
+            code: int | None = status if kind == os.CLD_EXITED else -status
+        except ChildProcessError:  # Monarch was faster
+            code = _exit_code(descriptor)
+        with self._lock:
+            self._ended += 1
+            os.close(self._living.pop(pid))
+        self._tell_end(name, code)
+
+    def _tell_end(self, name: str, code: int | None) -> None:
+        if not self._expected:
+            self._on_end(name, code)
+
+
+def _next_news(pidfd: int, besides_end: int) -> tuple[int, int]:
+    """Wait for the process's end, or for what `waitid` calls `besides_end`; takes nothing."""
+    news = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | besides_end | os.WNOWAIT)
+    assert news is not None  # only WNOHANG gives that
+    return news.si_code, news.si_status
+
+
+def _has_ended(pidfd: int) -> bool:
+    return bool(select.select([pidfd], [], [], 0)[0])
+
+
+def _exit_code(pidfd: int) -> int | None:
+    """Of a process that was reaped; None where the kernel does not keep it for a pidfd (before Linux 6.15)."""
+    reaped = select.poll()
+    reaped.register(pidfd, 0)  # of no event but the hang-up: it is being reaped just now
+    reaped.poll(_REAP_MILLISECONDS)
+    info = bytearray(_INFO.pack(_PIDFD_INFO_EXIT, 0))
+    try:
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
+    except OSError:
+        return None
+    mask, status = _INFO.unpack(info)
+    return os.waitstatus_to_exitcode(status) if mask & _PIDFD_INFO_EXIT else None
