@@ -2,14 +2,17 @@
 
 import asyncio
 import os
+import select
 import signal
 from pathlib import Path
 
 import pytest
-from monarch.actor import Actor, endpoint
+from monarch.actor import Actor, default_bootstrap_cmd, endpoint
 
 from titan_rl.actors.calls import bounded
 from titan_rl.errors import ActorFailed, MeshFailed
+from titan_rl.launch import process_watch
+from titan_rl.launch.child import MONARCH_MAIN
 from titan_rl.launch.placement import MeshPlan
 from titan_rl.launch.provisioner import Provisioner
 
@@ -79,6 +82,33 @@ async def test_every_end_is_told_once_with_its_rank_and_its_cause(tmp_path: Path
 
 async def leave(heard: Heard, rank: int, code: int) -> None:
     await heard.actor.slice(ranks=rank).leave.call_one(code)
+
+
+@pytest.mark.asyncio
+async def test_where_the_kernel_keeps_no_exit_status_monarch_s_words_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As before Linux 6.15, when Monarch reaps a process before anybody else has looked."""
+
+    def too_late(pidfd: int, besides_end: int) -> tuple[int, int]:
+        select.select([pidfd], [], [])
+        raise ChildProcessError
+
+    monkeypatch.setattr(process_watch, "_next_news", too_late)
+    monkeypatch.setattr(process_watch, "_exit_code", lambda pidfd: None)
+    heard = Heard(tmp_path, "one")
+    try:
+        [pid] = await heard.pids()
+        os.kill(pid, signal.SIGKILL)
+        told = await heard.next()
+        assert told.startswith(f"one rank 0 (pid {pid}) ended: ") and "sig=9" in told
+    finally:
+        await heard.provisioner.stop_all()
+    assert len(heard.faults) == 1
+
+
+def test_a_process_runs_what_monarch_would_run() -> None:
+    assert MONARCH_MAIN in repr(default_bootstrap_cmd())
 
 
 @pytest.mark.asyncio

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -14,14 +15,19 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from served_fleet import MODEL, client, say, served
+from served_fleet import MODEL, client, say, served, until_busy
 
+from titan_rl.errors import ActorFailed
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.tiny import make_tiny_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "secret"
+SEVERAL_QUESTIONS = 2.5
+"""Seconds."""
+SOON = 20.0
+"""Seconds: less than the 30 after which Monarch by itself gives up waiting."""
 
 
 @contextlib.contextmanager
@@ -116,3 +122,38 @@ async def test_a_dead_generator_costs_nothing_while_another_lives_and_then_a_503
             health = await http.get("/health")
         assert health.status_code == 503
         assert "dead" in health.json()["error"]["message"]
+
+
+async def test_a_generator_that_dies_while_it_is_stopped_is_given_up_at_once():
+    """Monarch asks a process every second how it is, and waits for that answer however long it takes."""
+    async with served(generators=2) as up:
+        ai = client(up)
+        name, other = up.pids
+        for stopped in up.pids[name]:
+            os.kill(stopped, signal.SIGSTOP)
+        await asyncio.sleep(SEVERAL_QUESTIONS)
+        calls = [
+            asyncio.create_task(ai.chat.completions.create(model=MODEL, messages=say(str(number))))
+            for number in range(4)
+        ]
+        await until_busy(up, 1)
+        os.kill(up.pids[name][0], signal.SIGKILL)
+        for number, answer in enumerate(await asyncio.wait_for(asyncio.gather(*calls), SOON)):
+            assert answer.choices[0].message.content == str(number)
+        states = {member.name: (member.state, member.last_error) for member in await up.router.fleet_status()}
+        cause = f"{name} rank 0 (pid {up.pids[name][0]}) was killed by signal 9 (SIGKILL)"
+        assert states == {name: ("dead", cause), other: ("serving", "")}
+
+
+async def test_a_dead_router_ends_the_service():
+    async with served(generators=1) as up:
+        [router] = [pid for pid in children() if b"\0router\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(router, signal.SIGKILL)
+        with pytest.raises(ActorFailed, match="router"):
+            await asyncio.wait_for(up.run(), SOON)
+
+
+def children() -> list[int]:
+    """Of this process."""
+    stats = {int(stat.parent.name): stat.read_text() for stat in Path("/proc").glob("[0-9]*/stat")}
+    return [pid for pid, stat in stats.items() if int(stat.rpartition(")")[2].split()[1]) == os.getpid()]

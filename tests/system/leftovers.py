@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
+import uuid
+from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RUN_SECONDS = 240
 """Bound on one small run on a busy machine."""
 
+GONE_SECONDS = 30.0
+"""Bound on the end of what is told by the kernel to end."""
+
+_marks: dict[int, bytes] = {}
+"""Variable by process id of a run. Whatever it starts inherits that, in whatever session."""
+
 
 def start_run(
     *arguments: str, runs: Path, program: tuple[str, ...] = ("-m", "titan_rl.train")
 ) -> subprocess.Popen[str]:
-    """A real run as a user starts it, in a session of its own so that everything it leaves can be found."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
+    """A real run as a user starts it, marked so that everything it leaves can be found."""
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MARK_OF_THIS_RUN": mark}
+    run = subprocess.Popen(
         [sys.executable, *program, *arguments, "--logging.directory", str(runs)],
         cwd=REPOSITORY,
         env=environment,
@@ -27,6 +38,8 @@ def start_run(
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
+    _marks[run.pid] = mark.encode()
+    return run
 
 
 def finish(run: subprocess.Popen[str]) -> str:
@@ -40,20 +53,34 @@ def finish(run: subprocess.Popen[str]) -> str:
     return output
 
 
-def descendants(session: int) -> list[int]:
-    """Living processes of a session (zombies are not living)."""
+def wait_for_line(run: subprocess.Popen[str], beginning: str) -> str:
+    """Read the run's output up to a line, which is returned; the rest stays to be read."""
+    assert run.stdout is not None
+    for line in run.stdout:
+        if line.startswith(beginning):
+            return line
+    raise AssertionError(f"the run ended before it printed a line that begins with {beginning!r}")
+
+
+def descendants(run: int) -> list[int]:
+    """Living processes of a run, by its process id (the environment of a zombie is empty)."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        state, entry_session = fields[0], int(fields[3])
-        if entry_session == session and state != "Z":
-            found.append(int(entry.name))
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if _marks[run] in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
     return found
+
+
+def wait_until_gone(run: int) -> None:
+    """Until no process of a run that was killed lives; who hears of that from the kernel needs a moment to end."""
+    while pids := descendants(run):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                descriptor = os.pidfd_open(pid)
+                ended, _, _ = select.select([descriptor], [], [], GONE_SECONDS)
+                os.close(descriptor)
+                assert ended, Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def shared_memory_of(pid: int) -> list[str]:
@@ -61,24 +88,26 @@ def shared_memory_of(pid: int) -> list[str]:
     return [path.name for path in Path("/dev/shm").glob(f"titan_rl-{pid}-*")]
 
 
-def listening_ports_of(session: int) -> list[int]:
-    """TCP ports on which a living process of the session listens."""
+def listening_addresses_of(run: int) -> list[IPv4Address | IPv6Address]:
+    """Where a living process of the run listens on a TCP port."""
     inodes: set[str] = set()
-    for pid in descendants(session):
+    for pid in descendants(run):
         try:
             links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
         except OSError:
             continue
         inodes.update(link[len("socket:[") : -1] for link in links if link.startswith("socket:["))
-    ports = []
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if fields[3] == "0A" and fields[9] in inodes:
-            ports.append(int(fields[1].partition(":")[2], 16))
-    return ports
+    addresses: list[IPv4Address | IPv6Address] = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                words = bytes.fromhex(fields[1].partition(":")[0])  # of 4 bytes, each in the order of this machine
+                packed = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
+                addresses.append(IPv4Address(packed) if len(packed) == 4 else IPv6Address(packed))
+    return addresses
 
 
 def assert_nothing_is_left(run: subprocess.Popen[str]) -> None:
     assert descendants(run.pid) == []
-    assert listening_ports_of(run.pid) == []
     assert shared_memory_of(run.pid) == []

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from leftovers import REPOSITORY, RUN_SECONDS, assert_nothing_is_left, descendants, finish, start_run
+from leftovers import REPOSITORY, RUN_SECONDS, assert_nothing_is_left, finish, start_run, wait_for_line
 
 SMALL = ("--recipe", "copy4", "--generator.count", "1", "--loop.groups-per-step", "4", "--evaluation.prompts", "20")
 
@@ -26,15 +26,6 @@ def readme_example() -> str:
 def run_directory(runs: Path) -> Path:
     (directory,) = runs.iterdir()
     return directory
-
-
-def wait_for_line(run: subprocess.Popen[str], beginning: str) -> None:
-    """Read the run's output up to a line; the rest stays to be read."""
-    assert run.stdout is not None
-    for line in run.stdout:
-        if line.startswith(beginning):
-            return
-    raise AssertionError(f"the run ended before it printed a line that begins with {beginning!r}")
 
 
 def test_a_task_of_ones_own_runs_under_torchrun_and_leaves_a_checkpoint_that_scores_the_same(tmp_path: Path) -> None:
@@ -111,25 +102,6 @@ def test_ctrl_c_stops_everything_within_seconds_and_keeps_the_finished_steps(tmp
     assert "stopped by the user" in output
     assert_nothing_is_left(run)
     assert (run_directory(tmp_path) / "metrics.jsonl").read_text().count("train/loss") >= 1
-
-
-def test_a_killed_generator_ends_the_run_with_its_name_and_leaves_nothing(tmp_path: Path) -> None:
-    run = start_run(*SMALL, "--loop.steps", "100000", runs=tmp_path)
-    wait_for_line(run, "step ")
-    victim = next(pid for pid in descendants(run.pid) if log_of(pid).endswith("generator0.log"))
-    os.kill(victim, signal.SIGKILL)
-    output = finish(run)
-    assert run.returncode == 1, output
-    assert "generator0" in output
-    assert_nothing_is_left(run)
-
-
-def log_of(pid: int) -> str:
-    """Where a process's standard output goes."""
-    try:
-        return os.readlink(f"/proc/{pid}/fd/1")
-    except OSError:
-        return ""
 
 
 def test_a_policy_that_did_not_learn_is_a_failure(tmp_path: Path) -> None:

@@ -15,12 +15,17 @@ import tempfile
 from pathlib import Path
 
 PREFIX = "titan_rl-"
+LONGEST_PARENT = 40
+"""Bytes of TMPDIR, which is not used if it is longer: the path of a socket has room for 107, and Monarch's and vLLM's
+are up to 63 longer."""
 
 
 @functools.cache
 def scratch_directory() -> Path:
     """The directory, made at the first call and removed when this process exits."""
     parent = Path(tempfile.gettempdir())
+    if len(os.fsencode(parent)) > LONGEST_PARENT:
+        parent = Path("/tmp")
     sweep_dead_scratch(parent)
     # It gets the name by which others look for it only when it is locked.
     made = Path(tempfile.mkdtemp(prefix=".", dir=parent))

@@ -1,0 +1,96 @@
+"""Runs that lose a process, as a user starts them: what is said, and that nothing stays behind. About 15 s each."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from leftovers import (
+    assert_nothing_is_left,
+    descendants,
+    finish,
+    listening_addresses_of,
+    start_run,
+    wait_for_line,
+    wait_until_gone,
+)
+
+from titan_rl.launch.scratch import sweep_dead_scratch
+from titan_rl.weights.segment_files import sweep_dead_segments
+
+SMALL = ("--recipe", "copy4", "--generator.count", "1", "--loop.groups-per-step", "4", "--evaluation.prompts", "20")
+ENDLESS = (*SMALL, "--loop.steps", "100000", "--evaluation.every", "0")
+LONGER_THAN_MONARCH_WAITS = 70.0
+"""Seconds. By itself it takes a process that says nothing for 30 s for dead, and one ends that was not asked for 60."""
+
+
+def process_of(run: int, mesh: str, rank: int = 0) -> int:
+    """Its id, by its command line."""
+    for pid in descendants(run):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if b"titan_rl.launch.child" in words and words[-3:-1] == [mesh.encode(), str(rank).encode()]:
+            return pid
+    raise AssertionError(f"no process of {mesh} rank {rank}")
+
+
+def named_semaphores_of(run: int) -> list[str]:
+    """Those in shared memory that a living process of the run uses."""
+    maps = [Path(f"/proc/{pid}/maps").read_text().splitlines() for pid in descendants(run)]
+    return [line for lines in maps for line in lines if "/dev/shm/sem." in line]
+
+
+def test_a_killed_rank_is_named_with_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
+        monkeypatch.setenv("TMPDIR", temporary)
+        run = start_run(*ENDLESS, "--generator.tensor-parallel", "2", runs=tmp_path)
+        wait_for_line(run, "step ")
+        addresses = listening_addresses_of(run.pid)
+        assert addresses and all(address.is_loopback for address in addresses), "two ranks of an engine meet"
+        assert named_semaphores_of(run.pid) == []
+        victim = process_of(run.pid, "generator0", rank=1)
+        os.kill(victim, signal.SIGKILL)
+        output = finish(run)
+        assert run.returncode == 1, output
+        controller = next(tmp_path.glob("*/logs/controller.log")).read_text()
+        assert f"generator0 rank 1 (pid {victim}) was killed by signal 9 (SIGKILL)" in controller
+        assert "generator0" in output
+        assert_nothing_is_left(run)
+        # torch makes this directory for what it compiles, and finds it again
+        assert [left for left in os.listdir(temporary) if not left.startswith("torchinductor_")] == []
+
+
+@pytest.mark.parametrize("born", [1, 3, 5])
+def test_a_controller_that_is_killed_while_it_starts_leaves_no_process(tmp_path: Path, born: int) -> None:
+    """At its first process, in the middle, and when the last, an environment's own, is there."""
+    run = start_run(*ENDLESS, runs=tmp_path)
+    while len(descendants(run.pid)) <= born:
+        assert run.poll() is None, finish(run)
+    os.kill(run.pid, signal.SIGKILL)
+    wait_until_gone(run.pid)
+    finish(run)
+    sweep_dead_scratch(Path(tempfile.gettempdir()))
+    sweep_dead_segments()
+    assert list(Path(tempfile.gettempdir()).glob(f"titan_rl-{run.pid}*")) == []
+    assert_nothing_is_left(run)
+
+
+@pytest.mark.acceptance
+def test_a_run_waits_for_a_stopped_generator(tmp_path: Path) -> None:
+    run = start_run(*ENDLESS, runs=tmp_path)
+    wait_for_line(run, "step ")
+    pid = process_of(run.pid, "generator0")
+    os.kill(pid, signal.SIGSTOP)
+    assert "waiting until it goes on" in wait_for_line(run, f"generator0 rank 0 (pid {pid}) was stopped by SIGSTOP")
+    time.sleep(LONGER_THAN_MONARCH_WAITS)
+    os.kill(pid, signal.SIGCONT)
+    wait_for_line(run, f"generator0 rank 0 (pid {pid}) goes on")
+    for _ in range(2):
+        wait_for_line(run, "step ")
+    os.kill(run.pid, signal.SIGINT)
+    output = finish(run)
+    assert run.returncode == 130, output
+    assert_nothing_is_left(run)
