@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from titan_rl.actors.generator import Generator
 from titan_rl.actors.router import GeneratorRouter
 from titan_rl.actors.router_client import Router
 from titan_rl.config import RunConfig
+from titan_rl.errors import ActorFailed, MeshFailed
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.launch.placement import detect_host, plan
 from titan_rl.launch.provisioner import Provisioner
@@ -84,8 +86,17 @@ async def real_fleet(router: RouterConfig, *, tensor_parallel: int = 1) -> Async
     config.generator = GeneratorConfig(count=2, tensor_parallel=tensor_parallel, max_model_len=512)
     model_path = model_directory(config)
     meshes = {mesh.name: mesh for mesh in plan(config, detect_host()).meshes}
-    provisioner = Provisioner(log_directory="", imports=(), on_fault=lambda fault: None)
-    fleet = None
+    fleet: RealFleet | None = None
+    loop = asyncio.get_running_loop()
+    telling = set()
+
+    def tell_router(fault: ActorFailed) -> None:
+        if fleet is not None and isinstance(fault, MeshFailed):
+            telling.add(loop.create_task(fleet.router.generator_lost(fault.mesh, str(fault))))
+
+    provisioner = Provisioner(
+        log_directory="", imports=(), on_fault=functools.partial(loop.call_soon_threadsafe, tell_router)
+    )
     try:
         generators = {
             name: provisioner.spawn(meshes[name]).spawn(

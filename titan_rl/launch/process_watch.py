@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import select
 import signal
@@ -18,6 +19,8 @@ import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
+
+_log = logging.getLogger(__name__)
 
 _INFO = struct.Struct("<Q52xi")
 """`struct pidfd_info` of linux/pidfd.h: the mask and, 60 bytes on, the exit code."""
@@ -93,11 +96,12 @@ class ProcessWatch:
             kind, status = _next_news(descriptor, os.WSTOPPED)
             while kind == os.CLD_STOPPED:
                 if not self._expected:
-                    self._on_stop(f"{name} was stopped by {signal.Signals(status).name}; waiting until it goes on")
+                    what = f"{name} was stopped by {signal.Signals(status).name}; waiting until it goes on"
+                    _tell(self._on_stop, what)
                 kind, status = _next_news(descriptor, os.WCONTINUED)
                 if kind == os.CLD_CONTINUED:
                     os.waitid(os.P_PIDFD, descriptor, os.WCONTINUED | os.WNOHANG)  # takes the news: the next is new
-                    self._on_stop(f"{name} goes on")
+                    _tell(self._on_stop, f"{name} goes on")
                     kind, status = _next_news(descriptor, os.WSTOPPED)
             code: int | None = status if kind == os.CLD_EXITED else -status
         except ChildProcessError:  # Monarch was faster
@@ -109,7 +113,14 @@ class ProcessWatch:
 
     def _tell_end(self, name: str, code: int | None) -> None:
         if not self._expected:
-            self._on_end(name, code)
+            _tell(self._on_end, name, code)
+
+
+def _tell(listener: Callable[..., None], *news: object) -> None:
+    try:
+        listener(*news)
+    except Exception:  # or the next end would go unheard
+        _log.exception("nobody heard that %s", news[0])
 
 
 def _next_news(pidfd: int, besides_end: int) -> tuple[int, int]:
