@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -71,7 +72,7 @@ class ProcessWatch:
         """End whatever still lives, and watch no more."""
         with self._lock:
             for descriptor in self._living.values():
-                if not _has_ended(descriptor):
+                with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         os.write(self._pipe, b"\n")
 
@@ -86,6 +87,7 @@ class ProcessWatch:
                     with self._lock:
                         self._living[pid] = os.pidfd_open(pid)
                 except ProcessLookupError:
+                    self._ended += 1
                     self._tell_end(name, None)
                     continue
                 threading.Thread(target=self._wait, args=(name, pid), name=name, daemon=True).start()
@@ -131,14 +133,18 @@ def _next_news(pidfd: int, besides_end: int) -> tuple[int, int]:
 
 
 def _has_ended(pidfd: int) -> bool:
-    return bool(select.select([pidfd], [], [], 0)[0])
+    return bool(_poll(pidfd, select.POLLIN, 0))
+
+
+def _poll(descriptor: int, events: int, milliseconds: int) -> list[tuple[int, int]]:
+    poll = select.poll()
+    poll.register(descriptor, events)
+    return poll.poll(milliseconds)
 
 
 def _exit_code(pidfd: int) -> int | None:
     """Of a process that was reaped; None where the kernel does not keep it for a pidfd (before Linux 6.15)."""
-    reaped = select.poll()
-    reaped.register(pidfd, 0)  # of no event but the hang-up: it is being reaped just now
-    reaped.poll(_REAP_MILLISECONDS)
+    _poll(pidfd, 0, _REAP_MILLISECONDS)  # for no event but the hang-up: it is being reaped just now
     info = bytearray(_INFO.pack(_PIDFD_INFO_EXIT, 0))
     try:
         fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
