@@ -154,7 +154,7 @@ class GeneratorRouter(ConnectedActor):
         elsewhere at once. A call to a process that is gone may find out late, or never."""
         error = GeneratorFailed(reason)
         self._died(name, error)
-        self._requests.lost(name, error)
+        self._requests.lose(name, error)
         self._advance()
 
     @served

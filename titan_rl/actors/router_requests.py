@@ -127,9 +127,10 @@ class RouterRequests:
             self._client(name).abort(stragglers)
             await self._idle[name].wait()
 
-    def lost(self, name: str, error: TitanError) -> None:
-        """The generator is gone: whatever it was asked has failed there."""
-        self._client(name).target_lost(error)
+    def lose(self, name: str, error: TitanError) -> None:
+        """The generator is gone: whatever it runs goes on elsewhere."""
+        if name in self._clients:
+            self._clients[name].fail(error)
 
     def fail(self, error: TitanError) -> None:
         """Whatever is open fails."""

@@ -130,8 +130,8 @@ class RequestClient:
             self._ended += session_ids
             self._flush_soon()
 
-    def target_lost(self, error: TitanError) -> None:
-        """The target is gone, whatever became of the connection: what is open fails with this."""
+    def fail(self, error: TitanError) -> None:
+        """The target is gone, as somebody else found out: whatever is open fails."""
         self._fail(list(self._open), error)
 
     async def close(self) -> None:
