@@ -114,3 +114,15 @@ async def test_when_all_are_dead_requests_fail_at_once_with_the_reasons() -> Non
     with pytest.raises(GeneratorFailed, match="every generator is dead .*no answer within"):
         await router.generate(request("r"))
     await router.close()
+
+
+async def test_what_a_lost_generator_runs_goes_on_elsewhere_without_its_word() -> None:
+    async with Fleet(RouterConfig()) as fleet:
+        call = fleet.generate(request("r"))
+        lost = await fleet.until_runs("r")
+        await fleet.router.generator_lost(f"g{lost}", "it was killed")
+        attempts = list(await fleet.live(1 - lost, 1))
+        await fleet.on(1 - lost, "finish", attempts, 2)
+        assert (await call).token_ids.tolist() == [3, 4]
+        status = (await fleet.router.fleet_status())[lost]
+        assert (status.state, status.last_error, status.in_flight) == ("dead", "it was killed", 0)
