@@ -28,6 +28,8 @@ _INFO = struct.Struct("<Q52xi")
 _PIDFD_GET_INFO = (3 << 30) | (_INFO.size << 16) | (0xFF << 8) | 11
 _PIDFD_INFO_EXIT = 1 << 3
 _REAP_MILLISECONDS = 100
+_EXIT_MILLISECONDS = 1000
+"""What a stopped mesh's process may take for its last instructions, and the kernel to end a killed one."""
 
 
 class ProcessWatch:
@@ -68,12 +70,14 @@ class ProcessWatch:
         """The processes are about to be stopped."""
         self._expected = True
 
-    def kill(self) -> None:
-        """End whatever still lives, and watch no more."""
+    def end(self) -> None:
+        """Watch no more. What still lives is killed; returns when it is gone. May take seconds."""
         with self._lock:
             for descriptor in self._living.values():
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                if not _poll(descriptor, select.POLLIN, _EXIT_MILLISECONDS):
+                    with contextlib.suppress(ProcessLookupError):
+                        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                    _poll(descriptor, select.POLLIN, _EXIT_MILLISECONDS)
         os.write(self._pipe, b"\n")
 
     def _take_births(self) -> None:

@@ -88,7 +88,7 @@ class Mesh:
         except ActorFailed as error:
             _log.warning("%s", error)
         finally:
-            self.watch.kill()
+            await asyncio.to_thread(self.watch.end)
 
 
 class Provisioner:

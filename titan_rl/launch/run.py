@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from titan_rl.config import RunConfig
 from titan_rl.controller.faults import FaultBoard
@@ -58,7 +59,9 @@ def run(config: RunConfig, imports: tuple[str, ...] = ()) -> int:
         return EXIT_INTERRUPTED
     except TitanError as error:
         _log.error("the run failed", exc_info=error)
-        console.print(f"[bold red]failed[/]: {type(error).__name__}: {error}", highlight=False, soft_wrap=True)
+        console.print(
+            f"[bold red]failed[/]: {type(error).__name__}: {escape(str(error))}", highlight=False, soft_wrap=True
+        )
         console.print(f"logs: {directory / 'logs'}", highlight=False, soft_wrap=True)
         return EXIT_FAILED
     return _conclude(config, summary, directory, console, started)
