@@ -1,4 +1,4 @@
-"""Ends of processes that another thread reaps as soon as it can, as Monarch does: each is told, with its exit status."""
+"""Ends of processes that another thread reaps at once, as Monarch does: each is told, with its exit status."""
 
 import os
 import queue
