@@ -123,6 +123,7 @@ class Provisioner:
         """Start the processes of a mesh, with a fresh rendezvous; a mesh of that name must have been stopped."""
         if plan.name in self._meshes:
             raise ValueError(f"mesh {plan.name} is already up")
+        self._words.pop(plan.name, None)
         ranks = len(plan.env)
         files = scratch_directory() / f"{plan.name}-{next(_serial)}"
         births = files.with_suffix(".births")
