@@ -31,8 +31,13 @@ def scratch_directory() -> Path:
     made = Path(tempfile.mkdtemp(prefix=".", dir=parent))
     fcntl.flock(os.open(made, os.O_RDONLY), fcntl.LOCK_EX)  # for as long as this process lives
     directory = made.rename(parent / f"{PREFIX}{os.getpid()}{made.name}")
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    atexit.register(_remove, directory, os.getpid())
     return directory
+
+
+def _remove(directory: Path, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:  # and not a fork of it
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def sweep_dead_scratch(parent: Path) -> list[Path]:
