@@ -13,11 +13,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from titan_rl import __version__, train
 from titan_rl.config_registry import RECIPES, first_line
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.importing import import_user_module
+from titan_rl.launch.signals import leave
 from titan_rl.overrides import did_you_mean
 
 PROG = "titan-rl"
@@ -42,6 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return train.EXIT_USAGE
     return VERBS[verb](rest)
+
+
+def command() -> NoReturn:
+    """The console command: this process is all its own."""
+    leave(main)
 
 
 def _train(arguments: Sequence[str]) -> int:
@@ -95,4 +102,4 @@ def _listing(lines: dict[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

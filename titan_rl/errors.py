@@ -5,6 +5,10 @@ error that crosses a process boundary must survive pickling, so every class here
 and numbers and keeps them in `args`.
 """
 
+from __future__ import annotations
+
+import signal
+
 
 class TitanError(Exception):
     """Base of every error that titan_rl raises on purpose."""
@@ -116,6 +120,26 @@ class MeshFailed(ActorFailed):
     @property
     def mesh(self) -> str:
         return self.args[1]
+
+
+class StorageError(TitanError):
+    """A file of the run could not be written: the disk is full, or its directory was removed."""
+
+
+class Stopped(TitanError):
+    """Somebody asked the run to end, by a signal."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal_number)
+
+    def __str__(self) -> str:
+        name = signal.Signals(self.args[0]).name
+        return "Ctrl-C (SIGINT)" if name == "SIGINT" else name
+
+    @property
+    def exit_code(self) -> int:
+        """As shells have it: 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP."""
+        return 128 + self.args[0]
 
 
 class StalenessViolation(TitanError):

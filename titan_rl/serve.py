@@ -9,15 +9,14 @@ import asyncio
 import functools
 import logging
 import os
-import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
 from titan_rl import train
 from titan_rl.config import RunConfig
-from titan_rl.errors import ActorFailed, ConfigError, TitanError
+from titan_rl.errors import ActorFailed, ConfigError, Stopped
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.launch.checks import check_classes, check_serving
@@ -69,7 +68,7 @@ def checkpoint() -> RunConfig:
 
 
 def main(argv: Sequence[str], *, prog: str) -> int:
-    """Serve until Ctrl-C; returns the exit code: 0 stopped by the user, 1 failed, 2 wrong config."""
+    """Serve until Ctrl-C; returns the exit code: 0 stopped by a signal, 1 failed, 2 wrong config."""
     try:
         own, rest = _own_options(argv)
         command = train.parse(rest)
@@ -134,39 +133,39 @@ def _as_long_as_it_is(config: RunConfig) -> RunConfig:
 
 def _serve(config: RunConfig, gateway: GatewayConfig, imports: tuple[str, ...], prog: str) -> int:
     prepare_controller()
+    from titan_rl.controller.faults import Announcer
     from titan_rl.launch.run import EXIT_FAILED, make_run_directory
     from titan_rl.observability.logs import log_to_file
 
     directory = make_run_directory(replace(config, recipe="serve"))
     log_to_file(directory / "logs" / "controller.log")
+    announce = Announcer(lambda text: print(f"{prog}: {text}", file=sys.stderr, flush=True), stopping="closing")
     try:
-        asyncio.run(_until_stopped(config, gateway, imports, directory / "logs"))
-    except asyncio.CancelledError:
+        asyncio.run(_until_stopped(config, gateway, imports, directory / "logs", announce))
+    except Stopped:
         print("stopped", flush=True)
         return 0
-    except TitanError as error:
+    except Exception as error:
+        announce(error)
         _log.error("serving failed", exc_info=error)
-        print(f"{prog}: {type(error).__name__}: {error}\nlogs: {directory / 'logs'}", file=sys.stderr)
+        print(f"logs: {directory / 'logs'}", file=sys.stderr)
         return train.EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
     return 0
 
 
 async def _until_stopped(
-    config: RunConfig, gateway: GatewayConfig, imports: tuple[str, ...], log_directory: Path
+    config: RunConfig,
+    gateway: GatewayConfig,
+    imports: tuple[str, ...],
+    log_directory: Path,
+    announce: Callable[[Exception], None],
 ) -> None:
+    from titan_rl.controller.faults import FaultBoard
     from titan_rl.launch.serve import serve
+    from titan_rl.launch.signals import StopSignals
 
-    task = asyncio.current_task()
-    assert task is not None
-    loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, lambda: None)  # once: the second must not interrupt the clean-up
-        task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
+    faults = FaultBoard(announce)
+    StopSignals(faults.report)
 
     def tell_fault(fault: ActorFailed) -> None:
         print(f"fault: {fault}", file=sys.stderr, flush=True)
@@ -179,6 +178,7 @@ async def _until_stopped(
         gateway,
         imports=imports,
         log_directory=log_directory,
+        faults=faults,
         on_fault=tell_fault,
         on_mesh=tell_mesh,
         on_stop=functools.partial(print, flush=True),

@@ -21,6 +21,7 @@ from titan_rl.errors import ConfigError
 from titan_rl.launch.checks import check_classes, check_run
 from titan_rl.launch.placement import TORCHRUN_VARIABLES, HostFacts, describe, detect_host, devices_needed, plan
 from titan_rl.launch.process import prepare_controller
+from titan_rl.launch.signals import leave
 from titan_rl.overrides import (
     Override,
     Rules,
@@ -45,7 +46,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titan_rl.t
         prog: the command as the user typed it, for messages.
 
     Returns:
-        The exit code: 0 done, 1 failed or not learned, 2 wrong config, 130 stopped by the user.
+        The exit code: 0 done, 1 failed or not learned, 2 wrong config, more than 128 stopped by a signal (see
+        `launch.run`).
     """
     if (refusal := several_processes(os.environ)) is not None:
         if os.environ.get("RANK", "0") == "0":  # once, not once per process
@@ -232,4 +234,4 @@ def _say(prog: str, message: object) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main)

@@ -113,6 +113,10 @@ class ScriptedTrainer:
         self.freed.append(publication.version)
         await self.script.gate(f"free {publication.version}")
 
+    async def save(self, directory: Path) -> int:
+        await self.script.gate("save")
+        return self.step
+
     async def freeze_reference(self) -> None:
         await self.script.gate("freeze")
 

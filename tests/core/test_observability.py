@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from titan_rl.errors import ConfigError
+from titan_rl.errors import ConfigError, StorageError
+from titan_rl.observability.logs import log_to_file
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
 
@@ -42,6 +44,61 @@ def test_a_missing_wandb_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="wandb is not installed"):
         MetricsWriter(tmp_path, tensorboard=False, wandb_project="mine")
+
+
+@pytest.mark.parametrize("breaks", ["when it is made", "when it is written", "when it is closed"])
+def test_a_failing_tensorboard_never_ends_a_run_and_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: str
+) -> None:
+    import tensorboard.summary
+
+    class Writer:
+        def __init__(self, directory: str) -> None:
+            self.at("when it is made")
+
+        def add_scalar(self, *_: object) -> None:
+            self.at("when it is written")
+
+        def close(self) -> None:
+            self.at("when it is closed")
+
+        def at(self, moment: str) -> None:
+            if moment == breaks:
+                raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tensorboard.summary, "Writer", Writer)
+    said: list[str] = []
+    writer = MetricsWriter(tmp_path, tensorboard=True, say=said.append)
+    for step in (1, 2):
+        writer.write(step, {"train/loss": 0.5})
+    writer.close()
+    assert len(said) == 1 and said[0].startswith("TensorBoard failed") and "No space left" in said[0]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_tensorboard_on_a_directory_that_was_removed_does_not_raise(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path / "run", tensorboard=True)
+    shutil.rmtree(tmp_path / "run")
+    writer.write(1, {"train/loss": 0.5})
+    writer.close()
+
+
+def test_a_full_disk_is_a_sentence_with_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    writer = MetricsWriter(tmp_path, tensorboard=False)
+    with pytest.raises(StorageError, match=r"metrics\.jsonl: the numbers of step 1 .*No space left on device"):
+        writer.write(1, {"train/loss": 0.5})
+    writer.close()
+
+    (tmp_path / "controller.log").symlink_to("/dev/full")
+    handler = log_to_file(tmp_path / "controller.log")
+    try:
+        for _ in range(3):
+            logging.getLogger("anybody").warning("a word")
+    finally:
+        logging.getLogger().removeHandler(handler)
+    printed = capsys.readouterr().err
+    assert printed.count("cannot be written") == 1 and "Traceback" not in printed
 
 
 class Clock:

@@ -176,9 +176,10 @@ class PolicyTrainer(ConnectedActor):
         return await self._run(sequence, lambda: self._ready().state_digest())
 
     @served
-    async def save(self, sequence: int, directory: str) -> None:
-        """Write the current weights as a Hugging Face checkpoint."""
+    async def save(self, sequence: int, directory: str) -> int:
+        """Write the current weights as a Hugging Face checkpoint; returns after which step they are."""
         await self._run(sequence, lambda: self._ready().save_hf(Path(directory)))
+        return self._ready().step
 
     @served
     async def close(self, sequence: int) -> None:
@@ -345,9 +346,10 @@ class Trainer:
         """Of every rank: equal exactly if weights, optimizer and schedule are bitwise equal."""
         return await self._call("state_digest")
 
-    async def save(self, directory: Path) -> None:
-        """Write a Hugging Face checkpoint."""
-        await self._call("save", str(directory))
+    async def save(self, directory: Path) -> int:
+        """Write a Hugging Face checkpoint; returns after which step its weights are."""
+        steps: list[int] = await self._call("save", str(directory))
+        return steps[0]
 
     async def close(self) -> None:
         await self._call("close")

@@ -8,9 +8,6 @@ from titan_rl.controller.system import System
 from titan_rl.errors import TaskError
 from titan_rl.types import PolicyVersion
 
-EXACT_MATCH = "exact_match"
-"""Name of the reward part that counts as exact match, if the rubric has one; else a reward of at least 1."""
-
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
@@ -40,7 +37,7 @@ async def evaluate(system: System, version: PolicyVersion, *, pinned_to: str | N
     failed = [rollout.error for rollout in rollouts if rollout.error]
     if failed:
         raise TaskError(f"{len(failed)} of {len(rollouts)} held-out rollouts failed; the first: {failed[0]}")
-    exact = [rollout.reward_parts.get(EXACT_MATCH, float(rollout.reward >= 1.0)) for rollout in rollouts]
+    exact = [rollout.exact_match for rollout in rollouts]
     return Evaluation(
         version=version,
         prompts=len(rollouts),

@@ -11,6 +11,7 @@ Independent tasks around one `GroupBuffer`, which alone decides; they never call
 - A group whose samples are lost is played again under its id and keeps its place.
 - A failure in any task ends the run with that error, and all other tasks with it.
 - Exactly `steps`·P groups are admitted besides those that were filtered or failed, so nothing is left over at the end.
+- A run with nothing left to learn ends before that, as one whose last step was the present one: `_stop_early`.
 
 At max_staleness 0 the next groups are admitted when the step's version is published: that is synchronous training, and
 equals `scripts/minimal_loop.py` bit for bit where the config is `deterministic`.
@@ -24,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from titan_rl.controller.evaluation import evaluate
 from titan_rl.controller.group_filter import make_filter
@@ -85,6 +86,8 @@ class TrainingLoop:
         self._due: deque[Publication] = deque()  # to be evaluated
         self._stays_at: PolicyVersion | None = None  # what an evaluation needs the fleet to serve
         self._leased: str | None = None  # a generator, to the evaluation that is under way
+        self._evaluated = -1  # the newest step of which an evaluation is over
+        self._last = loop.steps  # the step after which the run is over
 
     @property
     def summary(self) -> RunSummary:
@@ -126,28 +129,38 @@ class TrainingLoop:
         for later in failures[1:]:
             _log.warning("failed after the first: %s", later)
         if failures:
-            await let_go(system.rollouts, self._reports.values(), _consumer(self._buffer.trainer_version))
+            await self._let_go()
             raise failures[0]
+        if self.summary.stopped_early:
+            await self._let_go()
         await check_nothing_is_held(system.rollouts)
         return self.summary
 
-    async def save(self, directory: Path) -> None:
-        """Write the current weights as a Hugging Face checkpoint."""
+    async def _let_go(self) -> None:
+        await let_go(self._system.rollouts, self._reports.values(), _consumer(self._buffer.trainer_version))
+
+    async def save(self, directory: Path) -> int:
+        """Write the current weights as a Hugging Face checkpoint; returns after which step they are."""
         self._display.mesh("trainer", f"saving {directory.name}")
-        await self._system.trainer.save(directory)
+        return await self._system.trainer.save(directory)
 
     # The tasks.
 
     async def _data(self, tasks: asyncio.TaskGroup) -> None:
         """Consumes the stream of prompts. Waits for a free slot, or a group to be played again. Woken by the publisher
         and by groups that are filtered, fail or are lost. Produces a rollout task per group. On failure: the run."""
+        playing: set[asyncio.Task[None]] = set()
         while True:
             await self._until("data", lambda: "a free slot", self._something_to_start)
             if self._ended():
-                return
+                break
             self._buffer.admit(self._admissible())
             for group in self._buffer.waiting():
-                tasks.create_task(self._rollout(self._buffer.start(group.group_id)))
+                task = tasks.create_task(self._rollout(self._buffer.start(group.group_id)))
+                playing.add(task)
+                task.add_done_callback(playing.discard)
+        for task in playing:  # there are some where the run stops early
+            task.cancel()
 
     async def _rollout(self, group: Group) -> None:
         """Consumes a started group. Waits for its report. Woken by the rollout workers. Produces a finished group, or
@@ -162,25 +175,24 @@ class TrainingLoop:
         if not report.samples.trained_tokens:
             await self._release(report.samples)
             self._buffer.failed(group.group_id)
-            reason = Untrainable.FAILED if report.first_error else Untrainable.EMPTY
-            self._streak.untrainable(group.group_id, reason, report.first_error)
+            self._judge(report, Untrainable.FAILED if report.first_error else Untrainable.EMPTY, report.first_error)
             self._records.failed(report)
         elif refusal := self._filter(report):
             await self._release(report.samples)
             self._buffer.filtered(group.group_id)
-            self._streak.untrainable(group.group_id, Untrainable.FILTERED, refusal)
+            self._judge(report, Untrainable.FILTERED, refusal)
         else:
             self._reports[group.group_id] = report
             oldest = report.oldest_version
             self._buffer.finish(group.group_id, None if oldest is None else PolicyVersion.decode(oldest))
-            self._judge(report)
+            rewards = f"all {len(report.rollouts)} rollouts got {next(iter(report.rewards), 0.0):g}"
+            self._judge(report, Untrainable.EQUAL_REWARDS if len(report.rewards) <= 1 else None, rewards)
         self._notify()
 
     async def _train(self) -> None:
         """Consumes P finished groups. Waits for them. Woken by rollouts. Produces the trainer's next version. On
         failure: lost samples are played again, anything else ends the run."""
-        while not self._ended():
-            batch = await self._until("trainer", self._trainer_waits_for, self._take)
+        while batch := await self._until("trainer", self._trainer_waits_for, self._take):
             reports = [self._reports[group_id] for group_id in batch.group_ids]
             samples = SampleBatch.concat(report.samples for report in reports)
             step = batch.version.step + 1
@@ -204,18 +216,15 @@ class TrainingLoop:
         """Consumes versions of the trainer. Waits for one that is not published, for an evaluation that needs the
         present one, and for a place among the publications. Woken by trainer and evaluator. Produces the version that
         new groups are played by. On failure: the run."""
-        while self._buffer.published_version.step < self._system.config.loop.steps:
-            await self._until("publisher", self._publisher_waits_for, self._may_publish)
+        while await self._until("publisher", self._publisher_waits_for, self._may_publish):
             await self._publish()
 
     async def _evaluator(self) -> None:
         """Consumes versions that are due. Waits for the publisher. Woken by it. Produces an evaluation. On failure:
         the run. If training goes on meanwhile, a generator is leased for it; else nobody pulls until it is over."""
-        last = -1
-        while last < self._system.config.loop.steps:
-            publication = await self._until("evaluator", lambda: "a version that is due", self._next_due)
+        while publication := await self._until("evaluator", lambda: "a version that is due", self._next_due):
             await self._evaluate(publication)
-            last = publication.version.step
+            self._evaluated = publication.version.step
 
     # What they do.
 
@@ -249,9 +258,7 @@ class TrainingLoop:
         for name in pull.failures.keys() - {leased, self._leased}:
             self._display.say(f"{name} does not serve {version}: {pull.failures[name]}")
         if self._is_due(version):
-            self._publications.hold(version, _EVALUATED)
-            self._stays_at = version
-            self._due.append(publication)
+            self._make_due(publication)
         # Not before the pull: the first generator that has the version would get all groups that wait for it.
         self._buffer.published(version)
         self._notify()
@@ -259,9 +266,14 @@ class TrainingLoop:
             await self._publications.release(before.version, _SERVED)
             self._notify()
 
+    def _make_due(self, publication: Publication) -> None:
+        self._publications.hold(publication.version, _EVALUATED)
+        self._stays_at = publication.version
+        self._due.append(publication)
+
     async def _evaluate(self, publication: Publication) -> None:
         version = publication.version
-        if self._leases_generators and version.step < self._system.config.loop.steps:
+        if self._leases_generators and version.step < self._last:
             try:
                 self._leased = await self._system.router.pin(version)
             except GeneratorNotServing as reason:
@@ -299,18 +311,34 @@ class TrainingLoop:
     async def _release(self, samples: SampleBatch, consumer: str = "") -> tuple[int, int]:
         return await self._system.rollouts.release(samples, consumer)
 
-    def _judge(self, report: GroupReport) -> None:
-        rewards = {rollout.reward for rollout in report.rollouts if not rollout.error}
-        if len(rewards) > 1:
+    def _judge(self, report: GroupReport, untrainable: Untrainable | None, detail: str) -> None:
+        """Count a finished group that teaches nothing, for this reason, or one that teaches something."""
+        if self.summary.stopped_early:
+            return
+        if untrainable is None:
             self._streak.trainable()
-        else:
-            detail = f"all {len(report.rollouts)} rollouts got {next(iter(rewards), 0.0):g}"
-            self._streak.untrainable(report.group_id, Untrainable.EQUAL_REWARDS, detail)
+        elif self._streak.untrainable(report.group_id, Untrainable.SOLVED if report.solved else untrainable, detail):
+            self._stop_early()
+
+    def _stop_early(self) -> None:
+        """Nothing is left to learn: the step that is under way, or else the one before it, is the last. What follows is
+        as after every last step: its version is published and evaluated."""
+        newest = self._publications.newest
+        served = newest is not None and newest.version == self._buffer.published_version
+        was_due = served and self._is_due(self._buffer.published_version)
+        self._last = self._buffer.trainer_version.step + (self._buffer.batch is not None)
+        self.summary.stopped_early = f"nothing is left to learn after step {self._last}: {self._streak.describe()}"
+        self._display.say(f"stopping early: {self.summary.stopped_early}")
+        if newest is not None and served and not was_due and self._is_due(newest.version):
+            self._make_due(newest)
 
     # What they wait for.
 
-    async def _until(self, task: str, why: Callable[[], str], ready: Callable[[], T | None]) -> T:
-        """What `ready` returns when it is not None; asked again whenever a task has changed something."""
+    async def _until(
+        self, task: str, why: Callable[[], str], ready: Callable[[], T | Literal[False] | None]
+    ) -> T | Literal[False]:
+        """What `ready` returns when it is not None; asked again whenever a task has changed something. False says that
+        there is nothing to wait for any more."""
         while (value := ready()) is None:
             self._watchdog.waits(task, why())
             await self._changed.wait()
@@ -329,10 +357,13 @@ class TrainingLoop:
     def _admissible(self) -> int:
         """Groups to let in now: never more than the run's remaining steps train."""
         counts = self._buffer.counts
-        wanted = self._system.config.loop.steps * self._buffer.knobs.groups_per_step
+        wanted = self._last * self._buffer.knobs.groups_per_step
         return min(self._buffer.free_slots, wanted - counts.trained - counts.active)
 
-    def _take(self) -> Batch | None:
+    def _take(self) -> Batch | Literal[False] | None:
+        """The next batch; False: there is none any more."""
+        if self._ended():
+            return False
         return None if self._must_be_published() else self._buffer.take()
 
     def _trainer_waits_for(self) -> str:
@@ -349,6 +380,8 @@ class TrainingLoop:
         return True if version <= self._buffer.trainer_version else None
 
     def _may_publish(self) -> bool | None:
+        if self._buffer.published_version.step >= self._last:
+            return False
         behind = self._buffer.published_version < self._buffer.trainer_version
         return True if behind and self._stays_at is None else None
 
@@ -357,12 +390,14 @@ class TrainingLoop:
             return f"the evaluation of {self._stays_at}"
         return "the trainer's next version"
 
-    def _next_due(self) -> Publication | None:
-        return self._due.popleft() if self._due else None
+    def _next_due(self) -> Publication | Literal[False] | None:
+        if self._due:
+            return self._due.popleft()
+        return False if self._evaluated >= self._last else None
 
     def _is_due(self, version: PolicyVersion) -> bool:
-        every, steps = self._system.config.evaluation.every, self._system.config.loop.steps
-        return version.step in (0, steps) or bool(every and version.step % every == 0)
+        every = self._system.config.evaluation.every
+        return version.step in (0, self._last) or bool(every and version.step % every == 0)
 
     @property
     def _leases_generators(self) -> bool:
@@ -376,7 +411,7 @@ class TrainingLoop:
         self._notify()
 
     def _ended(self) -> bool:
-        return self._buffer.trainer_version.step >= self._system.config.loop.steps
+        return self._buffer.trainer_version.step >= self._last
 
     def _raise_alarm(self, report: str) -> None:
         self._display.say(f"watchdog: {report}")

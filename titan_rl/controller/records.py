@@ -25,6 +25,8 @@ class RunSummary:
 
     evaluations: list[Evaluation] = field(default_factory=list)
     steps: int = 0
+    stopped_early: str = ""
+    """Why, where nothing was left to learn before the last step."""
     reward_last: float = 0.0
     tokens_generated: int = 0
     ages: Counter[int] = field(default_factory=Counter)

@@ -1,6 +1,7 @@
 """Everything that is up during a run: the handles a training loop works with, all of them public.
 
-`close` never raises and leaves no process and no shared memory behind, whatever state the parts are in.
+`close` never raises and leaves no process and no shared memory behind, whatever state the parts are in. It waits for no
+part that has lost a process.
 """
 
 from __future__ import annotations
@@ -8,23 +9,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Coroutine
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from titan_rl.actors.calls import bounded
 from titan_rl.actors.rollouts import Rollouts
 from titan_rl.actors.router_client import Router
 from titan_rl.actors.trainer import Trainer
 from titan_rl.config import RunConfig
+from titan_rl.controller.faults import FaultBoard
 from titan_rl.types import GroupRequest, PolicyVersion, Purpose, SamplingParams
 from titan_rl.weights.segment_files import remove_segments_of
 
+T = TypeVar("T")
+
 _log = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 15.0
-"""Bound on the polite part of closing one mesh."""
+CLOSE_SECONDS = 5.0
+"""Bound on the polite part of closing, which goes on in all meshes at once."""
 
 
 class Spawner(Protocol):
@@ -87,25 +92,37 @@ class System:
         return SamplingParams(max_new_tokens=self.config.rollout.sampling.max_new_tokens, temperature=temperature)
 
 
-async def close(system: System | None, spawner: Spawner) -> None:
+async def close(system: System | None, spawner: Spawner, faults: FaultBoard) -> None:
     """Take everything down: politely what still answers, then every process."""
+    faults.settle()
     if system is not None:
-        polite: dict[str, Coroutine[Any, Any, Any]] = {
-            "rollout workers": system.rollouts.close(),
-            "trainer": system.trainer.close(),
+        parts: dict[str, Callable[[], Awaitable[Any]]] = {
+            "router": system.router.close,
+            "rollout": system.rollouts.close,
+            "trainer": system.trainer.close,
+            **{name: handle.close.call for name, handle in system.generators.items()},
         }
-        for name, handle in system.generators.items():
-            polite[name] = bounded(handle.close.call(), what=f"{name}.close", seconds=CLOSE_SECONDS)
         if system.gateway is not None:
-            call = system.gateway.close.call_one()
-            polite["gateway"] = bounded(call, what="gateway.close", seconds=CLOSE_SECONDS)
-        results = await asyncio.gather(
-            system.router.close(),
-            *(asyncio.wait_for(work, CLOSE_SECONDS) for work in polite.values()),
-            return_exceptions=True,
-        )
-        for name, result in zip(["router", *polite], results, strict=True):
-            if isinstance(result, BaseException):
-                _log.warning("closing %s: %s", name, result or type(result).__name__)
+            parts["gateway"] = system.gateway.close.call_one
+        await close_parts(parts, faults)
     await spawner.stop_all()
     remove_segments_of(os.getpid())
+
+
+async def close_parts(parts: Mapping[str, Callable[[], Awaitable[Any]]], faults: FaultBoard) -> None:
+    """Close all of these at once, each by the name of its mesh. Never raises: their processes are stopped next."""
+
+    async def close_one(mesh: str, close: Callable[[], Awaitable[Any]]) -> None:
+        started = time.monotonic()
+        try:
+            await faults.unless_lost(mesh, bounded(_asked(close), what=f"{mesh}.close", seconds=CLOSE_SECONDS))
+        except Exception as error:
+            _log.warning("closing %s: %s", mesh, error)
+        _log.info("closing %s took %.1f s", mesh, time.monotonic() - started)
+
+    await asyncio.gather(*(close_one(mesh, close) for mesh, close in parts.items()))
+
+
+async def _asked(close: Callable[[], Awaitable[T]]) -> T:
+    """Nothing is sent before this is awaited."""
+    return await close()

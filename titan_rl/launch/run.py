@@ -1,30 +1,32 @@
 """One run from a config to an exit code: run directory, logs, loop, summary.
 
-Exit codes: 0 done, 1 failed or not learned, 130 stopped by the user. However it ends, the run directory holds the
-resolved config, every finished step and the logs, and nothing of the run is left running.
+Exit codes: 0 done, 1 failed or not learned, 130 stopped by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP. However it ends, the
+run directory holds the resolved config, every finished step, the logs and the trainer's newest weights if the trainer
+still lives, and nothing of the run is left running.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
 import logging
 import os
-import signal
 import time
 from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 
 from titan_rl.config import RunConfig
-from titan_rl.controller.faults import FaultBoard
+from titan_rl.controller.ending import train_and_save
+from titan_rl.controller.faults import Announcer, FaultBoard
 from titan_rl.controller.loop import TrainingLoop
 from titan_rl.controller.records import RunSummary
-from titan_rl.errors import TitanError
+from titan_rl.errors import Stopped
 from titan_rl.launch.session import start
+from titan_rl.launch.signals import StopSignals
 from titan_rl.observability.logs import log_to_file
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
@@ -32,7 +34,6 @@ from titan_rl.overrides import to_toml
 
 EXIT_OK = 0
 EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
 
 DETERMINISTIC_HINT = (
     "deterministic = true: the run repeats bit for bit; on CPU sampling is 2–6 % slower in float32, 16–37 % in bfloat16"
@@ -45,26 +46,28 @@ _log = logging.getLogger(__name__)
 def run(config: RunConfig, imports: tuple[str, ...] = ()) -> int:
     """Do the whole run; returns the exit code."""
     directory = make_run_directory(config)
-    (directory / "config.toml").write_text(to_toml(config), encoding="utf-8")
-    log_to_file(directory / "logs" / "controller.log")
     console = Console()
-    console.print(f"run directory: {directory}", highlight=False, soft_wrap=True)
-    if config.deterministic:
-        console.print(DETERMINISTIC_HINT, highlight=False, soft_wrap=True)
+    announce = Announcer(
+        functools.partial(_say, console),
+        stopping="saving the weights, then closing; once more: closing without saving",
+    )
     started = time.monotonic()
     try:
-        summary = asyncio.run(_train(config, imports, directory, console))
-    except asyncio.CancelledError:
-        console.print(f"stopped by the user; finished steps are in {directory}", highlight=False, soft_wrap=True)
-        return EXIT_INTERRUPTED
-    except TitanError as error:
+        (directory / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        log_to_file(directory / "logs" / "controller.log")
+        _say(console, f"run directory: {directory}")
+        if config.deterministic:
+            _say(console, DETERMINISTIC_HINT)
+        summary = asyncio.run(_train(config, imports, directory, console, announce))
+        return _conclude(config, summary, directory, console, started)
+    except Stopped as stop:
+        _say(console, f"stopped by the user with {stop}; run directory: {directory}")
+        return stop.exit_code
+    except Exception as error:
+        announce(error)
         _log.error("the run failed", exc_info=error)
-        console.print(
-            f"[bold red]failed[/]: {type(error).__name__}: {escape(str(error))}", highlight=False, soft_wrap=True
-        )
-        console.print(f"logs: {directory / 'logs'}", highlight=False, soft_wrap=True)
+        _say(console, f"logs: {directory / 'logs'}")
         return EXIT_FAILED
-    return _conclude(config, summary, directory, console, started)
 
 
 def make_run_directory(config: RunConfig) -> Path:
@@ -76,21 +79,24 @@ def make_run_directory(config: RunConfig) -> Path:
     return directory
 
 
-async def _train(config: RunConfig, imports: tuple[str, ...], directory: Path, console: Console) -> RunSummary:
-    task = asyncio.current_task()
-    assert task is not None
-    event_loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        event_loop.add_signal_handler(number, task.cancel)
-    faults = FaultBoard()
+async def _train(
+    config: RunConfig,
+    imports: tuple[str, ...],
+    directory: Path,
+    console: Console,
+    announce: Announcer,
+) -> RunSummary:
+    faults = FaultBoard(announce)
+    StopSignals(faults.report)
+    display = RunDisplay(steps=config.loop.steps, live=config.logging.progress, console=console)
     metrics = MetricsWriter(
         directory,
         tensorboard=config.logging.tensorboard,
         wandb_project=config.logging.wandb_project,
         run_name=directory.name,
         config=dataclasses.asdict(config),
+        say=display.say,
     )
-    display = RunDisplay(steps=config.loop.steps, live=config.logging.progress, console=console)
     try:
         with display:
             async with start(
@@ -102,9 +108,8 @@ async def _train(config: RunConfig, imports: tuple[str, ...], directory: Path, c
                 on_stop=display.say,
             ) as system:
                 loop = TrainingLoop(system, display=display, metrics=metrics)
-                await faults.watch(loop.run())
-                if config.logging.save_final:
-                    await faults.watch(loop.save(directory / "checkpoint"))
+                checkpoint = directory / "checkpoint" if config.logging.save_final else None
+                await train_and_save(loop, faults, checkpoint, display.say)
                 return loop.summary
     finally:
         metrics.close()
@@ -146,3 +151,7 @@ def _conclude(config: RunConfig, summary: RunSummary, directory: Path, console: 
         )
         return EXIT_FAILED
     return EXIT_OK
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

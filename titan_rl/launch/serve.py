@@ -9,21 +9,20 @@ holds. Whatever happens inside the block, afterwards no process, port or shared-
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from titan_rl.actors.calls import bounded
 from titan_rl.actors.generator import Generator
 from titan_rl.actors.router import GeneratorRouter
 from titan_rl.actors.router_client import Router
 from titan_rl.config import RunConfig
 from titan_rl.controller.faults import FaultBoard
+from titan_rl.controller.system import close_parts
 from titan_rl.errors import ActorFailed, MeshFailed
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch.bring_up import set_up_generator
@@ -32,11 +31,6 @@ from titan_rl.launch.placement import detect_host, plan
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.launch.session import model_directory
 from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segments
-
-CLOSE_SECONDS = 15.0
-"""Bound on the polite part of closing one part."""
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -66,6 +60,7 @@ async def serve(
     *,
     imports: tuple[str, ...] = (),
     log_directory: Path | None = None,
+    faults: FaultBoard | None = None,
     on_fault: Callable[[ActorFailed], None] = lambda fault: None,
     on_mesh: Callable[[str, str], None] = lambda mesh, doing: None,
     on_stop: Callable[[str], None] = lambda what: None,
@@ -76,6 +71,7 @@ async def serve(
         config: its policy, generators, router, renderer and placement are used.
         imports: files or modules of the user, imported first in every process.
         log_directory: one log file per process goes here; None: processes print to the terminal.
+        faults: what is reported to it ends the start, and is raised by its next `watch`.
         on_fault: told about processes that die, from any thread. The router goes on without a generator.
         on_mesh: told what each mesh is doing while it comes up.
         on_stop: told in words, from any thread, that a process was stopped (SIGSTOP) and is waited for, or goes on.
@@ -87,7 +83,7 @@ async def serve(
     sweep_dead_segments()
     placement = plan(config, detect_host(), serving=True)
     model_path = model_directory(config)
-    faults = FaultBoard()
+    board = faults if faults is not None else FaultBoard()
     loop = asyncio.get_running_loop()
     up: list[Serving] = []
     telling: set[asyncio.Task[None]] = set()
@@ -99,11 +95,12 @@ async def serve(
 
     def act(fault: ActorFailed) -> None:
         if up and isinstance(fault, MeshFailed) and fault.mesh in up[0].pids:
+            board.report(fault, ends=False)
             task = loop.create_task(up[0].router.generator_lost(fault.mesh, str(fault)))
             telling.add(task)
             task.add_done_callback(telling.discard)
         else:
-            faults.report(fault)
+            board.report(fault)
 
     provisioner = Provisioner(
         log_directory=str(log_directory) if log_directory is not None else "",
@@ -112,7 +109,7 @@ async def serve(
         on_stop=on_stop,
     )
     start_seconds, step_seconds = config.placement.start_seconds, config.placement.step_seconds
-    polite: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {}
+    polite: dict[str, Callable[[], Any]] = {}
 
     async def start() -> Serving:
         meshes = {}
@@ -128,9 +125,7 @@ async def serve(
             for name in names
         }
         for name, handle in generators.items():
-            polite[name] = lambda name=name, handle=handle: bounded(  # type: ignore[misc]
-                handle.close.call(), what=f"{name}.close", seconds=CLOSE_SECONDS
-            )
+            polite[name] = handle.close.call
         # No version comes after the first, so an interrupted completion (its generator died) can start over and give
         # the same tokens; only then are penalties and min_tokens possible. And nothing bounds an answer's time.
         router_config = replace(config.router, resume=False)
@@ -139,7 +134,7 @@ async def serve(
         router = Router(router_actor, seconds=step_seconds)
         polite["router"] = router.close
         gateway = spawn_gateway(meshes["gateway"], gateway_config, config, router_actor, model_path=model_path)
-        serving = Serving(url="", router=router, gateway=gateway, faults=faults)
+        serving = Serving(url="", router=router, gateway=gateway, faults=board)
 
         async def generator_setup(name: str) -> None:
             on_mesh(name, "building the engine")
@@ -154,27 +149,21 @@ async def serve(
         publisher, publication = published
         polite["publication"] = lambda: asyncio.to_thread(publisher.close)
         await router.pull_model_state_dict(publication)
-        polite["gateway"] = lambda: bounded(gateway.close.call_one(), what="gateway.close", seconds=CLOSE_SECONDS)
+        polite["gateway"] = gateway.close.call_one
         _, serving.url = await set_up_gateway(gateway, seconds=start_seconds)
         on_mesh("gateway", "listening")
         return serving
 
     try:
-        up.append(await faults.watch(start()))
+        up.append(await board.watch(start()))
         yield up[0]
     finally:
-        for part, close in reversed(polite.items()):  # first who takes calls, then who answers them
-            await _close(part, close)
+        board.settle()
+        if "gateway" in polite:  # first who takes calls, then who answers them
+            await close_parts({"gateway": polite.pop("gateway")}, board)
+        await close_parts(polite, board)
         await provisioner.stop_all()
         remove_segments_of(os.getpid())
-
-
-async def _close(part: str, close: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-    """Never raises: its process is stopped next, whatever it says."""
-    try:
-        await asyncio.wait_for(close(), CLOSE_SECONDS)
-    except Exception as error:
-        _log.warning("closing %s: %s", part, error or type(error).__name__)
 
 
 def _publish(config: RunConfig, model_path: Path) -> tuple[Any, Any]:

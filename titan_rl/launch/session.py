@@ -50,7 +50,7 @@ async def start(
         config: the run.
         imports: files or modules of the user, imported first in every process.
         log_directory: one log file per process goes here; None: processes print to the terminal.
-        faults: told about processes that die, and of a gateway that ends by itself.
+        faults: told about processes that die, and of a gateway that ends by itself; ends the start at the first.
         on_mesh: told what each mesh is doing while it comes up.
         on_stop: told in words, from any thread, that a process was stopped (SIGSTOP) and is waited for, or goes on.
 
@@ -85,4 +85,4 @@ async def start(
     finally:
         if watching is not None:
             watching.cancel()
-        await close(system, provisioner)
+        await close(system, provisioner, board)

@@ -25,10 +25,21 @@ def redirect_output(file: Path) -> None:
     logging.basicConfig(level=logging.INFO, format=_FORMAT, force=True)
 
 
+class _LogFile(logging.FileHandler):
+    """Says once that it cannot be written (the disk is full); logging itself prints a traceback for every line."""
+
+    _said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._said:
+            self._said = True
+            print(f"{self.baseFilename} cannot be written: {sys.exc_info()[1]}", file=sys.stderr)
+
+
 def log_to_file(file: Path) -> logging.Handler:
     """Send the controller's logging to `file`; its output stays in the terminal. Returns the handler to remove."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(file)
+    handler = _LogFile(file)
     handler.setFormatter(logging.Formatter(_FORMAT))
     root = logging.getLogger()
     root.addHandler(handler)

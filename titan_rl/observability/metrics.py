@@ -1,63 +1,108 @@
 """Numbers of a run: one JSON object per step in `metrics.jsonl`, the same in TensorBoard, W&B only when asked.
 
-A line is complete or absent: each is written and flushed at once, so a killed run keeps every finished step.
+A line is complete or absent: each is written and flushed at once, so a killed run keeps every finished step. A run
+whose `metrics.jsonl` cannot be written fails. TensorBoard and W&B only show what is in there: when one of them fails,
+the run says so once and goes on without it.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from titan_rl.errors import ConfigError
+from titan_rl.errors import ConfigError, StorageError
+
+TENSORBOARD = "TensorBoard"
+WANDB = "W&B"
+
+_log = logging.getLogger(__name__)
 
 
 class MetricsWriter:
     """Writes the numbers of each step. Keys look like `train/loss`; values are plain numbers."""
 
     def __init__(
-        self, directory: Path, *, tensorboard: bool, wandb_project: str = "", run_name: str = "", config: Any = None
+        self,
+        directory: Path,
+        *,
+        tensorboard: bool,
+        wandb_project: str = "",
+        run_name: str = "",
+        config: Any = None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """
         Args:
             directory: of the run; made if absent.
             config: the run config as nested plain data, shown by W&B.
+            say: told once of each of TensorBoard and W&B that fails.
 
         Raises:
             ConfigError: TensorBoard or W&B is asked for and not installed.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = open(directory / "metrics.jsonl", "a", encoding="utf-8")
-        self._tensorboard: Any = None
-        self._wandb: Any = None
+        self._path = directory / "metrics.jsonl"
+        self._file: TextIO = open(self._path, "a", encoding="utf-8")
+        self._say = say
+        self._shows: dict[str, Any] = {}
         if tensorboard:
             try:
                 from tensorboard.summary import Writer
             except ImportError as error:
                 raise ConfigError("logging.tensorboard is on, but the package tensorboard is not installed") from error
-            self._tensorboard = Writer(str(directory / "tensorboard"))
+            with self._giving_up(TENSORBOARD):
+                self._shows[TENSORBOARD] = Writer(str(directory / "tensorboard"))
         if wandb_project:
             try:
                 import wandb
             except ImportError as error:
                 raise ConfigError("logging.wandb_project is set, but the package wandb is not installed") from error
-            self._wandb = wandb.init(project=wandb_project, name=run_name, dir=str(directory), config=config)
+            with self._giving_up(WANDB):
+                self._shows[WANDB] = wandb.init(project=wandb_project, name=run_name, dir=str(directory), config=config)
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
-        """One step's numbers. NaN and inf are written as null: JSON has no word for them."""
+        """One step's numbers. NaN and inf are written as null: JSON has no word for them.
+
+        Raises:
+            StorageError: the disk is full, for one.
+        """
         plain = {key: (value if math.isfinite(value) else None) for key, value in numbers.items()}
-        self._file.write(json.dumps({"step": step, **plain}) + "\n")
-        self._file.flush()
-        if self._tensorboard is not None:
-            for key, value in numbers.items():
-                self._tensorboard.add_scalar(key, value, step)
-        if self._wandb is not None:
-            self._wandb.log(numbers, step=step)
+        try:
+            self._file.write(json.dumps({"step": step, **plain}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise StorageError(f"{self._path}: the numbers of step {step} could not be written: {error}") from error
+
+        if (writer := self._shows.get(TENSORBOARD)) is not None:
+            with self._giving_up(TENSORBOARD):
+                for key, value in numbers.items():
+                    writer.add_scalar(key, value, step)
+        if (run := self._shows.get(WANDB)) is not None:
+            with self._giving_up(WANDB):
+                run.log(numbers, step=step)
 
     def close(self) -> None:
-        self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        """Never raises."""
+        try:
+            self._file.close()
+        except OSError as error:
+            _log.error("%s could not be closed: %s", self._path, error)
+        for name, close in ((TENSORBOARD, "close"), (WANDB, "finish")):
+            if name in self._shows:
+                with self._giving_up(name):
+                    getattr(self._shows[name], close)()
+
+    @contextmanager
+    def _giving_up(self, name: str) -> Iterator[None]:
+        """What is done with a writer that may fail: then it is told of no further step."""
+        try:
+            yield
+        except Exception as error:
+            self._shows.pop(name, None)
+            _log.warning("%s failed", name, exc_info=error)
+            self._say(f"{name} failed and is told no more, the run goes on: {type(error).__name__}: {error}")

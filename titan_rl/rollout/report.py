@@ -19,6 +19,10 @@ LONGEST_ERROR = 600
 """Characters of a rollout's error that are reported; the worker's log has all of it."""
 
 
+EXACT_MATCH = "exact_match"
+"""Name of the reward part that counts as exact match, if the rubric has one; else a reward of at least 1."""
+
+
 class RolloutReport(NamedTuple):
     """One rollout in numbers."""
 
@@ -38,6 +42,10 @@ class RolloutReport(NamedTuple):
     """Samples that its token graph makes; more than 1 where a history was edited, forked or rendered anew."""
     rendered_anew: int = 0
     """Prompts that go on from what was sampled and yet could not be made by extending it."""
+
+    @property
+    def exact_match(self) -> float:
+        return self.reward_parts.get(EXACT_MATCH, float(self.reward >= 1.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +69,16 @@ class GroupReport:
     def first_error(self) -> str:
         """Of its rollouts; empty when none failed."""
         return next((rollout.error for rollout in self.rollouts if rollout.error), "")
+
+    @property
+    def rewards(self) -> set[float]:
+        """The different rewards of the rollouts that were graded."""
+        return {rollout.reward for rollout in self.rollouts if not rollout.error}
+
+    @property
+    def solved(self) -> bool:
+        """Whether nothing could have been better: every rollout is an exact match, with the same reward."""
+        return len(self.rewards) == 1 and all(r.exact_match >= 1.0 and not r.error for r in self.rollouts)
 
 
 def report_of(request: GroupRequest, result: GroupResult, refs: Sequence[SampleRef]) -> GroupReport:

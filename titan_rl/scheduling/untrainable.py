@@ -1,7 +1,9 @@
-"""Stops a run that learns nothing, and says why.
+"""Stops a run that learns nothing, and says why: because it has learned everything, or because something is wrong.
 
 Always true: a group that teaches something starts the count again, so a run goes on for as long as one group in
-k batches' worth does.
+k batches' worth does. Nothing is left to learn where every group of the count was solved. Equal rewards alone do not say
+that: they may be equally poor, and nobody knows the best that a reward can become. So a rollout is solved where
+evaluation would count it as an exact match.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from titan_rl.errors import NothingToTrain
 class Untrainable(StrEnum):
     """Why a group teaches nothing."""
 
+    SOLVED = "solved"
+    """All its rollouts got the same reward, and each is an exact match."""
     EQUAL_REWARDS = "all rewards equal"
     """Every advantage is 0: it is trained, but moves nothing."""
     FILTERED = "filtered"
@@ -51,19 +55,26 @@ class UntrainableStreak:
         self._reasons.clear()
         self._first.clear()
 
-    def untrainable(self, group_id: int, reason: Untrainable, detail: str = "") -> None:
+    def untrainable(self, group_id: int, reason: Untrainable, detail: str = "") -> bool:
         """A group finished that teaches nothing.
 
         Args:
             detail: the error, the reward that all rollouts got, the filter's name: whatever helps to find the cause.
 
+        Returns:
+            Whether it was one too many, and all of them were solved.
+
         Raises:
-            NothingToTrain: it was one too many. Says how many there were of each reason, and the first of each.
+            NothingToTrain: it was one too many, and some were not. Says how many there were of each reason, and the
+                first of each.
         """
         self._reasons[reason] += 1
         self._first.setdefault(reason, f"group {group_id}" + (f": {detail}" if detail else ""))
-        if self.length >= self._batches * self._groups_per_step:
+        if self.length < self._batches * self._groups_per_step:
+            return False
+        if self._reasons.keys() != {Untrainable.SOLVED}:
             raise NothingToTrain(self.describe())
+        return True
 
     def describe(self) -> str:
         """The streak in one sentence."""

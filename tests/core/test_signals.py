@@ -1,0 +1,95 @@
+"""Signals are heard while the event loop sleeps, and never kill the process before its last instruction."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import asyncio, atexit, sys
+from titan_rl.errors import Stopped
+from titan_rl.launch.signals import StopSignals, leave
+
+async def run():
+    heard = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    StopSignals(lambda stop: loop.call_soon_threadsafe(heard.put_nowait, stop) if not loop.is_closed() else None)
+    print("armed", flush=True)
+    for _ in range(2):
+        stop = await heard.get()
+        print(stop, flush=True)
+    return stop.exit_code
+
+def main():
+    code = asyncio.run(run())
+    print("loop closed", flush=True)
+    sys.stdin.readline()
+    return code
+
+atexit.register(lambda: print("atexit work done", flush=True))
+leave(main)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_each_signal_is_heard_and_late_ones_kill_nothing(number):
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None and process.stdin is not None
+    assert process.stdout.readline() == "armed\n"
+    for _ in range(2):
+        os.killpg(process.pid, number)
+        assert number.name in process.stdout.readline()
+    assert process.stdout.readline() == "loop closed\n"
+    for late in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.killpg(process.pid, late)
+    rest, _ = process.communicate("\n")
+    assert rest == "atexit work done\n"
+    assert process.returncode == 128 + number
+
+
+def test_a_run_under_nohup_does_not_hear_the_hang_up():
+    program = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + PROGRAM
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "armed\n"
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        process.send_signal(number)
+    assert process.stdout.readline() == "SIGTERM\n"
+    process.kill()
+    process.communicate()
+
+
+def test_the_words_of_a_run_whose_terminal_is_gone_are_no_errors():
+    controller, terminal = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        stdin=subprocess.DEVNULL,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+    )
+    os.close(terminal)
+    assert os.read(controller, 100).startswith(b"armed")
+    os.close(controller)
+    while process.poll() is None:  # two are enough, but two at once are one
+        process.send_signal(signal.SIGHUP)
+    assert process.returncode == 128 + signal.SIGHUP
+
+
+@pytest.mark.parametrize(
+    ("main", "code"),
+    [("lambda: 2", 2), ("lambda: sys.exit(3)", 3), ("lambda: 1 / 0", 1), ("lambda: signal.raise_signal(2)", 130)],
+)
+def test_a_command_leaves_with_its_exit_code(main, code):
+    program = f"import signal, sys; from titan_rl.launch.signals import leave; leave({main})"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True).returncode == code
