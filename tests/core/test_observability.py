@@ -76,6 +76,7 @@ def test_a_failing_tensorboard_never_ends_a_run_and_is_said_once(
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
 def test_tensorboard_on_a_directory_that_was_removed_does_not_raise(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path / "run", tensorboard=True)
     shutil.rmtree(tmp_path / "run")

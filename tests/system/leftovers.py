@@ -83,6 +83,14 @@ def wait_until_gone(run: int) -> None:
                 assert ended, Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
+def log_of(pid: int) -> str:
+    """Where a process's standard output goes."""
+    try:
+        return os.readlink(f"/proc/{pid}/fd/1")
+    except OSError:
+        return ""
+
+
 def shared_memory_of(pid: int) -> list[str]:
     """Our files in shared memory that carry this process id."""
     return [path.name for path in Path("/dev/shm").glob(f"titan_rl-{pid}-*")]

@@ -6,14 +6,12 @@ Each run is real and small (one generator, a few steps), about 15 s.
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
-from leftovers import REPOSITORY, RUN_SECONDS, assert_nothing_is_left, finish, start_run, wait_for_line
+from leftovers import REPOSITORY, RUN_SECONDS, assert_nothing_is_left, finish, start_run
 
 SMALL = ("--recipe", "copy4", "--generator.count", "1", "--loop.groups-per-step", "4", "--evaluation.prompts", "20")
 
@@ -91,17 +89,6 @@ def python(program: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()[-1]
-
-
-def test_ctrl_c_stops_everything_within_seconds_and_keeps_the_finished_steps(tmp_path: Path) -> None:
-    run = start_run(*SMALL, "--loop.steps", "100000", runs=tmp_path)
-    wait_for_line(run, "step ")
-    os.kill(run.pid, signal.SIGINT)
-    output, _ = run.communicate(timeout=60)
-    assert run.returncode == 130, output
-    assert "stopped by the user" in output
-    assert_nothing_is_left(run)
-    assert (run_directory(tmp_path) / "metrics.jsonl").read_text().count("train/loss") >= 1
 
 
 def test_a_policy_that_did_not_learn_is_a_failure(tmp_path: Path) -> None:

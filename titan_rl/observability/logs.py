@@ -8,7 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from pathlib import Path
+
+_log = logging.getLogger(__name__)
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -37,11 +40,22 @@ class _LogFile(logging.FileHandler):
 
 
 def log_to_file(file: Path) -> logging.Handler:
-    """Send the controller's logging to `file`; its output stays in the terminal. Returns the handler to remove."""
+    """Send the controller's logging to `file`, with what its threads raise; its output stays in the terminal.
+
+    Returns:
+        The handler to remove.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     handler = _LogFile(file)
     handler.setFormatter(logging.Formatter(_FORMAT))
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.INFO)
+    threading.excepthook = _log_thread
     return handler
+
+
+def _log_thread(failed: threading.ExceptHookArgs) -> None:
+    """A library's thread that dies (TensorBoard's, on a full disk) is no news for the terminal."""
+    if failed.exc_value is not None:
+        _log.error("thread %s failed", failed.thread, exc_info=failed.exc_value)

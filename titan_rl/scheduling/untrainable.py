@@ -1,9 +1,11 @@
 """Stops a run that learns nothing, and says why: because it has learned everything, or because something is wrong.
 
 Always true: a group that teaches something starts the count again, so a run goes on for as long as one group in
-k batches' worth does. Nothing is left to learn where every group of the count was solved. Equal rewards alone do not say
-that: they may be equally poor, and nobody knows the best that a reward can become. So a rollout is solved where
-evaluation would count it as an exact match.
+k batches' worth does.
+
+Nothing is left to learn where every group of the count was solved. Equal rewards alone do not say that: they may be
+equally poor, and nobody knows the best that a reward can become. So a rollout is solved where evaluation would count it
+as an exact match.
 """
 
 from __future__ import annotations

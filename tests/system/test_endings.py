@@ -1,0 +1,142 @@
+"""How real runs end before their time: what they say and save, with which exit code, and that nothing stays behind.
+
+Each run is real and small (one generator), and interrupted in another phase.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from leftovers import assert_nothing_is_left, descendants, finish, log_of, start_run, wait_for_line
+
+SMALL = ("--recipe", "copy4", "--generator.count", "1", "--loop.groups-per-step", "4", "--evaluation.prompts", "20")
+ENDLESS = (*SMALL, "--loop.steps", "100000")
+
+
+EASY = """
+from titan_rl import config_registry
+from titan_rl.environments.base import Environment, Example, Message, Rubric
+from titan_rl.rollout.config import EnvironmentConfig
+
+
+def anything_goes(example, transcript):
+    return 1.0
+
+
+class Easy(Environment):
+    def example(self, index):
+        return Example(prompt=(Message("user", f"{index % 10}="),), answer="")
+
+    def held_out(self, count):
+        return [Example(prompt=(Message("user", "10="),), answer="")]
+
+    def rubric(self):
+        return Rubric(anything_goes)
+
+
+def recipe():
+    config = config_registry.copy4()
+    config.environment = EnvironmentConfig(name=f"{__file__}:Easy")
+    config.evaluation.target_exact_match = 1.0
+    return config
+"""
+
+
+def saved_step(output: str, runs: Path) -> int:
+    """After which step the weights are that the run says it has saved; they are there."""
+    (directory,) = runs.iterdir()
+    (line,) = [line for line in output.splitlines() if line.startswith("the weights after step ")]
+    assert line.endswith(str(directory / "checkpoint"))
+    assert (directory / "checkpoint" / "model.safetensors").is_file()
+    return int(line.split()[4])
+
+
+def signal_until_it_ends(run: subprocess.Popen[str], number: signal.Signals) -> None:
+    """As somebody who keeps pressing Ctrl-C."""
+    while run.poll() is None:
+        run.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run.wait(0.1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_one_signal_after_a_step_saves_the_weights_and_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    run = start_run(*ENDLESS, runs=tmp_path)
+    wait_for_line(run, "step ")
+    run.send_signal(number)
+    output = finish(run)
+    assert run.returncode == 128 + number, output
+    assert saved_step(output, tmp_path) >= 1
+    assert "stopped by the user" in output
+    assert_nothing_is_left(run)
+
+
+@pytest.mark.parametrize("phase", ["run directory", "4 groups per step", "held-out", "step "])
+def test_however_often_and_early_ctrl_c_is_pressed_the_clean_up_is_complete(tmp_path: Path, phase: str) -> None:
+    run = start_run(*ENDLESS, runs=tmp_path)
+    wait_for_line(run, phase)
+    signal_until_it_ends(run, signal.SIGINT)
+    output = finish(run)
+    assert run.returncode == 130, output
+    assert "Traceback" not in output and "FATAL" not in output
+    assert_nothing_is_left(run)
+    (directory,) = tmp_path.iterdir()
+    assert phase != "step " or (directory / "metrics.jsonl").read_text().count("train/loss") >= 1
+
+
+@pytest.mark.parametrize("victim", ["generator0", "rollout"])
+def test_a_dead_process_is_named_and_the_weights_are_saved(tmp_path: Path, victim: str) -> None:
+    run = start_run(*ENDLESS, runs=tmp_path)
+    wait_for_line(run, "step ")
+    os.kill(next(pid for pid in descendants(run.pid) if log_of(pid).endswith(f"{victim}.log")), signal.SIGKILL)
+    output = finish(run)
+    assert run.returncode == 1, output
+    lines = [line for line in output.splitlines() if line.startswith(("failed: ", "the weights"))]
+    assert any(victim in line for line in lines[:-1]), output
+    assert saved_step(output, tmp_path) >= 1
+    assert "Traceback" not in output and "FATAL" not in output
+    assert_nothing_is_left(run)
+
+
+def test_a_dead_trainer_is_named_and_its_weights_are_lost(tmp_path: Path) -> None:
+    run = start_run(*ENDLESS, runs=tmp_path)
+    wait_for_line(run, "step ")
+    os.kill(next(pid for pid in descendants(run.pid) if log_of(pid).endswith("trainer.log")), signal.SIGKILL)
+    output = finish(run)
+    assert run.returncode == 1, output
+    assert "the weights were not saved: " in output
+    assert_nothing_is_left(run)
+
+
+def test_a_run_directory_that_is_removed_is_a_sentence(tmp_path: Path) -> None:
+    run = start_run(*SMALL, "--loop.steps", "2", "--logging.no-save-final", runs=tmp_path)
+    wait_for_line(run, "held-out")
+    shutil.rmtree(tmp_path)
+    output = finish(run)
+    assert run.returncode == 1, output
+    (line,) = [line for line in output.splitlines() if line.startswith("failed: ")]
+    assert "No such file or directory" in line
+    assert "Traceback" not in output
+    assert_nothing_is_left(run)
+
+
+def test_a_policy_that_has_learned_everything_ends_its_run_well(tmp_path: Path) -> None:
+    task = tmp_path / "easy.py"
+    task.write_text(EASY)
+    run = start_run(
+        *("--recipe", f"{task}:recipe", "--generator.count", "1", "--loop.groups-per-step", "4"),
+        *("--loop.steps", "100000", "--loop.untrainable-batches", "2", "--evaluation.every", "0"),
+        runs=tmp_path / "runs",
+    )
+    output = finish(run)
+    assert run.returncode == 0, output
+    assert "stopping early: nothing is left to learn" in output
+    assert "held-out exact match 1.000 → 1.000" in output
+    assert saved_step(output, tmp_path / "runs") < 100
+    assert_nothing_is_left(run)
