@@ -53,7 +53,8 @@ class LoopConfig:
     Empty: every group is trained."""
     untrainable_batches: int = 20
     """A run ends with the reason when so many batches' worth of groups in a row teach nothing: all rewards equal,
-    filtered, or failed."""
+    filtered, or failed. It has failed, unless every one of them was solved (see `evaluation.target_exact_match`): then
+    nothing is left to learn, and it ends well."""
     watchdog_seconds: float = 120.0
     """When nothing has moved for so long, the run says which part it waits for; again after every such time."""
 
@@ -84,7 +85,8 @@ class EvaluationConfig:
     prompts: int = 1000
     """Held-out prompts; fewer when the environment has fewer."""
     target_exact_match: float = 0.0
-    """The run fails (exit code 1) when the last evaluation's exact match is below this; 0: no target."""
+    """The run fails (exit code 1) when the last evaluation's exact match is below this; 0: no target. A rollout is an
+    exact match by the reward part `exact_match`, if the rubric has one; else by a reward of at least 1."""
 
     def __post_init__(self) -> None:
         if self.every < 0:
@@ -109,7 +111,7 @@ class LoggingConfig:
     progress: bool = True
     """Live display in a terminal; plain lines elsewhere."""
     save_final: bool = True
-    """Write the final weights as a Hugging Face checkpoint."""
+    """Write the newest weights as a Hugging Face checkpoint when the run ends, also when it fails or is stopped."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -23,7 +23,8 @@ class Run:
         self.world = world
         self.said: list[str] = []
         self.faults = FaultBoard(Announcer(self.said.append, stopping="saving"))
-        self.task = asyncio.create_task(train_and_save(world.loop, self.faults, checkpoint, self.said.append))
+        work = train_and_save(world.loop, world.system.trainer, self.faults, checkpoint, self.said.append)
+        self.task = asyncio.create_task(work)
 
     async def hear(self, fault: TitanError) -> None:
         self.faults.report(fault)

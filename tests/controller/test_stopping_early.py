@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_system import World, settle
 
-from titan_rl.errors import NothingToTrain
+from titan_rl.errors import NothingToTrain, SamplesLost
 
 
 def learned_after(groups: int):
@@ -51,6 +51,22 @@ async def test_a_policy_that_knows_everything_from_the_start_is_evaluated_once()
     summary = await world.loop.run()
     assert summary.steps == 0
     assert [evaluation.version.step for evaluation in summary.evaluations] == [0]
+
+
+async def test_samples_that_are_lost_under_the_last_step_are_played_again():
+    world = World(steps=1000, groups=2, staleness=2, untrainable_batches=1)
+    world.rollouts.outcome = learned_after(4)
+    world.script.holds = lambda gate: gate in ("train 2", "play 4", "play 5")
+    world.script.errors["train 2"] = [SamplesLost("store0 is gone", (3,))]
+    async with world.running() as run:
+        await world.script.open("play 4", "play 5")
+        assert world.loop.summary.stopped_early.startswith("nothing is left to learn after step 2")
+        world.script.holds = lambda gate: False
+        await world.script.open("train 2")
+        summary = await run
+    assert summary.steps == 2 == summary.evaluations[-1].version.step
+    assert world.trainer.batches[-1] == [2, 3]
+    assert world.rollouts.owned == {}
 
 
 @settings(max_examples=60, deadline=None)

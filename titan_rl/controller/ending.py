@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from titan_rl.actors.trainer import Trainer
 from titan_rl.controller.faults import FaultBoard
 from titan_rl.controller.loop import TrainingLoop
 from titan_rl.errors import Stopped, TrainingError
@@ -24,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 async def train_and_save(
-    loop: TrainingLoop, faults: FaultBoard, checkpoint: Path | None, say: Callable[[str], None]
+    loop: TrainingLoop, trainer: Trainer, faults: FaultBoard, checkpoint: Path | None, say: Callable[[str], None]
 ) -> None:
     """Run the loop to its end and save the trainer's weights, also when it fails or is stopped.
 
@@ -44,7 +45,7 @@ async def train_and_save(
         failure = error
     if checkpoint is not None:
         try:
-            say(await _save(loop, faults, checkpoint, seconds=None if failure is None else SAVE_SECONDS))
+            say(await _save(trainer, faults, checkpoint, seconds=None if failure is None else SAVE_SECONDS))
         except Exception as error:
             _log.error("the weights were not saved", exc_info=error)
             say(f"the weights were not saved: {error}")
@@ -56,8 +57,8 @@ async def train_and_save(
         raise cause
 
 
-async def _save(loop: TrainingLoop, faults: FaultBoard, checkpoint: Path, *, seconds: float | None) -> str:
-    saving = asyncio.ensure_future(faults.unless_lost("trainer", loop.save(checkpoint)))
+async def _save(trainer: Trainer, faults: FaultBoard, checkpoint: Path, *, seconds: float | None) -> str:
+    saving = asyncio.ensure_future(faults.unless_lost("trainer", trainer.save(checkpoint)))
     hurry = asyncio.ensure_future(faults.hurry.wait())
     try:
         await asyncio.wait({saving, hurry}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

@@ -24,7 +24,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from titan_rl.controller.evaluation import evaluate
@@ -128,21 +127,12 @@ class TrainingLoop:
             stop_watching()
         for later in failures[1:]:
             _log.warning("failed after the first: %s", later)
+        if failures or self.summary.stopped_early:
+            await let_go(system.rollouts, self._reports.values(), _consumer(self._buffer.trainer_version))
         if failures:
-            await self._let_go()
             raise failures[0]
-        if self.summary.stopped_early:
-            await self._let_go()
         await check_nothing_is_held(system.rollouts)
         return self.summary
-
-    async def _let_go(self) -> None:
-        await let_go(self._system.rollouts, self._reports.values(), _consumer(self._buffer.trainer_version))
-
-    async def save(self, directory: Path) -> int:
-        """Write the current weights as a Hugging Face checkpoint; returns after which step they are."""
-        self._display.mesh("trainer", f"saving {directory.name}")
-        return await self._system.trainer.save(directory)
 
     # The tasks.
 
@@ -358,7 +348,7 @@ class TrainingLoop:
         """Groups to let in now: never more than the run's remaining steps train."""
         counts = self._buffer.counts
         wanted = self._last * self._buffer.knobs.groups_per_step
-        return min(self._buffer.free_slots, wanted - counts.trained - counts.active)
+        return max(0, min(self._buffer.free_slots, wanted - counts.trained - counts.active))
 
     def _take(self) -> Batch | Literal[False] | None:
         """The next batch; False: there is none any more."""

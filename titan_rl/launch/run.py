@@ -109,7 +109,7 @@ async def _train(
             ) as system:
                 loop = TrainingLoop(system, display=display, metrics=metrics)
                 checkpoint = directory / "checkpoint" if config.logging.save_final else None
-                await train_and_save(loop, faults, checkpoint, display.say)
+                await train_and_save(loop, system.trainer, faults, checkpoint, display.say)
                 return loop.summary
     finally:
         metrics.close()
