@@ -16,7 +16,7 @@ from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import SamplesLeaked, TitanError
 from titan_rl.rollout.report import GroupReport
 
-LET_GO_SECONDS = 5.0
+LET_GO_SECONDS = 2.0
 """A run that has failed waits no longer than this for its stores; their files go with the run in any case."""
 
 _log = logging.getLogger(__name__)
