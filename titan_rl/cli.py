@@ -19,8 +19,8 @@ from titan_rl import __version__, train
 from titan_rl.config_registry import RECIPES, first_line
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.importing import import_user_module
-from titan_rl.launch.signals import leave
 from titan_rl.overrides import did_you_mean
+from titan_rl.processes import leave
 
 PROG = "titan-rl"
 

@@ -1,11 +1,16 @@
-"""What the kernel does for processes: end one with its parent, and say how one ended. Standard library only."""
+"""The ends of processes: end one with its parent, say how one ended, and leave without delay. Standard library only."""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import logging
 import os
 import signal
 import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 
@@ -37,3 +42,31 @@ def ending_in_words(code: int) -> str:
         return f"was killed by signal {-code} ({signal.Signals(-code).name})"
     except ValueError:  # a real-time signal has no name
         return f"was killed by signal {-code}"
+
+
+def leave(main: Callable[[], object]) -> NoReturn:
+    """Run a program and end this process with its exit code, its `atexit` work done.
+
+    The interpreter is not torn down. With torch in it that takes 1 to 10 s, signals have their deadly default again
+    meanwhile, and a thread of Monarch's that comes back to Python aborts the process (SIGABRT, "FATAL: exception not
+    rethrown").
+    """
+    code = 1
+    try:
+        result = main()
+        code = result if isinstance(result, int) else 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except KeyboardInterrupt:  # before a run has armed its handlers
+        code = 128 + signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+    try:
+        atexit._run_exitfuncs()
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)

@@ -21,7 +21,6 @@ from titan_rl.errors import ConfigError
 from titan_rl.launch.checks import check_classes, check_run
 from titan_rl.launch.placement import TORCHRUN_VARIABLES, HostFacts, describe, detect_host, devices_needed, plan
 from titan_rl.launch.process import prepare_controller
-from titan_rl.launch.signals import leave
 from titan_rl.overrides import (
     Override,
     Rules,
@@ -34,6 +33,7 @@ from titan_rl.overrides import (
     to_toml,
     toml_overrides,
 )
+from titan_rl.processes import leave
 
 EXIT_USAGE = 2
 

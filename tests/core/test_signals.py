@@ -10,7 +10,8 @@ import pytest
 PROGRAM = """
 import asyncio, atexit, sys
 from titan_rl.errors import Stopped
-from titan_rl.launch.signals import StopSignals, leave
+from titan_rl.launch.signals import StopSignals
+from titan_rl.processes import leave
 
 async def run():
     heard = asyncio.Queue()
@@ -91,5 +92,5 @@ def test_the_words_of_a_run_whose_terminal_is_gone_are_no_errors():
     [("lambda: 2", 2), ("lambda: sys.exit(3)", 3), ("lambda: 1 / 0", 1), ("lambda: signal.raise_signal(2)", 130)],
 )
 def test_a_command_leaves_with_its_exit_code(main, code):
-    program = f"import signal, sys; from titan_rl.launch.signals import leave; leave({main})"
+    program = f"import signal, sys; from titan_rl.processes import leave; leave({main})"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True).returncode == code

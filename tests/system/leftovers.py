@@ -83,12 +83,13 @@ def wait_until_gone(run: int) -> None:
                 assert ended, Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-def log_of(pid: int) -> str:
-    """Where a process's standard output goes."""
-    try:
-        return os.readlink(f"/proc/{pid}/fd/1")
-    except OSError:
-        return ""
+def process_of(run: int, mesh: str, rank: int = 0) -> int:
+    """Its id, by its command line."""
+    for pid in descendants(run):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if b"titan_rl.launch.child" in words and words[-3:-1] == [mesh.encode(), str(rank).encode()]:
+            return pid
+    raise AssertionError(f"no process of {mesh} rank {rank}")
 
 
 def shared_memory_of(pid: int) -> list[str]:

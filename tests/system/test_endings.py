@@ -13,7 +13,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from leftovers import assert_nothing_is_left, descendants, finish, log_of, start_run, wait_for_line
+from leftovers import assert_nothing_is_left, finish, process_of, start_run, wait_for_line
 
 SMALL = ("--recipe", "copy4", "--generator.count", "1", "--loop.groups-per-step", "4", "--evaluation.prompts", "20")
 ENDLESS = (*SMALL, "--loop.steps", "100000")
@@ -94,7 +94,7 @@ def test_however_often_and_early_ctrl_c_is_pressed_the_clean_up_is_complete(tmp_
 def test_a_dead_process_is_named_and_the_weights_are_saved(tmp_path: Path, victim: str) -> None:
     run = start_run(*ENDLESS, runs=tmp_path)
     wait_for_line(run, "step ")
-    os.kill(next(pid for pid in descendants(run.pid) if log_of(pid).endswith(f"{victim}.log")), signal.SIGKILL)
+    os.kill(process_of(run.pid, victim), signal.SIGKILL)
     output = finish(run)
     assert run.returncode == 1, output
     lines = [line for line in output.splitlines() if line.startswith(("failed: ", "the weights"))]
@@ -107,7 +107,7 @@ def test_a_dead_process_is_named_and_the_weights_are_saved(tmp_path: Path, victi
 def test_a_dead_trainer_is_named_and_its_weights_are_lost(tmp_path: Path) -> None:
     run = start_run(*ENDLESS, runs=tmp_path)
     wait_for_line(run, "step ")
-    os.kill(next(pid for pid in descendants(run.pid) if log_of(pid).endswith("trainer.log")), signal.SIGKILL)
+    os.kill(process_of(run.pid, "trainer"), signal.SIGKILL)
     output = finish(run)
     assert run.returncode == 1, output
     assert "the weights were not saved: " in output

@@ -14,6 +14,7 @@ from leftovers import (
     descendants,
     finish,
     listening_addresses_of,
+    process_of,
     start_run,
     wait_for_line,
     wait_until_gone,
@@ -26,15 +27,6 @@ SMALL = ("--recipe", "copy4", "--generator.count", "1", "--loop.groups-per-step"
 ENDLESS = (*SMALL, "--loop.steps", "100000", "--evaluation.every", "0")
 LONGER_THAN_MONARCH_WAITS = 70.0
 """Seconds. By itself it takes a process that says nothing for 30 s for dead, and one ends that was not asked for 60."""
-
-
-def process_of(run: int, mesh: str, rank: int = 0) -> int:
-    """Its id, by its command line."""
-    for pid in descendants(run):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if b"titan_rl.launch.child" in words and words[-3:-1] == [mesh.encode(), str(rank).encode()]:
-            return pid
-    raise AssertionError(f"no process of {mesh} rank {rank}")
 
 
 def named_semaphores_of(run: int) -> list[str]:

@@ -8,11 +8,12 @@ killed leaves an orphan. Imports nothing but the standard library before that; a
 
 from __future__ import annotations
 
+import functools
 import os
 import runpy
 import sys
 
-from titan_rl.processes import die_with
+from titan_rl.processes import die_with, leave
 
 MONARCH_MAIN = "monarch._src.actor.bootstrap_main"
 """What `monarch.actor.default_bootstrap_cmd()` runs; a test compares."""
@@ -29,7 +30,8 @@ def main() -> None:
     controller_pid, pipe, _, rank = sys.argv[1:]
     die_with(int(controller_pid))
     announce(pipe, rank)
-    runpy.run_module(MONARCH_MAIN, run_name="__main__", alter_sys=True)
+    # Whoever stops this process waits for its end: to tear down an interpreter with torch in it takes 1 to 10 s.
+    leave(functools.partial(runpy.run_module, MONARCH_MAIN, run_name="__main__", alter_sys=True))
 
 
 if __name__ == "__main__":

@@ -2,22 +2,17 @@
 
 - The first SIGINT, SIGTERM or SIGHUP ends the work in hand; what follows (saving the weights, closing) goes on.
 - Each further one only skips the saving. None ever interrupts the closing, and none kills this process: the handlers
-  stay until `leave` ends it.
+  stay until `processes.leave` ends it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import atexit
-import logging
 import os
 import signal
 import socket
-import sys
-import traceback
 from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn
 
 from titan_rl.errors import Stopped, TitanError
 
@@ -58,27 +53,3 @@ def _forget_terminal() -> None:
             os.write(descriptor, b"")
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-
-
-def leave(main: Callable[[], int]) -> NoReturn:
-    """Run a command and end this process with its exit code.
-
-    The interpreter is not torn down: a thread of Monarch's that comes back to Python while that happens aborts the
-    process (SIGABRT, "FATAL: exception not rethrown"), and signals have their deadly default again.
-    """
-    code = 1
-    try:
-        code = main()
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except KeyboardInterrupt:  # before a run has armed its handlers
-        code = 128 + signal.SIGINT
-    except BaseException:
-        traceback.print_exc()
-    try:
-        atexit._run_exitfuncs()
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
