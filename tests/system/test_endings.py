@@ -65,7 +65,7 @@ def signal_until_it_ends(run: subprocess.Popen[str], number: signal.Signals) -> 
             run.wait(0.1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_one_signal_after_a_step_saves_the_weights_and_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     run = start_run(*ENDLESS, runs=tmp_path)
     wait_for_line(run, "step ")

@@ -49,7 +49,7 @@ def run(config: RunConfig, imports: tuple[str, ...] = ()) -> int:
     console = Console()
     announce = Announcer(
         functools.partial(_say, console),
-        stopping="saving the weights, then closing; once more: closing without saving",
+        stopping="saving the newest weights, then closing; once more: closing without saving",
     )
     started = time.monotonic()
     try:
