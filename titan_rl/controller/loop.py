@@ -158,10 +158,11 @@ class TrainingLoop:
         name = f"rollout of group {group.group_id}"
         with self._records.timed("rollout"):
             self._watchdog.works(name, f"playing {group}")
-            report = await self._system.rollouts.play(
-                self._system.train_group(group.group_id, group.min_version, attempt=group.attempt)
-            )
-            self._watchdog.ends(name)
+            try:
+                request = self._system.train_group(group.group_id, group.min_version, attempt=group.attempt)
+                report = await self._system.rollouts.play(request)
+            finally:
+                self._watchdog.ends(name)
         if not report.samples.trained_tokens:
             await self._release(report.samples)
             self._buffer.failed(group.group_id)

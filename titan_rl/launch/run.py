@@ -125,6 +125,7 @@ def _conclude(config: RunConfig, summary: RunSummary, directory: Path, console: 
         "exact_match_after": last.exact_match,
         "reward_last": summary.reward_last,
         "steps": summary.steps,
+        "stopped_early": summary.stopped_early,
         "seconds_total": round(total, 2),
         "seconds_to_first_step": round(to_first_step, 2),
         "tokens_generated": summary.tokens_generated,
