@@ -6,7 +6,7 @@ from threading import Thread
 import pytest
 
 from titan_rl.controller.faults import FaultBoard
-from titan_rl.errors import ActorFailed, GeneratorFailed
+from titan_rl.errors import ActorFailed, GeneratorFailed, MeshFailed, Stopped
 
 
 async def forever() -> None:
@@ -66,3 +66,44 @@ async def test_cancelling_the_watch_cancels_the_work() -> None:
     with pytest.raises(asyncio.CancelledError):
         await watching
     assert cancelled.is_set()
+
+
+async def test_what_needs_a_mesh_ends_with_it_and_is_not_asked_any_more() -> None:
+    board = FaultBoard()
+    asked = []
+
+    async def ask() -> None:
+        asked.append(1)
+        await forever()
+
+    waiting = asyncio.create_task(board.unless_lost("trainer", ask()))
+    board.report(MeshFailed("generator0 was killed", "generator0"))
+    board.report(MeshFailed("trainer was killed", "trainer"), ends=False)
+    with pytest.raises(MeshFailed, match="trainer was killed"):
+        await waiting
+    with pytest.raises(MeshFailed, match="trainer was killed"):
+        await board.unless_lost("trainer", ask())
+    assert asked == [1]
+
+
+async def test_a_fault_that_ends_nothing_ends_nothing() -> None:
+    board = FaultBoard()
+    board.report(MeshFailed("generator0 was killed", "generator0"), ends=False)
+
+    async def work() -> int:
+        await asyncio.sleep(0)
+        return 7
+
+    assert await board.watch(work()) == 7
+    assert board.settle() is None
+
+
+async def test_a_second_request_to_stop_asks_to_hurry() -> None:
+    announced: list[Exception] = []
+    board = FaultBoard(announced.append)
+    for _ in range(3):
+        board.report(Stopped(2))
+    with pytest.raises(Stopped):
+        await board.watch(forever())
+    await board.hurry.wait()
+    assert len(announced) == 1
