@@ -1,8 +1,11 @@
-"""What clients may send: the part of OpenAI's API that the engines can honour, and nothing else.
+"""What clients may send: the part of OpenAI's API that the engines can honour, and hints that change no answer.
 
-- A field that is not here is refused by name, never ignored: whoever sends it expects that it does something.
+- A field that is not here is refused by name, never ignored: whoever sends it expects another answer. `verbosity` and
+  `reasoning_effort` are among them: nothing in the policy's prompt could say so.
+- `Hints` are taken and not used, because agent frameworks send them with every call.
+- An assistant message comes back from a client as its framework keeps it, with fields of its own: those are not read.
 - Types are strict: no number is read out of a text, no flag out of a number.
-- Fields that are here and can only have one meaning (`store`, `response_format`, …) take that value alone.
+- Fields that are here and can only have one meaning (`response_format`, `echo`, …) take that value alone.
 """
 
 from __future__ import annotations
@@ -24,12 +27,32 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class GivenBack(Strict):
+    """Part of an earlier answer: what it has besides these fields says nothing to the policy."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
 class StreamOptions(Strict):
     include_usage: bool | None = None
     """Send one more chunk, without choices, that counts the tokens."""
+    include_obfuscation: bool | None = None
+    """A hint: no padding is sent."""
 
 
-class Sampling(Strict):
+class Hints(Strict):
+    """Taken and not used: they are about OpenAI's service, or say what the policy does anyway."""
+
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class Sampling(Hints):
     """What chat and text completions share."""
 
     model: Annotated[str, Field(max_length=1024)]
@@ -54,7 +77,6 @@ class Sampling(Strict):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     return_token_ids: bool | None = None
     """Add `prompt_token_ids` and every choice's `token_ids` to the answer."""
-    user: str | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
 
 
@@ -63,7 +85,8 @@ class FunctionDeclaration(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """JSON schema of the arguments."""
-    strict: Literal[False] | None = None
+    strict: bool | None = None
+    """A hint: decoding is not constrained by the schema, so arguments may break it."""
 
 
 class Tool(Strict):
@@ -71,14 +94,15 @@ class Tool(Strict):
     function: FunctionDeclaration
 
 
-class FunctionCall(Strict):
+class FunctionCall(GivenBack):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: str
-    """A JSON object, as text."""
+    """A JSON object, as text; some frameworks write none as an empty text."""
 
     @field_validator("arguments")
     @classmethod
     def is_an_object(cls, text: str) -> str:
+        text = text or "{}"
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -88,7 +112,7 @@ class FunctionCall(Strict):
         return text
 
 
-class ToolCall(Strict):
+class ToolCall(GivenBack):
     id: str
     type: Literal["function"]
     function: FunctionCall
@@ -114,14 +138,13 @@ class UserMessage(Strict):
     name: str | None = None
 
 
-class AssistantMessage(Strict):
-    """What a chat completion gave may be sent back as it came, with every field that a client knows of."""
+class AssistantMessage(GivenBack):
+    """What a chat completion gave, as the client kept it."""
 
     role: Literal["assistant"]
     content: Content | None = None
     name: str | None = None
     refusal: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
     reasoning_content: str | None = None
@@ -153,10 +176,10 @@ class ChatCompletionRequest(Sampling):
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     """No call can be forced: the policy says what it says."""
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: bool | None = None
+    """A hint: the policy makes as many calls in a turn as it says."""
     response_format: TextFormat | None = None
-    store: Literal[False] | None = None
-    metadata: dict[str, str] | None = None
+    modalities: list[Literal["text"]] | None = None
 
 
 class CompletionRequest(Sampling):
