@@ -36,7 +36,7 @@ def renderer(tmp_path_factory):
 async def post(renderer: SymbolRenderer, body: dict) -> tuple[httpx.Response, list[str]]:
     """The answer, and the prompts that the engines were asked to go on from."""
     fleet = ScriptedFleet(renderer, "9$")
-    app = build_app(GatewayConfig(), fleet, renderer, SharedKey("", renderer, max_model_len=256))
+    app = build_app(GatewayConfig(), fleet, renderer, SharedKey("", renderer, max_model_len=256), max_model_len=256)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:
         answer = await http.post("/v1/chat/completions", json=body)
     return answer, [renderer.decode(request.prompt_token_ids.tolist()) for request in fleet.asked]

@@ -67,7 +67,9 @@ def renderer(tmp_path_factory):
 
 
 def http(fleet: PlayedFleet, renderer: SymbolRenderer) -> httpx.AsyncClient:
-    app = build_app(GatewayConfig(model=MODEL), fleet, renderer, SharedKey("", renderer, max_model_len=32))
+    app = build_app(
+        GatewayConfig(model=MODEL), fleet, renderer, SharedKey("", renderer, max_model_len=32), max_model_len=32
+    )
     return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://gateway")
 
 
@@ -92,7 +94,7 @@ async def test_a_completion_that_somebody_else_aborted_is_a_503(renderer):
     assert (await complete(fleet, renderer)).status_code == 503
 
 
-async def test_a_failure_after_the_first_choice_is_the_streams_last_event(renderer):
+async def test_a_failure_after_the_first_choice_is_an_event_before_the_streams_end(renderer):
     fleet = PlayedFleet([])
 
     class Second(PlayedFleet):
@@ -103,11 +105,12 @@ async def test_a_failure_after_the_first_choice_is_the_streams_last_event(render
 
     answer = await complete(Second([]), renderer, n=2, stream=True)
     assert answer.status_code == 200
-    assert "generator0 died" in answer.text
-    assert "[DONE]" not in answer.text
+    failure, end = answer.text.split("\n\n")[-3:-1]
+    assert "generator0 died" in failure
+    assert end == "data: [DONE]"
 
 
-async def test_a_failure_after_the_first_tokens_is_the_streams_last_event(renderer):
+async def test_a_failure_after_the_first_tokens_is_an_event_before_the_streams_end(renderer):
     class Half(PlayedFleet):
         async def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
             async for each in super().stream(request):
@@ -117,9 +120,11 @@ async def test_a_failure_after_the_first_tokens_is_the_streams_last_event(render
 
     answer = await complete(Half([]), renderer, stream=True)
     assert answer.status_code == 200
-    first, last = (json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n") if line)
+    *told, end = [line.removeprefix("data: ") for line in answer.text.split("\n") if line]
+    first, last = map(json.loads, told)
     assert first["choices"][0]["text"] == "01"
     assert "generator0 died" in last["error"]["message"]
+    assert end == "[DONE]"
 
 
 async def test_a_bug_is_an_error_object_too(renderer):

@@ -4,6 +4,7 @@
   `reasoning_effort` are among them: nothing in the policy's prompt could say so.
 - `Hints` are taken and not used, because agent frameworks send them with every call.
 - An assistant message comes back from a client as its framework keeps it, with fields of its own: those are not read.
+- A list is read up to its first wrong entry (`fail_fast`): to name a million of them would take a minute.
 - Types are strict: no number is read out of a text, no flag out of a number.
 - Fields that are here and can only have one meaning (`response_format`, `echo`, …) take that value alone.
 """
@@ -13,18 +14,30 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+MOST_FIELDS = 64
+"""Of one object: each that is unknown has a sentence in the refusal."""
 LARGEST_INTEGER = 2**63 - 1
 MOST_STOPS = 16
 MOST_TOOLS = 128
+MOST_MESSAGES = 4096
+"""Also parts of one message."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def has_few_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MOST_FIELDS:
+            raise ValueError(f"an object has at most {MOST_FIELDS} fields, not {len(value)}")
+        return value
 
 
 class GivenBack(Strict):
@@ -44,7 +57,7 @@ class Hints(Strict):
     """Taken and not used: they are about OpenAI's service, or say what the policy does anyway."""
 
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, Any] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
@@ -123,7 +136,7 @@ class TextPart(Strict):
     text: str
 
 
-Content = str | list[TextPart]
+Content = str | Annotated[list[TextPart], Field(max_length=MOST_MESSAGES, fail_fast=True)]
 
 
 class SystemMessage(Strict):
@@ -148,7 +161,7 @@ class AssistantMessage(GivenBack):
     audio: None = None
     function_call: None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
 
 
 class ToolMessage(Strict):
@@ -166,7 +179,7 @@ class TextFormat(Strict):
 
 
 class ChatCompletionRequest(Sampling):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     """Default: all that the model's length leaves."""
@@ -179,15 +192,15 @@ class ChatCompletionRequest(Sampling):
     parallel_tool_calls: bool | None = None
     """A hint: the policy makes as many calls in a turn as it says."""
     response_format: TextFormat | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
 
 
 class CompletionRequest(Sampling):
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1, max_length=1024)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=1024)]
+        | Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=1024, fail_fast=True)]
     )
     """One text, several, the token ids of one prompt, or of several."""
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
