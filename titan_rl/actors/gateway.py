@@ -22,6 +22,7 @@ from titan_rl.actors.transport import CompletionClient
 from titan_rl.errors import ActorFailed, ConfigError
 from titan_rl.gateway.app import build_app
 from titan_rl.gateway.config import GatewayConfig
+from titan_rl.gateway.limits import BoundedFraming
 from titan_rl.gateway.sessions import SessionKeys
 from titan_rl.gateway.visits import Door, SharedKey
 from titan_rl.rollout.renderer import Renderer, make_renderer
@@ -89,6 +90,7 @@ class Gateway(ConnectedActor):
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
+                http=BoundedFraming,
                 log_config=None,
                 access_log=False,
                 lifespan="off",

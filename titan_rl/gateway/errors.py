@@ -111,7 +111,7 @@ def describe(problems: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
     sentences = []
     first: str | None = None
     for problem in problems[:MOST_PROBLEMS]:
-        place = ".".join(str(part) for part in problem["loc"] if part != "body")
+        place = ".".join(str(part) for part in problem["loc"] if part != "body")[:LONGEST_PLACE]
         first = first or place or None
         cause = (problem.get("ctx") or {}).get("error", "") if problem["type"] == "json_invalid" else ""
         sentences.append(f"{place or 'request body'}: {problem['msg']}{f' ({cause})' if cause else ''}")
@@ -119,5 +119,7 @@ def describe(problems: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
     return first, "; ".join(sentences) + (f"; and {more} more problems" if more > 0 else "")
 
 
+LONGEST_PLACE = 200
+"""Characters: a field may have any name."""
 MOST_PROBLEMS = 5
 """Named in one error; a list of a million wrong values has a million."""

@@ -1,7 +1,8 @@
-"""What stands in front of the app: the key, and the size of a body.
+"""What stands in front of the app: the size of the headers, the key, and the size of a body.
 
-A call without the key costs nothing but this check. No more of a body is kept than the limit, whether its length was
-announced or not.
+- Headers are bounded while they are read, before there is a key to check: the server itself takes any number of them.
+- A call without the key costs nothing but this check.
+- No more of a body is kept than the limit, whether its length was announced or not.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from titan_rl.gateway.errors import ApiError, error_response
 from titan_rl.gateway.visits import Door
@@ -19,6 +21,36 @@ VISIT = "titan_rl.visit"
 """Where a call's scope has its `Visit`; calls of `OPEN_PATHS` have none."""
 MOST_DISCARDED = 64 << 20
 """Bytes of a body that is too long which are read and thrown away."""
+
+MOST_HEADERS = 256
+"""Of one call, trailers included."""
+MOST_FRAMING_BYTES = 256 << 10
+"""Of one call: all that is no body. Clients send some thousand; one that sends its body in pieces, 8 for each."""
+
+
+class BoundedFraming(HttpToolsProtocol):
+    """A connection that is cut off (400) when a call on it has too many headers, or too long ones."""
+
+    _framing = 0
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._framing = 0  # what came in the same read is counted no more: at most 256 KiB
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) >= MOST_HEADERS:
+            raise ValueError("too many headers")  # the parser ends there, and the base class answers 400
+        super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._framing -= len(body)
+        super().on_body(body)
+
+    def data_received(self, data: bytes) -> None:
+        self._framing += len(data)
+        super().data_received(data)
+        if self._framing > MOST_FRAMING_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"The headers are longer than {MOST_FRAMING_BYTES} bytes.")
 
 
 class Doorkeeper:
