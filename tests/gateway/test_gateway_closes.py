@@ -84,6 +84,22 @@ async def test_an_open_call_is_a_503_that_may_be_tried_again(renderer, sessions,
     await fleet.until(0)
 
 
+async def test_a_call_whose_body_is_still_coming_is_a_503_too(renderer):
+    door, http, _ = await opened(renderer, ScriptedFleet(renderer), sessions=False)
+    reading = asyncio.Event()
+
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        yield b"{"
+        reading.set()
+        await asyncio.get_running_loop().create_future()
+
+    call = asyncio.ensure_future(http.post("/v1/chat/completions", content=pieces()))
+    await reading.wait()
+    door.close_all()
+    answer = await call
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "true")
+
+
 @pytest.mark.parametrize("sessions", [False, True])
 async def test_a_stream_ends_with_the_reason(renderer, sessions):
     fleet = HalfSaid(renderer, "01")

@@ -49,7 +49,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         403: "The rollout that the key belongs to has no turns or tokens left, or has ended.",
         404: "There is no such model.",
         413: "The body is too long.",
-        503: "No generator can serve; the message has the cause.",
+        503: "No generator can serve, or the gateway is being closed; the message has the cause.",
     }.items()
 }
 

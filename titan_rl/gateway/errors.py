@@ -75,9 +75,12 @@ class JsonResponse(Response):
         return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
 
+def headers_of(error: ApiError) -> dict[str, str]:
+    return RETRY if error.code == CLOSING else NO_RETRY
+
+
 def error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> JsonResponse:
-    retry = RETRY if error.code == CLOSING else NO_RETRY
-    return JsonResponse(error.body(), status_code=error.status, headers={**retry, **(headers or {})})
+    return JsonResponse(error.body(), status_code=error.status, headers={**headers_of(error), **(headers or {})})
 
 
 def install(app: FastAPI) -> None:

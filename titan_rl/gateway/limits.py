@@ -7,13 +7,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from titan_rl.gateway.errors import ApiError, error_response
-from titan_rl.gateway.visits import Door
+from titan_rl.errors import TitanError
+from titan_rl.gateway.errors import ApiError, api_error, error_response, headers_of
+from titan_rl.gateway.visits import Door, Visit
 
 OPEN_PATHS = ("/health",)
 """What anybody may ask: load balancers have no key."""
@@ -50,7 +55,7 @@ class BoundedFraming(HttpToolsProtocol):
         self._framing += len(data)
         super().data_received(data)
         if self._framing > MOST_FRAMING_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"The headers are longer than {MOST_FRAMING_BYTES} bytes.")
+            self.send_400_response(f"Headers and chunk marks are longer than {MOST_FRAMING_BYTES} bytes.")
 
 
 class Doorkeeper:
@@ -83,11 +88,12 @@ class Doorkeeper:
 
     async def _within_limit(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         announced = headers.get("content-length", "")
+        visit: Visit | None = scope.get(VISIT)
         seen = 0
 
         async def counted() -> Message:
             nonlocal seen
-            message = await receive()
+            message = await (receive() if visit is None else _unless_over(receive(), visit.over))
             seen += len(message.get("body", b""))
             if seen > self._max_body_bytes:
                 raise await self._too_long(message, receive)
@@ -109,3 +115,17 @@ class Doorkeeper:
             discarded += len(message.get("body", b""))
         detail = f"the request body is longer than {self._max_body_bytes} bytes"
         return HTTPException(413, detail, headers={"Connection": "close"})
+
+
+async def _unless_over(receiving: Awaitable[Message], over: asyncio.Future[TitanError]) -> Message:
+    """What comes next of a body; a client that is still sending when its visit ends is told why."""
+    task = asyncio.ensure_future(receiving)
+    try:
+        first: set[asyncio.Future[Any]] = {task, over}
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+    finally:
+        task.cancel()
+    error = api_error(over.result())
+    raise HTTPException(error.status, error.message, headers=headers_of(error))

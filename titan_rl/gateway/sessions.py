@@ -19,7 +19,7 @@ from titan_rl.errors import GatewayClosing, RequestError, SessionOver, TaskError
 from titan_rl.gateway.answers import Choice
 from titan_rl.gateway.prompts import client_sampling, stop_tokens
 from titan_rl.gateway.protocol import ChatCompletionRequest, CompletionRequest
-from titan_rl.gateway.visits import CLOSING
+from titan_rl.gateway.visits import CLOSED
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.session import Prompt, Session, SessionRecord, SessionRequest
 from titan_rl.types import Completion, Endpoint, FinishReason, GenerationRequest, Message, ToolSpec
@@ -78,7 +78,7 @@ class SessionKeys:
 
     def close_all(self) -> None:
         for found in self._by_id.values():
-            found.close(GatewayClosing(CLOSING))
+            found.close(GatewayClosing(CLOSED))
         self._by_id.clear()
         self._by_key.clear()
 

@@ -23,7 +23,7 @@ from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.session import Prompt
 from titan_rl.types import Completion, GenerationRequest, Message, ToolSpec
 
-CLOSING = "the gateway is being closed; the call was aborted"
+CLOSED = "the gateway is being closed; the call was aborted"
 
 
 class Visit(AbstractContextManager[None], Protocol):
@@ -84,7 +84,8 @@ class SharedKey:
         return self._guest if right else None
 
     def close_all(self) -> None:
-        self._guest.over.set_result(GatewayClosing(CLOSING))
+        if not self._guest.over.done():
+            self._guest.over.set_result(GatewayClosing(CLOSED))
 
 
 class Guest:
