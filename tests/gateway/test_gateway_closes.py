@@ -17,6 +17,7 @@ from session_programs import ScriptedFleet, session_request
 from starlette.types import Message, Receive, Scope, Send
 from test_serve_command import KEY, left_of, served_checkpoint
 
+from titan_rl.actors.gateway_sessions import GatewaySessions
 from titan_rl.gateway.app import build_app
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.gateway.sessions import SessionKeys
@@ -134,7 +135,8 @@ async def test_a_gateway_that_is_closed_answers_what_is_open(sessions):
     async with served(generators=1, gateway=GatewayConfig(port=0, model=MODEL, sessions=sessions)) as up:
         key = "none"
         if sessions:
-            key = (await up.gateway.open_session.call_one(session_request("s", tokens=ENDLESS))).api_key
+            endpoint = await GatewaySessions(up.gateway, seconds=300).open(session_request("s", tokens=ENDLESS))
+            key = endpoint.api_key
         ai = client(up, key).with_options(max_retries=0)
         whole, begun = (endless(ai, MODEL, stream=stream) for stream in (False, True))
         await until_busy(up, 2)
