@@ -27,6 +27,10 @@ class RequestError(TitanError):
     """A generation request is invalid (over-long, empty, out of vocabulary, …). Only that request fails."""
 
 
+class GatewayClosing(TitanError):
+    """The gateway ends, and with it every call that is open."""
+
+
 class SessionOver(RequestError):
     """A rollout's program may ask for nothing more: its turns or tokens are used up, or its rollout has ended."""
 

@@ -224,7 +224,9 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
         (CHAT, {"messages": [{"role": "user", "content": "hello"}]}, "no symbol 'h'"),
         (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "no symbol"),
         (CHAT, {"model": "gpt"}, "no model 'gpt'"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * (1 << 19)}], "max_tokens": 1}, "no symbol 'x'"),
         (TEXT, {"prompt": []}, "prompt"),
+        (TEXT, {"prompt": ["1"] * 129}, "more than 128"),
         (TEXT, {"prompt": ""}, "empty"),
         (TEXT, {"prompt": [-1]}, "prompt"),
         (TEXT, {"prompt": [10**6]}, "outside of the vocabulary"),
@@ -273,6 +275,20 @@ async def test_a_body_past_the_limit_is_refused_whether_its_length_is_announced_
         answer = await http.post(TEXT, content=pieces(), headers=JSON)
         assert answer.status_code == 413
         assert "longer than 1048576 bytes" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("header", [b"a: b\r\n", b"a"], ids=["many", "one"])
+async def test_headers_without_end_are_cut_off(up, header):
+    address = urlsplit(up.url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    writer.write(f"POST {TEXT} HTTP/1.1\r\n".encode())
+    sent = 0
+    with pytest.raises(ConnectionError):
+        while sent < 64 << 20:
+            writer.write(header * (65536 // len(header)))
+            await writer.drain()
+            sent += 65536
+    writer.close()
 
 
 async def test_an_error_is_the_clients_own_exception_and_is_not_retried(up):

@@ -10,10 +10,12 @@ from types import SimpleNamespace
 import httpx
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from titan_rl.errors import ActorFailed, GeneratorFailed
 from titan_rl.gateway.app import build_app
 from titan_rl.gateway.config import GatewayConfig
+from titan_rl.gateway.protocol import ChatCompletionRequest, CompletionRequest
 from titan_rl.gateway.visits import SharedKey
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.tiny import make_tiny_policy
@@ -67,7 +69,9 @@ def renderer(tmp_path_factory):
 
 
 def http(fleet: PlayedFleet, renderer: SymbolRenderer) -> httpx.AsyncClient:
-    app = build_app(GatewayConfig(model=MODEL), fleet, renderer, SharedKey("", renderer, max_model_len=32))
+    app = build_app(
+        GatewayConfig(model=MODEL), fleet, renderer, SharedKey("", renderer, max_model_len=32), max_model_len=32
+    )
     return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://gateway")
 
 
@@ -92,7 +96,7 @@ async def test_a_completion_that_somebody_else_aborted_is_a_503(renderer):
     assert (await complete(fleet, renderer)).status_code == 503
 
 
-async def test_a_failure_after_the_first_choice_is_the_streams_last_event(renderer):
+async def test_a_failure_after_the_first_choice_is_an_event_before_the_streams_end(renderer):
     fleet = PlayedFleet([])
 
     class Second(PlayedFleet):
@@ -103,11 +107,12 @@ async def test_a_failure_after_the_first_choice_is_the_streams_last_event(render
 
     answer = await complete(Second([]), renderer, n=2, stream=True)
     assert answer.status_code == 200
-    assert "generator0 died" in answer.text
-    assert "[DONE]" not in answer.text
+    failure, end = answer.text.split("\n\n")[-3:-1]
+    assert "generator0 died" in failure
+    assert end == "data: [DONE]"
 
 
-async def test_a_failure_after_the_first_tokens_is_the_streams_last_event(renderer):
+async def test_a_failure_after_the_first_tokens_is_an_event_before_the_streams_end(renderer):
     class Half(PlayedFleet):
         async def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
             async for each in super().stream(request):
@@ -117,9 +122,53 @@ async def test_a_failure_after_the_first_tokens_is_the_streams_last_event(render
 
     answer = await complete(Half([]), renderer, stream=True)
     assert answer.status_code == 200
-    first, last = (json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n") if line)
+    *told, end = [line.removeprefix("data: ") for line in answer.text.split("\n") if line]
+    first, last = map(json.loads, told)
     assert first["choices"][0]["text"] == "01"
     assert "generator0 died" in last["error"]["message"]
+    assert end == "[DONE]"
+
+
+async def test_a_model_whose_name_has_a_slash_is_found(renderer):
+    config = GatewayConfig(model="org/policy")
+    app = build_app(config, PlayedFleet([]), renderer, SharedKey("", renderer, max_model_len=32), max_model_len=32)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:
+        for name in ("org/policy", "org%2Fpolicy"):
+            assert (await http.get(f"/v1/models/{name}")).json()["id"] == "org/policy"
+        missing = await http.get("/v1/models/org/other")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+LONG = 1 << 20
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "0" * LONG},
+        {"prompt": ["0", "é" * LONG]},
+        {"messages": [{"role": "user", "content": "0" * (LONG // 16)}] * 16},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "0" * LONG}]}]},
+        {"messages": [{"role": "user", "content": "0"}, {"role": "assistant", "reasoning_content": "0" * LONG}]},
+    ],
+    ids=["text", "texts", "messages", "parts", "reasoning"],
+)
+async def test_a_text_that_cannot_fit_is_never_tokenized(renderer, body, monkeypatch):
+    for name in ("encode", "render"):
+        monkeypatch.setattr(renderer, name, lambda *given, **options: pytest.fail("a long text was tokenized"))
+    path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+    async with http(PlayedFleet([]), renderer) as client:
+        answer = await client.post(path, json={"model": MODEL, **body})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_a_body_of_wrong_entries_has_a_short_answer(renderer):
+    """Each would have a sentence, and a million sentences hold up every client for a minute."""
+    wrong = {"prompt": [-1] * 10_000}, {"messages": [{}] * 4096}, {f"field{each}": 1 for each in range(10_000)}
+    for body in wrong:
+        with pytest.raises(ValidationError) as problems:
+            (ChatCompletionRequest if "messages" in body else CompletionRequest).model_validate({"model": "", **body})
+        assert problems.value.error_count() < 10
 
 
 async def test_a_bug_is_an_error_object_too(renderer):

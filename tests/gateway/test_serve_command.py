@@ -31,9 +31,11 @@ SOON = 20.0
 
 
 @contextlib.contextmanager
-def served_checkpoint(tmp_path: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+def served_checkpoint(
+    tmp_path: Path, *arguments: str, length: int = 128
+) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """The command's process, the base URL, and the model's name; the process is stopped as by Ctrl-C at the end."""
-    checkpoint = make_tiny_policy(TinyPolicyConfig(symbols="0123456789+=", max_length=128, seed=2), tmp_path)
+    checkpoint = make_tiny_policy(TinyPolicyConfig(symbols="0123456789+=", max_length=length, seed=2), tmp_path)
     process = subprocess.Popen(
         [sys.executable, "-m", "titan_rl.cli", "serve", "--policy.path", str(checkpoint), "--port", "0", *arguments]
         + ["--logging.directory", str(tmp_path / "runs")],

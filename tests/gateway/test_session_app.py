@@ -38,7 +38,9 @@ class Gateway:
     def __init__(self, renderer: SymbolRenderer, *texts: str | Exception | None) -> None:
         self.fleet = ScriptedFleet(renderer, *texts)
         self.sessions = SessionKeys(renderer, base_url=URL, model=MODEL, run_seed=1, max_model_len=LENGTH)
-        self.app = build_app(GatewayConfig(model=MODEL, sessions=True), self.fleet, renderer, self.sessions)
+        self.app = build_app(
+            GatewayConfig(model=MODEL, sessions=True), self.fleet, renderer, self.sessions, max_model_len=LENGTH
+        )
 
     async def open(self, session_id: str = "s", **options) -> openai.AsyncOpenAI:
         return self.client((await self.sessions.open(session_request(session_id, **options))).api_key)

@@ -22,6 +22,7 @@ from titan_rl.actors.transport import CompletionClient
 from titan_rl.errors import ActorFailed, ConfigError
 from titan_rl.gateway.app import build_app
 from titan_rl.gateway.config import GatewayConfig
+from titan_rl.gateway.limits import BoundedFraming
 from titan_rl.gateway.sessions import SessionKeys
 from titan_rl.gateway.visits import Door, SharedKey
 from titan_rl.rollout.renderer import Renderer, make_renderer
@@ -67,7 +68,7 @@ class Gateway(ConnectedActor):
         self._max_model_len = max_model_len
         self._run_seed = run_seed
         self._fleet: _RouterFleet | None = None
-        self._sessions: SessionKeys | None = None
+        self._door: Door | None = None
         self._server: uvicorn.Server | None = None
         self._running: asyncio.Task[None] | None = None
 
@@ -84,10 +85,12 @@ class Gateway(ConnectedActor):
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._fleet = _RouterFleet(self._router)
-        app = build_app(self._config, self._fleet, renderer, self._door(renderer, url))
+        self._door = self._make_door(renderer, url)
+        app = build_app(self._config, self._fleet, renderer, self._door, max_model_len=self._max_model_len)
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
+                http=BoundedFraming,
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -133,31 +136,30 @@ class Gateway(ConnectedActor):
 
     @served
     async def close(self) -> None:
-        """Take no more calls, end all sessions, and abort what is open."""
-        if self._sessions is not None:
-            await self._sessions.close_all()
+        """Take no more calls, end all sessions, and abort what is open; clients are told so."""
+        if self._door is not None:
+            self._door.close_all()
         if self._server is not None and self._running is not None:
             self._server.should_exit = True
             await asyncio.wait([self._running])
         if self._fleet is not None:
             await self._fleet.close()
 
-    def _door(self, renderer: Renderer, url: str) -> Door:
+    def _make_door(self, renderer: Renderer, url: str) -> Door:
         if not self._config.sessions:
             return SharedKey(self._config.api_key, renderer, max_model_len=self._max_model_len)
-        self._sessions = SessionKeys(
+        return SessionKeys(
             renderer,
             base_url=f"{url}/v1",
             model=self._config.model,
             run_seed=self._run_seed,
             max_model_len=self._max_model_len,
         )
-        return self._sessions
 
     def _open_sessions(self) -> SessionKeys:
-        if self._sessions is None:
+        if not isinstance(self._door, SessionKeys):
             raise ActorFailed("the gateway was called before setup, or has no sessions")
-        return self._sessions
+        return self._door
 
 
 class _RouterFleet:

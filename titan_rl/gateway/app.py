@@ -28,7 +28,7 @@ from titan_rl.gateway.errors import CLIENT_GONE, ApiError, JsonResponse, install
 from titan_rl.gateway.fleet import ClientGone, Fleet, as_finished, unless_gone
 from titan_rl.gateway.limits import VISIT, Doorkeeper
 from titan_rl.gateway.metrics import Counted, GatewayMetrics
-from titan_rl.gateway.prompts import read_prompts
+from titan_rl.gateway.prompts import check_length, count_prompts, prompt_works
 from titan_rl.gateway.protocol import ChatCompletionRequest, CompletionRequest
 from titan_rl.gateway.reader import Reader
 from titan_rl.gateway.streaming import EventStream, events
@@ -49,20 +49,21 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         403: "The rollout that the key belongs to has no turns or tokens left, or has ended.",
         404: "There is no such model.",
         413: "The body is too long.",
-        503: "No generator can serve; the message has the cause.",
+        503: "No generator can serve, or the gateway is being closed; the message has the cause.",
     }.items()
 }
 
 
-def build_app(config: GatewayConfig, fleet: Fleet, renderer: Renderer, door: Door) -> FastAPI:
+def build_app(config: GatewayConfig, fleet: Fleet, renderer: Renderer, door: Door, *, max_model_len: int) -> FastAPI:
     """The app, for any ASGI server.
 
     Args:
         renderer: of the checkpoint that the fleet serves.
         door: who may call, and what becomes of it.
+        max_model_len: longest prompt and completion together, in tokens.
     """
     app = FastAPI(title="titan_rl gateway", docs_url=None, redoc_url=None)
-    desk = _Desk(config, fleet, renderer)
+    desk = _Desk(config, fleet, renderer, max_model_len=max_model_len)
     install(app)
 
     @app.exception_handler(ClientGone)
@@ -84,7 +85,7 @@ def build_app(config: GatewayConfig, fleet: Fleet, renderer: Renderer, door: Doo
         """The one model there is."""
         return JsonResponse({"object": "list", "data": [desk.model]})
 
-    @app.get("/v1/models/{model}", responses={404: ERRORS[404]}, response_class=JsonResponse)
+    @app.get("/v1/models/{model:path}", responses={404: ERRORS[404]}, response_class=JsonResponse)
     async def model(model: str) -> Response:
         """The one model there is."""
         desk.check_model(model)
@@ -114,8 +115,9 @@ def build_app(config: GatewayConfig, fleet: Fleet, renderer: Renderer, door: Doo
 class _Desk:
     """What the two ways to ask for completions have in common."""
 
-    def __init__(self, config: GatewayConfig, fleet: Fleet, renderer: Renderer) -> None:
+    def __init__(self, config: GatewayConfig, fleet: Fleet, renderer: Renderer, *, max_model_len: int) -> None:
         self._config = config
+        self._max_model_len = max_model_len
         self._fleet = fleet
         self._renderer = renderer
         self._reader = Reader()
@@ -135,8 +137,12 @@ class _Desk:
         """Sample every choice and write the answer, at once or as a stream."""
         self.check_model(body.model)
         visit: Visit = request.scope[VISIT]
-        prompts = await self._reader.do(lambda: read_prompts(body, self._renderer, visit))
-        self._check_choices(body, len(prompts))
+        return await unless_gone(self._answer(call_id, body, visit), request.receive, visit.over)
+
+    async def _answer(self, call_id: str, body: CompletionRequest | ChatCompletionRequest, visit: Visit) -> Response:
+        self._check_choices(body)
+        check_length(body, self._renderer, max_model_len=self._max_model_len)
+        prompts = [await self._reader.do(work) for work in prompt_works(body, self._renderer, visit)]
         requests = visit.requests(call_id, prompts, body)
         for option in visit.unheard(body):
             self.metrics.unheard.labels(option).inc()
@@ -148,11 +154,9 @@ class _Desk:
             renderer=self._renderer,
         )
         if not body.stream:
-            whole = self._whole(visit, answer, requests, self._sampling(visit, requests))
-            return await unless_gone(whole, request.receive, visit.over)
+            return await self._whole(visit, answer, requests, self._sampling(visit, requests))
         chunks = events(answer, requests, self._fleet, visit, read=self._reader.do, count=self._count)
-        first = await unless_gone(anext(chunks), request.receive, visit.over)
-        return EventStream(first, chunks, visit)
+        return EventStream(await anext(chunks), chunks, visit)
 
     async def _sampling(self, visit: Visit, requests: list[GenerationRequest]) -> Sampling:
         try:
@@ -182,8 +186,8 @@ class _Desk:
         self._count(answer.usage(choices))
         return response
 
-    def _check_choices(self, body: CompletionRequest | ChatCompletionRequest, prompts: int) -> None:
-        count, most = body.n or 1, self._config.max_choices
+    def _check_choices(self, body: CompletionRequest | ChatCompletionRequest) -> None:
+        prompts, count, most = count_prompts(body), body.n or 1, self._config.max_choices
         if prompts * count > most:
             raise ApiError(400, f"{prompts} prompts × n = {count} are more than {most} completions", param="n")
 

@@ -2,9 +2,9 @@
 
     {"error": {"message": …, "type": …, "param": …, "code": …}}
 
-What a client did wrong is a 4xx with a sentence about it; what the fleet cannot do is a 503 with the cause. No error
-asks to be retried: the router has tried already what could be tried, so `x-should-retry: false` goes with each (the
-`openai` clients heed it) and `Retry-After` with none.
+What a client did wrong is a 4xx with a sentence about it; what the fleet cannot do is a 503 with the cause. The router
+has tried already what could be tried, so `x-should-retry: false` goes with an error (the `openai` clients heed it) and
+no `Retry-After`. Only a gateway that is being closed asks to be asked again: another one may take its place.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from titan_rl.errors import RequestError, SessionOver, TaskError, TitanError
+from titan_rl.errors import GatewayClosing, RequestError, SessionOver, TaskError, TitanError
 
 NO_RETRY = {"x-should-retry": "false"}
+RETRY = {"x-should-retry": "true", "retry-after": "5"}
+"""Seconds: a gateway that is started again is back after that, or not for long."""
+CLOSING = "gateway_closing"
+"""Code of the only error that asks to be retried."""
 CLIENT_GONE = 499
 """Status under which a call is counted whose client hung up; nobody reads it."""
 
@@ -57,6 +61,8 @@ def api_error(error: TitanError) -> ApiError:
         return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error, (RequestError, TaskError)):
         return ApiError(400, str(error), code="invalid_request")
+    if isinstance(error, GatewayClosing):
+        return ApiError(503, str(error), code=CLOSING)
     return ApiError(503, f"{type(error).__name__}: {error}", code="engine_unavailable")
 
 
@@ -69,8 +75,12 @@ class JsonResponse(Response):
         return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
 
+def headers_of(error: ApiError) -> dict[str, str]:
+    return RETRY if error.code == CLOSING else NO_RETRY
+
+
 def error_response(error: ApiError, headers: Mapping[str, str] | None = None) -> JsonResponse:
-    return JsonResponse(error.body(), status_code=error.status, headers={**NO_RETRY, **(headers or {})})
+    return JsonResponse(error.body(), status_code=error.status, headers={**headers_of(error), **(headers or {})})
 
 
 def install(app: FastAPI) -> None:
@@ -104,7 +114,7 @@ def describe(problems: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
     sentences = []
     first: str | None = None
     for problem in problems[:MOST_PROBLEMS]:
-        place = ".".join(str(part) for part in problem["loc"] if part != "body")
+        place = ".".join(str(part) for part in problem["loc"] if part != "body")[:LONGEST_PLACE]
         first = first or place or None
         cause = (problem.get("ctx") or {}).get("error", "") if problem["type"] == "json_invalid" else ""
         sentences.append(f"{place or 'request body'}: {problem['msg']}{f' ({cause})' if cause else ''}")
@@ -112,5 +122,7 @@ def describe(problems: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
     return first, "; ".join(sentences) + (f"; and {more} more problems" if more > 0 else "")
 
 
+LONGEST_PLACE = 200
+"""Characters: a field may have any name."""
 MOST_PROBLEMS = 5
 """Named in one error; a list of a million wrong values has a million."""

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from starlette.types import Receive
 
-from titan_rl.errors import GeneratorFailed, SessionOver
+from titan_rl.errors import GeneratorFailed, TitanError
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class ClientGone(Exception):
     """The client hung up; what it asked for was aborted."""
 
 
-async def unless_gone(work: Awaitable[T], receive: Receive, over: asyncio.Future[None] | None) -> T:
+async def unless_gone(work: Awaitable[T], receive: Receive, over: asyncio.Future[TitanError]) -> T:
     """The result of `work`, which is cancelled when the client hangs up first, or the call must end.
 
     Args:
@@ -74,18 +74,18 @@ async def unless_gone(work: Awaitable[T], receive: Receive, over: asyncio.Future
 
     Raises:
         ClientGone: it did.
-        SessionOver: the call must end.
+        TitanError: the result of `over`.
     """
     task = asyncio.ensure_future(_awaited(work))
     gone = asyncio.ensure_future(_hung_up(receive))
     try:
-        first: set[asyncio.Future[Any]] = {task, gone} if over is None else {task, gone, over}
+        first: set[asyncio.Future[Any]] = {task, gone, over}
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        if gone.done():
-            raise ClientGone
-        raise SessionOver("the rollout has ended; the call was aborted")
+        if over.done():
+            raise over.result()
+        raise ClientGone
     finally:
         for each in (task, gone):
             each.cancel()

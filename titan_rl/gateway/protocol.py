@@ -1,8 +1,12 @@
-"""What clients may send: the part of OpenAI's API that the engines can honour, and nothing else.
+"""What clients may send: the part of OpenAI's API that the engines can honour, and hints that change no answer.
 
-- A field that is not here is refused by name, never ignored: whoever sends it expects that it does something.
+- A field that is not here is refused by name, never ignored: whoever sends it expects another answer. `verbosity` and
+  `reasoning_effort` are among them: nothing in the policy's prompt could say so.
+- `Hints` are taken and not used, because agent frameworks send them with every call.
+- An assistant message comes back from a client as its framework keeps it, with fields of its own: those are not read.
+- A list is read up to its first wrong entry (`fail_fast`): to name a million of them would take a minute.
 - Types are strict: no number is read out of a text, no flag out of a number.
-- Fields that are here and can only have one meaning (`store`, `response_format`, …) take that value alone.
+- Fields that are here and can only have one meaning (`response_format`, `echo`, …) take that value alone.
 """
 
 from __future__ import annotations
@@ -10,26 +14,58 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+MOST_FIELDS = 64
+"""Of one object: each that is unknown has a sentence in the refusal."""
 LARGEST_INTEGER = 2**63 - 1
 MOST_STOPS = 16
 MOST_TOOLS = 128
+MOST_MESSAGES = 4096
+"""Also parts of one message."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def has_few_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MOST_FIELDS:
+            raise ValueError(f"an object has at most {MOST_FIELDS} fields, not {len(value)}")
+        return value
+
+
+class GivenBack(Strict):
+    """Part of an earlier answer: what it has besides these fields says nothing to the policy."""
+
+    model_config = ConfigDict(extra="ignore")
+
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
     """Send one more chunk, without choices, that counts the tokens."""
+    include_obfuscation: bool | None = None
+    """A hint: no padding is sent."""
 
 
-class Sampling(Strict):
+class Hints(Strict):
+    """Taken and not used: they are about OpenAI's service, or say what the policy does anyway."""
+
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class Sampling(Hints):
     """What chat and text completions share."""
 
     model: Annotated[str, Field(max_length=1024)]
@@ -54,7 +90,6 @@ class Sampling(Strict):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     return_token_ids: bool | None = None
     """Add `prompt_token_ids` and every choice's `token_ids` to the answer."""
-    user: str | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
 
 
@@ -63,7 +98,8 @@ class FunctionDeclaration(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """JSON schema of the arguments."""
-    strict: Literal[False] | None = None
+    strict: bool | None = None
+    """A hint: decoding is not constrained by the schema, so arguments may break it."""
 
 
 class Tool(Strict):
@@ -71,14 +107,15 @@ class Tool(Strict):
     function: FunctionDeclaration
 
 
-class FunctionCall(Strict):
+class FunctionCall(GivenBack):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: str
-    """A JSON object, as text."""
+    """A JSON object, as text; some frameworks write none as an empty text."""
 
     @field_validator("arguments")
     @classmethod
     def is_an_object(cls, text: str) -> str:
+        text = text or "{}"
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -88,7 +125,7 @@ class FunctionCall(Strict):
         return text
 
 
-class ToolCall(Strict):
+class ToolCall(GivenBack):
     id: str
     type: Literal["function"]
     function: FunctionCall
@@ -99,7 +136,7 @@ class TextPart(Strict):
     text: str
 
 
-Content = str | list[TextPart]
+Content = str | Annotated[list[TextPart], Field(max_length=MOST_MESSAGES, fail_fast=True)]
 
 
 class SystemMessage(Strict):
@@ -114,18 +151,17 @@ class UserMessage(Strict):
     name: str | None = None
 
 
-class AssistantMessage(Strict):
-    """What a chat completion gave may be sent back as it came, with every field that a client knows of."""
+class AssistantMessage(GivenBack):
+    """What a chat completion gave, as the client kept it."""
 
     role: Literal["assistant"]
     content: Content | None = None
     name: str | None = None
     refusal: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
 
 
 class ToolMessage(Strict):
@@ -143,7 +179,7 @@ class TextFormat(Strict):
 
 
 class ChatCompletionRequest(Sampling):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     """Default: all that the model's length leaves."""
@@ -153,18 +189,18 @@ class ChatCompletionRequest(Sampling):
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     """No call can be forced: the policy says what it says."""
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: bool | None = None
+    """A hint: the policy makes as many calls in a turn as it says."""
     response_format: TextFormat | None = None
-    store: Literal[False] | None = None
-    metadata: dict[str, str] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
 
 
 class CompletionRequest(Sampling):
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1, max_length=1024)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=1024)]
+        | Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=1024, fail_fast=True)]
     )
     """One text, several, the token ids of one prompt, or of several."""
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None

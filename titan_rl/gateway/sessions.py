@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 
-from titan_rl.errors import RequestError, SessionOver, TaskError
+from titan_rl.errors import GatewayClosing, RequestError, SessionOver, TaskError, TitanError
 from titan_rl.gateway.answers import Choice
-from titan_rl.gateway.prompts import client_sampling
+from titan_rl.gateway.prompts import client_sampling, stop_tokens
 from titan_rl.gateway.protocol import ChatCompletionRequest, CompletionRequest
+from titan_rl.gateway.visits import CLOSED
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.session import Prompt, Session, SessionRecord, SessionRequest
 from titan_rl.types import Completion, Endpoint, FinishReason, GenerationRequest, Message, ToolSpec
@@ -73,11 +74,13 @@ class SessionKeys:
         """See `Sessions`. Raises SessionOver where there is none."""
         found = self._found(session_id)
         del self._by_id[session_id], self._by_key[found.key_digest]
-        return found.close()
+        return found.close(SessionOver("the rollout has ended; the call was aborted"))
 
-    async def close_all(self) -> None:
-        for session_id in list(self._by_id):
-            await self.close(session_id)
+    def close_all(self) -> None:
+        for found in self._by_id.values():
+            found.close(GatewayClosing(CLOSED))
+        self._by_id.clear()
+        self._by_key.clear()
 
     def admit(self, authorization: str) -> SessionVisit | None:
         key = authorization.removeprefix(SCHEME)
@@ -104,7 +107,7 @@ class SessionVisit:
         self._asked: list[str] = []
 
     @property
-    def over(self) -> asyncio.Future[None]:
+    def over(self) -> asyncio.Future[TitanError]:
         return self._open.over
 
     def __enter__(self) -> None:
@@ -127,10 +130,8 @@ class SessionVisit:
     def requests(
         self, call_id: str, prompts: Sequence[Prompt], body: CompletionRequest | ChatCompletionRequest
     ) -> list[GenerationRequest]:
-        wanted = [
-            client_sampling(body, self._renderer, room=self._max_model_len - len(prompt.token_ids))
-            for prompt in prompts
-        ]
+        stops = stop_tokens(body, self._renderer)
+        wanted = [client_sampling(body, stops, room=self._max_model_len - len(prompt.token_ids)) for prompt in prompts]
         requests = self._session.ask(call_id, list(zip(prompts, wanted, strict=True)), choices=body.n or 1)
         self._asked += [request.request_id for request in requests]
         return requests
@@ -162,12 +163,16 @@ class _Open:
     def __init__(self, session: Session, key_digest: bytes) -> None:
         self.session = session
         self.key_digest = key_digest
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.over: asyncio.Future[TitanError] = asyncio.get_running_loop().create_future()
         self.quiet = Quiet()
 
-    def close(self) -> SessionRecord:
+    def close(self, reason: TitanError) -> SessionRecord:
+        """
+        Args:
+            reason: what clients of open calls are told.
+        """
         record = self.session.close()
-        self.over.set_result(None)
+        self.over.set_result(reason)
         self.quiet.end()
         return record
 

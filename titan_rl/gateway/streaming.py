@@ -2,8 +2,8 @@
 
 - The chunks of a choice, put together, are the choice that a client gets that does not stream, logprobs and token ids
   included. `deltas` decides what may be said when.
-- The first event waits for the first token, so that a failure until then has a status of its own; one that comes later
-  is the last event.
+- The first event waits for the first token, so that a failure until then has a status of its own.
+- A stream that has begun ends with `[DONE]`, whatever happens to it: an error is the event before.
 - However the stream ends, its engine work ends too. A choice whose stop text was found is not sampled any further.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from titan_rl.errors import SessionOver, TitanError
+from titan_rl.errors import TitanError
 from titan_rl.gateway.answers import LOWEST_LOGPROB, Answer, Choice, read_choice
 from titan_rl.gateway.deltas import TextDeltas
 from titan_rl.gateway.errors import ApiError, api_error
@@ -28,6 +28,7 @@ from titan_rl.gateway.protocol import ChatCompletionRequest
 from titan_rl.gateway.visits import Visit
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
 
+DONE = b"data: [DONE]\n\n"
 Chunk = dict[str, Any]
 Read = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Does what tokenizes, off the event loop."""
@@ -202,19 +203,21 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
                 await unless_gone(self._send(send), receive, self._visit.over)
-            except (ClientGone, SessionOver):
-                return  # the server cuts the stream off
+            except ClientGone:
+                return
+            except TitanError as error:
+                await send({"type": "http.response.body", "body": _event(api_error(error).body()) + DONE})
 
     async def _send(self, send: Send) -> None:
-        last = b"data: [DONE]\n\n"
+        last = DONE
         await send({"type": "http.response.body", "body": _event(self._first), "more_body": True})
         try:
             async for chunk in self._rest:
                 await send({"type": "http.response.body", "body": _event(chunk), "more_body": True})
         except TitanError as error:
-            last = _event(api_error(error).body())
+            last = _event(api_error(error).body()) + DONE
         except ApiError as error:
-            last = _event(error.body())
+            last = _event(error.body()) + DONE
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

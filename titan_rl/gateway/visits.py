@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
+from titan_rl.errors import GatewayClosing, TitanError
 from titan_rl.gateway.answers import Choice
 from titan_rl.gateway.prompts import build_requests
 from titan_rl.gateway.protocol import ChatCompletionRequest, CompletionRequest
@@ -22,13 +23,15 @@ from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.session import Prompt
 from titan_rl.types import Completion, GenerationRequest, Message, ToolSpec
 
+CLOSED = "the gateway is being closed; the call was aborted"
+
 
 class Visit(AbstractContextManager[None], Protocol):
     """One HTTP call, for as long as it is open."""
 
     @property
-    def over(self) -> asyncio.Future[None] | None:
-        """Done when the call must end, whatever it waits for; None: it never must."""
+    def over(self) -> asyncio.Future[TitanError]:
+        """Done when the call must end, whatever it waits for, with what its client is told."""
 
     def prompt_of_chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Prompt:
         """Called by the renderer's thread. Raises TaskError where the renderer cannot write the messages."""
@@ -59,12 +62,16 @@ class Door(Protocol):
     def admit(self, authorization: str) -> Visit | None:
         """The visit of a call with this header; None: its key is missing or wrong."""
 
+    def close_all(self) -> None:
+        """The gateway closes: every visit is over."""
+
 
 class SharedKey:
     """The door of a server: everybody has the same key, or needs none."""
 
     def __init__(self, api_key: str, renderer: Renderer, *, max_model_len: int) -> None:
-        """
+        """Must be made within a loop.
+
         Args:
             api_key: empty: none is asked for.
             max_model_len: longest prompt and completion together, in tokens.
@@ -76,13 +83,16 @@ class SharedKey:
         right = not self._authorization or hmac.compare_digest(authorization.encode("latin-1"), self._authorization)
         return self._guest if right else None
 
+    def close_all(self) -> None:
+        if not self._guest.over.done():
+            self._guest.over.set_result(GatewayClosing(CLOSED))
+
 
 class Guest:
     """A call of nobody in particular; nothing is remembered of it."""
 
-    over: asyncio.Future[None] | None = None
-
     def __init__(self, renderer: Renderer, *, max_model_len: int) -> None:
+        self.over: asyncio.Future[TitanError] = asyncio.get_running_loop().create_future()
         self._renderer = renderer
         self._max_model_len = max_model_len
 

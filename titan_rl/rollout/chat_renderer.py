@@ -53,6 +53,7 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._renderer = renderers.create_renderer(tokenizer, config)
         self.vocab_size = len(tokenizer)
+        self.longest_token = max(map(len, tokenizer.get_vocab()))  # of byte-level ones in bytes, never less
         self.stop_token_ids = tuple(self._renderer.get_stop_token_ids())
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:

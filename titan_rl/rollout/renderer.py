@@ -26,6 +26,8 @@ class Renderer(Protocol):
     vocab_size: int
     stop_token_ids: tuple[int, ...]
     """Tokens by which the policy ends its turn."""
+    longest_token: int
+    """Characters of the longest one: no longer text per token can be written."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         """The first prompt, up to where the policy's turn begins.

@@ -16,6 +16,9 @@ from titan_rl.types import FinishReason, Message, ToolCall, ToolSpec
 CALL, CALL_END, RESULT, RESULT_END = "<tool>", "</tool>", "<result>", "</result>"
 """Symbols by which tokenizers without a chat template call tools."""
 
+SHOWN = 40
+"""Characters of a text that an error shows before and after what is wrong."""
+
 _CALL = re.compile("<tool>((?:(?!</?tool>).)*)</tool>", re.DOTALL)
 
 
@@ -45,6 +48,7 @@ class SymbolRenderer:
             self.stop_token_ids = (*self.stop_token_ids, self._call_end)
         self._marks_results = {RESULT, RESULT_END} <= self._ids.keys()
         longest_first = sorted(self._ids, key=len, reverse=True)
+        self.longest_token = len(longest_first[0])
         self._symbol = re.compile("|".join(map(re.escape, longest_first)) + "|(.)", re.DOTALL)
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
@@ -109,7 +113,8 @@ class SymbolRenderer:
         ids = []
         for match in self._symbol.finditer(text):
             if match[1] is not None:
-                raise TaskError(f"the tokenizer has no symbol {match[1]!r}, in {text!r}")
+                near = text[max(0, match.start() - SHOWN) : match.start() + SHOWN]
+                raise TaskError(f"the tokenizer has no symbol {match[1]!r}, in {near!r}")
             ids.append(self._ids[match[0]])
         return ids
 

@@ -22,11 +22,13 @@ class PlainTokenizer:
     def __init__(self, model_path: str | Path):
         self._tokenizer = load_tokenizer(model_path)
         self.name_or_path = str(model_path)
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.eos_token_id = next(iter(read_stop_token_ids(Path(model_path), vocabulary)), None)
+        self.eos_token_id = next(iter(read_stop_token_ids(Path(model_path), self.get_vocab())), None)
 
     def __len__(self) -> int:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def get_vocab(self) -> dict[str, int]:
+        return self._tokenizer.get_vocab(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

@@ -1,0 +1,171 @@
+"""What clients are told when their gateway ends: the app alone, and the command at Ctrl-C (20 s)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncGenerator
+
+import httpx
+import openai
+import pytest
+from gateway_engines import ENDLESS
+from served_fleet import ENGINE, LENGTH, MODEL, client, served, until_busy
+from session_programs import ScriptedFleet, session_request
+from starlette.types import Message, Receive, Scope, Send
+from test_serve_command import KEY, left_of, served_checkpoint
+
+from titan_rl.actors.gateway_sessions import GatewaySessions
+from titan_rl.gateway.app import build_app
+from titan_rl.gateway.config import GatewayConfig
+from titan_rl.gateway.sessions import SessionKeys
+from titan_rl.gateway.visits import SharedKey
+from titan_rl.policy.config import TinyPolicyConfig
+from titan_rl.policy.tiny import make_tiny_policy
+from titan_rl.rollout.symbol_renderer import SymbolRenderer
+from titan_rl.types import Completion, GenerationRequest, Piece
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "1"}]}
+
+
+class HalfSaid(ScriptedFleet):
+    """Streams its text and then never ends."""
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
+        async for each in super().stream(request):
+            if isinstance(each, Completion):
+                await self._never()
+            yield each
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory):
+    return SymbolRenderer(make_tiny_policy(TinyPolicyConfig(symbols="01"), tmp_path_factory.mktemp("tiny")))
+
+
+async def opened(renderer: SymbolRenderer, fleet: ScriptedFleet, *, sessions: bool):
+    """A door, an HTTP client whose key it knows, and an event: a body has begun to be sent."""
+    key = ""
+    if sessions:
+        door = SessionKeys(renderer, base_url="", model=MODEL, run_seed=1, max_model_len=32)
+        key = (await door.open(session_request("s"))).api_key
+    else:
+        door = SharedKey("", renderer, max_model_len=32)
+    app = build_app(GatewayConfig(model=MODEL), fleet, renderer, door, max_model_len=32)
+    begun = asyncio.Event()
+
+    async def watched(scope: Scope, receive: Receive, send: Send) -> None:
+        async def told(message: Message) -> None:
+            await send(message)
+            if message["type"] == "http.response.body":
+                begun.set()
+
+        await app(scope, receive, told)
+
+    http = httpx.AsyncClient(
+        transport=httpx.ASGITransport(watched), base_url="http://gateway", headers={"authorization": f"Bearer {key}"}
+    )
+    return door, http, begun
+
+
+@pytest.mark.parametrize("sessions", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_open_call_is_a_503_that_may_be_tried_again(renderer, sessions, stream):
+    fleet = ScriptedFleet(renderer, None)
+    door, http, _ = await opened(renderer, fleet, sessions=sessions)
+    call = asyncio.ensure_future(http.post("/v1/chat/completions", json={**CHAT, "stream": stream}))
+    await fleet.until(1)
+    door.close_all()
+    answer = await call
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "gateway_closing"
+    assert answer.headers["x-should-retry"] == "true" and int(answer.headers["retry-after"]) > 0
+    await fleet.until(0)
+
+
+async def test_a_call_whose_body_is_still_coming_is_a_503_too(renderer):
+    door, http, _ = await opened(renderer, ScriptedFleet(renderer), sessions=False)
+    reading = asyncio.Event()
+
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        yield b"{"
+        reading.set()
+        await asyncio.get_running_loop().create_future()
+
+    call = asyncio.ensure_future(http.post("/v1/chat/completions", content=pieces()))
+    await reading.wait()
+    door.close_all()
+    answer = await call
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "true")
+
+
+@pytest.mark.parametrize("sessions", [False, True])
+async def test_a_stream_ends_with_the_reason(renderer, sessions):
+    fleet = HalfSaid(renderer, "01")
+    door, http, begun = await opened(renderer, fleet, sessions=sessions)
+    call = asyncio.ensure_future(http.post("/v1/chat/completions", json={**CHAT, "stream": True}))
+    await begun.wait()
+    door.close_all()
+    *_, reason, end = [line.removeprefix("data: ") for line in (await call).text.split("\n") if line]
+    assert json.loads(reason)["error"]["code"] == "gateway_closing"
+    assert end == "[DONE]"
+    await fleet.until(0)
+
+
+async def test_a_stream_of_a_rollout_that_has_ended_says_so(renderer):
+    fleet = HalfSaid(renderer, "01")
+    door, http, begun = await opened(renderer, fleet, sessions=True)
+    call = asyncio.ensure_future(http.post("/v1/chat/completions", json={**CHAT, "stream": True}))
+    await begun.wait()
+    await door.close("s")
+    *_, reason, end = [line.removeprefix("data: ") for line in (await call).text.split("\n") if line]
+    assert (json.loads(reason)["error"]["code"], end) == ("rollout_over", "[DONE]")
+
+
+def endless(ai: openai.AsyncOpenAI, model: str, *, stream: bool) -> asyncio.Task:
+    body = {"ignore_eos": True}
+    call = ai.completions.create(model=model, prompt="1", max_tokens=ENDLESS, stream=stream, extra_body=body)
+    return asyncio.ensure_future(call)
+
+
+@pytest.mark.parametrize("sessions", [False, True])
+async def test_a_gateway_that_is_closed_answers_what_is_open(sessions):
+    async with served(generators=1, gateway=GatewayConfig(port=0, model=MODEL, sessions=sessions)) as up:
+        key = "none"
+        if sessions:
+            endpoint = await GatewaySessions(up.gateway, seconds=300).open(session_request("s", tokens=ENDLESS))
+            key = endpoint.api_key
+        ai = client(up, key).with_options(max_retries=0)
+        whole, begun = (endless(ai, MODEL, stream=stream) for stream in (False, True))
+        await until_busy(up, 2)
+        stream = await begun
+    with pytest.raises(openai.InternalServerError) as told:
+        await whole
+    assert (told.value.status_code, told.value.code) == (503, "gateway_closing")
+    with pytest.raises(openai.APIError, match="being closed"):
+        async for _ in stream:
+            pass
+
+
+async def test_ctrl_c_in_a_terminal_answers_what_is_open(tmp_path):
+    options = ("--generator.engine", ENGINE, "--generator.max-model-len", str(LENGTH))
+    options += ("--generator.max-num-batched-tokens", str(LENGTH))
+    with served_checkpoint(tmp_path, *options, length=LENGTH) as (process, url, model):
+        ai = openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0)
+        whole, begun = (endless(ai, model, stream=stream) for stream in (False, True))
+        stream = await begun
+        async with httpx.AsyncClient(headers={"authorization": f"Bearer {KEY}"}) as http:
+            metrics = url.removesuffix("/v1") + "/metrics"
+            while 'in_flight{generator="generator0"} 2.0' not in (await http.get(metrics)).text:
+                pass
+        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to every process
+        with pytest.raises(openai.InternalServerError) as told:
+            await whole
+        assert (told.value.status_code, told.value.code) == (503, "gateway_closing")
+        with pytest.raises(openai.APIError, match="being closed"):
+            async for _ in stream:
+                pass
+        process.wait()
+    assert left_of(process.pid) == []
