@@ -2,7 +2,8 @@
 
 A message of n requests costs about ten array headers instead of several per request: pickling 256 small
 completions one by one costs more than sampling them. Packing is exact: `unpack(pack(x)) == x`, in the same order,
-and unpacked arrays are views of the message.
+and unpacked arrays are views of the message. What a message cannot carry exactly (a token id of more than 32 bits, a
+fraction where an integer belongs) raises ValueError, and nothing is packed.
 
 A packed message reduces itself to bytes before Monarch's pickler sees it: that one takes five times as long over a
 dataclass of arrays.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -35,8 +37,45 @@ def _offsets(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return offsets
 
 
-def _concatenate(arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    return np.concatenate(arrays).astype(dtype, copy=False) if len(arrays) else np.zeros(0, dtype)
+_KINDS = {"i": "iu", "f": "f", "b": "b"}
+"""Kinds of arrays that may travel as integers, floats and booleans; their values must be the same afterwards."""
+
+
+def _concatenate(name: str, arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    """All arrays in one of `dtype`. Raises ValueError where one is not one-dimensional or would lose something."""
+    exact = [
+        array
+        if isinstance(array, np.ndarray) and array.dtype == dtype and array.ndim == 1
+        else _converted(name, np.asarray(array), np.dtype(dtype))
+        for array in arrays
+    ]
+    return np.concatenate(exact) if exact else np.zeros(0, dtype)
+
+
+def _converted(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    if array.ndim != 1:
+        raise ValueError(f"{name} has {array.ndim} dimensions; one is expected")
+    if array.dtype.kind not in _KINDS[dtype.kind] and array.size:
+        raise ValueError(f"{name} holds {array.dtype}; {dtype} is expected")
+    with np.errstate(over="ignore"):  # it is found below
+        converted = array.astype(dtype)
+    if not np.array_equal(converted, array, equal_nan=dtype.kind == "f"):
+        lost = array[(converted != array) & (array == array)][0]
+        raise ValueError(f"{name} holds {lost}, which is not exact as {dtype}")
+    return converted
+
+
+def _integers(name: str, values: Sequence[int], dtype: type) -> np.ndarray:
+    """[n] of `dtype`. Raises ValueError where one is no integer or out of range."""
+    try:
+        return np.array([index(value) for value in values], dtype=dtype)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _check_integers(sampling: SamplingParams) -> None:
+    counts = (sampling.max_new_tokens, sampling.top_k, sampling.min_new_tokens)
+    _integers("max_new_tokens, top_k, min_new_tokens or stop_token_ids", (*counts, *sampling.stop_token_ids), np.int64)
 
 
 _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
@@ -79,25 +118,26 @@ class PackedRequests(_Packed):
         # By identity first: hashing a SamplingParams costs more than all else here, and most share one object.
         distinct: dict[SamplingParams, int] = {}
         known: dict[int, int] = {}
-        index: list[int] = []
+        numbers: list[int] = []
         for request in requests:
             number = known.get(id(request.sampling))
             if number is None:
+                _check_integers(request.sampling)  # else 8.0, which equals 8, would travel in its place
                 number = known[id(request.sampling)] = distinct.setdefault(request.sampling, len(distinct))
-            index.append(number)
+            numbers.append(number)
         codes = {version: version.encode() for version in {request.min_version for request in requests}}
         starts = tuple(request.stream_from for request in requests)
         return PackedRequests(
             request_ids=tuple(request.request_id for request in requests),
             session_ids=tuple(request.session_id for request in requests),
             offsets=_offsets(prompts),
-            prompt_token_ids=_concatenate(prompts, np.int32),
-            seeds=np.array([request.seed for request in requests], dtype=np.int64),
+            prompt_token_ids=_concatenate("prompt_token_ids", prompts, np.int32),
+            seeds=_integers("seed", [request.seed for request in requests], np.int64),
             min_versions=np.array([codes[request.min_version] for request in requests], dtype=np.int64),
             sampling=tuple(distinct),
-            sampling_index=np.array(index, dtype=np.int32),
+            sampling_index=np.array(numbers, dtype=np.int32),
             pinned_to=tuple(request.pinned_to for request in requests),
-            stream_from=starts if max(starts, default=-1) >= 0 else None,
+            stream_from=starts if any(start != -1 for start in starts) else None,
         )
 
     def unpack(self) -> list[GenerationRequest]:
@@ -139,9 +179,9 @@ class PackedCompletions(_Packed):
         return PackedCompletions(
             request_ids=tuple(completion.request_id for completion in completions),
             offsets=_offsets([completion.token_ids for completion in completions]),
-            token_ids=_concatenate([completion.token_ids for completion in completions], np.int32),
-            logprobs=_concatenate([completion.logprobs for completion in completions], np.float32),
-            versions=_concatenate([completion.versions for completion in completions], np.int64),
+            token_ids=_concatenate("token_ids", [completion.token_ids for completion in completions], np.int32),
+            logprobs=_concatenate("logprobs", [completion.logprobs for completion in completions], np.float32),
+            versions=_concatenate("versions", [completion.versions for completion in completions], np.int64),
             finish_reasons=tuple(completion.finish_reason.value for completion in completions),
             generators=tuple(completion.generator for completion in completions),
             metrics=tuple(completion.metrics for completion in completions),
@@ -180,9 +220,9 @@ class PackedPieces(_Packed):
             request_ids=tuple(piece.request_id for piece in pieces),
             starts=tuple(piece.offset for piece in pieces),
             offsets=_offsets([piece.token_ids for piece in pieces]),
-            token_ids=_concatenate([piece.token_ids for piece in pieces], np.int32),
-            logprobs=_concatenate([piece.logprobs for piece in pieces], np.float32),
-            versions=_concatenate([piece.versions for piece in pieces], np.int64),
+            token_ids=_concatenate("token_ids", [piece.token_ids for piece in pieces], np.int32),
+            logprobs=_concatenate("logprobs", [piece.logprobs for piece in pieces], np.float32),
+            versions=_concatenate("versions", [piece.versions for piece in pieces], np.int64),
         )
 
     def unpack(self) -> list[Piece]:
@@ -217,12 +257,12 @@ class PackedSamples(_Packed):
     def pack(samples: Sequence[TrainingSample]) -> PackedSamples:
         return PackedSamples(
             offsets=_offsets([sample.token_ids for sample in samples]),
-            token_ids=_concatenate([sample.token_ids for sample in samples], np.int32),
-            loss_mask=_concatenate([sample.loss_mask for sample in samples], np.bool_),
-            logprobs=_concatenate([sample.logprobs for sample in samples], np.float32),
-            versions=_concatenate([sample.versions for sample in samples], np.int64),
-            group_ids=np.array([sample.group_id for sample in samples], dtype=np.int64),
-            sample_indices=np.array([sample.sample for sample in samples], dtype=np.int32),
+            token_ids=_concatenate("token_ids", [sample.token_ids for sample in samples], np.int32),
+            loss_mask=_concatenate("loss_mask", [sample.loss_mask for sample in samples], np.bool_),
+            logprobs=_concatenate("logprobs", [sample.logprobs for sample in samples], np.float32),
+            versions=_concatenate("versions", [sample.versions for sample in samples], np.int64),
+            group_ids=_integers("group_id", [sample.group_id for sample in samples], np.int64),
+            sample_indices=_integers("sample", [sample.sample for sample in samples], np.int32),
             advantages=np.array([sample.advantage for sample in samples], dtype=np.float64),
             rewards=np.array([sample.reward for sample in samples], dtype=np.float64),
         )

@@ -275,11 +275,13 @@ async def test_a_request_that_nobody_answers_in_time_fails_alone(target: Any) ->
 async def test_a_prompt_that_cannot_travel_fails_alone(target: Any) -> None:
     client = CompletionClient(target, name="target", seconds=20)
     await client.generate(request("ok0"))
-    flat = dataclasses.replace(request("ok1"), prompt_token_ids=[["not", "tokens"]])
-    bad, good = await asyncio.gather(
-        *(client.generate(each) for each in (flat, request("ok2"))), return_exceptions=True
+    prompts = [[["not", "tokens"]], np.array([2**32 + 5, 1]), np.array([2.5, 1.0])]
+    bad = [dataclasses.replace(request(f"ok-bad{i}"), prompt_token_ids=prompt) for i, prompt in enumerate(prompts)]
+    *refused, good = await asyncio.gather(
+        *(client.generate(each) for each in (*bad, request("ok1"))), return_exceptions=True
     )
-    assert isinstance(bad, RequestError) and "'ok1'" in str(bad)
+    for index, error in enumerate(refused):
+        assert isinstance(error, RequestError) and f"'ok-bad{index}' cannot be sent" in str(error)
     assert isinstance(good, Completion)
     await client.close()
 
@@ -338,6 +340,16 @@ async def test_an_answer_that_comes_twice_is_sent_once() -> None:
     desk.answer([completion("r0")], [("r0", RequestError("late"))])
     assert inbox.completed == ["r0"] and inbox.failures == {}
     assert desk.live() == ["r1"]
+
+
+async def test_a_completion_that_cannot_travel_fails_alone() -> None:
+    desk = ReplyDesk()
+    inbox = Inbox()
+    desk.open([request("r0"), request("r1")], Reply(inbox))
+    rounded = dataclasses.replace(completion("r0"), logprobs=np.array([-0.1, -0.5]))
+    desk.answer([rounded, completion("r1")])
+    assert inbox.completed == ["r1"]
+    assert "the completion of 'r0' cannot be sent: logprobs holds -0.1" in str(inbox.failures["r0"])
 
 
 async def test_what_was_delivered_in_a_while_is_told_at_once_and_after_it_was_sent() -> None:

@@ -1,8 +1,10 @@
 """Packing is exact: what comes out is what went in, in the same order."""
 
+import dataclasses
 import pickle
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -130,3 +132,63 @@ def test_training_samples_survive_packing(drafts: list[tuple[list[int], float, i
 def test_an_encoded_version_keeps_the_order_and_comes_back(a: PolicyVersion, b: PolicyVersion) -> None:
     assert PolicyVersion.decode(a.encode()) == a
     assert (a.encode() < b.encode()) == (a < b)
+
+
+def asked(prompt: object, *, seed: object = 0, **sampling: object) -> GenerationRequest:
+    return GenerationRequest(
+        request_id="r0",
+        prompt_token_ids=prompt,  # type: ignore[arg-type]
+        sampling=SamplingParams(**{"max_new_tokens": 8, **sampling}),  # type: ignore[arg-type]
+        seed=seed,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("request_", "problem"),
+    [
+        (asked(np.array([2**32 + 5, 1])), "prompt_token_ids holds 4294967301, which is not exact as int32"),
+        (asked(np.array([2**64 - 1, 1], np.uint64)), "prompt_token_ids holds 18446744073709551615"),
+        (asked(np.array([2.0, 1.0])), "prompt_token_ids holds float64; int32 is expected"),
+        (asked(np.array([True, False])), "prompt_token_ids holds bool; int32 is expected"),
+        (asked(np.array([[2], [1]], np.int32)), "prompt_token_ids has 2 dimensions"),
+        (asked(np.array([2], np.int32), seed=1.5), "seed: 'float' object cannot be interpreted as an integer"),
+        (asked(np.array([2], np.int32), seed=2**64), "seed: "),
+        (asked(np.array([2], np.int32), max_new_tokens=8.0), "max_new_tokens, .*'float' object"),
+        (asked(np.array([2], np.int32), stop_token_ids=(1.0,)), "stop_token_ids: 'float' object"),
+    ],
+)
+def test_what_a_message_cannot_carry_exactly_is_refused(request_: GenerationRequest, problem: str) -> None:
+    good = asked(np.array([2, 1], np.int32))
+    for together in ([request_], [good, request_], [request_, good]):
+        with pytest.raises(ValueError, match=problem):
+            PackedRequests.pack(together)
+
+
+@given(st.lists(st.integers(-(2**63), 2**64 - 1), min_size=1, max_size=4))
+def test_a_prompt_arrives_with_its_values_or_not_at_all(ids: list[int]) -> None:
+    try:
+        packed = PackedRequests.pack([asked(np.array([5, 1], np.int32)), asked(np.array(ids))])
+    except ValueError:
+        assert not all(-(2**31) <= each < 2**31 for each in ids)
+    else:
+        assert packed.unpack()[1].prompt_token_ids.tolist() == ids
+
+
+def test_a_completion_whose_logprobs_would_be_rounded_is_refused() -> None:
+    completion = Completion(
+        request_id="r0",
+        token_ids=np.array([1], np.int64),
+        logprobs=np.array([-0.1]),
+        versions=np.array([0]),
+        finish_reason=FinishReason.STOP,
+    )
+    with pytest.raises(ValueError, match="logprobs holds -0.1, which is not exact as float32"):
+        PackedCompletions.pack([completion])
+    exact = dataclasses.replace(completion, logprobs=np.array([-0.5]))
+    assert PackedCompletions.pack([exact]).unpack()[0].logprobs.dtype == np.float32
+
+
+def test_a_version_that_does_not_fit_is_not_taken_for_another_one() -> None:
+    for version in (PolicyVersion(0, 2**32), PolicyVersion(0, -1), PolicyVersion(2**31, 0)):
+        with pytest.raises(ValueError, match="is no version that can be encoded"):
+            version.encode()

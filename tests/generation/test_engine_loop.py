@@ -40,18 +40,20 @@ def test_invalid_requests_are_refused_one_by_one_and_disturb_nobody(
     loop: EngineLoop, collector: Collector, turnstile: Turnstile
 ) -> None:
     turnstile.open()
-    good, again, empty, outside = loop.submit(
+    good, again, empty, outside, hot = loop.submit(
         [
             make_request("good"),
             make_request("good"),
             make_request("empty", prompt=()),
             make_request("outside", prompt=(1, VOCAB)),
+            make_request("hot", temperature="hot"),
         ]
     )
     assert good is None
     assert isinstance(again, RequestError) and "already in use" in str(again)
     assert isinstance(empty, RequestError) and "'empty': the prompt is empty" in str(empty)
     assert isinstance(outside, RequestError) and "token 13 is outside" in str(outside)
+    assert isinstance(hot, RequestError) and "'hot': TypeError" in str(hot)
     collector.wait_for("good")
     assert loop.submit([make_request("good2")]) == [None]
     collector.wait_for("good2")

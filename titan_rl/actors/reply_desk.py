@@ -261,8 +261,22 @@ class _Outgoing:
     delivered: list[str] = field(default_factory=list)
 
     def send(self) -> None:
-        packed = PackedCompletions.pack(self.completions) if self.completions else None
-        self.port.send(Answers(packed, tuple(self.failures), tuple(self.delivered)))
+        failures = list(self.failures)
+        try:
+            packed = PackedCompletions.pack(self.completions) if self.completions else None
+        except ValueError:  # one of them cannot be carried as it is: that one fails alone
+            sound = []
+            for completion in self.completions:
+                try:
+                    PackedCompletions.pack([completion])
+                    sound.append(completion)
+                except ValueError as why:
+                    request_id = completion.request_id
+                    failures.append(
+                        (request_id, RequestError(f"the completion of {request_id!r} cannot be sent: {why}"))
+                    )
+            packed = PackedCompletions.pack(sound)
+        self.port.send(Answers(packed, tuple(failures), tuple(self.delivered)))
 
 
 class LocalPort:

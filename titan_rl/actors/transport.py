@@ -179,13 +179,15 @@ class RequestClient:
     def _ask(self, requests: list[GenerationRequest], caller: bytes | None) -> None:
         try:
             packed = PackedRequests.pack(requests)
-        except Exception as why:  # a prompt of two dimensions, for one; it must not take the others with it
+        except Exception as why:  # a token id of more than 32 bits, for one; it must not take the others with it
             if len(requests) > 1:
                 for request in requests:
                     self._ask([request], caller)
                 return
             request_id = requests[0].request_id
-            self._fail([request_id], RequestError(f"request {request_id!r}: {type(why).__name__}: {why}"))
+            self._fail(
+                [request_id], RequestError(f"request {request_id!r} cannot be sent: {type(why).__name__}: {why}")
+            )
             return
         self._requests.send(Asked(packed, caller))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -137,6 +138,11 @@ def validate_request(request: GenerationRequest, *, max_model_len: int, vocab_si
     if prompt.min() < 0 or prompt.max() >= vocab_size:
         outside = int(prompt[(prompt < 0) | (prompt >= vocab_size)][0])
         refuse(f"prompt token {outside} is outside of the vocabulary [0, {vocab_size})")
+    for name in ("max_new_tokens", "top_k", "min_new_tokens"):
+        if not isinstance(getattr(sampling, name), Integral):
+            refuse(f"{name} must be an integer, got {getattr(sampling, name)!r}")
+    if not all(isinstance(number, Integral) for number in (request.seed, *sampling.stop_token_ids)):
+        refuse(f"the seed and stop_token_ids must be integers, got {request.seed!r} and {sampling.stop_token_ids!r}")
     if sampling.max_new_tokens < 1:
         refuse(f"max_new_tokens must be at least 1, got {sampling.max_new_tokens}")
     if len(prompt) + sampling.max_new_tokens > max_model_len:

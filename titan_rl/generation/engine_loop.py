@@ -129,6 +129,9 @@ class EngineLoop:
                 answers.append(None)
             except RequestError as error:
                 answers.append(error)
+            except Exception as error:  # a temperature that is a string, for one: only this request fails
+                reason = f"request {request.request_id!r}: {type(error).__name__}: {error}"
+                answers.append(RequestError(reason))
         now = self._clock()
         with self._changed:
             self._leading_engine()
