@@ -24,7 +24,15 @@ class AbsentError(ConfigError):
 
 
 class RequestError(TitanError):
-    """A generation request is invalid (over-long, empty, out of vocabulary, …). Only that request fails."""
+    """A generation request cannot be served (over-long, empty, out of vocabulary, …). Only that request fails."""
+
+
+class RequestTimeout(RequestError):
+    """A request was not finished within `router.request_seconds`. Says nothing about the generator that served it."""
+
+
+class RequestLost(RequestError):
+    """Generators died under a request, one after another, so it is not given to more of them."""
 
 
 class GatewayClosing(TitanError):
@@ -109,7 +117,11 @@ class TaskError(TitanError):
 
 
 class ActorFailed(TitanError):
-    """A process or actor is gone or did not answer in time. Names the mesh, the rank and the cause."""
+    """A process or actor is gone, or failed a call. Names the mesh, the rank and the cause."""
+
+
+class CallTimeout(TitanError):
+    """A call was not answered within its bound. Its process may be slow, or stopped: only its end means that."""
 
 
 class MeshFailed(ActorFailed):

@@ -35,8 +35,7 @@ class PolicyVersion(NamedTuple):
     step: int
 
     def encode(self) -> int:
-        """This version as one int64 that keeps the order; what `versions` arrays hold. Raises ValueError where it does not
-        fit."""
+        """This version as one int64 that keeps the order, as in `versions` arrays. Raises ValueError if none fits."""
         if not (0 <= self.step < 1 << 32 and 0 <= self.incarnation < 1 << 31):
             raise ValueError(f"incarnation {self.incarnation}, step {self.step} is no version that can be encoded")
         return (self.incarnation << 32) | self.step

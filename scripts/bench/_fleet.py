@@ -112,7 +112,7 @@ class Fleet:
     def router(self, name: str, config: RouterConfig, generators: int | None = None) -> Router:
         """One more router over the first `generators` of the fleet (None: all), in the routers' process."""
         behind = dict(list(self.generators.items())[:generators])
-        actor = self._router_mesh.spawn(name, GeneratorRouter, config, behind, SECONDS).slice(ranks=0)
+        actor = self._router_mesh.spawn(name, GeneratorRouter, config, behind).slice(ranks=0)
         self._routers.append(Router(actor, seconds=SECONDS))
         return self._routers[-1]
 

@@ -11,7 +11,7 @@ import statistics
 import time
 from typing import Any, NamedTuple
 
-from _fleet import SECONDS, fleet, make_request
+from _fleet import fleet, make_request
 
 from titan_rl.actors.transport import CompletionClient
 from titan_rl.generation.config import GeneratorConfig
@@ -60,8 +60,8 @@ async def measure_overhead(rounds: int) -> tuple[list[list[Any]], dict[str, Any]
         router = up.router("router", up.config.router)
         await router.pull_model_state_dict(up.checkpoint.publish())
         clients = {
-            "direct": CompletionClient(up.generators["generator0"], name="generator0", seconds=SECONDS),
-            "router": CompletionClient(router.actor, name="router", seconds=SECONDS),
+            "direct": CompletionClient(up.generators["generator0"], name="generator0"),
+            "router": CompletionClient(router.actor, name="router"),
         }
         for number in range(rounds + 1):  # the first round warms everything up
             for clients_at_once, each in CONCURRENCIES:

@@ -49,9 +49,7 @@ class Fleet:
             this_proc().spawn(f"scripted{number}_{index}", ScriptedGenerator) for index in range(count)
         ]
         handles = {f"g{index}": handle for index, handle in enumerate(self.generators)}
-        self.router = Router(
-            this_proc().spawn(f"router{number}", GeneratorRouter, config, handles, SECONDS), seconds=SECONDS
-        )
+        self.router = Router(this_proc().spawn(f"router{number}", GeneratorRouter, config, handles), seconds=SECONDS)
 
     async def __aenter__(self) -> Fleet:
         await self.router.pull_model_state_dict(publication(0))

@@ -65,7 +65,7 @@ class One:
         self.name = name
         self.mesh = mesh
         self.rank0 = mesh.slice(ranks=0)
-        self.client = CompletionClient(self.rank0, name=name, seconds=BOUND)
+        self.client = CompletionClient(self.rank0, name=name)
         self.pids: list[int] = []
 
     async def call(self, endpoint: str, *args: Any) -> Any:

@@ -105,7 +105,7 @@ async def test_closing_the_router_fails_what_is_open(draining: Fleet) -> None:
 async def test_when_all_are_dead_requests_fail_at_once_with_the_reasons() -> None:
     gone = this_proc().spawn("gone", ScriptedGenerator)
     router = Router(
-        this_proc().spawn("router_of_nobody", GeneratorRouter, RouterConfig(pull_seconds=0.01), {"g0": gone}, SECONDS),
+        this_proc().spawn("router_of_nobody", GeneratorRouter, RouterConfig(pull_seconds=0.01), {"g0": gone}),
         seconds=SECONDS,
     )
     await gone.hold_pulls.call_one()  # no answer within pull_seconds counts as dead

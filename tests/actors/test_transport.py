@@ -112,7 +112,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def test_a_ticks_requests_travel_in_one_message(target: Any) -> None:
-    client = CompletionClient(target, name="target", seconds=20)
+    client = CompletionClient(target, name="target")
     answers = await asyncio.gather(*(client.generate(request(f"ok{i}")) for i in range(100)))
     assert [answer.request_id for answer in answers] == [f"ok{i}" for i in range(100)]
     assert (await target.counts.call_one())[0] == 1
@@ -120,7 +120,7 @@ async def test_a_ticks_requests_travel_in_one_message(target: Any) -> None:
 
 
 async def test_each_answer_comes_as_soon_as_it_is_there(target: Any) -> None:
-    client = CompletionClient(target, name="target", seconds=20)
+    client = CompletionClient(target, name="target")
     slow = asyncio.create_task(client.generate(request("hang")))
     fast = await client.generate(request("ok"))
     assert fast.finish_reason is FinishReason.STOP
@@ -131,7 +131,7 @@ async def test_each_answer_comes_as_soon_as_it_is_there(target: Any) -> None:
 
 
 async def test_an_invalid_request_fails_alone(target: Any) -> None:
-    client = CompletionClient(target, name="target", seconds=20)
+    client = CompletionClient(target, name="target")
     good, bad = await asyncio.gather(
         client.generate(request("ok")), client.generate(request("bad")), return_exceptions=True
     )
@@ -141,7 +141,7 @@ async def test_an_invalid_request_fails_alone(target: Any) -> None:
 
 
 async def test_a_cancelled_call_aborts_the_targets_work(target: Any) -> None:
-    client = CompletionClient(target, name="target", seconds=20)
+    client = CompletionClient(target, name="target")
     call = asyncio.create_task(client.generate(request("hang")))
     await client.generate(request("ok"))
     call.cancel()
@@ -160,9 +160,7 @@ class Between:
         self.completed: list[str] = []
         self.failed: list[str] = []
         self.delivered: list[str] = []
-        self.client = RequestClient(
-            target, name="target", seconds=20, on_answers=self.on_answers, on_delivered=self.on_delivered
-        )
+        self.client = RequestClient(target, name="target", on_answers=self.on_answers, on_delivered=self.on_delivered)
 
     def on_answers(self, completions: list[Completion], failures: list[tuple[str, TitanError]]) -> None:
         self.completed += [each.request_id for each in completions]
@@ -213,7 +211,7 @@ async def test_a_caller_that_died_disturbs_nobody(target: Any) -> None:
     for index in range(2):
         between.client.abort([f"hang{index}"])
     await between.until(["hang0", "hang1"])
-    other = CompletionClient(target, name="target", seconds=20)
+    other = CompletionClient(target, name="target")
     assert (await other.generate(request("ok"))).finish_reason is FinishReason.STOP
     await other.close()
     await between.client.close()
@@ -221,7 +219,7 @@ async def test_a_caller_that_died_disturbs_nobody(target: Any) -> None:
 
 
 async def test_a_target_that_raises_fails_what_it_had_not_answered(target: Any) -> None:
-    client = CompletionClient(target, name="target", seconds=20)
+    client = CompletionClient(target, name="target")
     hanging = asyncio.create_task(client.generate(request("hang")))
     assert (await client.generate(request("ok0"))).finish_reason is FinishReason.STOP
     crashing = asyncio.create_task(client.generate(request("crash")))
@@ -233,7 +231,7 @@ async def test_a_target_that_raises_fails_what_it_had_not_answered(target: Any) 
 
 
 async def test_a_killed_target_fails_its_open_requests(target: Any) -> None:
-    client = CompletionClient(target, name="target", seconds=60)
+    client = CompletionClient(target, name="target")
     pid = await target.pid.call_one()
     call = asyncio.create_task(client.generate(request("hang")))
     await client.generate(request("ok"))
@@ -244,7 +242,7 @@ async def test_a_killed_target_fails_its_open_requests(target: Any) -> None:
 
 
 async def test_an_answer_that_was_lost_on_its_way_is_asked_for_once_more(target: Any) -> None:
-    client = CompletionClient(target, name="target", seconds=20, late_seconds=0)
+    client = CompletionClient(target, name="target", late_seconds=0)
     other = asyncio.create_task(client.generate(request("hang")))
     assert (await client.generate(request("lost1"))).finish_reason is FinishReason.STOP
     with pytest.raises(ActorFailed, match="target: the answer was sent twice, but never came"):
@@ -256,7 +254,7 @@ async def test_an_answer_that_was_lost_on_its_way_is_asked_for_once_more(target:
 
 
 async def test_an_answer_that_comes_before_its_time_is_not_asked_for_again(target: Any) -> None:
-    client = CompletionClient(target, name="target", seconds=20)
+    client = CompletionClient(target, name="target")
     other = asyncio.create_task(client.generate(request("lost1")))  # in 30 s, which nobody waits for
     assert (await client.generate(request("ok"))).finish_reason is FinishReason.STOP
     assert not other.done()
@@ -273,7 +271,7 @@ async def test_a_request_that_nobody_answers_in_time_fails_alone(target: Any) ->
 
 
 async def test_a_prompt_that_cannot_travel_fails_alone(target: Any) -> None:
-    client = CompletionClient(target, name="target", seconds=20)
+    client = CompletionClient(target, name="target")
     await client.generate(request("ok0"))
     prompts = [[["not", "tokens"]], np.array([2**32 + 5, 1]), np.array([2.5, 1.0])]
     bad = [dataclasses.replace(request(f"ok-bad{i}"), prompt_token_ids=prompt) for i, prompt in enumerate(prompts)]
@@ -287,7 +285,7 @@ async def test_a_prompt_that_cannot_travel_fails_alone(target: Any) -> None:
 
 
 async def test_a_client_that_leaves_leaves_nothing_behind(target: Any) -> None:
-    client = CompletionClient(target, name="target", seconds=20)
+    client = CompletionClient(target, name="target")
     call = asyncio.create_task(client.generate(request("hang")))
     await client.generate(request("ok"))
     assert await target.connections.call_one() == 1
@@ -300,7 +298,7 @@ async def test_a_client_that_leaves_leaves_nothing_behind(target: Any) -> None:
 
 
 async def test_a_target_that_closes_fails_what_is_open_with_its_reason(target: Any) -> None:
-    client = CompletionClient(target, name="target", seconds=20)
+    client = CompletionClient(target, name="target")
     call = asyncio.create_task(client.generate(request("hang")))
     await client.generate(request("ok"))
     await target.hang_up.call_one()

@@ -13,7 +13,7 @@ from titan_rl.routing.gate import ServingGate, SyncMode
 from titan_rl.routing.strategies import RoutingStrategy, StickySession
 from titan_rl.types import Completion, GenerationRequest, PolicyVersion
 
-DOOR, ENTERING, WAITING, LIVE, LEFT = "door", "entering", "waiting", "live", "left"
+DOOR, WAITING, LIVE, LEFT = "door", "waiting", "live", "left"
 
 PAUSED = {GeneratorState.SYNCING, GeneratorState.ASLEEP, GeneratorState.PINNED}
 UNMOVED = {GeneratorState.DEAD, GeneratorState.ASLEEP, GeneratorState.PINNED}
@@ -27,6 +27,9 @@ class Caller:
     place: str
     queued_at: float = 0.0
     given_up: bool = False
+    began: float = 0.0  # the live attempt
+    seconds: float = 0.0  # of earlier attempts
+    deaths: int = 0  # of generators under it
     segments: list[Completion] = field(default_factory=list)  # what the stitched completion must consist of
     seeds: dict[int, int] = field(default_factory=dict)  # number of segments before → seed of the attempt
 
@@ -57,25 +60,28 @@ class RouterBooks:
         max_syncing: int = 0,
         retries: int = 1,
         resume: bool = True,
+        request_seconds: float = 0.0,
+        request_retries: int = 1,
         sync_wait: float = 0.0,
         max_sessions: int = 0,
     ) -> None:
         self.strategy = strategy
         self.mode, self.max_syncing, self.retries, self.resume = mode, max_syncing, retries, resume
         self.sync_wait, self.max_sessions = sync_wait, max_sessions
-        self.dispatcher = Dispatcher(strategy, resume=resume)
+        self.request_seconds, self.request_retries = request_seconds, request_retries
+        self.dispatcher = Dispatcher(strategy, resume=resume, seconds=request_seconds, retries=request_retries)
         self.fleet = FleetHealth(strategy)
         self.gate = ServingGate(self.fleet, mode=mode, max_syncing=max_syncing, retries=retries)
         self.names = [f"g{index}" for index in range(generators)]
         for name in self.names:
             self.fleet.add(name)
         self.now = 0.0
-        self.open = False
         self.callers: dict[str, Caller] = {}
         self.live: dict[str, tuple[Assignment, Caller]] = {}  # by attempt id
         self.attempts: set[str] = set()  # every attempt id ever
         self.syncs: dict[str, PolicyVersion | None] = {}  # tasks; the version once the pull itself has begun
         self.closed: set[str] = set()
+        self.late: set[str] = set()  # of the syncs
         self.failures: dict[str, int] = {}  # of pulls of the target, since it was asked for
         self.reached: dict[str, PolicyVersion] = {}  # verified since it last fell asleep
         self.held: dict[str, PolicyVersion] = {}  # newest ever verified
@@ -104,14 +110,17 @@ class RouterBooks:
     def check(self) -> None:
         places = [caller.place for caller in self.callers.values()]
         assert self.dispatcher.waiting == places.count(WAITING)
-        assert self.dispatcher.live == len(self.live) == places.count(LIVE)
+        assert self.dispatcher.live == len(self.live)
+        assert places.count(LIVE) == [caller.place for _, caller in self.live.values()].count(LIVE)
         for name in self.names:
             live = self.live_on(name)
             assert self.dispatcher.live_on(name) == live
             assert self.dispatcher.load(name) == sum(estimated_cost(self.live[a][0].request) for a in live)
         states = [health.state for health in self.fleet]
-        assert self.gate.open == self.open
-        assert self.open == (GeneratorState.SERVING in states or set(states) == {GeneratorState.DEAD})
+        assert self.gate.open == (GeneratorState.SERVING in states or set(states) == {GeneratorState.DEAD})
+        assert not self.gate.open or DOOR not in places, "nobody waits at an open door"
+        assert all(self.fleet[name].state is GeneratorState.STALE for name in self.late)
+        assert not self.dispatcher.failures(), "the router has asked for them"
         assert not self.max_syncing or len(self.closed) <= self.max_syncing
         assert self.mode == "drain" or not self.closed, "a hot swap closes nobody"
         for health in self.fleet:
@@ -120,10 +129,15 @@ class RouterBooks:
         pinned = {health.name: health.version for health in self.fleet if health.state is GeneratorState.PINNED}
         assert pinned == self.leases, "a leased generator stays at its version"
         if not all(pull.done for pull in self.pulls):
-            assert any(self.fleet[name].state is not GeneratorState.DEAD for name in self.syncs), "nobody will move"
+            moving = self.syncs.keys() - self.late
+            assert any(self.fleet[name].state is not GeneratorState.DEAD for name in moving), "nobody will move"
         for caller in self.callers.values():
+            assert caller.deaths <= self.request_retries or caller.place == LEFT
             if caller.place == LIVE:
                 assert self.dispatcher.refusal(caller.asked) is not None
+                if self.request_seconds and not caller.given_up:
+                    deadline = caller.began + self.request_seconds - caller.seconds
+                    assert self.dispatcher.wake_at is not None and self.dispatcher.wake_at <= deadline
             elif caller.place == WAITING and any(self.can_serve(name, caller.asked) for name in self.names):
                 deadline = caller.queued_at + self.sync_wait
                 assert caller.asked.session_id is not None and self.now < deadline, "it waits for nothing"
@@ -145,13 +159,17 @@ class RouterBooks:
                 assert (health.state, health.version) == (GeneratorState.SERVING, target), health
         assert target is None or self.gate.settled(target)
         assert all(pull.done for pull in self.pulls)
-        if self.open:
+        if self.gate.open:
             assert all(caller.place == LEFT for caller in self.callers.values())
 
     def check_settled(self, pull: Pull) -> None:
         for health in self.fleet:
             moves = health.state not in UNMOVED
-            if moves and (health.name in self.syncs or self.failures.get(health.name, 0) <= self.retries):
+            if (
+                moves
+                and health.name not in self.late
+                and (health.name in self.syncs or self.failures.get(health.name, 0) <= self.retries)
+            ):
                 assert self.reached.get(health.name, PolicyVersion(-1, 0)) >= pull.version, "it is on its way"
         if pull.wakes and self.fleet[pull.wakes].state is not GeneratorState.DEAD:
             assert pull.woke, "a wake-up is not over before its pull"

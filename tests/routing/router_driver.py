@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from router_books import DOOR, ENTERING, LEFT, LIVE, WAITING, Caller, Pull, RouterBooks
+from router_books import DOOR, LEFT, LIVE, WAITING, Caller, Pull, RouterBooks
 from routing_examples import completion
 
-from titan_rl.errors import GeneratorFailed, GeneratorNotServing, WeightsError
+from titan_rl.errors import GeneratorFailed, GeneratorNotServing, RequestLost, RequestTimeout, WeightsError
 from titan_rl.routing.dispatcher import Assignment
 from titan_rl.routing.fleet import GeneratorState
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion
+
+NEVER = PolicyVersion(-1, 0)
 
 
 class RouterDriver(RouterBooks):
@@ -25,13 +27,16 @@ class RouterDriver(RouterBooks):
     def arrive(self, requests: Iterable[GenerationRequest]) -> None:
         for asked in requests:
             assert self.dispatcher.refusal(asked) is None
-            enters = self.open or asked.pinned_to is not None  # a lease does not wait for the others' weights
-            self.callers[asked.request_id] = Caller(asked, ENTERING if enters else DOOR)
+            self.callers[asked.request_id] = Caller(asked, DOOR)
         self.enter()
 
     def enter(self) -> None:
-        """Those that waited at the door and were let in get their turn, which may be after it closed again."""
-        entering = [caller for caller in self.callers.values() if caller.place == ENTERING]
+        """Those at the door are let in if it is open; a lease does not wait for the others' weights."""
+        entering = [
+            caller
+            for caller in self.callers.values()
+            if caller.place == DOOR and (self.gate.open or caller.asked.pinned_to is not None)
+        ]
         for caller in entering:
             caller.place, caller.queued_at = WAITING, self.now
         requests = [caller.asked for caller in entering]
@@ -59,6 +64,8 @@ class RouterDriver(RouterBooks):
                 if self.resume and len(part.token_ids):
                     caller.segments.append(part)
                 self._queued(caller)
+            elif caller.place == LEFT:  # its time was over before the engine stopped it
+                continue
             else:
                 caller.segments.append(part)
                 self._answered(caller, whole)
@@ -78,26 +85,35 @@ class RouterDriver(RouterBooks):
             self.dispatcher.delivered(attempt_id)  # a late word
             part = completion(assignment.request, 1, FinishReason.STOP)
             assert self.dispatcher.completed(attempt_id, part, self.now) is None
-            self._leaves(caller)
+            self._leaves(caller, late=True)
 
     def refuse(self, attempt_id: str) -> None:
         """The generator says that the request itself is at fault."""
         _, caller = self.live.pop(attempt_id)
         assert self.dispatcher.failed(attempt_id) == caller.asked.request_id
         assert self.dispatcher.failed(attempt_id) is None
-        self._leaves(caller)
+        self._leaves(caller, late=True)
 
     def lose(self, attempt_ids: Iterable[str], *, fatal: bool = False) -> None:
         """Attempts end with an error of their generator; a fatal one says that it is gone."""
         for attempt_id in attempt_ids:
             assignment, caller = self.live.pop(attempt_id)
-            rest = self.dispatcher.lost(attempt_id, self.now)
+            rest = self.dispatcher.lost(
+                attempt_id, self.now, died=f"{assignment.generator} was killed" if fatal else ""
+            )
             assert (rest is not None) == caller.given_up
-            if rest is None:
-                self._queued(caller)
-            else:
+            caller.deaths += fatal
+            if rest is not None:
                 assert rest.finish_reason is FinishReason.ABORT
-                self._answered(caller, rest)
+                if caller.place != LEFT:
+                    self._answered(caller, rest)
+            elif caller.deaths > self.request_retries:
+                ((request_id, error),) = self.dispatcher.failures()
+                assert request_id == caller.asked.request_id and isinstance(error, RequestLost)
+                assert str(error).count("was killed") == caller.deaths
+                self._leaves(caller)
+            else:
+                self._queued(caller)
             if fatal:
                 self.gate.died(assignment.generator, f"killed at {self.now}")
                 self._dead(assignment.generator)
@@ -114,7 +130,7 @@ class RouterDriver(RouterBooks):
             case "waiting":
                 assert isinstance(outcome, Completion) and outcome.finish_reason is FinishReason.ABORT
                 self._answered(caller, outcome)
-            case "door" | "entering":
+            case "door":
                 assert outcome is None
                 self._leaves(caller)
             case _:
@@ -123,24 +139,25 @@ class RouterDriver(RouterBooks):
     def tick(self, seconds: float) -> None:
         self.now += seconds
         if self.dispatcher.wake_at is not None and self.dispatcher.wake_at <= self.now:
+            self._overdue()
             self._reconsider()
+            self._fail_what_nobody_serves()
 
     # Weights.
 
     def advance(self) -> None:
+        self.enter()
+        self._reconsider()
+        self._fail_what_nobody_serves()
         served = {name for name in self.names if self.fleet[name].state is GeneratorState.SERVING}
-        for name in self.gate.startable():
+        started = self.gate.startable(self.dispatcher.load)
+        for name in started:
             assert name not in self.syncs, "one pull at a time"
             self.syncs[name] = None
             if self.fleet[name].state is GeneratorState.SYNCING and name in served:
                 self.closed.add(name)
-        self.open = self.gate.open
-        if self.open:
-            for caller in self.callers.values():
-                if caller.place == DOOR:
-                    caller.place = ENTERING
-        self._reconsider()
-        self._fail_what_nobody_serves()
+        turns = [(self.held.get(name, NEVER), self.dispatcher.load(name)) for name in started]
+        assert turns == sorted(turns), "the oldest version first, and of equals the least load"
         for pull in self.pulls:
             if not pull.done and self.gate.settled(pull.version):
                 pull.done = True
@@ -180,6 +197,7 @@ class RouterDriver(RouterBooks):
         version = self.syncs.pop(name)
         assert version is not None
         alive = self.fleet[name].state is not GeneratorState.DEAD
+        self.late.discard(name)
         for pull in self.pulls:
             pull.woke |= pull.wakes == name
         match outcome:
@@ -189,9 +207,9 @@ class RouterDriver(RouterBooks):
                     assert version >= self.held.get(name, version), "weights never go back"
                     self.held[name] = self.reached[name] = version
                     self.failures.pop(name, None)
-                    if self.fleet[name].state is GeneratorState.SERVING:
-                        self.closed.discard(name)
-                        self.left.discard(name)
+                    assert self.fleet[name].state is GeneratorState.SERVING, "what was verified serves"
+                    self.closed.discard(name)
+                    self.left.discard(name)
             case "failed":
                 self.gate.failed(name, f"bad bytes in {version}")
                 self.closed.discard(name)
@@ -203,6 +221,18 @@ class RouterDriver(RouterBooks):
             case "died":
                 self.gate.died(name, "killed in a pull")
                 self._dead(name)
+        self.advance()
+
+    def is_late(self, name: str) -> None:
+        """The sync takes too long, and goes on."""
+        self.gate.late(name, "too slow")
+        if self.fleet[name].state is not GeneratorState.DEAD:
+            assert self.fleet[name].state is GeneratorState.STALE
+            self.late.add(name)
+            self.left.add(name)
+            self.closed.discard(name)
+            for pull in self.pulls:
+                pull.woke |= pull.wakes == name
         self.advance()
 
     def drain_deadline(self, name: str) -> None:
@@ -266,6 +296,7 @@ class RouterDriver(RouterBooks):
 
     def _dead(self, name: str) -> None:
         self.closed.discard(name)
+        self.late.discard(name)
         self.leases.pop(name, None)
         self.dispatcher.lease_ended(name)
 
@@ -287,7 +318,7 @@ class RouterDriver(RouterBooks):
                     self.answer([(attempt_id, 2, FinishReason.STOP)])
             self.tick(self.sync_wait)
             self.check()
-            if not self.syncs and not self.live and all(c.place != ENTERING for c in self.callers.values()):
+            if not self.syncs and not self.live:
                 break
         else:
             raise AssertionError("it never becomes quiet")
@@ -311,7 +342,7 @@ class RouterDriver(RouterBooks):
                 if asked.pinned_to is None:
                     self.check_pin(caller, name, pins.get(asked.session_id))
                 pins[asked.session_id] = name
-            caller.place = LIVE
+            caller.place, caller.began = LIVE, self.now
             self.live[attempt.request_id] = (assignment, caller)
 
     def _reconsider(self) -> None:
@@ -320,6 +351,20 @@ class RouterDriver(RouterBooks):
 
     def _queued(self, caller: Caller) -> None:
         caller.place, caller.queued_at = WAITING, self.now
+        caller.seconds += self.now - caller.began
+
+    def _overdue(self) -> None:
+        """Those whose time is over are aborted, and their callers know."""
+        aborts = {assignment.request.request_id for assignment in self.dispatcher.overdue(self.now)}
+        failures = dict(self.dispatcher.failures())
+        for attempt_id, (_, caller) in self.live.items():
+            over = caller.seconds + self.now - caller.began >= self.request_seconds > 0
+            assert (attempt_id in aborts) == (over and not caller.given_up)
+            if attempt_id in aborts:
+                assert isinstance(failures.pop(caller.asked.request_id), RequestTimeout)
+                caller.given_up = True
+                self._leaves(caller)
+        assert not failures
 
     def _answered(self, caller: Caller, whole: Completion) -> None:
         assert whole.request_id == caller.asked.request_id
@@ -329,13 +374,14 @@ class RouterDriver(RouterBooks):
         assert whole.versions.tolist() == [int(v) for part in caller.segments for v in part.versions]
         self._leaves(caller)
 
-    def _leaves(self, caller: Caller) -> None:
-        assert caller.place != LEFT, "a request leaves once"
+    def _leaves(self, caller: Caller, *, late: bool = False) -> None:
+        assert caller.place != LEFT or (late and caller.given_up), "a request leaves once"
         caller.place = LEFT
 
     def _fail_what_nobody_serves(self) -> None:
-        for request_id in self.dispatcher.orphans():
+        for request_id, error in self.dispatcher.failures():
             caller = self.callers[request_id]
+            assert "is not any more" in str(error)
             assert caller.place == WAITING and caller.asked.pinned_to not in {None, *self.leases}
             self._leaves(caller)
         if self.fleet.all_dead:

@@ -45,6 +45,8 @@ class RouterMachine(RuleBasedStateMachine):
         max_syncing=st.integers(0, 2),
         retries=st.integers(0, 2),
         resume=st.booleans(),
+        request_seconds=st.sampled_from([0.0, 0.0, 6.0]),
+        request_retries=st.integers(0, 2),
         started=st.sampled_from([True, True, False]),
     )
     def start(
@@ -79,10 +81,6 @@ class RouterMachine(RuleBasedStateMachine):
             fresh.append(request(f"r{self.serial}", prompt=prompt, session=session, at_least=at_least))
             self.serial += 1
         self.driver.arrive(fresh)
-
-    @rule()
-    def the_event_loop_turns(self) -> None:
-        self.driver.enter()
 
     @precondition(lambda self: self.driver.live)
     @rule(data=st.data())
@@ -154,6 +152,11 @@ class RouterMachine(RuleBasedStateMachine):
     def a_pull_ends(self, data: st.DataObject, outcome: str) -> None:
         pulling = [name for name, version in self.driver.syncs.items() if version is not None]
         self.driver.end_pull(data.draw(st.sampled_from(pulling)), outcome)
+
+    @precondition(lambda self: self.driver.syncs)
+    @rule(data=st.data())
+    def a_sync_is_late(self, data: st.DataObject) -> None:
+        self.driver.is_late(data.draw(st.sampled_from(sorted(self.driver.syncs))))
 
     @precondition(lambda self: any(version is None for version in self.driver.syncs.values()))
     @rule(data=st.data(), outcome=OUTCOMES)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from router_books import DOOR, LEFT, LIVE, WAITING
 from router_driver import RouterDriver
 from routing_examples import V0, V1, V2, V3, request
@@ -39,14 +41,13 @@ def test_requests_wait_at_the_door_until_somebody_serves_and_then_go_through() -
     assert [caller.place for caller in driver.callers.values()] == [DOOR, DOOR]
     driver.pull(V0)
     one_pull(driver, "g1")
-    driver.enter()
     assert [caller.place for caller in driver.callers.values()] == [LIVE, LIVE]
 
 
 def test_requests_wait_while_all_are_syncing_and_then_go_through() -> None:
     driver = router(1)
     driver.pull(V1)
-    assert not driver.open
+    assert not driver.gate.open
     driver.arrive([request("r0", at_least=V1)])
     one_pull(driver, "g0")
     driver.become_quiet()
@@ -59,9 +60,8 @@ def test_requests_fail_at_once_when_all_are_dead() -> None:
     driver.arrive([request("r0")])
     driver.begin_pull("g0")
     driver.end_pull("g0", "died")
-    driver.enter()
     driver.arrive([request("r1")])
-    assert driver.open and {caller.place for caller in driver.callers.values()} == {LEFT}
+    assert driver.gate.open and {caller.place for caller in driver.callers.values()} == {LEFT}
     assert all(pull.done for pull in driver.pulls)
 
 
@@ -111,15 +111,91 @@ def test_overlapping_pulls_are_served_by_the_newest() -> None:
     assert all(pull.done for pull in driver.pulls) and driver.fleet["g0"].version == V2
 
 
-def test_a_drained_generator_that_is_overtaken_in_its_pull_pulls_again_before_it_serves() -> None:
+def test_a_generator_that_is_overtaken_in_its_pull_serves_who_waits_and_then_pulls_again() -> None:
+    driver = router(1)
+    driver.pull(V1)
+    driver.begin_pull("g0")
+    driver.arrive([request("old", at_least=V1), request("new", at_least=V2)])
+    driver.pull(V2)
+    driver.end_pull("g0", "verified")
+    driver.check()
+    assert [driver.callers[each].place for each in ("old", "new")] == [LIVE, WAITING]
+    assert states(driver) == ["syncing"] and not driver.can_begin("g0"), "what it has just taken on comes first"
+    driver.deliver(["old"])
+    one_pull(driver, "g0")
+    assert driver.fleet["g0"].version == V2 and driver.callers["new"].place == LIVE
+
+
+@given(
+    generators=st.integers(1, 4),
+    max_syncing=st.integers(0, 2),
+    mode=st.sampled_from(["drain", "hot_swap"]),
+    ready=st.booleans(),
+    choices=st.lists(st.integers(0, 3), min_size=12, max_size=12),
+)
+def test_everybody_is_served_though_every_pull_is_overtaken(
+    generators: int, max_syncing: int, mode: str, ready: bool, choices: list[int]
+) -> None:
+    driver = router(generators, ready=ready, max_syncing=max_syncing, mode=mode)
+    step = 1
+    driver.pull(PolicyVersion(0, step))
+    for turn, choice in enumerate(choices):
+        newest = PolicyVersion(0, step)
+        driver.arrive([request(f"r{turn}", at_least=newest)])
+        for name in list(driver.syncs):
+            if not driver.can_begin(name):
+                driver.deliver([attempt_id for attempt_id in driver.live_on(name)])
+            driver.begin_pull(name)
+        step += 1
+        driver.pull(PolicyVersion(0, step))
+        pulling = [name for name, version in driver.syncs.items() if version is not None]
+        driver.end_pull(pulling[choice % len(pulling)], "verified")
+        driver.check()
+        assert driver.callers[f"r{turn}"].place in (LIVE, LEFT), "it asked for no more than what was verified"
+        for name in pulling:
+            if name in driver.syncs and driver.syncs[name] is not None:
+                driver.end_pull(name, "verified")
+    oldest = min(health.version or PolicyVersion(-1, 0) for health in driver.fleet)
+    assert oldest.step >= step - 2 * generators, "nobody is left behind"
+
+
+def test_an_idle_generator_takes_its_weights_before_a_busy_one() -> None:
+    driver = router(3, max_syncing=1)
+    driver.arrive([request("r0"), request("r1")])
+    assert [driver.dispatcher.in_flight(name) for name in driver.names] == [1, 1, 0]
+    driver.deliver(["r1"])
+    driver.pull(V1)
+    assert states(driver) == ["serving", "syncing", "serving"]
+    one_pull(driver, "g1")
+    one_pull(driver, "g2")
+    assert states(driver) == ["syncing", "serving", "serving"] and driver.live_on("g0") == ["r0"]
+
+
+def test_a_late_generator_is_not_waited_for_and_serves_once_its_pull_ends_well() -> None:
     driver = router(2, max_syncing=1)
     driver.pull(V1)
     driver.begin_pull("g0")
-    driver.pull(V2)
+    driver.is_late("g0")
+    assert states(driver) == ["stale", "syncing"] and driver.fleet["g0"].reason == "too slow"
+    one_pull(driver, "g1")
+    assert driver.pulls[-1].done
+    driver.arrive([request("r0"), request("r1")])
+    assert driver.dispatcher.in_flight("g0") == 0, "it might hold anything"
     driver.end_pull("g0", "verified")
-    assert states(driver) == ["syncing", "serving"], "it still counts as the one that may be closed"
+    driver.check()
+    assert states(driver) == ["serving", "serving"] and driver.fleet["g0"].version == V1
+
+
+def test_a_late_pull_that_fails_is_tried_again() -> None:
+    driver = router(1, retries=1)
+    driver.pull(V1)
+    driver.begin_pull("g0")
+    driver.is_late("g0")
+    assert driver.pulls[-1].done and not driver.gate.open
+    driver.end_pull("g0", "failed")
+    assert states(driver) == ["syncing"]
     one_pull(driver, "g0")
-    assert driver.fleet["g0"].version == V2 and states(driver) == ["serving", "syncing"]
+    assert states(driver) == ["serving"]
 
 
 def test_a_caller_is_answered_when_its_version_is_reached_though_a_newer_one_is_on_its_way() -> None:
@@ -138,12 +214,11 @@ def test_a_caller_is_not_answered_while_a_generator_waits_for_its_place_in_a_rol
     driver.begin_pull("g0")
     driver.pull(V2)
     driver.end_pull("g0", "verified")
-    assert list(driver.syncs) == ["g0"] and not asked.done
-    one_pull(driver, "g0")
+    assert list(driver.syncs) == ["g1"] and not asked.done, "it has waited longer than g0, which serves v1"
     one_pull(driver, "g1")
-    assert not asked.done
+    assert list(driver.syncs) == ["g2"] and not asked.done
     one_pull(driver, "g2")
-    assert asked.done
+    assert list(driver.syncs) == ["g0"] and asked.done
 
 
 def test_an_older_version_of_the_same_incarnation_is_refused_and_a_new_incarnation_is_taken() -> None:
@@ -181,7 +256,7 @@ def test_a_generator_that_failed_for_good_gets_its_attempts_anew_when_the_versio
     driver = router(1, retries=0)
     driver.pull(V1)
     one_pull(driver, "g0", "failed")
-    assert not driver.open and not driver.syncs
+    assert not driver.gate.open and not driver.syncs
     driver.pull(V1)
     one_pull(driver, "g0")
     assert states(driver) == ["serving"]

@@ -111,7 +111,7 @@ async def real_fleet(router: RouterConfig, *, tensor_parallel: int = 1) -> Async
                 for name, handle in generators.items()
             )
         )
-        actor = provisioner.spawn(meshes["router"]).spawn("router", GeneratorRouter, router, rank0, SECONDS)
+        actor = provisioner.spawn(meshes["router"]).spawn("router", GeneratorRouter, router, rank0)
         fleet = RealFleet(Router(actor.slice(ranks=0), seconds=SECONDS), generators, model_path)
         for name, pids in zip(generators, ready, strict=True):
             fleet.pids[name] = [pid for _, pid in pids.items()]

@@ -1,7 +1,7 @@
 """Calls between actors: bounded in time, failing with the project's own errors.
 
-Above this module nobody sees an exception type of Monarch. A caller's time-out does not cancel the remote work;
-it means that the run cannot trust that actor any more.
+Above this module nobody sees an exception type of Monarch. A caller's time-out does not cancel the remote work, and it
+does not mean that the actor is gone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, concurrent_endpoint
 
-from titan_rl.errors import ActorFailed, GeneratorFailed, GeneratorNotServing, TitanError
+from titan_rl.errors import ActorFailed, CallTimeout, GeneratorFailed, GeneratorNotServing, TitanError
 
 T = TypeVar("T")
 
@@ -58,7 +58,8 @@ async def bounded(call: Awaitable[T], *, what: str, seconds: float | None) -> T:
 
     Raises:
         TitanError: the remote endpoint raised one; it comes through as it is.
-        ActorFailed: the endpoint raised anything else, the process is gone, or no answer came in time.
+        ActorFailed: the endpoint raised anything else, or the process is gone.
+        CallTimeout: no answer came in time.
     """
 
     async def wait() -> T:
@@ -74,7 +75,7 @@ async def bounded(call: Awaitable[T], *, what: str, seconds: float | None) -> T:
     except SupervisionError as error:
         raise ActorFailed(f"{what}: {gone(error)}") from error
     except TimeoutError as error:
-        raise ActorFailed(f"{what}: no answer within {seconds:g} s") from error
+        raise CallTimeout(f"{what}: no answer within {seconds:g} s") from error
 
 
 def is_fatal(error: TitanError) -> bool:

@@ -26,7 +26,7 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 from monarch.actor import Actor, Channel
 
 from titan_rl.actors.calls import gone, method_of, served
-from titan_rl.errors import ActorFailed, TitanError
+from titan_rl.errors import ActorFailed, CallTimeout, TitanError
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,8 @@ class Connection:
 
         Raises:
             TitanError: the endpoint raised one; it comes through as it is.
-            ActorFailed: it raised anything else, the process is gone, or no answer came within `seconds`.
+            ActorFailed: it raised anything else, or the process is gone.
+            CallTimeout: no answer came within `seconds`.
         """
         if self._outbox is None:
             self._outbox = _Outbox()
@@ -90,7 +91,7 @@ class Connection:
         try:
             result = await asyncio.wait_for(outcome, seconds)
         except TimeoutError as error:
-            raise ActorFailed(f"{self._what.format(endpoint)}: no answer within {seconds:g} s") from error
+            raise CallTimeout(f"{self._what.format(endpoint)}: no answer within {seconds:g} s") from error
         finally:
             del self._open[number]
         if isinstance(result, TitanError):

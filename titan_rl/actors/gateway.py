@@ -7,7 +7,6 @@ channels, which no client of the gateway has.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import socket
 from collections.abc import AsyncGenerator
@@ -167,8 +166,7 @@ class _RouterFleet:
 
     def __init__(self, router: Any) -> None:
         self._router = Connection(router, what="router.{}")
-        # No bound on an answer: the client decides how long it waits.
-        self._completions = CompletionClient(router, name="router", seconds=math.inf)
+        self._completions = CompletionClient(router, name="router")
 
     async def generate(self, request: GenerationRequest) -> Completion:
         return await self._completions.generate(request)

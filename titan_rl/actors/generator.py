@@ -28,7 +28,7 @@ from monarch.actor import Channel, current_rank
 from titan_rl.actors.calls import bounded, served
 from titan_rl.actors.connection import ConnectedActor
 from titan_rl.actors.reply_desk import Reply, ReplyDesk
-from titan_rl.errors import ActorFailed, GeneratorFailed, TitanError
+from titan_rl.errors import GeneratorFailed, TitanError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.reports import LoopStatus, PullReport
@@ -37,9 +37,6 @@ from titan_rl.weights.manifest import Publication
 
 FATAL_EXIT_CODE = 70
 """Exit code of a follower whose engine loop failed, or rank 0's did (EX_SOFTWARE)."""
-
-ENLIST_SECONDS = 60.0
-"""Bound on a follower's first word to rank 0, whose process may still be importing."""
 
 PEER_REPORT_SECONDS = 5.0
 """How long a failing follower tries to tell rank 0 why before it exits."""
@@ -94,7 +91,8 @@ class Generator(ConnectedActor):
         if self._rank != 0:
             port, receiver = Channel[str].open()
             self._dismissed = asyncio.get_running_loop().create_task(self._leave_when_told(receiver))
-            await bounded(rank0.enlist.call_one(port), what=f"{self._name}.enlist", seconds=ENLIST_SECONDS)
+            # Rank 0 may still be importing; the whole of `setup` has its caller's bound.
+            await bounded(rank0.enlist.call_one(port), what=f"{self._name}.enlist", seconds=None)
         started = time.monotonic()
         await self._outcome(self._loop.start())
         _log.info("%s rank %d is ready after %.1f s", self._name, self._rank, time.monotonic() - started)
@@ -275,7 +273,7 @@ class Generator(ConnectedActor):
             await bounded(
                 self._rank0.peer_failed.call_one(self._rank, reason), what="peer_failed", seconds=PEER_REPORT_SECONDS
             )
-        except ActorFailed as error:
+        except TitanError as error:
             _log.error("rank 0 could not be told: %s", error)
         finally:
             # A rank that lost lockstep must not stay in any collective; its exit breaks rank 0's at once.

@@ -1,13 +1,14 @@
 """The answering side of `transport`: who waits for which request, and one message per port and occasion.
 
 Every request that a desk accepted is answered once; what comes later is dropped, pieces too. A client's connection is
-one call that stays open: it ends when the client leaves or the desk closes, and fails when what takes the requests in
-fails.
+one call that stays open: it ends when the client leaves or the desk closes. A message that raises costs its own
+requests, and no others.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ KNOWN_PORTS = 1024
 NOTE_SECONDS = 0.01
 """For so long at most nobody hears that an answer went to a caller directly. Each note is a message: told at once, they
 would cost as much as the requests themselves where answers are short. A router's load and a drain lag by this."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,11 @@ class Answers:
     """First message of a connection: its number, and the pickled port that takes `Asked`."""
     pieces: PackedPieces | None = None
     """Of requests that stream."""
+
+    def request_ids(self) -> tuple[str, ...]:
+        """Of the requests that this message answers."""
+        completed = () if self.completions is None else self.completions.request_ids
+        return (*completed, *(request_id for request_id, _ in self.failures))
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = (self.completions, self.failures, self.delivered, self.requests, self.pieces)
@@ -143,13 +151,18 @@ class ReplyDesk:
         try:
             reply.port.send(Answers(requests=(connection, cloudpickle.dumps(port))))
             while (asked := await receiver.recv()) is not None:
-                if asked.requests is not None:
-                    caller = None if asked.caller is None else self._port_at(asked.caller)
-                    take(asked.requests.unpack(), reply if caller is None else Reply(reply.port, caller, address))
-                if asked.aborts:
-                    abort(asked.aborts)
-                if asked.ended:
-                    end(asked.ended)
+                try:
+                    if asked.requests is not None:
+                        caller = None if asked.caller is None else self._port_at(asked.caller)
+                        take(asked.requests.unpack(), reply if caller is None else Reply(reply.port, caller, address))
+                    if asked.aborts:
+                        abort(asked.aborts)
+                    if asked.ended:
+                        end(asked.ended)
+                except Exception as why:
+                    _log.exception("a message of a client could not be taken")
+                    if asked.requests is not None:
+                        self._refuse(asked.requests.request_ids, reply, f"{type(why).__name__}: {why}")
         finally:
             self._connections.discard(port)
 
@@ -178,6 +191,14 @@ class ReplyDesk:
         if refused:
             reply.port.send(Answers(failures=tuple(refused)))
         return accepted
+
+    def _refuse(self, request_ids: Sequence[str], reply: Reply, reason: str) -> None:
+        """A message raised: none of its requests gets another answer, and nobody else's is disturbed."""
+        its = [each for each in request_ids if each not in self._live or self._live[each].port is reply.port]
+        for request_id in its:
+            self._live.pop(request_id, None)
+        failures = tuple((each, RequestError(f"request {each!r} could not be taken: {reason}")) for each in its)
+        reply.port.send(Answers(failures=failures))
 
     def answer(self, completions: Sequence[Completion], failures: Sequence[tuple[str, TitanError]] = ()) -> None:
         """Send each answer where it belongs, one message per port. Ids that are not live are dropped: a late answer."""

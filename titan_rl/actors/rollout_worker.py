@@ -85,7 +85,7 @@ class RolloutWorker(ConnectedActor):
             This process's id, the name of its store, and what the environment says about itself.
         """
         seconds = self._config.placement.step_seconds
-        self._completions = CompletionClient(router, name="router", seconds=seconds)
+        self._completions = CompletionClient(router, name="router")
         sessions = None if gateway is None else GatewaySessions(gateway, seconds=seconds)
         return os.getpid(), self._store.name, await self._runner.start(sessions)
 

@@ -88,7 +88,7 @@ class Rollouts:
             raise ValueError(f"{request} is being played already")
         worker = min(range(len(self._workers)), key=lambda worker: self._playing[worker])
         self._playing[worker] += 1
-        call = self._workers[worker].call("play", request, seconds=self._step_seconds)
+        call = self._workers[worker].call("play", request, seconds=None)
         play = self._open[request.key] = asyncio.get_running_loop().create_task(call)
         try:
             return await asyncio.shield(play)

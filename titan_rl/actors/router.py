@@ -7,7 +7,9 @@ Consumes: requests, aborts, pulls, from any actor; answers of generators.
 Is woken by: messages, the end of a pull, and a timer where the dispatcher asks for one.
 Produces: one answer per request on its reply port; one `FleetPull` per pull.
 On failure: a generator that dies or goes stale costs its requests another attempt elsewhere, from the tokens they
-have; when every generator is dead, requests fail at once with the reasons.
+have, and one under which generators die again and again fails alone. When every generator is dead, requests fail at
+once with the reasons. Time says nothing about a generator: a request whose time is over is stopped and fails, and a
+late pull is waited for by nobody.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from titan_rl.errors import ActorFailed, GeneratorFailed, TitanError
 from titan_rl.generation.reports import PullReport
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Dispatcher
-from titan_rl.routing.fleet import FleetHealth
+from titan_rl.routing.fleet import FleetHealth, GeneratorState
 from titan_rl.routing.gate import ServingGate
 from titan_rl.routing.strategies import build_strategy
 from titan_rl.types import Completion, GenerationRequest, PolicyVersion
@@ -39,14 +41,18 @@ class GeneratorRouter(ConnectedActor):
     """Endpoints: `generate_many`, `generate`, `abort`, `pull_model_state_dict`, `sleep`, `wake_up`, `pin`, `unpin`,
     `fleet_status`, `generator_lost`, `close`."""
 
-    def __init__(self, config: RouterConfig, generators: dict[str, Any], request_seconds: float) -> None:
+    def __init__(self, config: RouterConfig, generators: dict[str, Any]) -> None:
         """
         Args:
             generators: name → handle of rank 0 of that generator.
-            request_seconds: bound on one message of requests to a generator.
         """
         self._strategy = build_strategy(config)
-        self._dispatcher = Dispatcher(self._strategy, resume=config.resume)
+        self._dispatcher = Dispatcher(
+            self._strategy,
+            resume=config.resume,
+            seconds=config.request_seconds,
+            retries=config.request_retries,
+        )
         self._fleet = FleetHealth(self._strategy)
         self._gate = ServingGate(
             self._fleet, mode=config.weight_sync, max_syncing=config.max_syncing, retries=config.pull_retries
@@ -57,8 +63,7 @@ class GeneratorRouter(ConnectedActor):
             self._dispatcher,
             self._fleet,
             generators,
-            request_seconds=request_seconds,
-            spawn=self._spawn,
+            door_open=lambda: self._gate.open,
             on_died=self._died,
             on_interrupted=self._advance,
         )
@@ -67,6 +72,7 @@ class GeneratorRouter(ConnectedActor):
             self._fleet,
             generators,
             config,
+            load=self._dispatcher.load,
             spawn=self._spawn,
             drained=self._requests.drained,
             on_died=self._died,
@@ -152,10 +158,7 @@ class GeneratorRouter(ConnectedActor):
     async def generator_lost(self, name: str, reason: str) -> None:
         """A process of this generator has ended, as the controller heard from the kernel: what it was asked goes on
         elsewhere at once. A call to a process that is gone may find out late, or never."""
-        error = GeneratorFailed(reason)
-        self._died(name, error)
-        self._requests.lose(name, error)
-        self._advance()
+        self._died(name, GeneratorFailed(reason))
 
     @served
     async def close(self) -> None:
@@ -174,16 +177,23 @@ class GeneratorRouter(ConnectedActor):
             self._strategy.end_session(session_id)
 
     def _advance(self) -> None:
-        """After anything that changed who may serve: begin what can begin, open or close the door, move on."""
+        """After anything that changed who may serve: requests first, so that however fast versions follow each other,
+        those who wait are served by what was just verified; then the changes of weights that can begin."""
         if self._closed:
             return
+        self._requests.reconsider()
         self._pulls.begin()
-        self._requests.reconsider(door_open=self._gate.open)
         self._pulls.tell()
 
     def _died(self, name: str, error: TitanError) -> None:
+        """A generator answers nobody any more, whoever found out: what it ran goes on elsewhere, and nobody waits for
+        its weights. The first word of it counts."""
+        if self._fleet[name].state is GeneratorState.DEAD:
+            return
         self._gate.died(name, str(error))
         self._dispatcher.lease_ended(name)
+        self._requests.lose(name, error)
+        self._advance()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -63,7 +63,7 @@ class Router:
         """
         Args:
             actor: handle of the actor; also what rollout workers are given.
-            seconds: bound on any one call.
+            seconds: bound on any one call; requests have `router.request_seconds`.
         """
         self.actor = actor
         self._connection = Connection(actor, what="router.{}")
@@ -127,7 +127,7 @@ class Router:
 
     def _client(self) -> CompletionClient:
         if self._completions is None:
-            self._completions = CompletionClient(self.actor, name="router", seconds=self._seconds)
+            self._completions = CompletionClient(self.actor, name="router")
         return self._completions
 
     async def _call(self, endpoint: str, *args: Any) -> Any:

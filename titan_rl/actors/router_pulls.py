@@ -1,7 +1,8 @@
 """The router's pulls: how the fleet comes to serve new weights, one generator after another or all at once.
 
 `ServingGate` decides who takes weights when; this class makes the calls and waits. A pull ends when no generator is on
-its way to its version any more, whatever became of each; pulls that overlap are served by the newest publication.
+its way to its version any more, whatever became of each; pulls that overlap are served by the newest publication. A
+generator that is late is not gone: nobody waits for it any more, and it serves again once its pull ends well.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from titan_rl.actors.calls import is_fatal
 from titan_rl.actors.connection import Connection
 from titan_rl.actors.router_client import FleetPull
-from titan_rl.errors import GeneratorFailed, TitanError
+from titan_rl.errors import CallTimeout, GeneratorFailed, TitanError, WeightsError
 from titan_rl.generation.reports import PullReport
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.fleet import FleetHealth, GeneratorState
@@ -39,6 +40,7 @@ class RouterPulls:
         generators: dict[str, Any],
         config: RouterConfig,
         *,
+        load: Callable[[str], int],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         drained: Callable[[str, float], Coroutine[Any, Any, None]],
         on_died: Callable[[str, TitanError], None],
@@ -47,6 +49,7 @@ class RouterPulls:
         """
         Args:
             generators: name → handle of rank 0 of that generator.
+            load: what a generator has to do.
             spawn: runs a task that is watched.
             drained: waits until a generator is idle, for so many seconds before what it runs is interrupted.
             on_died: a generator answers nobody any more, and why.
@@ -56,6 +59,7 @@ class RouterPulls:
         self._fleet = fleet
         self._generators = {name: Connection(rank0, what=f"{name}.{{}}") for name, rank0 in generators.items()}
         self._config = config
+        self._load = load
         self._spawn = spawn
         self._drained = drained
         self._on_died = on_died
@@ -101,7 +105,7 @@ class RouterPulls:
 
     def begin(self) -> None:
         """Start every generator's change of weights that may start now."""
-        for name in self._gate.startable():
+        for name in self._gate.startable(self._load):
             self._spawn(self._sync(name))
 
     def tell(self) -> None:
@@ -118,27 +122,40 @@ class RouterPulls:
 
     async def _sync(self, name: str) -> None:
         """One generator's change of weights, from its drain to its first request under them."""
-        now = asyncio.get_running_loop().time
-        started = now()
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        drains = self._gate.must_drain(name)
+        seconds = self._config.pull_seconds + (self._config.drain_seconds if drains else 0.0)
+        timer = loop.call_later(seconds, self._is_late, name, seconds)
         try:
-            if self._gate.must_drain(name):
+            if drains:
                 await self._drained(name, self._config.drain_seconds)
             version = self._gate.pulling(name)
             publication = self._publication
             assert publication is not None and publication.version == version
-            waited = now() - started
+            waited = loop.time() - started
             endpoint = "wake_up" if self._gate.wakes(name) else "pull_model_state_dict"
-            report: PullReport = await self.call(name, endpoint, publication)
-        except TitanError as error:
-            _log.warning("%s did not take new weights: %s", name, error)
+            call = getattr(self._handles[name], endpoint).call_one(publication)
+            report: PullReport = await bounded(call, what=f"{name}.{endpoint}", seconds=None)
+            self._gate.verified(name, report.version)
+            self._outcomes[name] = replace(report, seconds_waited=waited + report.seconds_waited)
+        except Exception as why:  # whatever it is, it is about this generator only
+            error = why if isinstance(why, TitanError) else WeightsError(f"{type(why).__name__}: {why}")
+            _log.warning("%s did not take new weights: %s", name, error, exc_info=None if error is why else why)
             self._outcomes[name] = error
             if is_fatal(error):
                 self._on_died(name, error)
             else:
                 self._gate.failed(name, str(error))
-        else:
-            self._outcomes[name] = replace(report, seconds_waited=waited + report.seconds_waited)
-            self._gate.verified(name, report.version)
+        finally:
+            timer.cancel()
+        self._on_change()
+
+    def _is_late(self, name: str, seconds: float) -> None:
+        error = CallTimeout(f"{name}: no new weights after {seconds:g} s; it serves nothing until it has them")
+        _log.warning("%s", error)
+        self._outcomes[name] = error
+        self._gate.late(name, str(error))
         self._on_change()
 
     async def _settle(self, version: PolicyVersion) -> None:

@@ -2,8 +2,8 @@
 
 Every request that was taken in is answered once: by a generator to its caller straight away, or from here, stitched,
 interrupted or failed with the cause. Who serves what is the `Dispatcher`'s decision; this class moves messages and
-waits. Two kinds of events: one per generator, set while it is idle (a drain waits for it), and the door, open while
-anybody serves (requests wait for it).
+waits. An event per generator is set while it is idle: a drain waits for it. The door is open while anybody serves:
+requests that come to a closed one go through together, in order, as soon as it opens.
 
 Pieces of completions that stream pass through here, unlike the completions themselves: what a caller was shown is what
 another attempt must go on from when the generator is lost.
@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from titan_rl.actors.calls import is_fatal
 from titan_rl.actors.reply_desk import Reply, ReplyDesk
 from titan_rl.actors.transport import RequestClient
 from titan_rl.errors import GeneratorFailed, RequestError, TitanError
-from titan_rl.routing.dispatcher import Assignment, Dispatcher, nothing_sampled
+from titan_rl.routing.attempts import nothing_sampled
+from titan_rl.routing.dispatcher import Assignment, Dispatcher
 from titan_rl.routing.fleet import FleetHealth
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
 
@@ -40,29 +41,26 @@ class RouterRequests:
         fleet: FleetHealth,
         generators: dict[str, Any],
         *,
-        request_seconds: float,
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        door_open: Callable[[], bool],
         on_died: Callable[[str, TitanError], None],
         on_interrupted: Callable[[], None],
     ) -> None:
         """
         Args:
             generators: name → handle of rank 0 of that generator.
-            request_seconds: bound on one message of requests to a generator.
-            spawn: runs a task that is watched.
-            on_died: a generator answers nobody any more, and why.
+            door_open: whether requests come in.
+            on_died: a generator answers nobody any more, and why; is to call `lose`.
             on_interrupted: requests wait for another attempt; who serves may have changed.
         """
         self._dispatcher = dispatcher
         self._fleet = fleet
         self._handles = generators
-        self._request_seconds = request_seconds
-        self._spawn = spawn
+        self._door_open = door_open
         self._on_died = on_died
         self._on_interrupted = on_interrupted
         self.desk = ReplyDesk(note_seconds=NOTE_SECONDS)
         self._clients: dict[str, RequestClient] = {}
-        self._door = asyncio.Event()
+        self._at_door: dict[str, GenerationRequest] = {}  # by id, in order of arrival
         self._idle = {name: asyncio.Event() for name in generators}
         for idle in self._idle.values():
             idle.set()
@@ -79,14 +77,19 @@ class RouterRequests:
         if self._closed is not None:
             self.desk.answer([], [(request.request_id, self._closed) for request in accepted])
             return
-        refused = [(r.request_id, error) for r in accepted if (error := self._dispatcher.refusal(r)) is not None]
+        entering: list[GenerationRequest] = []
+        refused: list[tuple[str, TitanError]] = []
+        door_open = self._door_open()
+        for request in accepted:
+            refusal = self._refusal(request)
+            if refusal is not None:
+                refused.append((request.request_id, refusal))
+            elif door_open or request.pinned_to is not None:  # what is pinned does not wait for the others' weights
+                entering.append(request)
+            else:
+                self._at_door[request.request_id] = request
         self.desk.answer([], refused)
-        if self._door.is_set():
-            self._enter(accepted)
-            return
-        # What is pinned does not wait for the others' weights.
-        self._enter([request for request in accepted if request.pinned_to is not None])
-        self._spawn(self._enter_when_open([request for request in accepted if request.pinned_to is None]))
+        self._enter(entering)
 
     def give_up(self, request_ids: Sequence[str]) -> None:
         """Callers do not want these any more; each is answered with the tokens it has."""
@@ -98,24 +101,24 @@ class RouterRequests:
                 attempts.setdefault(outcome.generator, []).append(outcome.request.request_id)
             elif isinstance(outcome, Completion):
                 final.append(outcome)
-            elif request_id in self.desk:  # it still waits at the door
+            elif self._at_door.pop(request_id, None) is not None:
                 final.append(nothing_sampled(request_id))
         for name, attempt_ids in attempts.items():
             self._client(name).abort(attempt_ids)
         self.desk.answer(final)
 
-    def reconsider(self, *, door_open: bool) -> None:
-        """After anything that changed who may serve.
-
-        Args:
-            door_open: whether requests come in; those at a closed door wait.
-        """
-        if door_open:
-            self._door.set()
-        else:
-            self._door.clear()
+    def reconsider(self) -> None:
+        """After anything that changed who may serve."""
+        if self._door_open():
+            entering, self._at_door = list(self._at_door.values()), {}
+            self._enter(entering)
         self._send(self._dispatcher.reconsider(self._now()))
         self._fail_what_nobody_serves()
+
+    def lose(self, name: str, error: TitanError) -> None:
+        """The generator is gone: whatever it runs goes on elsewhere."""
+        if name in self._clients:
+            self._clients[name].fail(error)
 
     async def drained(self, name: str, seconds: float) -> None:
         """Wait until the generator is idle; what it still runs after `seconds` is interrupted and goes on elsewhere."""
@@ -127,13 +130,9 @@ class RouterRequests:
             self._client(name).abort(stragglers)
             await self._idle[name].wait()
 
-    def lose(self, name: str, error: TitanError) -> None:
-        """The generator is gone: whatever it runs goes on elsewhere."""
-        if name in self._clients:
-            self._clients[name].fail(error)
-
     def fail(self, error: TitanError) -> None:
         """Whatever is open fails."""
+        self._at_door.clear()
         self.desk.answer([], [(request_id, error) for request_id in self.desk.live()])
 
     def close(self, error: TitanError) -> None:
@@ -148,13 +147,14 @@ class RouterRequests:
         for client in list(self._clients.values()):
             await client.close()
 
-    async def _enter_when_open(self, requests: list[GenerationRequest]) -> None:
-        await self._door.wait()
-        self._enter(requests)
+    def _refusal(self, request: GenerationRequest) -> RequestError | None:
+        try:
+            return self._dispatcher.refusal(request)
+        except Exception as why:  # a malformed request: nobody else's business
+            return RequestError(f"request {request.request_id!r}: {type(why).__name__}: {why}")
 
     def _enter(self, requests: list[GenerationRequest]) -> None:
-        entering = [request for request in requests if request.request_id in self.desk]
-        self._send(self._dispatcher.submit(entering, self._now()))
+        self._send(self._dispatcher.submit(requests, self._now()))
         self._fail_what_nobody_serves()
 
     def _send(self, assignments: list[Assignment]) -> None:
@@ -175,7 +175,6 @@ class RouterRequests:
             client = self._clients[name] = RequestClient(
                 self._handles[name],
                 name=name,
-                seconds=self._request_seconds,
                 on_answers=lambda completions, failures: self._on_answers(name, completions, failures),
                 on_delivered=lambda request_ids: self._on_delivered(name, request_ids),
                 on_pieces=self._on_pieces,
@@ -199,10 +198,11 @@ class RouterRequests:
         answers: list[Completion] = []
         errors: list[tuple[str, TitanError]] = []
         interrupted = False
+        fatal: TitanError | None = None
         for completion in completions:
             whole = self._dispatcher.completed(completion.request_id, completion, now)
             if whole is not None:
-                self.served[name] += 1
+                self.served[name] += whole.request_id in self.desk  # else its time was over, and its caller knows
                 answers.append(whole)
             elif completion.finish_reason is FinishReason.ABORT:
                 interrupted = True
@@ -214,22 +214,21 @@ class RouterRequests:
                     errors.append((request_id, error))
                 continue
             interrupted = True
-            rest = self._dispatcher.lost(attempt_id, now)
+            died = is_fatal(error)
+            fatal = error if died and fatal is None else fatal
+            rest = self._dispatcher.lost(attempt_id, now, died=str(error) if died else "")
             if rest is not None:
                 answers.append(rest)
-            if is_fatal(error):
-                self._on_died(name, error)
-        self.desk.answer(answers, errors)
+        self.desk.answer(answers, errors + self._dispatcher.failures())
         if not self._dispatcher.in_flight(name):
             self._idle[name].set()
+        if fatal is not None:
+            self._on_died(name, fatal)
         if interrupted:
             self._on_interrupted()
 
     def _fail_what_nobody_serves(self) -> None:
-        failures = [
-            (request_id, GeneratorFailed(f"request {request_id}: the generator that it was pinned to is not any more"))
-            for request_id in self._dispatcher.orphans()
-        ]
+        failures = self._dispatcher.failures()
         if self._fleet.all_dead:
             reasons = "; ".join(f"{health.name}: {health.reason}" for health in self._fleet)
             error = GeneratorFailed(f"every generator is dead ({reasons})")
@@ -246,7 +245,10 @@ class RouterRequests:
 
     def _on_timer(self) -> None:
         self._timer = None
+        for overdue in self._dispatcher.overdue(self._now()):
+            self._client(overdue.generator).abort([overdue.request.request_id])
         self._send(self._dispatcher.reconsider(self._now()))
+        self._fail_what_nobody_serves()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -26,9 +26,10 @@ is lost of them is in the completion, and they may come after it.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 from monarch.actor import Channel
@@ -44,19 +45,14 @@ LATE_ANSWER_SECONDS = 30.0
 """After a client heard that somebody else answered its request, that answer may still be on its way for this long; then
 it counts as lost, and the request is sent once more."""
 
-
-class _Sent(NamedTuple):
-    """What requests that were sent together have in common."""
-
-    caller: bytes | None
-    deadline: float
+_log = logging.getLogger(__name__)
 
 
 class RequestClient:
     """Sends requests to one target and hands every answer to `on_answers`.
 
-    Every sent request id is answered exactly once: by the target, or as a failure when the target is gone or `seconds`
-    have passed. Belongs to one event loop.
+    Every sent request id is answered exactly once: by the target, or as a failure when the target is gone. There is no
+    bound on the time of an answer: only the target knows what it waits for. Belongs to one event loop.
     """
 
     def __init__(
@@ -64,7 +60,6 @@ class RequestClient:
         target: Any,
         *,
         name: str,
-        seconds: float,
         on_answers: Callable[[list[Completion], list[tuple[str, TitanError]]], None],
         on_delivered: Callable[[list[str]], None] = lambda request_ids: None,
         on_pieces: Callable[[list[Piece]], None] = lambda pieces: None,
@@ -74,7 +69,6 @@ class RequestClient:
         Args:
             target: actor handle with the endpoint `generate_many`.
             name: of the target, for errors.
-            seconds: bound on the answer to one request.
             on_answers: called on the event loop with what has come in; must not raise.
             on_delivered: the same, with the ids of requests that were answered to their caller.
             on_pieces: the same, with what open requests that stream have sampled.
@@ -82,12 +76,11 @@ class RequestClient:
         """
         self._target = target
         self._name = name
-        self._seconds = seconds
         self._on_answers = on_answers
         self._on_delivered = on_delivered
         self._on_pieces = on_pieces
         self._late_seconds = late_seconds
-        self._open: dict[str, tuple[GenerationRequest, _Sent]] = {}  # oldest first, so by deadline
+        self._open: dict[str, tuple[GenerationRequest, bytes | None]] = {}  # the request and its caller
         self._sent_again: set[str] = set()  # of those
         self._outbox: dict[bytes | None, list[GenerationRequest]] = {}  # by caller
         self._aborts: list[str] = []
@@ -96,7 +89,6 @@ class RequestClient:
         self._requests: Any = None  # the target's port, once it has told us
         self._connections = 0
         self._connected: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
         port, self._receiver = Channel[Any].open()
         self._address = cloudpickle.dumps(port)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -108,16 +100,15 @@ class RequestClient:
         Args:
             caller: port of whoever is to have the completions; None: this client.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._seconds
         outbox = self._outbox.setdefault(caller, [])
-        sent = _Sent(caller, deadline)
         for request in requests:
-            self._open[request.request_id] = (request, sent)
+            self._open[request.request_id] = (request, caller)
             outbox.append(request)
-        if self._timer is None:
-            self._timer = loop.call_at(deadline, self._expire)
         self._flush_soon()
+
+    def fail(self, error: TitanError) -> None:
+        """The target is gone, as somebody else found out: whatever is open fails."""
+        self._fail(list(self._open), error)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Ask the target to stop working on these; they are still answered (with what was sampled so far)."""
@@ -130,21 +121,15 @@ class RequestClient:
             self._ended += session_ids
             self._flush_soon()
 
-    def fail(self, error: TitanError) -> None:
-        """The target is gone, as somebody else found out: whatever is open fails."""
-        self._fail(list(self._open), error)
-
     async def close(self) -> None:
         """Leave. Whatever is open fails, and the target stops working on it."""
-        if self._timer is not None:
-            self._timer.cancel()
         if self._requests is not None:
             self._requests.send(Asked(None, aborts=tuple(self._open)))
             self._requests.send(None)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._fail(list(self._open), ActorFailed(f"{self._name}: the client was closed"))
+        self.fail(ActorFailed(f"{self._name}: the client was closed"))
 
     def _spawn(self, work: Any) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -155,7 +140,7 @@ class RequestClient:
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(list(self._open), ActorFailed(f"{self._name}: {type(error).__name__}: {error}"))
+            self.fail(ActorFailed(f"{self._name}: {type(error).__name__}: {error}"))
 
     def _flush_soon(self) -> None:
         if not self._flushing:
@@ -206,21 +191,29 @@ class RequestClient:
         self._outbox.clear()
         self._aborts.clear()
         self._ended.clear()
-        self._fail(list(self._open), error)
+        self.fail(error)
 
     async def _receive(self) -> None:
         while True:
             answers: Answers = await self._receiver.recv()
-            if answers.requests is not None:
-                connection, port = answers.requests
-                if connection == self._connections and self._connected is not None:  # it has not ended meanwhile
-                    self._requests = cloudpickle.loads(port)
-                    self._flush()
-            if answers.pieces is not None:
-                self._on_pieces([piece for piece in answers.pieces.unpack() if piece.request_id in self._open])
-            self._take([] if answers.completions is None else answers.completions.unpack(), answers.failures)
-            if answers.delivered:
-                self._take_delivered(answers.delivered)
+            try:
+                self._hear(answers)
+            except Exception as why:  # it is about the requests of this message only
+                _log.exception("a message of %s could not be taken", self._name)
+                reason = f"its answer could not be taken: {type(why).__name__}: {why}"
+                self._fail(list(answers.request_ids()), RequestError(f"{self._name}: {reason}"))
+
+    def _hear(self, answers: Answers) -> None:
+        if answers.requests is not None:
+            connection, port = answers.requests
+            if connection == self._connections and self._connected is not None:  # it has not ended meanwhile
+                self._requests = cloudpickle.loads(port)
+                self._flush()
+        if answers.pieces is not None:
+            self._on_pieces([piece for piece in answers.pieces.unpack() if piece.request_id in self._open])
+        self._take([] if answers.completions is None else answers.completions.unpack(), answers.failures)
+        if answers.delivered:
+            self._take_delivered(answers.delivered)
 
     def _take(self, completions: Sequence[Completion], failures: Sequence[tuple[str, TitanError]]) -> None:
         """Hand on what is not answered yet."""
@@ -235,7 +228,7 @@ class RequestClient:
         mine: list[str] = []
         for request_id in request_ids:
             opened = self._open.get(request_id)
-            if opened is not None and opened[1].caller is None:
+            if opened is not None and opened[1] is None:
                 mine.append(request_id)
             elif opened is not None:
                 del self._open[request_id]
@@ -257,18 +250,6 @@ class RequestClient:
             self._outbox.setdefault(None, []).append(request)
         self._flush_soon()
 
-    def _expire(self) -> None:
-        loop = asyncio.get_running_loop()
-        now = loop.time()
-        overdue = []
-        for request_id, (_, sent) in self._open.items():
-            if sent.deadline > now:
-                break
-            overdue.append(request_id)
-        self._fail(overdue, ActorFailed(f"{self._name}.generate_many: no answer within {self._seconds:g} s"))
-        oldest = next(iter(self._open.values()), None)
-        self._timer = None if oldest is None else loop.call_at(oldest[1].deadline, self._expire)
-
     def _fail(self, request_ids: list[str], error: TitanError) -> None:
         failed = [request_id for request_id in request_ids if self._open.pop(request_id, None) is not None]
         if failed:
@@ -279,13 +260,12 @@ class CompletionClient:
     """`await generate(request)` and `stream(request)` over a `RequestClient`: what a rollout worker, a gateway and a
     training script use."""
 
-    def __init__(self, target: Any, *, name: str, seconds: float, late_seconds: float = LATE_ANSWER_SECONDS) -> None:
+    def __init__(self, target: Any, *, name: str, late_seconds: float = LATE_ANSWER_SECONDS) -> None:
         self._futures: dict[str, asyncio.Future[Completion]] = {}
         self._pieces: dict[str, asyncio.Queue[Piece | None]] = {}  # None: the completion is there, or will never be
         self._client = RequestClient(
             target,
             name=name,
-            seconds=seconds,
             on_answers=self._on_answers,
             on_pieces=self._on_pieces,
             late_seconds=late_seconds,
@@ -295,7 +275,7 @@ class CompletionClient:
         """The completion of one request. Cancelling the call aborts the engine's work.
 
         Raises:
-            RequestError: the request is invalid.
+            RequestError: the request is invalid, its time was over, or generators died under it.
             GeneratorFailed, ActorFailed: nobody can serve it; the cause is in the message.
         """
         future = self._send(request)

@@ -2,9 +2,10 @@
 
     {"error": {"message": …, "type": …, "param": …, "code": …}}
 
-What a client did wrong is a 4xx with a sentence about it; what the fleet cannot do is a 503 with the cause. The router
-has tried already what could be tried, so `x-should-retry: false` goes with an error (the `openai` clients heed it) and
-no `Retry-After`. Only a gateway that is being closed asks to be asked again: another one may take its place.
+What a client did wrong is a 4xx with a sentence about it; what the fleet cannot do is a 503 with the cause, or a 504
+where it did not do it in time. The router has tried already what could be tried, so `x-should-retry: false` goes with an
+error (the `openai` clients heed it) and no `Retry-After`. Only a gateway that is being closed asks to be asked again:
+another one may take its place.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from titan_rl.errors import GatewayClosing, RequestError, SessionOver, TaskError, TitanError
+from titan_rl.errors import (
+    GatewayClosing,
+    RequestError,
+    RequestLost,
+    RequestTimeout,
+    SessionOver,
+    TaskError,
+    TitanError,
+)
 
 NO_RETRY = {"x-should-retry": "false"}
 RETRY = {"x-should-retry": "true", "retry-after": "5"}
@@ -57,6 +66,10 @@ def api_error(error: TitanError) -> ApiError:
     """What a client is told about an error of the project: its own fault, its rollout's end, or the fleet's fault."""
     if isinstance(error, SessionOver):
         return ApiError(403, str(error), code="rollout_over")
+    if isinstance(error, RequestTimeout):
+        return ApiError(504, str(error), code="request_timeout")
+    if isinstance(error, RequestLost):
+        return ApiError(503, str(error), code="engine_unavailable")
     if isinstance(error, RequestError) and "max_model_len" in str(error):
         return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error, (RequestError, TaskError)):

@@ -77,7 +77,7 @@ async def bring_up(
         for name in names
     }
     rank0 = {name: handle.slice(ranks=0) for name, handle in generators.items()}
-    router_actor = meshes["router"].spawn("router", GeneratorRouter, config.router, rank0, step_seconds).slice(ranks=0)
+    router_actor = meshes["router"].spawn("router", GeneratorRouter, config.router, rank0).slice(ranks=0)
     gateway = None
     if "gateway" in meshes:
         agents = config.rollout.agents

@@ -19,7 +19,8 @@ class PlacementConfig:
     start_seconds: float = 300.0
     """Bound on the start of a mesh, model load included."""
     step_seconds: float = 1800.0
-    """Longest time any single call to a mesh may take before the run ends with the name of that call."""
+    """Longest time any single call to a mesh may take before the run ends with the name of that call. Requests and
+    rollouts are no such calls: see `router.request_seconds` and `rollout.seconds`."""
 
     def __post_init__(self) -> None:
         if self.threads < 1:

@@ -9,7 +9,6 @@ holds. Whatever happens inside the block, afterwards no process, port or shared-
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -127,10 +126,10 @@ async def serve(
         for name, handle in generators.items():
             polite[name] = handle.close.call
         # No version comes after the first, so an interrupted completion (its generator died) can start over and give
-        # the same tokens; only then are penalties and min_tokens possible. And nothing bounds an answer's time.
+        # the same tokens; only then are penalties and min_tokens possible.
         router_config = replace(config.router, resume=False)
         rank0 = {name: handle.slice(ranks=0) for name, handle in generators.items()}
-        router_actor = meshes["router"].spawn("router", GeneratorRouter, router_config, rank0, math.inf).slice(ranks=0)
+        router_actor = meshes["router"].spawn("router", GeneratorRouter, router_config, rank0).slice(ranks=0)
         router = Router(router_actor, seconds=step_seconds)
         polite["router"] = router.close
         gateway = spawn_gateway(meshes["gateway"], gateway_config, config, router_actor, model_path=model_path)

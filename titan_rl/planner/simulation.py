@@ -131,7 +131,7 @@ class _Simulation:
         for name in self._engines:
             self._fleet.add(name)
         self._gate.ask(INITIAL_VERSION)
-        for name in self._gate.startable():
+        for name in self._gate.startable(self._dispatcher.load):
             self._gate.pulling(name)
             self._gate.verified(name, INITIAL_VERSION)
         self._admit()
@@ -274,7 +274,7 @@ class _Simulation:
     # Weights.
 
     def _sync(self) -> None:
-        for name in self._gate.startable():
+        for name in self._gate.startable(self._dispatcher.load):
             if self._gate.must_drain(name) and self._dispatcher.in_flight(name):
                 self._draining.add(name)
             else:
@@ -287,10 +287,10 @@ class _Simulation:
     def _verified(self, name: str, version: PolicyVersion) -> None:
         self._gate.verified(name, version)
         target = self._fleet.target
-        if version != target or self._scenario.max_syncing:
-            self._sync()  # this one again, or the next in line
         if self._dispatcher.waiting:
             self._send(self._dispatcher.reconsider(self._now))
+        if version != target or self._scenario.max_syncing:
+            self._sync()  # this one again, or the next in line
         if version == target:
             self._behind -= 1
             if not self._behind and self._scenario.admit_after == "pull":

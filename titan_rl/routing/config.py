@@ -26,7 +26,14 @@ class RouterConfig:
     pull_retries: int = 1
     """Further attempts at once after a failed pull; a generator that still fails waits, STALE, for the next version."""
     pull_seconds: float = 120.0
-    """Bound on one generator's weight pull; past it the generator counts as dead."""
+    """Longest pull of one generator, after its drain. A later one is waited for by nobody: the generator is STALE and
+    takes no requests until its pull ends."""
+    request_seconds: float = 0.0
+    """Longest time that a request may spend with generators, all its attempts together; then its engine stops it, and
+    it fails. Waiting at the router (for weights, or for a generator) does not count. 0: no bound."""
+    request_retries: int = 1
+    """Further generators that get a request after one has died under it; then it fails, because it may be what they die
+    of. Interruptions (drains, failed pulls, sleep) do not count."""
     resume: bool = True
     """Continue an interrupted completion from its own tokens, on the same or another generator. Sampling options that
     depend on past output (penalties, min_new_tokens) are refused then: the engine would take those for prompt."""
@@ -34,8 +41,11 @@ class RouterConfig:
     def __post_init__(self) -> None:
         if self.max_syncing < 0:
             raise ConfigError(f"router.max_syncing must be >= 0, got {self.max_syncing}")
-        if self.pull_retries < 0:
-            raise ConfigError(f"router.pull_retries must be >= 0, got {self.pull_retries}")
+        for name in ("pull_retries", "request_retries"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"router.{name} must be >= 0, got {getattr(self, name)}")
+        if not self.request_seconds >= 0:
+            raise ConfigError(f"router.request_seconds must be 0 (no bound) or more, got {self.request_seconds}")
         for name in ("drain_seconds", "pull_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"router.{name} must be positive, got {getattr(self, name)}")

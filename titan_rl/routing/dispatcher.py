@@ -7,6 +7,8 @@ Always true, after every method:
 - a generator's load is the sum of the estimated costs of its live attempts, so it is 0 when none is live;
 - an attempt goes only to a generator that serves the request's `min_version` or newer, and its id is never reused;
 - a request that is pinned to a generator goes only there, and only while that is leased;
+- at most `retries` + 1 generators die under one request, and it spends at most `seconds` with generators, however
+  often it is interrupted;
 - with `resume`, the tokens that a caller was shown as pieces are the first of its completion, whatever becomes of the
   generator that sampled them.
 
@@ -18,27 +20,20 @@ the prompt, the rest of the budget, and a seed of its own. Its caller gets one s
     reconsider()                    → [Assignment(g1, r~1)]              the prompt and those 3 tokens
     completed(r~1, 4 tokens, STOP)  → Completion(r, 7 tokens, STOP)      versions of both
 
-Pure: methods return what to send; the actor sends it. Time is handed in.
+Pure: methods return what to send; the actor sends it. Who is to get an error instead of an answer is among `failures`,
+to be asked for after every method. Time is handed in.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-import numpy as np
-
-from titan_rl.errors import RequestError
+from titan_rl.errors import GeneratorFailed, RequestError, RequestLost, RequestTimeout, TitanError
+from titan_rl.routing.attempts import ATTEMPT_MARK, MOST_PIECES, OpenRequest, ending, from_pieces, next_attempt, stitch
 from titan_rl.routing.strategies import RoutingStrategy, Wait
-from titan_rl.seeding import derive_seed
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
-
-_ATTEMPT_MARK = "~"
-"""Between the caller's id and the number of a later attempt; callers' ids are free of it, so no two can be equal."""
-
-
-_MOST_PIECES = 256
-"""Kept of one attempt; more become one, which takes a twentieth of the memory where each is a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +44,6 @@ class Assignment:
     request: GenerationRequest
 
 
-@dataclass(slots=True)
-class _Request:
-    """One caller's request on its way."""
-
-    asked: GenerationRequest  # as the caller sent it
-    segments: list[Completion] = field(default_factory=list)  # what earlier attempts sampled
-    pieces: list[Piece] = field(default_factory=list)  # what the caller was shown of the live attempt
-    attempts: int = 0
-    attempt: GenerationRequest | None = None  # live now; None while waiting
-    generator: str = ""
-    cost: int = 0
-    waiting_since: float = 0.0
-    given_up: bool = False  # the caller aborted it: the next answer is the last
-
-    @property
-    def sampled(self) -> int:
-        """Tokens of earlier attempts."""
-        return sum(len(part.token_ids) for part in self.segments)
-
-
 def estimated_cost(request: GenerationRequest) -> int:
     """Estimated work of a request in tokens: those to read plus the most it may sample."""
     return len(request.prompt_token_ids) + request.sampling.max_new_tokens
@@ -77,20 +52,28 @@ def estimated_cost(request: GenerationRequest) -> int:
 class Dispatcher:
     """Bookkeeping of one router."""
 
-    def __init__(self, strategy: RoutingStrategy, *, resume: bool = True) -> None:
+    def __init__(
+        self, strategy: RoutingStrategy, *, resume: bool = True, seconds: float = 0.0, retries: int = 1
+    ) -> None:
         """
         Args:
             resume: continue interrupted completions from their own tokens; off: they start again from nothing.
+            seconds: `router.request_seconds`.
+            retries: `router.request_retries`.
         """
         self._strategy = strategy
         self._resume = resume
-        self._requests: dict[str, _Request] = {}  # by the caller's id
-        self._waiting: dict[str, _Request] = {}  # of those, in order of arrival
-        self._attempts: dict[str, _Request] = {}  # live, by attempt id
+        self._seconds = seconds or math.inf
+        self._retries = retries
+        self._requests: dict[str, OpenRequest] = {}  # by the caller's id
+        self._waiting: dict[str, OpenRequest] = {}  # of those, in order of arrival
+        self._attempts: dict[str, OpenRequest] = {}  # live, by attempt id
         self._on: dict[str, dict[str, None]] = {}  # generator → its live attempt ids, oldest first
         self._load: dict[str, int] = {}
         self._leased: dict[str, PolicyVersion] = {}  # generators that serve only requests pinned to them
-        self._wake_at: float | None = None
+        self._wait_until = math.inf  # the earliest `Wait` of the strategy
+        self._overdue_at = math.inf  # no live attempt's time is over before
+        self._failures: list[tuple[str, TitanError]] = []
 
     @property
     def waiting(self) -> int:
@@ -102,8 +85,9 @@ class Dispatcher:
 
     @property
     def wake_at(self) -> float | None:
-        """When `reconsider` should be called at the latest; None: not before something changes."""
-        return self._wake_at
+        """When `overdue` and `reconsider` should be called at the latest; None: not before something changes."""
+        at = min(self._wait_until, self._overdue_at)
+        return None if at == math.inf else at
 
     def load(self, generator: str) -> int:
         """Estimated tokens in flight."""
@@ -121,8 +105,8 @@ class Dispatcher:
         """Why this request cannot be taken in."""
         if request.request_id in self._requests:
             return RequestError(f"request id {request.request_id} is already live")
-        if _ATTEMPT_MARK in request.request_id:
-            return RequestError(f"request id {request.request_id} must not contain {_ATTEMPT_MARK!r}: attempts do")
+        if ATTEMPT_MARK in request.request_id:
+            return RequestError(f"request id {request.request_id} must not contain {ATTEMPT_MARK!r}: attempts do")
         if request.pinned_to is not None:
             version = self._leased.get(request.pinned_to)
             if version is None:
@@ -144,20 +128,13 @@ class Dispatcher:
         self._leased[generator] = version
 
     def lease_ended(self, generator: str) -> None:
-        """It does not any more. What it runs it may finish; what is or comes to wait for it is among the `orphans`."""
+        """It does not any more. What it runs it may finish; what is or comes to wait for it fails at `reconsider`."""
         self._leased.pop(generator, None)
 
-    def orphans(self) -> list[str]:
-        """Give up on waiting requests that are pinned to a generator whose lease ended; returns the callers' ids."""
-        orphans = [
-            request_id
-            for request_id, request in self._waiting.items()
-            if request.asked.pinned_to is not None and request.asked.pinned_to not in self._leased
-        ]
-        for request_id in orphans:
-            del self._waiting[request_id]
-            del self._requests[request_id]
-        return orphans
+    def failures(self) -> list[tuple[str, TitanError]]:
+        """Requests that nobody will answer, each once: the caller's id, and why."""
+        failures, self._failures = self._failures, []
+        return failures
 
     def submit(self, requests: Iterable[GenerationRequest], now: float) -> list[Assignment]:
         """Take requests in (`refusal` must be None); those that nobody can serve now wait."""
@@ -165,19 +142,41 @@ class Dispatcher:
         for asked in requests:
             if asked.request_id in self._requests:
                 raise ValueError(f"request {asked.request_id} is already live")
-            request = self._requests[asked.request_id] = _Request(asked, waiting_since=now)
-            if not self._assign(request, now, assignments):
-                self._waiting[asked.request_id] = request
+            request = self._requests[asked.request_id] = OpenRequest(asked, waiting_since=now)
+            self._waiting[asked.request_id] = request
+            self._assign(request, now, assignments)
         return assignments
 
     def reconsider(self, now: float) -> list[Assignment]:
         """Assign whatever waits and can be served now; call after a generator came to serve, and at `wake_at`."""
-        self._wake_at = None
+        self._wait_until = math.inf
         assignments: list[Assignment] = []
         for request in list(self._waiting.values()):
-            if self._assign(request, now, assignments):
-                del self._waiting[request.asked.request_id]
+            self._assign(request, now, assignments)
         return assignments
+
+    def overdue(self, now: float) -> list[Assignment]:
+        """Give up on requests whose time with generators is over; call at `wake_at`. Returns their live attempts, to be
+        aborted."""
+        if now < self._overdue_at:
+            return []
+        self._overdue_at = math.inf
+        overdue: list[Assignment] = []
+        for request in self._attempts.values():
+            if request.given_up:
+                continue
+            at = request.started + self._seconds - request.seconds
+            if at > now:
+                self._overdue_at = min(self._overdue_at, at)
+                continue
+            assert request.attempt is not None
+            request.given_up = True
+            overdue.append(Assignment(request.generator, request.attempt))
+            request_id = request.asked.request_id
+            reason = f"request {request_id}: not finished after {self._seconds:g} s with generators"
+            error = RequestTimeout(f"{reason} (router.request_seconds); it was stopped and its tokens dropped")
+            self._failures.append((request_id, error))
+        return overdue
 
     def completed(self, attempt_id: str, completion: Completion, now: float) -> Completion | None:
         """An attempt ended with these tokens.
@@ -190,10 +189,10 @@ class Dispatcher:
         if request is None:
             return None
         if completion.finish_reason is FinishReason.ABORT and not request.given_up:
-            completion = replace(completion, finish_reason=_reason(request, completion))
+            completion = replace(completion, finish_reason=ending(request, completion))
         if completion.finish_reason is not FinishReason.ABORT or request.given_up:
             del self._requests[request.asked.request_id]
-            return _stitch(request, completion)
+            return stitch(request, completion)
         if self._resume and len(completion.token_ids):
             request.segments.append(completion)
         self._queue(request, now)
@@ -214,7 +213,7 @@ class Dispatcher:
             if piece.offset != known:
                 return None
             request.pieces.append(piece)
-            if len(request.pieces) == _MOST_PIECES:
+            if len(request.pieces) == MOST_PIECES:
                 request.pieces = [Piece.join(request.pieces)]
         return replace(piece, request_id=request.asked.request_id)
 
@@ -232,23 +231,35 @@ class Dispatcher:
         del self._requests[request.asked.request_id]
         return request.asked.request_id
 
-    def lost(self, attempt_id: str, now: float) -> Completion | None:
-        """The attempt's generator is gone, and its tokens with it, but for those that the caller was shown.
+    def lost(self, attempt_id: str, now: float, died: str = "") -> Completion | None:
+        """The attempt ended without an answer, and its tokens are lost, but for those that the caller was shown.
+
+        Args:
+            died: why its generator is gone; empty: it is not, it only serves nothing just now.
 
         Returns:
             What there is, if the caller has given the request up or was shown all of it. Else None: it waits for
-            another attempt.
+            another attempt, or has failed because more than `retries` generators have died under it.
         """
-        live = self._attempts.get(attempt_id)
-        if live is not None and live.pieces:
-            return self.completed(attempt_id, _from_pieces(attempt_id, live), now)
-        request = self._release(attempt_id)
+        request = self._attempts.get(attempt_id)
         if request is None:
             return None
-        if request.given_up:
-            del self._requests[request.asked.request_id]
-            return _stitch(request, None)
-        self._queue(request, now)
+        if request.pieces:
+            whole = self.completed(attempt_id, from_pieces(attempt_id, request), now)
+            if whole is not None:
+                return whole
+        else:
+            self._release(attempt_id)
+            if request.given_up:
+                del self._requests[request.asked.request_id]
+                return stitch(request, None)
+            self._queue(request, now)
+        if died:
+            request.deaths.append(died)
+            if len(request.deaths) > self._retries:
+                deaths = f"{len(request.deaths)} generators died under it ({'; '.join(request.deaths)})"
+                limit = f"no other one gets it (router.request_retries = {self._retries})"
+                self._fail(request, RequestLost(f"request {request.asked.request_id}: {deaths}, and {limit}"))
         return None
 
     def abort(self, request_id: str) -> Assignment | Completion | None:
@@ -266,7 +277,7 @@ class Dispatcher:
             return Assignment(request.generator, request.attempt)
         del self._waiting[request_id]
         del self._requests[request_id]
-        return _stitch(request, None)
+        return stitch(request, None)
 
     def drop_waiting(self) -> list[str]:
         """Give up on everything that waits; returns the callers' request ids."""
@@ -276,33 +287,50 @@ class Dispatcher:
         self._waiting.clear()
         return dropped
 
-    def _queue(self, request: _Request, now: float) -> None:
+    def _queue(self, request: OpenRequest, now: float) -> None:
+        request.seconds += now - request.started
         request.waiting_since = now
         self._waiting[request.asked.request_id] = request
 
-    def _assign(self, request: _Request, now: float, assignments: list[Assignment]) -> bool:
-        """Whether somebody serves the request from now on; it is not among those that wait then."""
+    def _fail(self, request: OpenRequest, error: TitanError) -> None:
+        """A request that waits gets an error."""
+        request_id = request.asked.request_id
+        del self._waiting[request_id]
+        del self._requests[request_id]
+        self._failures.append((request_id, error))
+
+    def _assign(self, request: OpenRequest, now: float, assignments: list[Assignment]) -> None:
+        """Give a request that waits to whoever serves it now, if anybody does."""
+        request_id = request.asked.request_id
         choice: str | Wait | None = request.asked.pinned_to
         if choice is None:
-            choice = self._strategy.choose(request.asked, now=now, waiting_since=request.waiting_since)
+            try:
+                choice = self._strategy.choose(request.asked, now=now, waiting_since=request.waiting_since)
+            except Exception as why:
+                reason = f"the routing strategy raised {type(why).__name__}: {why}"
+                return self._fail(request, RequestError(f"request {request_id}: {reason}"))
         elif choice not in self._leased:
-            return False
+            reason = "the generator that it was pinned to is not any more"
+            return self._fail(request, GeneratorFailed(f"request {request_id}: {reason}"))
         if isinstance(choice, Wait):
-            self._wake_at = choice.until if self._wake_at is None else min(self._wake_at, choice.until)
-            return False
+            self._wait_until = min(self._wait_until, choice.until)
+            return None
         if choice is None:
-            return False
-        attempt = _attempt(request)
+            return None
+        del self._waiting[request_id]
+        attempt = next_attempt(request)
         request.attempts += 1
         request.attempt, request.generator, request.cost = attempt, choice, estimated_cost(attempt)
+        request.started = now
+        self._overdue_at = min(self._overdue_at, now + self._seconds - request.seconds)
         self._attempts[attempt.request_id] = request
         self._on.setdefault(choice, {})[attempt.request_id] = None
         self._load[choice] = self._load.get(choice, 0) + request.cost
         self._strategy.assigned(request.asked, choice, self._load[choice])
         assignments.append(Assignment(choice, attempt))
-        return True
+        return None
 
-    def _release(self, attempt_id: str) -> _Request | None:
+    def _release(self, attempt_id: str) -> OpenRequest | None:
         request = self._attempts.pop(attempt_id, None)
         if request is None:
             return None
@@ -313,77 +341,3 @@ class Dispatcher:
         request.pieces = []
         self._strategy.released(request.asked, generator, self._load[generator])
         return request
-
-
-def nothing_sampled(request_id: str) -> Completion:
-    """What a request gets that was given up before anybody served it."""
-    return Completion(
-        request_id=request_id,
-        token_ids=np.zeros(0, np.int32),
-        logprobs=np.zeros(0, np.float32),
-        versions=np.zeros(0, np.int64),
-        finish_reason=FinishReason.ABORT,
-    )
-
-
-def _from_pieces(attempt_id: str, request: _Request) -> Completion:
-    """As if the attempt had been interrupted after the last of its pieces."""
-    shown = Piece.join(request.pieces)
-    return Completion(
-        request_id=attempt_id,
-        token_ids=shown.token_ids,
-        logprobs=shown.logprobs,
-        versions=shown.versions,
-        finish_reason=FinishReason.ABORT,
-        generator=request.generator,
-    )
-
-
-def _reason(request: _Request, interrupted: Completion) -> FinishReason:
-    """Why it ended: an interruption may come when the last token was just sampled, and nothing is left to do."""
-    sampling = request.asked.sampling
-    tokens = interrupted.token_ids
-    if len(tokens) and int(tokens[-1]) in sampling.stop_token_ids and len(tokens) > sampling.min_new_tokens:
-        return FinishReason.STOP
-    if request.sampled + len(tokens) >= sampling.max_new_tokens:
-        return FinishReason.LENGTH
-    return FinishReason.ABORT
-
-
-def _attempt(request: _Request) -> GenerationRequest:
-    """The next attempt: the whole request, or what is left of it."""
-    asked = request.asked
-    if not request.attempts:
-        return asked
-    attempt = replace(asked, request_id=f"{asked.request_id}{_ATTEMPT_MARK}{request.attempts}")
-    if not request.segments:
-        return attempt  # the same seed: the tokens that were lost are sampled again
-    sampled = np.concatenate([segment.token_ids for segment in request.segments])
-    return replace(
-        attempt,
-        prompt_token_ids=np.concatenate([asked.prompt_token_ids, sampled]),
-        sampling=replace(asked.sampling, max_new_tokens=asked.sampling.max_new_tokens - len(sampled)),
-        # An engine that starts again starts its random numbers again: the same seed would repeat the first draws.
-        seed=derive_seed(asked.seed, "segment", len(request.segments)),
-        stream_from=asked.stream_from + len(sampled) if asked.streams else asked.stream_from,
-    )
-
-
-def _stitch(request: _Request, last: Completion | None) -> Completion:
-    """All segments as one completion under the caller's id; without a last one it ends as aborted."""
-    parts = [*request.segments, *([last] if last is not None else [])]
-    if len(parts) == 1 and parts[0].request_id == request.asked.request_id:
-        return parts[0]
-    metrics: dict[str, float] = {"segments": float(len(parts)), "attempts": float(request.attempts)}
-    for part in parts:
-        for name, value in part.metrics.items():
-            metrics[name] = metrics.get(name, 0.0) + value
-    return Completion(
-        request_id=request.asked.request_id,
-        token_ids=np.concatenate([part.token_ids for part in parts] or [np.zeros(0, np.int32)]),
-        logprobs=np.concatenate([part.logprobs for part in parts] or [np.zeros(0, np.float32)]),
-        versions=np.concatenate([part.versions for part in parts] or [np.zeros(0, np.int64)]),
-        finish_reason=last.finish_reason if last is not None else FinishReason.ABORT,
-        generator=parts[-1].generator if parts else "",
-        metrics=metrics,
-    )

@@ -1,7 +1,8 @@
 """The state of every generator, and the only ways from one state to another.
 
-There is no way to SERVING but through `pull_verified`, and that refuses a version older than the fleet's target. DEAD
-is final; a replacement is a new generator with a new name.
+There is no way to SERVING but through `pull_verified`, and no generator goes back to an older version. A version that
+was overtaken by a newer publication is served until the newer one is there: a request's `min_version` keeps those away
+that must not have it. DEAD is final; a replacement is a new generator with a new name.
 
     RECOVERING ─▶ SYNCING ─ verified ─▶ SERVING ─ drain ─▶ SYNCING            any ─▶ DEAD
                      │  ▲                  │ └─ hot swap verified ─▶ SERVING at the new version
@@ -35,7 +36,7 @@ class GeneratorState(StrEnum):
     ASLEEP = "asleep"
     """Gave up its memory; wakes only through a verified pull."""
     STALE = "stale"
-    """Its last pull failed; serves nothing until a later pull is verified. The reason is kept."""
+    """Its last pull failed or is late; serves nothing until a later pull is verified. The reason is kept."""
     DEAD = "dead"
     """Its process or engine is gone. Final."""
 
@@ -128,10 +129,7 @@ class FleetHealth:
         self._move(name, GeneratorState.SYNCING)
 
     def pull_verified(self, name: str, version: PolicyVersion) -> None:
-        """The engine holds `version` and its fingerprints agree.
-
-        It serves if that is still what the fleet is asked to serve; else it stays as it was (a hot swap goes on
-        serving what it has just taken; a drained one stays SYNCING) until the newer version is there too.
+        """The engine holds `version` and its fingerprints agree: it serves.
 
         Raises:
             ValueError: it is older than what was verified here before, or the generator was not SYNCING or SERVING.
@@ -142,9 +140,7 @@ class FleetHealth:
         if health.version is not None and version < health.version:
             raise ValueError(f"generator {name} cannot go back from {health.version} to {version}")
         health.version = version
-        current = self.target is None or version >= self.target
-        if current or health.state is GeneratorState.SERVING:
-            self._move(name, GeneratorState.SERVING)
+        self._move(name, GeneratorState.SERVING)
 
     def pull_failed(self, name: str, reason: str) -> None:
         """The pull ended without verified weights; nothing may be served from here."""

@@ -12,7 +12,10 @@ Always true, after every method:
   (new, stale, asleep) start at once;
 - a pinned generator stays at its version and is never the last one that served when it was pinned;
 - pulls coalesce: a generator that begins to pull takes the newest version asked for, and nothing ever goes back;
-- a generator is under one pull at a time, and a failed one is tried again `retries` times per version asked for.
+- what was verified serves, though a newer version may have been asked for meanwhile: however fast versions follow each
+  other, every pull that ends well opens the door to those who wait;
+- a generator is under one pull at a time, and a failed one is tried again `retries` times per version asked for;
+- nobody waits for a generator whose pull is late; it serves nothing until that pull ends.
 
 Pure: no asyncio, no clock.
 """
@@ -38,7 +41,8 @@ class ServingGate:
         self._max_syncing = max_syncing
         self._retries = retries
         self._syncing: dict[str, PolicyVersion | None] = {}  # in a sync now → what it pulls; None before the pull
-        self._closed: set[str] = set()  # served, and were closed to sync; until they serve again or fail
+        self._closed: set[str] = set()  # served, and were closed to sync; until they serve again, fail or are late
+        self._late: set[str] = set()  # in a sync that takes longer than it may
         self._woken: set[str] = set()  # asleep, and asked to wake
         self._released: set[str] = set()  # pinned, and asked to serve again
         self._failures: dict[str, int] = {}  # of pulls of the target, since it was asked for
@@ -67,13 +71,16 @@ class ServingGate:
             # Asked for again: what failed gets its attempts anew.
             self._failures = {name: count for name, count in self._failures.items() if name in self._syncing}
 
-    def startable(self) -> list[str]:
-        """Generators whose sync is to begin now. Each is in a sync from here until `verified`, `failed` or `died`."""
+    def startable(self, load: Callable[[str], int]) -> list[str]:
+        """Generators whose sync is to begin now. Each is in a sync from here until `verified`, `failed` or `died`.
+
+        Where only some may close at once, those with the oldest version go first, and of equals those with the least
+        load: an idle one is back at once, a busy one holds its place for a whole drain.
+        """
         started = []
-        for health in self._fleet:
+        waiting = [health for health in self._fleet if self._wants(health.name)]
+        for health in sorted(waiting, key=lambda health: (health.version or _NEVER, load(health.name))):
             name = health.name
-            if not self._wants(name):
-                continue
             if health.state is GeneratorState.SERVING and self._mode == "drain":
                 if self._max_syncing and len(self._closed) >= self._max_syncing:
                     continue
@@ -108,25 +115,36 @@ class ServingGate:
         return name in self._woken
 
     def verified(self, name: str, version: PolicyVersion) -> None:
-        """The pull ended well. If a newer version was asked for meanwhile, `startable` names the generator again."""
+        """The pull ended well. If a newer version was asked for meanwhile, `startable` names the generator again: let
+        in who waits before that."""
+        self._resume(name)
         self._syncing.pop(name, None)
+        self._closed.discard(name)
         self._woken.discard(name)
         self._failures.pop(name, None)
         self._reached[name] = version
         self._fleet.pull_verified(name, version)
-        if self._fleet[name].state is GeneratorState.SERVING:
-            self._closed.discard(name)
 
     def failed(self, name: str, reason: str) -> None:
         """The pull ended without verified weights; the generator serves nothing."""
+        self._resume(name)
         pulled = self._syncing.pop(name, None)
         self._closed.discard(name)
         if pulled is None or pulled == self._fleet.target:  # of an overtaken version it says nothing about the target
             self._failures[name] = self._failures.get(name, 0) + 1
         self._fleet.pull_failed(name, reason)
 
+    def late(self, name: str, reason: str) -> None:
+        """The sync takes longer than it may, and goes on: the generator serves nothing, and nobody waits for it, until
+        `verified`, `failed` or `died`. Nothing happens where one of these came first."""
+        if name in self._syncing and name not in self._late:
+            self._late.add(name)
+            self._closed.discard(name)
+            self._fleet.pull_failed(name, reason)
+
     def died(self, name: str, reason: str) -> None:
         """The generator is gone, in a sync or not."""
+        self._late.discard(name)
         self._syncing.pop(name, None)
         self._closed.discard(name)
         self._woken.discard(name)
@@ -208,9 +226,16 @@ class ServingGate:
         take it (dead, pinned, asleep)."""
         return not any(
             self._reached.get(health.name, _NEVER) < version
+            and health.name not in self._late
             and (health.name in self._syncing or self._wants(health.name))
             for health in self._fleet
         )
+
+    def _resume(self, name: str) -> None:
+        """A late sync ends as any other."""
+        if name in self._late:
+            self._late.discard(name)
+            self._fleet.sync_started(name)
 
     def _wants(self, name: str) -> bool:
         """Whether the generator should begin a sync, if there is room."""

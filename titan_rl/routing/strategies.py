@@ -44,7 +44,7 @@ class Wait:
 
 
 class RoutingStrategy(FleetListener, Protocol):
-    """Chooses generators. Pure: time is handed in."""
+    """Chooses generators. Pure: time is handed in. `choose` that raises fails its request; nothing else may raise."""
 
     def choose(self, request: GenerationRequest, *, now: float, waiting_since: float) -> str | Wait | None:
         """Who is to serve the request, or when to ask again at the latest; None: whenever somebody new serves.
