@@ -42,6 +42,7 @@ class ScriptedGenerator(ConnectedActor):
         self._pulls: list[str] = []
         self._pulling = 0
         self._failures = 0
+        self._fatal = False
         self._may_pull = asyncio.Event()
         self._may_pull.set()
         self._changed = asyncio.Event()  # set at the next change
@@ -87,8 +88,9 @@ class ScriptedGenerator(ConnectedActor):
         self._may_pull.set()
 
     @served
-    async def fail_pulls(self, times: int) -> None:
-        self._failures = times
+    async def fail_pulls(self, times: int, fatal: bool = False) -> None:
+        """A fatal failure says that the generator is gone, and answers no request."""
+        self._failures, self._fatal = times, fatal
 
     @served
     async def progress(self, tokens: int) -> None:
@@ -148,6 +150,8 @@ class ScriptedGenerator(ConnectedActor):
         self._pulling -= 1
         if self._failures:
             self._failures -= 1
+            if self._fatal:
+                raise GeneratorFailed("it was killed in its pull")
             self._answer(list(self._live), FinishReason.ABORT, self._progress)
             raise WeightsError("lm_head.weight is not what was published")
         flying = len(self._live)

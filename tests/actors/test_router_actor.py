@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from monarch.actor import this_proc
 from router_fleet import SECONDS, Fleet, request
-from scripted_generator import ScriptedGenerator, publication
+from scripted_generator import publication
 
-from titan_rl.actors.router import GeneratorRouter
 from titan_rl.actors.router_client import Router
-from titan_rl.errors import GeneratorFailed, RequestError, WeightsError
+from titan_rl.errors import GeneratorFailed, RequestError, RequestLost, RequestTimeout, WeightsError
 from titan_rl.routing.config import RouterConfig
 from titan_rl.types import FinishReason
 
@@ -103,17 +101,15 @@ async def test_closing_the_router_fails_what_is_open(draining: Fleet) -> None:
 
 
 async def test_when_all_are_dead_requests_fail_at_once_with_the_reasons() -> None:
-    gone = this_proc().spawn("gone", ScriptedGenerator)
-    router = Router(
-        this_proc().spawn("router_of_nobody", GeneratorRouter, RouterConfig(pull_seconds=0.01), {"g0": gone}),
-        seconds=SECONDS,
-    )
-    await gone.hold_pulls.call_one()  # no answer within pull_seconds counts as dead
-    with pytest.raises(WeightsError, match="g0: .*no answer within"):
-        await router.pull_model_state_dict(publication(0))
-    with pytest.raises(GeneratorFailed, match="every generator is dead .*no answer within"):
-        await router.generate(request("r"))
-    await router.close()
+    async with Fleet(RouterConfig(), count=1) as fleet:
+        call = fleet.generate(request("r"))
+        await fleet.live(0, 1)
+        await fleet.on(0, "die")
+        for each in (call, fleet.generate(request("later"))):
+            with pytest.raises(GeneratorFailed, match=r"every generator is dead \(g0: it was killed"):
+                await each
+        with pytest.raises(WeightsError, match="v1 is served by nobody: g0: it was killed"):
+            await fleet.router.pull_model_state_dict(publication(1))
 
 
 async def test_what_a_lost_generator_runs_goes_on_elsewhere_without_its_word() -> None:
@@ -126,3 +122,68 @@ async def test_what_a_lost_generator_runs_goes_on_elsewhere_without_its_word() -
         assert (await call).token_ids.tolist() == [3, 4]
         status = (await fleet.router.fleet_status())[lost]
         assert (status.state, status.last_error, status.in_flight) == ("dead", "it was killed", 0)
+
+
+async def test_a_request_whose_time_is_over_is_stopped_and_fails_alone() -> None:
+    async with Fleet(RouterConfig(request_seconds=0.05), count=3) as fleet:
+        with pytest.raises(RequestTimeout, match=r"request r: not finished after 0\.05 s .*router\.request_seconds"):
+            await fleet.router.generate(request("r"))
+        await fleet.in_flight(0)  # its engine has stopped it
+        for index in range(3):
+            await fleet.live(index, 0)
+        statuses = await fleet.router.fleet_status()
+        assert [status.state for status in statuses] == ["serving"] * 3
+        assert [(status.served, status.failed) for status in statuses] == [(0, 0)] * 3
+
+
+async def test_waiting_for_weights_does_not_count_as_being_served() -> None:
+    async with Fleet(RouterConfig(request_seconds=0.05), count=1) as fleet:
+        await fleet.on(0, "hold_pulls")
+        pull = fleet.pull(1)
+        await fleet.on(0, "wait_for_pull")
+        call = fleet.generate(request("r", step=1))
+        await asyncio.wait([call], timeout=0.2)
+        assert not call.done()
+        await fleet.on(0, "release_pulls")
+        await pull
+        with pytest.raises(RequestTimeout):
+            await call
+
+
+async def test_a_request_under_which_generators_die_does_not_kill_the_whole_fleet() -> None:
+    async with Fleet(RouterConfig(request_retries=1), count=3) as fleet:
+        call = fleet.generate(request("poison"))
+        first = await fleet.until_runs("poison")
+        await fleet.on(first, "die")
+        second = await fleet.until_runs("poison~1")
+        await fleet.on(second, "die")
+        with pytest.raises(RequestLost, match=r"2 generators died under it .*router\.request_retries = 1"):
+            await call
+        (survivor,) = {0, 1, 2} - {first, second}
+        assert [state for state in await fleet.states() if state != "dead"] == ["serving"]
+        other = fleet.generate(request("other"))
+        await fleet.live(survivor, 1)
+        await fleet.on(survivor, "finish", ["other"], 1)
+        await other
+
+
+async def test_an_id_that_is_used_again_at_a_closed_door_disturbs_nobody() -> None:
+    async with Fleet(RouterConfig(), count=1) as fleet:
+        await fleet.on(0, "hold_pulls")
+        pull = fleet.pull(1)
+        await fleet.on(0, "wait_for_pull")
+        given_up = fleet.generate(request("r"))
+        other = fleet.generate(request("other"))
+        await fleet.states()  # the router has both
+        given_up.cancel()
+        with pytest.raises(RequestError, match="request id r is in use"):
+            await fleet.router.generate(request("r"))
+        await fleet.states()
+        somebody = Router(fleet.router.actor, seconds=SECONDS)
+        again = asyncio.create_task(somebody.generate(request("r")))
+        await somebody.fleet_status()
+        await fleet.on(0, "release_pulls")
+        await pull
+        assert sorted(await fleet.live(0, 2)) == ["other", "r"]
+        await fleet.on(0, "finish", ["r", "other"], 1)
+        assert [each.finish_reason for each in await asyncio.gather(again, other)] == [FinishReason.STOP] * 2

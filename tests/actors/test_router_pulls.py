@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from router_fleet import Fleet, request
+from scripted_generator import publication
 
 from titan_rl.errors import RequestError, WeightsError
 from titan_rl.routing.config import RouterConfig
@@ -218,3 +219,50 @@ async def test_a_leased_generator_serves_while_all_others_sync() -> None:
         await fleet.live(1, 1)
         await fleet.on(1, "finish", ["r"], 1)
         await waiting
+
+
+async def test_a_late_generator_is_not_dead_and_serves_once_its_pull_has_ended() -> None:
+    fleet = Fleet(RouterConfig(pull_seconds=0.01), count=1)
+    await fleet.on(0, "hold_pulls")
+    with pytest.raises(WeightsError, match=r"g0 takes new weights for longer than router.pull_seconds \(0.01\)"):
+        await fleet.router.pull_model_state_dict(publication(0))
+    assert await fleet.states() == ["stale"]
+    call = fleet.generate(request("r"))
+    await fleet.on(0, "release_pulls")
+    await fleet.live(0, 1)
+    await fleet.on(0, "finish", ["r"], 1)
+    assert (await call).finish_reason is FinishReason.STOP
+    assert await fleet.states() == ["serving"] and await fleet.on(0, "pulls") == ["v0"]
+    await fleet.router.close()
+
+
+async def test_what_runs_on_a_generator_that_dies_in_its_pull_goes_on_elsewhere(swapping: Fleet) -> None:
+    call = swapping.generate(request("r"))
+    await swapping.live(0, 1)
+    await swapping.on(0, "fail_pulls", 1, True)
+    pull = swapping.pull(1)
+    assert await swapping.until_runs("r~1") == 1
+    assert (await pull).failures == {"g0": "it was killed in its pull"}
+    await swapping.on(1, "finish", ["r~1"], 2)
+    assert (await call).request_id == "r"
+    assert await swapping.states() == ["dead", "serving"]
+
+
+async def test_requests_are_served_though_every_pull_is_overtaken() -> None:
+    async with Fleet(RouterConfig(), count=1) as fleet:
+        pulls = []
+        for step in range(1, 4):
+            await fleet.on(0, "hold_pulls")
+            pulls.append(fleet.pull(step))
+            await fleet.on(0, "wait_for_pull")
+            pulls.append(fleet.pull(step + 1))
+            call = fleet.generate(request(f"r{step}", step=step))
+            await fleet.router.fleet_status()  # the router has heard of both
+            await fleet.on(0, "release_pulls")
+            await fleet.live(0, 1)
+            await fleet.on(0, "hold_pulls")
+            await fleet.on(0, "finish", [f"r{step}"], 1)
+            assert set((await call).versions.tolist()) == {PolicyVersion(0, step).encode()}
+            await fleet.on(0, "wait_for_pull")
+        await fleet.on(0, "release_pulls")
+        await asyncio.gather(*pulls)

@@ -20,7 +20,7 @@ from monarch.actor import Actor, Channel, default_bootstrap_cmd, this_host
 from titan_rl.actors.calls import bounded, served
 from titan_rl.actors.reply_desk import Answers, Reply, ReplyDesk
 from titan_rl.actors.transport import CompletionClient, RequestClient
-from titan_rl.errors import ActorFailed, GeneratorFailed, RequestError, TitanError
+from titan_rl.errors import ActorFailed, CallTimeout, GeneratorFailed, RequestError, TitanError
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion, SamplingParams
 
 
@@ -218,16 +218,36 @@ async def test_a_caller_that_died_disturbs_nobody(target: Any) -> None:
     await mesh.stop()
 
 
-async def test_a_target_that_raises_fails_what_it_had_not_answered(target: Any) -> None:
+async def test_a_message_that_raises_costs_its_own_requests(target: Any) -> None:
     client = CompletionClient(target, name="target")
     hanging = asyncio.create_task(client.generate(request("hang")))
     assert (await client.generate(request("ok0"))).finish_reason is FinishReason.STOP
-    crashing = asyncio.create_task(client.generate(request("crash")))
-    for call in (hanging, crashing):
-        with pytest.raises(ActorFailed, match=r"target\.generate_many raised RuntimeError: the engine is on fire"):
-            await call
-    assert (await client.generate(request("ok1"))).finish_reason is FinishReason.STOP, "over a connection of its own"
+    with pytest.raises(RequestError, match="'crash' could not be taken: RuntimeError: the engine is on fire"):
+        await client.generate(request("crash"))
+    assert (await client.generate(request("ok1"))).finish_reason is FinishReason.STOP
+    assert not hanging.done() and await target.connections.call_one() == 1
+    hanging.cancel()
+    await asyncio.gather(hanging, return_exceptions=True)
     await client.close()
+
+
+async def test_an_answer_that_cannot_be_taken_fails_its_own_requests(target: Any) -> None:
+    between = Between(target)
+    take = between.on_answers
+
+    def on_answers(completions: list[Completion], failures: list[tuple[str, TitanError]]) -> None:
+        take(completions, failures)
+        if "ok0" in between.completed[-1:]:
+            raise KeyError("ok0")
+
+    between.client = RequestClient(target, name="target", on_answers=on_answers, on_delivered=between.on_delivered)
+    between.client.send([request("hang")])
+    for request_id in ("ok0", "ok1"):
+        between.client.send([request(request_id)])
+        while request_id not in between.completed:
+            await asyncio.sleep(0)
+    assert between.failed == [], "the one that hangs goes on, and so does the connection"
+    await between.client.close()
 
 
 async def test_a_killed_target_fails_its_open_requests(target: Any) -> None:
@@ -261,13 +281,6 @@ async def test_an_answer_that_comes_before_its_time_is_not_asked_for_again(targe
     await client.close()
     with pytest.raises(ActorFailed, match="the client was closed"):
         await other
-
-
-async def test_a_request_that_nobody_answers_in_time_fails_alone(target: Any) -> None:
-    client = CompletionClient(target, name="target", seconds=0.2)
-    with pytest.raises(ActorFailed, match=r"target\.generate_many: no answer within 0\.2 s"):
-        await client.generate(request("hang"))
-    await client.close()
 
 
 async def test_a_prompt_that_cannot_travel_fails_alone(target: Any) -> None:
@@ -315,7 +328,7 @@ async def test_a_cancelled_endpoint_answers_with_an_error(target: Any) -> None:
 
 
 async def test_a_call_without_an_answer_names_itself(target: Any) -> None:
-    with pytest.raises(ActorFailed, match=r"target\.pid: no answer within 0 s"):
+    with pytest.raises(CallTimeout, match=r"target\.pid: no answer within 0 s"):
         await bounded(target.pid.call_one(), what="target.pid", seconds=0)
 
 

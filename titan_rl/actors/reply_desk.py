@@ -1,7 +1,7 @@
 """The answering side of `transport`: who waits for which request, and one message per port and occasion.
 
 Every request that a desk accepted is answered once; what comes later is dropped, pieces too. A client's connection is
-one call that stays open: it ends when the client leaves or the desk closes. A message that raises costs its own
+one call that stays open: it ends when the client leaves, and with an error when the desk closes. A message that raises costs its own
 requests, and no others.
 """
 
@@ -151,6 +151,8 @@ class ReplyDesk:
         try:
             reply.port.send(Answers(requests=(connection, cloudpickle.dumps(port))))
             while (asked := await receiver.recv()) is not None:
+                if isinstance(asked, TitanError):
+                    raise asked  # the desk was closed; the answers that say so may come after this call's end
                 try:
                     if asked.requests is not None:
                         caller = None if asked.caller is None else self._port_at(asked.caller)
@@ -247,7 +249,7 @@ class ReplyDesk:
             self._timer.cancel()
         self._tell()
         for port in self._connections:
-            port.send(None)
+            port.send(error)
 
     def _note(self, port: Any, request_id: str) -> None:
         note = self._notes.get(id(port))

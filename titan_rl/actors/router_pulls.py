@@ -124,12 +124,13 @@ class RouterPulls:
         """One generator's change of weights, from its drain to its first request under them."""
         loop = asyncio.get_running_loop()
         started = loop.time()
-        drains = self._gate.must_drain(name)
-        seconds = self._config.pull_seconds + (self._config.drain_seconds if drains else 0.0)
-        timer = loop.call_later(seconds, self._is_late, name, seconds)
+        drain, pull = self._config.drain_seconds, self._config.pull_seconds
+        late = loop.call_later(drain + pull, self._is_late, name)  # one that is stopped does not even end its drain
         try:
-            if drains:
-                await self._drained(name, self._config.drain_seconds)
+            if self._gate.must_drain(name):
+                await self._drained(name, drain)
+            late.cancel()
+            late = loop.call_later(pull, self._is_late, name)
             version = self._gate.pulling(name)
             publication = self._publication
             assert publication is not None and publication.version == version
@@ -148,11 +149,12 @@ class RouterPulls:
             else:
                 self._gate.failed(name, str(error))
         finally:
-            timer.cancel()
+            late.cancel()
         self._on_change()
 
-    def _is_late(self, name: str, seconds: float) -> None:
-        error = CallTimeout(f"{name}: no new weights after {seconds:g} s; it serves nothing until it has them")
+    def _is_late(self, name: str) -> None:
+        limit = f"router.pull_seconds ({self._config.pull_seconds:g})"
+        error = CallTimeout(f"{name} takes new weights for longer than {limit}; it serves nothing until it has them")
         _log.warning("%s", error)
         self._outcomes[name] = error
         self._gate.late(name, str(error))

@@ -110,6 +110,10 @@ class RequestClient:
         """The target is gone, as somebody else found out: whatever is open fails."""
         self._fail(list(self._open), error)
 
+    def is_open(self, request_id: str) -> bool:
+        """Whether the request is not answered yet, aborted or not."""
+        return request_id in self._open
+
     def abort(self, request_ids: Sequence[str]) -> None:
         """Ask the target to stop working on these; they are still answered (with what was sampled so far)."""
         self._aborts += request_ids
@@ -328,8 +332,8 @@ class CompletionClient:
 
     def _send(self, request: GenerationRequest) -> asyncio.Future[Completion]:
         request_id = request.request_id
-        if request_id in self._futures:
-            raise ValueError(f"request id {request_id} is in use; an id names one attempt")
+        if self._client.is_open(request_id):  # or its answer is on the way, and would be taken for this one's
+            raise RequestError(f"request id {request_id} is in use; an id names one attempt")
         future = self._futures[request_id] = asyncio.get_running_loop().create_future()
         self._client.send((request,))
         return future
