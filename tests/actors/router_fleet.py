@@ -11,6 +11,7 @@ import numpy as np
 from monarch.actor import this_proc
 from scripted_generator import ScriptedGenerator, publication
 
+from titan_rl.actors.calls import bounded
 from titan_rl.actors.router import GeneratorRouter
 from titan_rl.actors.router_client import Router
 from titan_rl.routing.config import RouterConfig
@@ -60,6 +61,16 @@ class Fleet:
 
     def generate(self, each: GenerationRequest) -> asyncio.Task[Completion]:
         return asyncio.create_task(self.router.generate(each))
+
+    async def ask(self, request_id: str, step: int = 0) -> asyncio.Task[Completion]:
+        """The same over a call of its own; the router has the request when this returns."""
+        endpoint = self.router.actor.generate
+        call = asyncio.create_task(
+            bounded(endpoint.call_one(request(request_id, step=step)), what="r", seconds=SECONDS)
+        )
+        await asyncio.sleep(0)
+        await self.router.fleet_status()  # it takes messages in order
+        return call
 
     def stream(self, each: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
         return self.router.stream(each)

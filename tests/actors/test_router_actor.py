@@ -8,7 +8,6 @@ import pytest
 from router_fleet import SECONDS, Fleet, request
 from scripted_generator import publication
 
-from titan_rl.actors.router_client import Router
 from titan_rl.errors import GeneratorFailed, RequestError, RequestLost, RequestTimeout, WeightsError
 from titan_rl.routing.config import RouterConfig
 from titan_rl.types import FinishReason
@@ -136,20 +135,6 @@ async def test_a_request_whose_time_is_over_is_stopped_and_fails_alone() -> None
         assert [(status.served, status.failed) for status in statuses] == [(0, 0)] * 3
 
 
-async def test_waiting_for_weights_does_not_count_as_being_served() -> None:
-    async with Fleet(RouterConfig(request_seconds=0.05), count=1) as fleet:
-        await fleet.on(0, "hold_pulls")
-        pull = fleet.pull(1)
-        await fleet.on(0, "wait_for_pull")
-        call = fleet.generate(request("r", step=1))
-        await asyncio.wait([call], timeout=0.2)
-        assert not call.done()
-        await fleet.on(0, "release_pulls")
-        await pull
-        with pytest.raises(RequestTimeout):
-            await call
-
-
 async def test_a_request_under_which_generators_die_does_not_kill_the_whole_fleet() -> None:
     async with Fleet(RouterConfig(request_retries=1), count=3) as fleet:
         call = fleet.generate(request("poison"))
@@ -172,16 +157,12 @@ async def test_an_id_that_is_used_again_at_a_closed_door_disturbs_nobody() -> No
         await fleet.on(0, "hold_pulls")
         pull = fleet.pull(1)
         await fleet.on(0, "wait_for_pull")
-        given_up = fleet.generate(request("r"))
-        other = fleet.generate(request("other"))
-        await fleet.states()  # the router has both
-        given_up.cancel()
-        with pytest.raises(RequestError, match="request id r is in use"):
-            await fleet.router.generate(request("r"))
-        await fleet.states()
-        somebody = Router(fleet.router.actor, seconds=SECONDS)
-        again = asyncio.create_task(somebody.generate(request("r")))
-        await somebody.fleet_status()
+        given_up, other = await fleet.ask("r"), await fleet.ask("other")
+        await fleet.router.actor.abort.call_one(["r"])
+        assert (await given_up).finish_reason is FinishReason.ABORT
+        again, third = await fleet.ask("r"), await fleet.ask("r")
+        with pytest.raises(RequestError, match="request id r is already live"):
+            await third
         await fleet.on(0, "release_pulls")
         await pull
         assert sorted(await fleet.live(0, 2)) == ["other", "r"]

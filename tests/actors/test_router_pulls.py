@@ -256,8 +256,8 @@ async def test_requests_are_served_though_every_pull_is_overtaken() -> None:
             pulls.append(fleet.pull(step))
             await fleet.on(0, "wait_for_pull")
             pulls.append(fleet.pull(step + 1))
-            call = fleet.generate(request(f"r{step}", step=step))
-            await fleet.router.fleet_status()  # the router has heard of both
+            await asyncio.sleep(0)
+            call = await fleet.ask(f"r{step}", step=step)
             await fleet.on(0, "release_pulls")
             await fleet.live(0, 1)
             await fleet.on(0, "hold_pulls")

@@ -1,8 +1,8 @@
 """The answering side of `transport`: who waits for which request, and one message per port and occasion.
 
 Every request that a desk accepted is answered once; what comes later is dropped, pieces too. A client's connection is
-one call that stays open: it ends when the client leaves, and with an error when the desk closes. A message that raises costs its own
-requests, and no others.
+one call that stays open: it ends when the client leaves, and with an error when the desk closes. A message that raises
+costs its own requests, and no others.
 """
 
 from __future__ import annotations
