@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from titan_rl.errors import ActorFailed, GeneratorFailed
+from titan_rl.errors import ActorFailed, GeneratorFailed, RequestLost, RequestTimeout
 from titan_rl.gateway.app import build_app
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.gateway.protocol import ChatCompletionRequest, CompletionRequest
@@ -81,10 +81,19 @@ async def complete(fleet: PlayedFleet, renderer: SymbolRenderer, **options) -> h
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("error", [GeneratorFailed("generator0 died"), ActorFailed("router: gone")], ids=str)
-async def test_a_failure_of_the_fleet_is_a_503_with_its_cause(renderer, error, stream):
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (GeneratorFailed("generator0 died"), 503),
+        (ActorFailed("router: gone"), 503),
+        (RequestLost("2 generators died under it"), 503),
+        (RequestTimeout("not finished after 5 s"), 504),
+    ],
+    ids=str,
+)
+async def test_a_failure_of_the_fleet_is_a_5xx_with_its_cause(renderer, error, status, stream):
     answer = await complete(PlayedFleet([error]), renderer, stream=stream)
-    assert answer.status_code == 503
+    assert answer.status_code == status
     assert str(error) in answer.json()["error"]["message"]
     assert answer.json()["error"]["type"] == "server_error"
     assert answer.headers["x-should-retry"] == "false"

@@ -50,6 +50,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         404: "There is no such model.",
         413: "The body is too long.",
         503: "No generator can serve, or the gateway is being closed; the message has the cause.",
+        504: "The request was not finished within `router.request_seconds`.",
     }.items()
 }
 
