@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from router_books import LEFT
+from router_books import LEFT, LIVE
 from router_driver import RouterDriver
 from routing_examples import request
 
 from titan_rl.routing.config import RouterConfig
-from titan_rl.routing.strategies import build_strategy
+from titan_rl.routing.strategies import LeastLoaded, build_strategy
 from titan_rl.types import FinishReason, PolicyVersion
 
 SESSIONS = ["s0", "s1", "s2", "s3"]
@@ -217,3 +217,39 @@ TestRouterSchedules.settings = settings(
     report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+
+@given(
+    generators=st.integers(1, 4),
+    max_syncing=st.integers(0, 2),
+    mode=st.sampled_from(["drain", "hot_swap"]),
+    ready=st.booleans(),
+    choices=st.lists(st.integers(0, 3), min_size=12, max_size=12),
+)
+def test_everybody_is_served_though_every_pull_is_overtaken(
+    generators: int, max_syncing: int, mode: str, ready: bool, choices: list[int]
+) -> None:
+    driver = RouterDriver(LeastLoaded(), generators=generators, max_syncing=max_syncing, mode=mode)
+    if ready:
+        driver.pull(PolicyVersion(0, 0))
+        driver.become_quiet()
+    step = 1
+    driver.pull(PolicyVersion(0, step))
+    for turn, choice in enumerate(choices):
+        newest = PolicyVersion(0, step)
+        driver.arrive([request(f"r{turn}", at_least=newest)])
+        for name in list(driver.syncs):
+            if not driver.can_begin(name):
+                driver.deliver([attempt_id for attempt_id in driver.live_on(name)])
+            driver.begin_pull(name)
+        step += 1
+        driver.pull(PolicyVersion(0, step))
+        pulling = [name for name, version in driver.syncs.items() if version is not None]
+        driver.end_pull(pulling[choice % len(pulling)], "verified")
+        driver.check()
+        assert driver.callers[f"r{turn}"].place in (LIVE, LEFT), "it asked for no more than what was verified"
+        for name in pulling:
+            if name in driver.syncs and driver.syncs[name] is not None:
+                driver.end_pull(name, "verified")
+    oldest = min(health.version or PolicyVersion(-1, 0) for health in driver.fleet)
+    assert oldest.step >= step - 2 * generators, "nobody is left behind"

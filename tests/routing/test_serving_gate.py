@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from router_books import DOOR, LEFT, LIVE, WAITING
 from router_driver import RouterDriver
 from routing_examples import V0, V1, V2, V3, request
@@ -124,39 +122,6 @@ def test_a_generator_that_is_overtaken_in_its_pull_serves_who_waits_and_then_pul
     driver.deliver(["old"])
     one_pull(driver, "g0")
     assert driver.fleet["g0"].version == V2 and driver.callers["new"].place == LIVE
-
-
-@given(
-    generators=st.integers(1, 4),
-    max_syncing=st.integers(0, 2),
-    mode=st.sampled_from(["drain", "hot_swap"]),
-    ready=st.booleans(),
-    choices=st.lists(st.integers(0, 3), min_size=12, max_size=12),
-)
-def test_everybody_is_served_though_every_pull_is_overtaken(
-    generators: int, max_syncing: int, mode: str, ready: bool, choices: list[int]
-) -> None:
-    driver = router(generators, ready=ready, max_syncing=max_syncing, mode=mode)
-    step = 1
-    driver.pull(PolicyVersion(0, step))
-    for turn, choice in enumerate(choices):
-        newest = PolicyVersion(0, step)
-        driver.arrive([request(f"r{turn}", at_least=newest)])
-        for name in list(driver.syncs):
-            if not driver.can_begin(name):
-                driver.deliver([attempt_id for attempt_id in driver.live_on(name)])
-            driver.begin_pull(name)
-        step += 1
-        driver.pull(PolicyVersion(0, step))
-        pulling = [name for name, version in driver.syncs.items() if version is not None]
-        driver.end_pull(pulling[choice % len(pulling)], "verified")
-        driver.check()
-        assert driver.callers[f"r{turn}"].place in (LIVE, LEFT), "it asked for no more than what was verified"
-        for name in pulling:
-            if name in driver.syncs and driver.syncs[name] is not None:
-                driver.end_pull(name, "verified")
-    oldest = min(health.version or PolicyVersion(-1, 0) for health in driver.fleet)
-    assert oldest.step >= step - 2 * generators, "nobody is left behind"
 
 
 def test_an_idle_generator_takes_its_weights_before_a_busy_one() -> None:
