@@ -100,8 +100,8 @@ class RouterPulls:
         return outcome
 
     async def call(self, name: str, endpoint: str, *args: Any) -> Any:
-        """One call of a generator's rank 0, bounded in time."""
-        return await self._generators[name].call(endpoint, *args, seconds=self._config.pull_seconds)
+        """One call of a generator's rank 0. Nothing but the end of its process bounds it."""
+        return await self._generators[name].call(endpoint, *args, seconds=None)
 
     def begin(self) -> None:
         """Start every generator's change of weights that may start now."""
@@ -136,8 +136,7 @@ class RouterPulls:
             assert publication is not None and publication.version == version
             waited = loop.time() - started
             endpoint = "wake_up" if self._gate.wakes(name) else "pull_model_state_dict"
-            call = getattr(self._handles[name], endpoint).call_one(publication)
-            report: PullReport = await bounded(call, what=f"{name}.{endpoint}", seconds=None)
+            report: PullReport = await self.call(name, endpoint, publication)
             self._gate.verified(name, report.version)
             self._outcomes[name] = replace(report, seconds_waited=waited + report.seconds_waited)
         except Exception as why:  # whatever it is, it is about this generator only
