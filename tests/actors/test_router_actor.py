@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 from router_fleet import SECONDS, Fleet, request
@@ -168,3 +169,13 @@ async def test_an_id_that_is_used_again_at_a_closed_door_disturbs_nobody() -> No
         assert sorted(await fleet.live(0, 2)) == ["other", "r"]
         await fleet.on(0, "finish", ["r", "other"], 1)
         assert [each.finish_reason for each in await asyncio.gather(again, other)] == [FinishReason.STOP] * 2
+
+
+async def test_a_malformed_request_is_refused_alone(draining: Fleet) -> None:
+    odd = [dataclasses.replace(request("r"), request_id=5), dataclasses.replace(request("p"), pinned_to=["g0"])]
+    good = draining.generate(request("good"))
+    for outcome in await asyncio.gather(*map(draining.generate, odd), return_exceptions=True):
+        assert isinstance(outcome, RequestError) and "TypeError" in str(outcome)
+    home = await draining.until_runs("good")
+    await draining.on(home, "finish", ["good"], 1)
+    assert (await good).finish_reason is FinishReason.STOP
