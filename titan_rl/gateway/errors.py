@@ -3,9 +3,9 @@
     {"error": {"message": …, "type": …, "param": …, "code": …}}
 
 What a client did wrong is a 4xx with a sentence about it; what the fleet cannot do is a 503 with the cause, or a 504
-where it did not do it in time. The router has tried already what could be tried, so `x-should-retry: false` goes with an
-error (the `openai` clients heed it) and no `Retry-After`. Only a gateway that is being closed asks to be asked again:
-another one may take its place.
+where it did not do it in time. The router has tried already what could be tried, so `x-should-retry: false` goes with
+an error (the `openai` clients heed it) and no `Retry-After`. Only a gateway that is being closed asks to be asked
+again: another one may take its place.
 """
 
 from __future__ import annotations
