@@ -17,7 +17,7 @@ from monarch.actor import default_bootstrap_cmd, this_host
 
 from titan_rl.actors.calls import served
 from titan_rl.actors.connection import ConnectedActor, Connection
-from titan_rl.errors import ActorFailed, RequestError
+from titan_rl.errors import ActorFailed, CallTimeout, RequestError
 
 SECONDS = 60.0
 HERE = str(Path(__file__).parent)
@@ -100,7 +100,7 @@ async def test_errors_say_who_was_called_and_why_it_failed(connection: Connectio
         await connection.call("break_down", seconds=SECONDS)
     with pytest.raises(ActorFailed, match="^Echo has no endpoint hidden$"):
         await connection.call("hidden", seconds=SECONDS)
-    with pytest.raises(ActorFailed, match="^echo.never of rank 0: no answer within 0.01 s$"):
+    with pytest.raises(CallTimeout, match="^echo.never of rank 0: no answer within 0.01 s$"):
         await connection.call("never", seconds=0.01)
 
 
