@@ -164,8 +164,10 @@ def _converted(hint: Any, override: Override) -> Any:
 
 
 def _unknown(config: Any, override: Override) -> str:
-    prefix = "--" if override.origin.startswith("--") else ""
-    return f"{override.origin}: there is no such setting{did_you_mean(override.key, settings(config), prefix=prefix)}"
+    meant = did_you_mean(override.key, settings(config))
+    if override.origin.startswith("--"):
+        meant = meant.replace("did you mean ", "did you mean --").replace("_", "-")
+    return f"{override.origin}: there is no such setting{meant}"
 
 
 def _checked(config: Any) -> Any:
