@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titan_rl.controller.system import System
 from titan_rl.errors import TaskError
+from titan_rl.observability.one_line import one_line
+from titan_rl.rollout.environment_wire import LONGEST_SHOWN
+from titan_rl.rollout.report import RolloutReport
 from titan_rl.types import PolicyVersion
+
+TRANSCRIPTS = 3
+"""Rollouts that an evaluation shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +24,8 @@ class Evaluation:
     prompts: int
     exact_match: float
     reward: float
+    transcripts: tuple[str, ...] = ()
+    """One line each of a few rollouts: the first that are wrong, and the first that are right."""
 
 
 async def evaluate(system: System, version: PolicyVersion, *, pinned_to: str | None = None) -> Evaluation:
@@ -43,4 +52,18 @@ async def evaluate(system: System, version: PolicyVersion, *, pinned_to: str | N
         prompts=len(rollouts),
         exact_match=sum(exact) / len(exact),
         reward=sum(rollout.reward for rollout in rollouts) / len(rollouts),
+        transcripts=_transcripts(rollouts, exact),
     )
+
+
+def _transcripts(rollouts: Sequence[RolloutReport], exact: Sequence[float]) -> tuple[str, ...]:
+    lines: dict[bool, list[str]] = {False: [], True: []}
+    for rollout, match in zip(rollouts, exact, strict=True):
+        if (shown := rollout.shown) is not None:
+            cut = " (cut off)" if rollout.truncated else ""
+            said = f"failed: {one_line(rollout.error, LONGEST_SHOWN)}" if rollout.error else f"'{shown.answer}'{cut}"
+            wanted = f", wanted '{shown.wanted}'" if shown.wanted and match < 1 else ""
+            verdict = "right" if match >= 1 else "wrong"
+            lines[match >= 1].append(f"{verdict}  '{shown.prompt}' → {said}{wanted}, reward {rollout.reward:.3f}")
+    wrong = lines[False][:2]
+    return (*wrong, *lines[True][: TRANSCRIPTS - len(wrong)])
