@@ -91,11 +91,11 @@ def main(argv: Sequence[str], *, prog: str) -> int:
         if command.dry_run:
             train.show(config, host, serving=True)
             return 0
+        train.forget_torchrun(os.environ)
+        return _serve(config, gateway, imports, prog)
     except ConfigError as error:
         print(f"{prog}: {' '.join(str(error).split())}", file=sys.stderr)
         return train.EXIT_USAGE
-    train.forget_torchrun(os.environ)
-    return _serve(config, gateway, imports, prog)
 
 
 def _own_options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:

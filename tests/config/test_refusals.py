@@ -216,6 +216,17 @@ def test_shared_memory_that_is_too_small_is_refused_with_numbers(
     assert said.removeprefix("warning: ") in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("package", "setting"), [("wandb", "logging.wandb_project"), ("tensorboard", "logging.tensorboard")]
+)
+def test_a_package_that_is_not_installed_is_named_with_the_setting_that_needs_it(
+    package, setting, monkeypatch, capsys, started
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert train.main(["--recipe", "copy4", f"--{setting}", "true"]) == 2 and started == []
+    assert f"{setting} is set, and the package {package} is not installed" in capsys.readouterr().err
+
+
 def test_a_port_that_is_taken_is_refused_before_an_engine_is_built(tmp_path, capsys, started):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -226,6 +237,13 @@ def test_a_port_that_is_taken_is_refused_before_an_engine_is_built(tmp_path, cap
         assert cli.main(["serve", "--policy.path", str(directory), "--port", port]) == 2
         assert f"--port {port}: {said}" in capsys.readouterr().err
     assert "titan_rl.launch.serve" not in sys.modules
+
+
+def test_serve_refuses_a_directory_that_cannot_be_written(tmp_path, capsys):
+    directory = checkpoint(tmp_path / "model")
+    arguments = ["serve", "--policy.path", str(directory), "--port", "0", "--logging.directory", "/proc/runs"]
+    assert cli.main(arguments) == 2
+    assert "logging.directory: /proc/runs cannot be written" in capsys.readouterr().err
 
 
 def test_a_dry_run_of_serve_starts_nothing(tmp_path, capsys):

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,8 @@ def check_run(config: RunConfig, host: HostFacts) -> list[Problem]:
         *_trainer_classes(config),
         *_environment(config),
         *_directory("logging.directory", config.logging.directory),
+        *(_package("logging.wandb_project", "wandb") if config.logging.wandb_project else ()),
+        *(_package("logging.tensorboard", "tensorboard") if config.logging.tensorboard else ()),
         *(_directory("weights.directory", config.weights.directory) if config.weights.directory else ()),
         *(_address("rollout.agents.port", agents.host, agents.port) if agents.gateway else ()),
     ]
@@ -262,6 +265,11 @@ def _directory(setting: str, directory: str) -> Iterator[Problem]:
         yield Problem(
             sentence=f"{setting}: {directory} cannot be written: {place}: {error.strerror}", severity=Severity.ABSENT
         )
+
+
+def _package(setting: str, name: str) -> Iterator[Problem]:
+    if find_spec(name) is None:
+        yield Problem(sentence=f"{setting} is set, and the package {name} is not installed", severity=Severity.ABSENT)
 
 
 def _address(setting: str, host: str, port: int) -> Iterator[Problem]:
