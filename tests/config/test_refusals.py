@@ -168,6 +168,26 @@ def test_a_file_that_cannot_be_imported_is_named_with_its_line(setting, source, 
         assert BROKEN[source].format(task=task, helper=helper) in line
 
 
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ('config.rollout.on_error = "retry"', "rollout.on_error: expected one of train_rest, fail_group, got 'retry'"),
+        (
+            'config.router.weight_sync = "hot-swap"',
+            "router.weight_sync: expected one of drain, hot_swap, got 'hot-swap'",
+        ),
+        ('config.loop.steps = "20"', "loop.steps: expected an integer, got '20'"),
+        ("config.trainer.optimizer.betas = [0.9, 0.95]", ""),
+    ],
+)
+def test_a_recipe_is_held_to_the_types_and_words_of_its_settings(line, sentence, tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    lines = ("from titan_rl.config_registry import copy4", "def recipe():", "    config = copy4()", f"    {line}")
+    file.write_text("\n".join((*lines, "    return config")))
+    assert train.main(["--recipe", f"{file}:recipe", "--dry-run"]) == (2 if sentence else 0)
+    assert sentence in capsys.readouterr().err
+
+
 def test_a_class_that_raises_when_it_is_made_is_named_with_its_line(tmp_path, capsys, started):
     loss = tmp_path / "loss.py"
     loss.write_text(
