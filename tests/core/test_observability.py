@@ -143,13 +143,13 @@ def test_no_failed_rollout_is_passed_over_between_two_lines(live: bool) -> None:
     console = Console(file=out, force_terminal=live, width=200)
     display = RunDisplay(steps=100, live=live, console=console, clock=clock)
     display.failed(2, "a.py, line 3:\nboom")
-    assert "2 rollouts failed, the first: a.py, line 3:\\nboom" in out.getvalue()  # at once: there may be no step
+    assert "failed rollouts: 2, the first: a.py, line 3:\\nboom" in out.getvalue()  # at once: there may be no step
     for step in range(1, 101):
         clock.now += 0.1
         display.failed(1, f"cause {step}")
         display.step(step, {}, {})
-    told = [line for line in out.getvalue().splitlines() if "rollouts failed" in line]
-    assert sum(int(line.split(" rollouts failed")[0].split()[-1]) for line in told) == 102
+    told = [line for line in out.getvalue().splitlines() if "failed rollouts: " in line]
+    assert sum(int(line.split("failed rollouts: ")[1].split(",")[0]) for line in told) == 102
     assert len(told) <= 8 and "cause 1" in told[1]
 
 

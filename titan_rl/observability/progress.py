@@ -108,7 +108,7 @@ class RunDisplay:
     def _told_failures(self) -> str:
         """What failed since this was last asked; empty where nothing did."""
         count, cause, self._failures, self._first_failure = self._failures, self._first_failure, 0, ""
-        return f"{count} rollouts failed, the first: {cause}" if count else ""
+        return f"failed rollouts: {count}, the first: {cause}" if count else ""
 
     def step(self, step: int, numbers: Mapping[str, str], phases: Mapping[str, float]) -> None:
         """A finished optimizer step: its numbers by name, and the seconds of its phases."""

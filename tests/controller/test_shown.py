@@ -1,4 +1,4 @@
-"""What an evaluation shows of the rollouts behind its means."""
+"""What a run shows of its rollouts: of each step's those that failed, of an evaluation a few transcripts."""
 
 from __future__ import annotations
 
@@ -51,3 +51,14 @@ async def test_the_first_wrong_and_right_ones_are_shown(rewards, shown):
 async def test_a_cut_off_answer_is_told_from_a_finished_one():
     (line,) = await evaluated(rollout(1, 0.5, truncated=True))
     assert line == "wrong  '1=' → '7' (cut off), wanted '11', reward 0.500"
+
+
+async def test_a_group_that_failed_is_told_at_once_and_its_steps_line_says_the_rest():
+    world = World(steps=2, groups=2)
+    world.rollouts.outcome = lambda request: () if request.group_id == 1 else (0.0, 1.0)
+    await world.loop.run()
+    lines = world.printed.splitlines()
+    failed = lines.index("failed rollouts: 1, the first: the task raised")
+    assert failed < next(place for place, line in enumerate(lines) if line.startswith("step    2/2"))
+    (last,) = (line for line in lines if line.startswith("step    2/2"))
+    assert "  reward 0.500  entropy 1.00  truncated 0%  tokens/s " in last
