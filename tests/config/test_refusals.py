@@ -315,6 +315,24 @@ def test_a_checkpoint_that_does_not_fit_is_refused(changes, sentence, tmp_path, 
     assert sentence in line
 
 
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"{", "cannot be read as JSON: Expecting property name"),
+        (b"\xff", "cannot be read as JSON: 'utf-8' codec"),
+        (b"[]", "holds no JSON object"),
+        (b'{"model_type": "qwen3", "rope_theta": 1, "vocab_size": "many"}', "a size is no number: "),
+    ],
+)
+def test_a_broken_config_of_a_checkpoint_is_refused(content, sentence, tmp_path, capsys):
+    directory = checkpoint(tmp_path / "model")
+    (directory / "config.json").write_bytes(content)
+    for verb in (["train", "--recipe", "copy4", "--dry-run"], ["serve"]):
+        assert cli.main([*verb, "--policy.path", str(directory)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{directory / 'config.json'}" in line and sentence in line
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_checkpoint_that_lacks_a_file_is_refused_and_in_a_dry_run_warned_of(name, tmp_path, capsys, started):
     directory = checkpoint(tmp_path / "model")
