@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from titan_rl.controller.system import System
 from titan_rl.errors import TaskError
-from titan_rl.observability.one_line import one_line
-from titan_rl.rollout.environment_wire import LONGEST_SHOWN
 from titan_rl.rollout.report import RolloutReport
 from titan_rl.types import PolicyVersion
 
@@ -61,9 +59,8 @@ def _transcripts(rollouts: Sequence[RolloutReport], exact: Sequence[float]) -> t
     for rollout, match in zip(rollouts, exact, strict=True):
         if (shown := rollout.shown) is not None:
             cut = " (cut off)" if rollout.truncated else ""
-            said = f"failed: {one_line(rollout.error, LONGEST_SHOWN)}" if rollout.error else f"'{shown.answer}'{cut}"
             wanted = f", wanted '{shown.wanted}'" if shown.wanted and match < 1 else ""
-            verdict = "right" if match >= 1 else "wrong"
-            lines[match >= 1].append(f"{verdict}  '{shown.prompt}' → {said}{wanted}, reward {rollout.reward:.3f}")
+            said = f"'{shown.prompt}' → '{shown.answer}'{cut}{wanted}, reward {rollout.reward:.3f}"
+            lines[match >= 1].append(f"{'right' if match >= 1 else 'wrong'}  {said}")
     wrong = lines[False][:2]
     return (*wrong, *lines[True][: TRANSCRIPTS - len(wrong)])
