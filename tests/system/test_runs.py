@@ -61,8 +61,8 @@ def test_the_task_of_the_readme_is_learned_and_shown(tmp_path: Path) -> None:
     directory = run_directory(tmp_path / "runs")
     assert directory.name.startswith("double-")
     summary = json.loads((directory / "summary.json").read_text())
-    assert summary["exact_match_before"] <= 0.1 and summary["exact_match_after"] >= 0.95, output
-    assert summary["reward_before"] <= 0.5 and summary["reward_after"] >= 0.95, output
+    assert summary["exact_match_before"] <= 0.1 and summary["exact_match_after"] >= 0.8, output
+    assert summary["reward_before"] <= 0.5 and summary["reward_after"] >= 0.9, output
     for part in ("  entropy ", "  truncated ", "  wrong  '", "', wanted '", "  right  '", "exact match 0.000 → "):
         assert part in output
     assert f"reward {summary['reward_before']:.3f} → {summary['reward_after']:.3f}" in output
