@@ -50,17 +50,18 @@ async def evaluate(system: System, version: PolicyVersion, *, pinned_to: str | N
         prompts=len(rollouts),
         exact_match=sum(exact) / len(exact),
         reward=sum(rollout.reward for rollout in rollouts) / len(rollouts),
-        transcripts=_transcripts(rollouts, exact),
+        transcripts=_transcripts(rollouts),
     )
 
 
-def _transcripts(rollouts: Sequence[RolloutReport], exact: Sequence[float]) -> tuple[str, ...]:
+def _transcripts(rollouts: Sequence[RolloutReport]) -> tuple[str, ...]:
     lines: dict[bool, list[str]] = {False: [], True: []}
-    for rollout, match in zip(rollouts, exact, strict=True):
+    for rollout in rollouts:
+        right = rollout.exact_match >= 1
         if (shown := rollout.shown) is not None:
             cut = " (cut off)" if rollout.truncated else ""
-            wanted = f", wanted '{shown.wanted}'" if shown.wanted and match < 1 else ""
+            wanted = f", wanted '{shown.wanted}'" if shown.wanted and not right else ""
             said = f"'{shown.prompt}' → '{shown.answer}'{cut}{wanted}, reward {rollout.reward:.3f}"
-            lines[match >= 1].append(f"{'right' if match >= 1 else 'wrong'}  {said}")
+            lines[right].append(f"{'right' if right else 'wrong'}  {said}")
     wrong = lines[False][:2]
     return (*wrong, *lines[True][: TRANSCRIPTS - len(wrong)])
