@@ -24,11 +24,15 @@ CLASS_SETTINGS = (
     "loop.filter",
     "generator.engine",
     "generator.linear",
+    "router.strategy",
 )
 """Settings that may name a class or function of the user: `pkg.mod:Name` or `file.py:Name`."""
 
 DATA_FILES = ("environment.kwargs.train_file", "environment.kwargs.test_file")
 """Arguments of environments that name files: a relative name starts where other settings' file names start."""
+
+LONGEST_NAME = 200
+"""Bytes of a run's name: most file systems take 255, of which the time and the process id need some."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -104,7 +108,9 @@ class LoggingConfig:
     """What is written where, and how."""
 
     directory: str = "runs"
-    """Every run makes a directory of its own below this one."""
+    """Every run makes a directory of its own below this one, `NAME-TIME-PID`."""
+    name: str = ""
+    """Of the run; `--name` is the same. Empty: that of the recipe, or of the file that holds it."""
     tensorboard: bool = True
     wandb_project: str = ""
     """Also log to this Weights & Biases project; empty: never contact it."""
@@ -112,6 +118,14 @@ class LoggingConfig:
     """Live display in a terminal; plain lines elsewhere."""
     save_final: bool = True
     """Write the newest weights as a Hugging Face checkpoint when the run ends, also when it fails or is stopped."""
+
+    def __post_init__(self) -> None:
+        if self.name.startswith(".") or not all(c.isprintable() and c != "/" for c in self.name):
+            raise ConfigError(
+                f"logging.name {self.name!r} cannot name a directory: leave out '/', control characters and a first '.'"
+            )
+        if len(self.name.encode()) > LONGEST_NAME:
+            raise ConfigError(f"logging.name has {len(self.name.encode())} bytes, and {LONGEST_NAME} are possible")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from titan_rl.config import EvaluationConfig, LoopConfig, RunConfig
 from titan_rl.errors import ConfigError
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.importing import import_name
+from titan_rl.importing import import_name, user_code
 from titan_rl.launch.config import PlacementConfig
 from titan_rl.overrides import did_you_mean
 from titan_rl.policy.config import (
@@ -264,7 +264,7 @@ def load_recipe(name: str) -> RunConfig:
     """The config of the recipe `name`: a key of `RECIPES`, `pkg.mod:function` or `path/to/file.py:function`.
 
     Raises:
-        ConfigError: there is no such recipe, or what has that name returns no RunConfig.
+        ConfigError: there is no such recipe, it raises, or it returns no RunConfig.
     """
     if name not in RECIPES and ":" not in name:
         raise ConfigError(
@@ -274,10 +274,11 @@ def load_recipe(name: str) -> RunConfig:
     try:
         recipe = RECIPES[name] if name in RECIPES else import_name(name)
     except ConfigError as error:
-        raise ConfigError(f"--recipe {error}") from error
+        raise ConfigError(f"--recipe: {error}") from error
     if not callable(recipe):
         raise ConfigError(f"--recipe {name}: is no function that returns a RunConfig")
-    config = recipe()
+    with user_code(f"--recipe {name}"):
+        config = recipe()
     if not isinstance(config, RunConfig):
         raise ConfigError(f"--recipe {name}: must return a RunConfig, returned {type(config).__name__}")
     return replace(config, recipe=name)

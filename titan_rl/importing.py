@@ -3,6 +3,8 @@
 A name is a short name from a registry, `pkg.mod:Name`, or `path/to/file.py:Name`. A file is imported once per
 process under a module name derived from its absolute path, so objects defined in it pickle between all
 processes that imported it by the same path.
+
+Whatever the user's code raises while it is imported or called here is a ConfigError with the file and the line.
 """
 
 from __future__ import annotations
@@ -11,12 +13,44 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping
+import sysconfig
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from titan_rl.errors import ConfigError
+
+
+@contextmanager
+def user_code(where: str) -> Iterator[None]:
+    """Turn what the user's code raises into a ConfigError that says file and line, or `where` if no line is known.
+
+    `exit()` counts as an error: a task must not end the command that checks it.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        said = error.msg if isinstance(error, SyntaxError) else error
+        raise ConfigError(f"{_line_of(error) or where}: {type(error).__name__}: {said}") from error
+
+
+def _line_of(error: BaseException) -> str:
+    """The last line of the user's own that ran, or that could not be parsed; empty where there is none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}, line {error.lineno}"
+    paths = sysconfig.get_paths()
+    others = ("<", paths["stdlib"], paths["purelib"], paths["platlib"], str(Path(__file__).parent))
+    lines = [
+        f"{frame.filename}, line {frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(others)
+    ]
+    return lines[-1] if lines else ""
 
 
 def import_file(path: str | Path) -> ModuleType:
@@ -33,7 +67,8 @@ def import_file(path: str | Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with user_code(str(file)):
+            spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
@@ -42,7 +77,15 @@ def import_file(path: str | Path) -> ModuleType:
 
 def import_user_module(name: str) -> ModuleType:
     """Import `pkg.mod` or `file.py`."""
-    return import_file(name) if name.endswith(".py") else importlib.import_module(name)
+    if name.endswith(".py"):
+        return import_file(name)
+    with user_code(name):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if not f"{name}.".startswith(f"{error.name}."):
+                raise  # the module exists; something that it imports does not
+            raise ConfigError(f"there is no module {name!r}") from error
 
 
 def import_name(name: str, short_names: Mapping[str, str] | None = None) -> Any:
@@ -53,7 +96,7 @@ def import_name(name: str, short_names: Mapping[str, str] | None = None) -> Any:
         short_names: short name to `pkg.mod:Name`.
 
     Raises:
-        ConfigError: unknown short name, missing module or missing attribute; the sentence says which.
+        ConfigError: unknown short name, missing module or attribute, or the module cannot be imported.
     """
     short_names = short_names or {}
     target = short_names.get(name, name)
@@ -61,15 +104,7 @@ def import_name(name: str, short_names: Mapping[str, str] | None = None) -> Any:
     if not colon or not where or not attribute:
         known = f"one of {', '.join(sorted(short_names))}, " if short_names else ""
         raise ConfigError(f"{name!r} names nothing: expected {known}'pkg.mod:Name' or 'file.py:Name'")
-    if where.endswith(".py"):
-        module = import_file(where)
-    else:
-        try:
-            module = importlib.import_module(where)
-        except ModuleNotFoundError as error:
-            if error.name and not where.startswith(error.name):
-                raise  # the named module exists; something that it imports does not
-            raise ConfigError(f"{name!r}: there is no module {where!r}") from error
+    module = import_user_module(where)
     try:
         return getattr(module, attribute)
     except AttributeError:

@@ -19,12 +19,13 @@ from titan_rl.config import RunConfig
 from titan_rl.errors import ActorFailed, ConfigError, Stopped
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.launch.checks import check_classes, check_serving
+from titan_rl.launch.checks import check_serving
 from titan_rl.launch.placement import detect_host
 from titan_rl.launch.process import prepare_controller
 from titan_rl.overrides import split_options
 from titan_rl.policy.config import PolicyConfig, TrainerConfig
 from titan_rl.policy.qwen3 import read_shape
+from titan_rl.weights.segment_files import sweep_dead_segments
 
 CHECKPOINT_RECIPE = "titan_rl.serve:checkpoint"
 LONGEST = 4096
@@ -32,7 +33,7 @@ LONGEST = 4096
 
 HELP = """\
 usage: {prog} --policy.path DIR [--host HOST] [--port PORT] [--api-key KEY] [--model-name NAME]
-       {pad} [--recipe NAME] [--config FILE.toml] [--section.key VALUE ...]
+       {pad} [--recipe NAME] [--config FILE.toml] [--section.key VALUE ...] [--dry-run]
 
 Serve a checkpoint to any program that speaks the OpenAI API, at http://HOST:PORT/v1.
 
@@ -83,14 +84,18 @@ def main(argv: Sequence[str], *, prog: str) -> int:
         if command.recipe == CHECKPOINT_RECIPE and "generator.max_model_len" not in given:
             config = _as_long_as_it_is(config)
         gateway = _gateway_config(config, own)
-        problems = check_serving(config, detect_host()) or check_classes(config)
-        if problems:
-            raise ConfigError("; ".join(problem.sentence for problem in problems))
+        sweep_dead_segments()
+        host = detect_host()
+        if not train.may_start(check_serving(config, host, gateway), prog, dry_run=command.dry_run):
+            return train.EXIT_USAGE
+        if command.dry_run:
+            train.show(config, host, serving=True)
+            return 0
+        train.forget_torchrun(os.environ)
+        return _serve(config, gateway, imports, prog)
     except ConfigError as error:
         print(f"{prog}: {' '.join(str(error).split())}", file=sys.stderr)
         return train.EXIT_USAGE
-    train.forget_torchrun(os.environ)
-    return _serve(config, gateway, imports, prog)
 
 
 def _own_options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:

@@ -1,7 +1,7 @@
-"""`python -m titan_rl.train --recipe NAME [--config FILE.toml] [--section.key VALUE …] [--dry-run]`.
+"""`python -m titan_rl.train --recipe NAME [--config FILE.toml] [--section.key VALUE …] [--name NAME] [--dry-run]`.
 
 The command line wins over the TOML file, and that over the recipe. Whatever can be known to be wrong is said in one
-sentence on standard error, with exit code 2, before any process starts and before torch is imported. `torchrun
+sentence on standard error, with exit code 2, before any process starts; a dry run checks the same. `torchrun
 --nproc-per-node 1 -m titan_rl.train …` does the same as starting it directly.
 
 Relative file names start at the file that holds them (TOML, recipe) or at the working directory (command line).
@@ -18,7 +18,7 @@ from pathlib import Path
 from titan_rl.config import CLASS_SETTINGS, DATA_FILES, RunConfig
 from titan_rl.config_registry import RECIPES, load_recipe
 from titan_rl.errors import ConfigError
-from titan_rl.launch.checks import check_classes, check_run
+from titan_rl.launch.checks import Problem, Severity, check_run
 from titan_rl.launch.placement import TORCHRUN_VARIABLES, HostFacts, describe, detect_host, devices_needed, plan
 from titan_rl.launch.process import prepare_controller
 from titan_rl.overrides import (
@@ -34,6 +34,7 @@ from titan_rl.overrides import (
     toml_overrides,
 )
 from titan_rl.processes import leave
+from titan_rl.weights.segment_files import sweep_dead_segments
 
 EXIT_USAGE = 2
 
@@ -123,6 +124,8 @@ def parse(argv: Sequence[str]) -> Command:
                 recipe = absolute_name(_single(option, words), here)
             case "--config":
                 file = Path(_single(option, words)).expanduser()
+            case "--name":
+                settings.append(("--logging.name", words))
             case "--dry-run" | "--help":
                 if words:
                     raise ConfigError(f"{option}: takes no value, got {' '.join(words)!r}")
@@ -177,11 +180,18 @@ def user_modules(name: str) -> Iterator[str]:
 # --- what to do with it ----------------------------------------------------------------------------------------------
 
 
+def may_start(problems: Sequence[Problem], prog: str, *, dry_run: bool = False) -> bool:
+    """Say why a run may not start, or what it is warned of; what only this host lacks does not end a dry run."""
+    harmless = {Severity.WARNING, Severity.ABSENT} if dry_run else {Severity.WARNING}
+    refusals = [problem.sentence for problem in problems if problem.severity not in harmless]
+    for sentence in refusals or (f"warning: {problem.sentence}" for problem in problems):
+        _say(prog, sentence)
+    return not refusals
+
+
 def _run(config: RunConfig, imports: tuple[str, ...], prog: str) -> int:
-    problems = check_run(config, detect_host()) or check_classes(config)
-    for problem in problems:
-        _say(prog, problem.sentence)
-    if problems:
+    sweep_dead_segments()  # so that /dev/shm has what it will have
+    if not may_start(check_run(config, detect_host()), prog):
         return EXIT_USAGE
     forget_torchrun(os.environ)
     prepare_controller()
@@ -191,17 +201,18 @@ def _run(config: RunConfig, imports: tuple[str, ...], prog: str) -> int:
 
 
 def _dry_run(config: RunConfig, prog: str) -> int:
-    """Print the config as TOML and the placement as comments below it; what this host lacks is only warned of."""
     host = detect_host()
-    problems = check_run(config, host)
-    for problem in problems:
-        _say(prog, f"warning: {problem.sentence}" if problem.absent else problem.sentence)
-    if any(not problem.absent for problem in problems):
+    if not may_start(check_run(config, host), prog, dry_run=True):
         return EXIT_USAGE
-    placement = plan(config, with_devices(host, config))
+    show(config, host)
+    return 0
+
+
+def show(config: RunConfig, host: HostFacts, *, serving: bool = False) -> None:
+    """Print the config as TOML and the placement as comments below it."""
+    placement = plan(config, with_devices(host, config), serving=serving)
     print(to_toml(config))
     print("\n".join(f"# {line}".rstrip() for line in describe(placement, host)))
-    return 0
 
 
 def with_devices(host: HostFacts, config: RunConfig) -> HostFacts:

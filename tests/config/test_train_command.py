@@ -2,69 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import re
 import sys
-import types
 from pathlib import Path
 
 import pytest
 import tomli
 
 from titan_rl import cli, train
-from titan_rl.config import RunConfig
+from titan_rl.config import LoggingConfig, RunConfig
 from titan_rl.config_registry import RECIPES, load_recipe
-from titan_rl.launch.placement import TORCHRUN_VARIABLES, HostFacts
+from titan_rl.launch.placement import TORCHRUN_VARIABLES
+from titan_rl.launch.run import make_run_directory
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "rl_configs").glob("*.toml"))
-TASK = '''
-from titan_rl.config import RunConfig
-from titan_rl.config_registry import copy4
-from titan_rl.environments.base import Environment
-import dataclasses
-
-class Doubles(Environment):
-    """Doubles numbers."""
-    def __init__(self, top: int, shift: float = 0.0, seed: int = 0): ...
-    def example(self, index): ...
-    def held_out(self, count): ...
-    def rubric(self): ...
-
-class NoTask: ...
-
-def recipe():
-    base = copy4()
-    environment = dataclasses.replace(base.environment, name="task.py:Doubles", kwargs={"top": 3})
-    return dataclasses.replace(base, environment=environment)
-
-def nothing():
-    return None
-'''
-
-
-@pytest.fixture(autouse=True)
-def host(monkeypatch):
-    """A machine without GPUs, whatever runs the tests."""
-    for name in TORCHRUN_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(train, "detect_host", lambda: HostFacts(cpus=2))
-
-
-@pytest.fixture
-def task(tmp_path):
-    file = tmp_path / "task.py"
-    file.write_text(TASK)
-    return file
-
-
-@pytest.fixture
-def started(monkeypatch):
-    """Runs that were started, in place of starting them."""
-    runs: list[tuple[RunConfig, tuple[str, ...]]] = []
-    module = types.ModuleType("titan_rl.launch.run")
-    module.run = lambda config, imports: runs.append((config, imports)) or 0
-    monkeypatch.setitem(sys.modules, "titan_rl.launch.run", module)
-    return runs
 
 
 def resolved(*arguments: str) -> tuple[RunConfig, tuple[str, ...]]:
@@ -214,140 +166,30 @@ def test_the_console_command_finds_modules_of_the_working_directory(tmp_path, mo
     assert cli.main(["train", "--recipe", "local_recipes:mine", "--dry-run"]) == 0
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------
-
-WRONG = {
-    "--recipe copy5": "--recipe copy5: there is no such recipe (did you mean copy4?)",
-    "--recipe no.such:thing": "--recipe 'no.such:thing': there is no module 'no.such'",
-    "--recipe copy4 --recipe": "--recipe: expected one value, got 'nothing'",
-    "": "name a recipe",
-    "copy4": "'copy4' belongs to no option",
-    "--config nowhere.toml": "nowhere.toml: there is no such file",
-    "--recipe copy4 --lop.steps 3": "--lop.steps: there is no such setting (did you mean --loop.steps?)",
-    "--recipe copy4 --loop.steps many": "--loop.steps: expected an integer, got 'many'",
-    "--recipe copy4 --loop.steps 0": "loop.steps must be at least 1, got 0",
-    "--recipe copy4 --dry-run yes": "--dry-run: takes no value, got 'yes'",
-    "--recipe copy4 --generator.tensor_parallel 4": (
-        "generator.tensor_parallel (4) must divide the policy's kv heads (2)"
-    ),
-    "--recipe copy4 --trainer.tensor_parallel 3": (
-        "trainer.tensor_parallel (3) must divide the policy's heads (4) and kv heads (2)"
-    ),
-    "--recipe copy4 --policy.tiny.head_dim 16": "policy.tiny.head_dim is 16, and the CPU attention has kernels for 32",
-    "--recipe copy4 --policy.tiny.kv_heads 3": "policy.tiny.kv_heads (3) must divide policy.tiny.heads (4)",
-    "--recipe copy4 --policy.path /no/such/directory": "policy.path: there is no directory /no/such/directory",
-    "--recipe copy4 --placement.device cuda": "the run needs 3 CUDA devices (trainer 1, generators 2 x 1)",
-    "--recipe copy4 --trainer.max_tokens_per_microbatch 32": "trainer.max_tokens_per_microbatch (32) must hold",
-    "--recipe copy4 --generator.max_model_len 128": "generator.max_model_len (128) is more than policy.tiny.max_length",
-    "--recipe copy4 --environment.name kopy": "environment.name: 'kopy' names nothing",
-    "--recipe copy4 --environment.kwargs.digit 3": (
-        "environment.kwargs.digit: Copy takes no such argument (did you mean digits?)"
-    ),
-    "--recipe copy4 --environment.kwargs.digits four": "environment.kwargs.digits: expected int, got 'four'",
-    "--recipe copy4 --environment.kwargs.digits 1": "environment.kwargs.digits must be at least 2, got 1",
-    "--recipe copy4 --trainer.loss.name grqo": "trainer.loss.name: 'grqo' names nothing",
-    "--recipe copy4 --trainer.loss.kwargs.clip_hihg 0.3": (
-        "trainer.loss.kwargs.clip_hihg: GRPOLoss takes no such argument (did you mean clip_high?)"
-    ),
-    "--recipe copy4 --trainer.loss.kwargs.clip_low 2": "trainer.loss.kwargs.clip_low must be in [0, 1), got 2",
-    "--recipe copy4 --rollout.rollouter no.such:Player": "rollout.rollouter: 'no.such:Player': there is no module",
-    "--recipe tool_sum_openai --rollout.agents.gateway false": (
-        "tool_sum_openai plays its rollouts by programs, and rollout.agents.gateway is false"
-    ),
-    "--recipe copy4 --generator.linear fast": "generator.linear: 'fast' names nothing",
-}
-
-
-@pytest.mark.parametrize("line", WRONG)
-def test_what_is_wrong_is_said_in_one_line_before_anything_starts(line, capsys, started):
-    assert train.main(line.split()) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and started == []
-    (sentence,) = printed.err.splitlines()
-    assert f": {WRONG[line]}" in sentence
-
-
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("recipe", "name", "begins"),
     [
-        (
-            ["--environment.kwargs.tip", "1"],
-            "environment.kwargs.tip: Doubles takes no such argument (did you mean top?)",
-        ),
-        (["--environment.kwargs.top", "1.5"], "environment.kwargs.top: expected int, got 1.5"),
-        (["--environment.kwargs.shift", "no"], "environment.kwargs.shift: expected float, got 'no'"),
-        (["--environment.name", "{task}:NoTask"], "is no subclass of titan_rl.environments.base.Environment"),
-        (["--trainer.warmup.steps", "20"], "trainer.warmup.steps is 20, and"),
-        (["--environment.name", "{task}:Gone"], "has no 'Gone'"),
-        (["--recipe", "{task}:nothing"], "nothing: must return a RunConfig, returned NoneType"),
-        (["--recipe", "{task}.py:x"], "no such file"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_what_is_wrong_with_the_users_own_task_is_said_in_one_line(arguments, sentence, task, capsys, started):
-    arguments = [argument.format(task=task) for argument in arguments]
-    assert train.main(["--recipe", f"{task}:recipe", *arguments] if "--recipe" not in arguments else arguments) == 2
-    assert sentence in " ".join(capsys.readouterr().err.splitlines())
-    assert started == []
-
-
-def test_a_missing_constructor_argument_is_named(task, capsys, started):
-    assert train.main(["--recipe", "copy4", "--environment.name", f"{task}:Doubles"]) == 2
-    assert "environment.kwargs.top: Doubles needs this argument" in capsys.readouterr().err
-
-
-def checkpoint(directory: Path, **changes: object) -> Path:
-    """What of a Qwen3 checkpoint directory is looked at before a run."""
-    config = {
-        "model_type": "qwen3",
-        "vocab_size": 32,
-        "hidden_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "intermediate_size": 128,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e4,
-    }
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config | changes))
-    (directory / "model.safetensors").touch()
-    (directory / "tokenizer.json").touch()
-    return directory
-
-
-def test_a_local_checkpoint_directory_is_accepted(tmp_path, started):
-    directory = checkpoint(tmp_path / "model")
-    assert train.main(["--recipe", "copy4", "--policy.path", str(directory)]) == 0
-    assert started[0][0].policy.path == str(directory)
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"head_dim": 48}, "is 48, and the CPU attention has kernels for 32"),
-        ({"max_position_embeddings": 32}, "generator.max_model_len (64) is more than the 32 positions"),
-        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ("copy4", "", "copy4-"),
+        ("{task}:recipe", "", "task-"),
+        ("titan_rl.config_registry:sort5", "", "config_registry-"),
+        ("{task}:recipe", "my run", "my run-"),
+        ("", "", "run-"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_is_refused(changes, sentence, tmp_path, capsys, started):
-    directory = checkpoint(tmp_path / "model", **changes)
-    assert train.main(["--recipe", "copy4", "--policy.path", str(directory), "--dry-run"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert sentence in line
+def test_a_run_is_named_after_its_recipe_or_the_file_that_holds_it(recipe, name, begins, tmp_path, task):
+    logging = LoggingConfig(directory=str(tmp_path / "runs"), name=name)
+    directory = make_run_directory(RunConfig(recipe=recipe.format(task=task), logging=logging))
+    assert directory.name.startswith(begins) and directory.parent == tmp_path / "runs"
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_a_checkpoint_that_lacks_a_file_is_refused_and_in_a_dry_run_warned_of(name, tmp_path, capsys, started):
-    directory = checkpoint(tmp_path / "model")
-    (directory / name).unlink()
-    arguments = ["--recipe", "copy4", "--policy.path", str(directory)]
-    assert train.main(arguments) == 2
-    assert f"policy.path: {directory} has no" in capsys.readouterr().err
-    assert train.main([*arguments, "--dry-run"]) == 0
-    assert f"warning: policy.path: {directory} has no" in capsys.readouterr().err
+def test_a_name_on_the_command_line_is_the_settings(task):
+    assert resolved("--recipe", "copy4", "--name", "first")[0].logging.name == "first"
+
+
+def test_a_strategy_of_ones_own_is_found_from_the_working_directory(task, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config, imports = resolved("--recipe", "copy4", "--router.strategy", "mine.py:Mine")
+    assert config.router.strategy == f"{tmp_path}/mine.py:Mine" and imports == (f"{tmp_path}/mine.py",)
 
 
 # --- starting --------------------------------------------------------------------------------------------------------
@@ -384,8 +226,10 @@ def test_several_processes_of_torchrun_are_refused_once(rank, lines, monkeypatch
 def test_help_lists_every_setting_with_its_docstring(arguments, capsys):
     assert train.main(arguments) == 0
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for part in ("--dry_run", "--config", "--policy.tiny.head_dim", "--trainer.optimizer.lr", "OpenMP threads per"):
+    for part in ("--dry-run", "--name", "--policy.tiny.head-dim", "--trainer.optimizer.lr", "OpenMP threads per"):
         assert part in text
+    options = set(re.findall(r"--[\w.-]+", text))
+    assert not [option for option in options if "_" in option.partition("kwargs.")[0]], "kebab-case everywhere"
 
 
 def test_help_shows_the_values_of_the_recipe(capsys):

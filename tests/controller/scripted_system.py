@@ -96,11 +96,11 @@ class ScriptedTrainer:
         self.step += 1
         self.batches.append(list(dict.fromkeys(samples.group_ids)))
         await self.script.gate(f"news of {self.step}")
-        return {"loss": 0.0}
+        return {"loss": 0.0, "entropy": 1.0}
 
     async def warm_up_step(self, samples: SampleBatch) -> dict[str, float]:
         await self.script.gate(f"warm up {samples.group_ids[0]}")
-        return {"loss": 0.0}
+        return {"loss": 0.0, "entropy": 1.0}
 
     async def push_model_state_dict(self) -> Publication:
         await self.script.gate(f"publish v{self.step}")
@@ -165,6 +165,8 @@ class ScriptedRollouts:
         """Sample id → group."""
         self.leases: set[tuple[int, str]] = set()
         self.released = 0
+        self.evaluation: tuple[RolloutReport, ...] = (_rollout(0, 1.0), _rollout(0, 1.0))
+        """The rollout of each held-out prompt."""
         self._next_id = 0
 
     async def play(self, request: GroupRequest) -> GroupReport:
@@ -195,10 +197,10 @@ class ScriptedRollouts:
                 group_id=request.group_id,
                 purpose=request.purpose,
                 attempt=0,
-                rollouts=(_rollout(0, 1.0),),
+                rollouts=(rollout,),
                 samples=SampleBatch.of_refs(()),
             )
-            for request in requests
+            for request, rollout in zip(requests, self.evaluation, strict=True)
         ]
 
     async def stop_playing(self) -> None:

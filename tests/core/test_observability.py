@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from titan_rl.errors import ConfigError, StorageError
 from titan_rl.observability.logs import log_to_file
 from titan_rl.observability.metrics import MetricsWriter
+from titan_rl.observability.one_line import one_line
 from titan_rl.observability.progress import RunDisplay
 
 
@@ -124,13 +127,49 @@ def test_outside_a_terminal_steps_are_plain_lines_and_not_too_many() -> None:
     with RunDisplay(steps=100, live=True, console=Console(file=out), clock=clock) as display:
         for step in range(1, 101):
             clock.now += 0.1
-            display.step(step, reward=0.5, tokens_per_second=1000.0, phases={"train": 0.05})
-        display.evaluation(100, 0.95, 0.99)
+            display.step(step, {"reward": "0.500", "entropy": "1.20"}, {"train": 0.05})
+        display.evaluation(100, 0.95, 0.99, ["wrong  '1=' → '3'"])
     lines = out.getvalue().splitlines()
-    assert lines[0].startswith("step    1/100") and "[ms: train 50]" in lines[0]
-    assert lines[-2].startswith("step  100/100")
-    assert lines[-1] == "held-out after step 100: exact match 0.950, reward 0.990"
-    assert 5 <= len(lines) <= 10
+    assert lines[0] == "step    1/100  reward 0.500  entropy 1.20  [ms: train 50]"
+    assert lines[-3].startswith("step  100/100")
+    assert lines[-2] == "held-out after step 100: exact match 0.950, reward 0.990"
+    assert lines[-1] == "  wrong  '1=' → '3'"
+    assert 5 <= len(lines) <= 11
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_no_failed_rollout_is_passed_over_between_two_lines(live: bool) -> None:
+    clock, out = Clock(), io.StringIO()
+    console = Console(file=out, force_terminal=live, width=200)
+    display = RunDisplay(steps=100, live=live, console=console, clock=clock)
+    display.failed(2, "a.py, line 3:\nboom")
+    assert "failed rollouts: 2, the first: a.py, line 3:\\nboom" in out.getvalue()  # at once: there may be no step
+    for step in range(1, 101):
+        clock.now += 0.1
+        display.failed(1, f"cause {step}")
+        display.step(step, {}, {})
+    told = [line for line in out.getvalue().splitlines() if "failed rollouts: " in line]
+    assert sum(int(line.split("failed rollouts: ")[1].split(",")[0]) for line in told) == 102
+    assert len(told) <= 8 and "cause 1" in told[1]
+
+
+def test_failures_are_told_where_no_step_is_made() -> None:
+    clock, out = Clock(), io.StringIO()
+    display = RunDisplay(steps=100, live=False, console=Console(file=out, width=200), clock=clock)
+    for _ in range(300):
+        display.failed(8, "x" * 1000)
+        clock.now += 0.1
+    lines = out.getvalue().splitlines()
+    assert 3 <= len(lines) <= 4 and all(len(line) < 200 for line in lines)
+
+
+@given(st.text(), st.integers(2, 300))
+def test_one_line_is_printable_and_no_text_that_fits_is_cut(text: str, longest: int) -> None:
+    line = one_line(text, longest)
+    assert line.isprintable()
+    if text.isprintable():
+        assert len(line) <= longest + 1
+    assert line == text or len(text) > longest or not text.isprintable()
 
 
 def test_a_process_sends_everything_it_prints_to_its_own_file(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ async def test_a_conversation_is_answered_and_scored_in_a_process_of_its_own():
     info = await process.start()
     try:
         assert info.multi_turn
-        messages = await process.call(Call(CallKind.EXAMPLE, Purpose.TRAIN, 5))
+        messages = (await process.call(Call(CallKind.EXAMPLE, Purpose.TRAIN, 5))).prompt
         assert messages == example.prompt
         reasons: tuple[FinishReason, ...] = ()
         done = False

@@ -47,6 +47,7 @@ def test_several_splits_are_compared_on_the_same_completions(capsys):
     [
         (["--trainer-devices", "4"], "leave 0 for generators"),
         (["--devices-per-generator", "8"], "which take 8 each"),
+        (["--devices-per-generator", "0"], "--devices-per-generator must be at least 1, got 0"),
         (["--lengths", "normal:3"], "expected constant:N"),
         (["--lengths", "constant:many"], "--lengths constant:many"),
         (["--lengths", "file:/nowhere"], "/nowhere"),

@@ -72,7 +72,7 @@ def test_a_directory_without_config_is_no_checkpoint(tmp_path):
 
 def test_a_broken_config_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="not JSON"):
+    with pytest.raises(ConfigError, match="cannot be read as JSON"):
         read_shape(tmp_path)
 
 

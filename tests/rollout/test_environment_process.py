@@ -16,7 +16,7 @@ from processes import ends
 
 from titan_rl.errors import TaskError
 from titan_rl.rollout.environment_process import EnvironmentProcess
-from titan_rl.rollout.environment_wire import Call, CallKind, EnvironmentSetup, ProgressCell
+from titan_rl.rollout.environment_wire import Asked, Call, CallKind, EnvironmentSetup, ProgressCell
 from titan_rl.types import FinishReason, Message, Purpose
 
 TASKS = Path(__file__).parent / "unruly_task.py"
@@ -191,8 +191,8 @@ async def test_a_class_that_is_no_environment_is_refused():
 async def test_it_says_what_the_environment_is():
     async with environment(size=7, held_out=100) as process:
         assert process.info == (7, 3, False, (), False, False)
-        prompt = await process.call(Call(CallKind.EXAMPLE, Purpose.TRAIN, 7 + 2))
-        assert prompt == (Message("user", "2="),)  # the stream starts over
+        asked = await process.call(Call(CallKind.EXAMPLE, Purpose.TRAIN, 7 + 2))
+        assert asked == Asked((Message("user", "2="),))  # the stream starts over; the answer stays where it is
         assert await process.call(score(2, Purpose.EVALUATE))
         with pytest.raises(TaskError, match="no held-out prompt 3"):
             await process.call(score(3, Purpose.EVALUATE))

@@ -92,6 +92,21 @@ async def test_evaluation_plays_the_held_out_list_and_trains_nothing(model_path)
     assert "no held-out prompt 50" in beyond.rollouts[0].error
 
 
+async def test_the_report_of_an_evaluation_shows_what_was_asked_said_and_wanted(model_path):
+    policy = ScriptedPolicy(model_path, lambda a_request: "7")
+    async with runner(model_path, f"{HERE / 'double_task.py'}:Double", held_out=50) as group_runner:
+        asked = request(3, purpose=Purpose.EVALUATE, samples=1)
+        evaluated = report_of(asked, await group_runner.run_group(asked, policy), ())
+        trained = report_of(request(3), await group_runner.run_group(request(3), policy), ())
+    assert evaluated.rollouts[0].shown == ("3=", "7", "6")
+    assert {rollout.shown for rollout in trained.rollouts} == {None}
+    async with runner(model_path, f"{UNRULY}:Countdown", held_out=3) as group_runner:
+        asked = request(2, purpose=Purpose.EVALUATE, samples=1)
+        evaluated = report_of(asked, await group_runner.run_group(asked, policy), ())
+    (rollout,) = evaluated.rollouts
+    assert rollout.shown.answer == "assistant: 7  user: 1=  assistant: 7  user: 2=  assistant: 7  user: 3="
+
+
 class Forgetful(SymbolRenderer):
     """A chat format that shows the policy its own words as if it had stopped before it did."""
 

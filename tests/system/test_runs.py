@@ -31,6 +31,7 @@ def test_a_task_of_ones_own_runs_under_torchrun_and_leaves_a_checkpoint_that_sco
     task = tmp_path / "double.py"
     task.write_text(readme_example())
     smaller = ("--generator.count", "1", "--loop.steps", "2", "--loop.groups-per-step", "4")
+    smaller += ("--evaluation.target-exact-match", "0")
     run = start_run("--recipe", f"{task}:recipe", *smaller, runs=tmp_path / "runs", program=torchrun)
     output = finish(run)
     assert run.returncode == 0, output
@@ -48,6 +49,23 @@ def test_a_task_of_ones_own_runs_under_torchrun_and_leaves_a_checkpoint_that_sco
     assert {"controller.log", "trainer.log", "generator0.log", "router.log", "rollout.log"} <= logs
 
     assert_checkpoint_scores_like_the_policy(directory / "checkpoint")
+
+
+def test_the_task_of_the_readme_is_learned_and_shown(tmp_path: Path) -> None:
+    task = tmp_path / "double.py"
+    task.write_text(readme_example())
+    run = start_run("--recipe", f"{task}:recipe", runs=tmp_path / "runs")
+    output = finish(run)
+    assert run.returncode == 0, output
+    assert_nothing_is_left(run)
+    directory = run_directory(tmp_path / "runs")
+    assert directory.name.startswith("double-")
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["exact_match_before"] <= 0.1 and summary["exact_match_after"] >= 0.8, output
+    assert summary["reward_before"] <= 0.5 and summary["reward_after"] >= 0.9, output
+    for part in ("  entropy ", "  truncated ", "  wrong  '", "', wanted '", "  right  '", "exact match 0.000 → "):
+        assert part in output
+    assert f"reward {summary['reward_before']:.3f} → {summary['reward_after']:.3f}" in output
 
 
 def assert_checkpoint_scores_like_the_policy(checkpoint: Path) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titan_rl.controller.system import System
 from titan_rl.errors import TaskError
+from titan_rl.rollout.report import RolloutReport
 from titan_rl.types import PolicyVersion
+
+TRANSCRIPTS = 3
+"""Rollouts that an evaluation shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +22,8 @@ class Evaluation:
     prompts: int
     exact_match: float
     reward: float
+    transcripts: tuple[str, ...] = ()
+    """One line each of a few rollouts: the first that are wrong, and the first that are right."""
 
 
 async def evaluate(system: System, version: PolicyVersion, *, pinned_to: str | None = None) -> Evaluation:
@@ -43,4 +50,18 @@ async def evaluate(system: System, version: PolicyVersion, *, pinned_to: str | N
         prompts=len(rollouts),
         exact_match=sum(exact) / len(exact),
         reward=sum(rollout.reward for rollout in rollouts) / len(rollouts),
+        transcripts=_transcripts(rollouts),
     )
+
+
+def _transcripts(rollouts: Sequence[RolloutReport]) -> tuple[str, ...]:
+    lines: dict[bool, list[str]] = {False: [], True: []}
+    for rollout in rollouts:
+        right = rollout.exact_match >= 1
+        if (shown := rollout.shown) is not None:
+            cut = " (cut off)" if rollout.truncated else ""
+            wanted = f", wanted '{shown.wanted}'" if shown.wanted and not right else ""
+            said = f"'{shown.prompt}' → '{shown.answer}'{cut}{wanted}, reward {rollout.reward:.3f}"
+            lines[right].append(f"{'right' if right else 'wrong'}  {said}")
+    wrong = lines[False][:2]
+    return (*wrong, *lines[True][: TRANSCRIPTS - len(wrong)])

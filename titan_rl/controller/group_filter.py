@@ -8,6 +8,9 @@ from titan_rl.errors import ConfigError, TaskError
 from titan_rl.importing import import_name
 from titan_rl.rollout.report import GroupReport
 
+FILTERS = {"no_variance": "titan_rl.controller.group_filter:no_variance"}
+"""Short names of `loop.filter`."""
+
 GroupFilter = Callable[[GroupReport], str]
 """Why a group is refused; empty: it is trained."""
 
@@ -20,11 +23,7 @@ def make_filter(name: str) -> GroupFilter:
     """
     if not name:
         return lambda report: ""
-    if name == "no_variance":
-        return no_variance
-    if ":" not in name:
-        raise ConfigError(f'loop.filter {name!r} is neither "no_variance" nor `pkg.mod:function`')
-    found = import_name(name)
+    found = import_name(name, FILTERS)
     if not callable(found):
         raise ConfigError(f"loop.filter {name!r} is not a function")
     return _of_the_user(name, found)

@@ -72,13 +72,14 @@ class StepRecords:
                 self._count(phase, self._clock())
 
     def failed(self, report: GroupReport) -> None:
-        """A group none of whose rollouts could be trained; counts to the next step's numbers."""
+        """A group none of whose rollouts could be trained; counts to the next step's numbers, and is shown at once."""
         self._failed.append(report)
+        self._tell_failures(report)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self.summary.evaluations.append(evaluation)
         step = evaluation.version.step
-        self._display.evaluation(step, evaluation.exact_match, evaluation.reward)
+        self._display.evaluation(step, evaluation.exact_match, evaluation.reward, evaluation.transcripts)
         self._metrics.write(
             step, {"evaluation/exact_match": evaluation.exact_match, "evaluation/reward": evaluation.reward}
         )
@@ -103,6 +104,7 @@ class StepRecords:
         sampled = sum(rollout.sampled_tokens for rollout in rollouts)
         ages = _ages(batch, reports)
         reward = float(np.mean(rewards))
+        truncated = float(np.mean([rollout.truncated for rollout in rollouts]))
         summary = self.summary
         summary.steps = step
         summary.reward_last = reward
@@ -116,7 +118,7 @@ class StepRecords:
                 "rollout/reward_mean": reward,
                 "rollout/reward_std": float(np.std(rewards)),
                 "rollout/tokens": sampled,
-                "rollout/truncated_share": float(np.mean([rollout.truncated for rollout in rollouts])),
+                "rollout/truncated_share": truncated,
                 "rollout/failed": sum(1 for rollout in rollouts if rollout.error),
                 "rollout/turns_mean": float(np.mean([rollout.turns for rollout in rollouts])),
                 "rollout/branched": sum(1 for rollout in rollouts if rollout.branches > 1),
@@ -143,7 +145,19 @@ class StepRecords:
                 "seconds/step": seconds,
             },
         )
-        self._display.step(step, reward=reward, tokens_per_second=sampled / seconds if seconds else 0.0, phases=phases)
+        for report in reports:
+            self._tell_failures(report)
+        numbers = {
+            "reward": f"{reward:.3f}",
+            "entropy": f"{trained['entropy']:.2f}",
+            "truncated": f"{truncated:.0%}",
+            "tokens/s": f"{sampled / seconds if seconds else 0.0:,.0f}",
+        }
+        self._display.step(step, numbers, phases)
+
+    def _tell_failures(self, report: GroupReport) -> None:
+        if failed := sum(1 for rollout in report.rollouts if rollout.error):
+            self._display.failed(failed, report.first_error)
 
     def _phase_seconds(self, now: float) -> dict[str, float]:
         """Seconds per phase since the last call; a phase that is under way counts up to now."""

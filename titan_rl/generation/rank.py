@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from titan_rl.generation.channel import DecisionChannel, SoloChannel
-from titan_rl.generation.config import GeneratorConfig
+from titan_rl.generation.config import ENGINES, GeneratorConfig
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.gloo_channel import GlooChannel
@@ -15,11 +15,6 @@ from titan_rl.importing import import_name
 from titan_rl.types import Completion, Piece
 from titan_rl.weights.manifest import Publication
 from titan_rl.weights.puller import WeightPuller
-
-_ENGINES = {
-    "vllm": "titan_rl.generation.vllm_engine:VllmEngine",
-    "simulated": "titan_rl.generation.simulated_engine:simulated_engine",
-}
 
 
 def make_engine_loop(
@@ -44,7 +39,7 @@ def make_engine_loop(
         return puller.verify(publication, engine.served_shards(), gloo.group if gloo is not None else None)
 
     return EngineLoop(
-        lambda: import_name(config.engine, _ENGINES)(config, model_path, device),
+        lambda: import_name(config.engine, ENGINES)(config, model_path, device),
         rank=rank,
         world_size=world_size,
         burst_steps=config.burst_steps,

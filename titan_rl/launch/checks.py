@@ -1,93 +1,123 @@
-"""Everything about a run config that only the file system, the devices and the user's classes can tell.
+"""Everything about a run config that only the file system, the host and the user's classes can tell.
 
 What a config can tell alone is refused by its `__post_init__`. Here a `Problem` is one sentence, and problems do not
-cascade: what cannot be read is reported once, and nothing that would follow from it.
+cascade: what cannot be read is reported once, and nothing that would follow from it. A run and a dry run make the same
+checks; they differ only in what they make of something that is absent.
 
-`check_run` imports the environment's module, and for a tiny policy the module that makes it, neither of which loads
-torch; `check_classes` loads torch.
+Imports the classes that the config names, and of the project's own nothing that loads torch.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import math
+import socket
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from titan_rl.config import RunConfig
+from titan_rl.controller.group_filter import FILTERS
+from titan_rl.data_plane.arena import CHUNK_BYTES
+from titan_rl.data_plane.layout import encoded_size
 from titan_rl.environments import SHORT_NAMES
+from titan_rl.environments.base import Environment
 from titan_rl.errors import AbsentError, ConfigError
-from titan_rl.generation.config import LINEARS, refuse_more_ranks
-from titan_rl.importing import import_name
+from titan_rl.gateway.config import GatewayConfig
+from titan_rl.generation.config import ENGINES, LINEARS, refuse_more_ranks
+from titan_rl.importing import import_name, user_code
 from titan_rl.launch.placement import HostFacts, plan, resolve_device
-from titan_rl.overrides import did_you_mean
+from titan_rl.overrides import did_you_mean, get_setting
+from titan_rl.policy.losses import SHORT_NAMES as LOSSES
+from titan_rl.policy.losses.base import PolicyLoss
 from titan_rl.policy.qwen3 import Qwen3Shape, read_shape
+from titan_rl.policy.tiny import tiny_shape
+from titan_rl.rollout.rollouter import Rollouter
+from titan_rl.routing.strategies import SHORT_NAMES as STRATEGIES
+from titan_rl.routing.strategies import build_strategy
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's CPU attention has kernels for. With any other one the engine builds and then dies at its
 first step."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+MIB = 1 << 20
+
+
+class Severity(StrEnum):
+    """What a problem means for the run."""
+
+    ERROR = "error"
+    """It is refused on any host."""
+    ABSENT = "absent"
+    """This host lacks something: a device, a file, a package, memory, a port. The run is refused here; a dry run, which
+    may be meant for another host, warns."""
+    WARNING = "warning"
+    """It runs, but not as its author may expect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Why a run cannot start here."""
+    """What is wrong with a run."""
 
     sentence: str
-    absent: bool = False
-    """A device, a file or a package is missing on this host, which says nothing about the host the run is meant for."""
+    severity: Severity = Severity.ERROR
 
 
 def check_run(config: RunConfig, host: HostFacts) -> list[Problem]:
-    """Everything that keeps `config` from running on `host`, but for classes that need torch (`check_classes`)."""
-    return [*_placement(config, host), *_policy(config, host), *_generator(config, host), *_environment(config)]
-
-
-def check_serving(config: RunConfig, host: HostFacts) -> list[Problem]:
-    """Everything that keeps the policy of `config` from being served on `host`."""
-    return [*_placement(config, host, serving=True), *_policy(config, host), *_generator(config, host)]
-
-
-def check_classes(config: RunConfig) -> list[Problem]:
-    """What is wrong with the classes that the config names, and their arguments. Imports what they import."""
-    from titan_rl.policy.losses import SHORT_NAMES as LOSSES
-    from titan_rl.routing.strategies import build_strategy
-
-    problems: list[Problem] = []
-    named: dict[str, Any] = {}
-    classes: list[tuple[str, str, dict[str, str]]] = [
-        ("trainer.loss.name", config.trainer.loss.name, LOSSES),
-        ("rollout.rollouter", config.rollout.rollouter, {}),
+    """Everything that speaks against a run of `config` on `host`."""
+    agents = config.rollout.agents
+    return [
+        *_placement(config, host),
+        *_policy(config, host),
+        *_generator(config, host),
+        *_trainer_classes(config),
+        *_environment(config),
+        *_directory("logging.directory", config.logging.directory),
+        *(_package("logging.wandb_project", "wandb") if config.logging.wandb_project else ()),
+        *(_package("logging.tensorboard", "tensorboard") if config.logging.tensorboard else ()),
+        *(_directory("weights.directory", config.weights.directory) if config.weights.directory else ()),
+        *(_address("rollout.agents.port", agents.host, agents.port) if agents.gateway else ()),
     ]
-    if config.generator.linear not in LINEARS:
-        classes.append(("generator.linear", config.generator.linear, {}))
-    for setting, name, short_names in classes:
-        try:
-            named[setting] = import_name(name, short_names)
-        except ConfigError as error:
-            problems.append(Problem(sentence=f"{setting}: {error}{did_you_mean(name, short_names)}"))
-    try:
-        build_strategy(config.router)
-    except ConfigError as error:
-        problems.append(Problem(sentence=str(error)))
-    if (loss := named.get("trainer.loss.name")) is not None:
-        problems += _arguments("trainer.loss", loss, config.trainer.loss.kwargs, construct=True)
-    return problems
+
+
+def check_serving(config: RunConfig, host: HostFacts, gateway: GatewayConfig) -> list[Problem]:
+    """Everything that speaks against serving the policy of `config` on `host` at the gateway's address."""
+    return [
+        *_placement(config, host, serving=True),
+        *_policy(config, host, serving=True),
+        *_generator(config, host),
+        *_directory("logging.directory", config.logging.directory),
+        *_address("--port", gateway.host, gateway.port),
+    ]
 
 
 def _placement(config: RunConfig, host: HostFacts, *, serving: bool = False) -> Iterator[Problem]:
     try:
         plan(config, host, serving=serving)
     except ConfigError as error:
-        yield Problem(sentence=str(error), absent=True)
+        yield Problem(sentence=str(error), severity=Severity.ABSENT)
+    if resolve_device(config, host) == "cuda":
+        return
+    meshes = {"generator": config.generator.tensor_parallel} | ({} if serving else {"trainer": config.trainer.ranks})
+    for mesh, ranks in meshes.items():
+        threads = ranks * config.placement.threads
+        if threads > host.cpus:
+            yield Problem(
+                sentence=f"the {ranks} ranks of a {mesh} compute at the same time with {threads} threads "
+                f"({mesh}.tensor_parallel, {'trainer.data_parallel, ' * (mesh == 'trainer')}placement.threads), and "
+                f"this host has {host.cpus} CPU cores: they take turns, so that fewer ranks are faster",
+                severity=Severity.WARNING,
+            )
 
 
-def _policy(config: RunConfig, host: HostFacts) -> Iterator[Problem]:
+def _policy(config: RunConfig, host: HostFacts, *, serving: bool = False) -> Iterator[Problem]:
     if config.policy.tiny is not None:
-        from titan_rl.policy.tiny import tiny_shape
-
         try:
             shape = tiny_shape(config.policy.tiny)
         except ConfigError as error:
@@ -96,7 +126,7 @@ def _policy(config: RunConfig, host: HostFacts) -> Iterator[Problem]:
     else:
         directory = Path(config.policy.path)
         if (missing := _missing_checkpoint(directory)) is not None:
-            yield Problem(sentence=missing, absent=True)
+            yield Problem(sentence=missing, severity=Severity.ABSENT)
             return
         try:
             shape = read_shape(directory)
@@ -104,6 +134,7 @@ def _policy(config: RunConfig, host: HostFacts) -> Iterator[Problem]:
             yield Problem(sentence=f"policy.path: {error}")
             return
     yield from _shape(config, host, shape)
+    yield from _shared_memory(config, host, shape, serving=serving)
 
 
 def _missing_checkpoint(directory: Path) -> str | None:
@@ -141,25 +172,128 @@ def _shape(config: RunConfig, host: HostFacts, shape: Qwen3Shape) -> Iterator[Pr
         )
 
 
+def _shared_memory(config: RunConfig, host: HostFacts, shape: Qwen3Shape, *, serving: bool) -> Iterator[Problem]:
+    """Whether /dev/shm holds what will be published and sampled."""
+    weights, rollout = config.weights, config.rollout
+    dtype = config.generator.dtype if serving or weights.transfer_dtype == "same" else weights.transfer_dtype
+    one = sum(map(math.prod, shape.tensor_shapes().values())) * _ITEM_BYTES[dtype]
+    live = 1 if serving else weights.max_live if weights.transport == "shared_memory" else 0
+    least = most = 0  # bytes of samples
+    if not serving:
+        least = rollout.workers * CHUNK_BYTES
+        in_flight = config.loop.knobs().slots * rollout.samples_per_group
+        most = max(least, in_flight * encoded_size(config.generator.max_model_len))
+        most = min(most, rollout.workers * config.data_plane.store_mib * MIB)
+    for samples, verb, severity in ((least, "needs", Severity.ABSENT), (most, "may need", Severity.WARNING)):
+        if host.shared_memory and live * one + samples > host.shared_memory:
+            yield Problem(
+                sentence=f"/dev/shm has {host.shared_memory / MIB:,.0f} MiB free, and the run {verb} "
+                f"{(live * one + samples) / MIB:,.0f}: {live} publications (weights.max_live) of {one / MIB:,.0f} MiB "
+                f"and {samples / MIB:,.0f} MiB of samples; make it larger (containers: --shm-size)",
+                severity=severity,
+            )
+            return
+
+
 def _generator(config: RunConfig, host: HostFacts) -> Iterator[Problem]:
     if config.generator_settings().deterministic and resolve_device(config, host) == "cpu":
         try:
             refuse_more_ranks(config.generator.tensor_parallel)
         except ConfigError as error:
             yield Problem(sentence=str(error))
+    yield from _named(config, "generator.engine", tuple(ENGINES))[1]
+    yield from _named(config, "generator.linear", LINEARS)[1]
+    strategy, problems = _named(config, "router.strategy", STRATEGIES)
+    if strategy is not None:
+        problems = list(_arguments("router.strategy_kwargs", strategy, config.router.strategy_kwargs))
+        problems = problems or _raised("router.strategy_kwargs", lambda: build_strategy(config.router))
+    yield from problems
+
+
+def _trainer_classes(config: RunConfig) -> Iterator[Problem]:
+    loss, problems = _named(config, "trainer.loss.name", LOSSES, PolicyLoss)
+    yield from problems
+    if loss is not None:
+        yield from _arguments("trainer.loss.kwargs", loss, config.trainer.loss.kwargs, construct=True)
+    yield from _named(config, "rollout.rollouter", {}, Rollouter)[1]
+    if config.loop.filter:
+        yield from _named(config, "loop.filter", FILTERS)[1]
+
+
+def _named(config: RunConfig, setting: str, words: Iterable[str], base: type = object) -> tuple[Any, list[Problem]]:
+    """What a setting names, None if it is not to be imported, and what is wrong with the name.
+
+    Args:
+        words: short names; those of a mapping are imported from where it says, others are not imported.
+        base: what a class must be a subclass of; object: anything that can be called will do.
+    """
+    name = get_setting(config, setting)
+    targets = words if isinstance(words, Mapping) else dict.fromkeys(words, "")
+    if targets.get(name) == "":
+        return None, []
+    try:
+        found = import_name(name, targets)
+    except ConfigError as error:
+        return None, [Problem(sentence=f"{setting}: {error}{did_you_mean(name, words)}")]
+    if base is object and not callable(found):
+        return None, [Problem(sentence=f"{setting}: {name} cannot be called")]
+    if base is not object and not (isinstance(found, type) and issubclass(found, base)):
+        return None, [Problem(sentence=f"{setting}: {name} is no subclass of {base.__module__}.{base.__qualname__}")]
+    return found, []
+
+
+def _raised(setting: str, make: Callable[[], Any]) -> list[Problem]:
+    """What `make` raises; a class checks its own values."""
+    try:
+        with user_code(setting):
+            make()
+    except ConfigError as error:
+        severity = Severity.ABSENT if isinstance(error, AbsentError) else Severity.ERROR
+        return [Problem(sentence=str(error), severity=severity)]
+    return []
+
+
+def _directory(setting: str, directory: str) -> Iterator[Problem]:
+    """Whether directories can be made in `directory`, which need not exist yet. Tried, for only that tells."""
+    place = Path(directory).expanduser().resolve()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        with tempfile.TemporaryDirectory(dir=place):
+            pass
+    except OSError as error:
+        yield Problem(
+            sentence=f"{setting}: {directory} cannot be written: {place}: {error.strerror}", severity=Severity.ABSENT
+        )
+
+
+def _package(setting: str, name: str) -> Iterator[Problem]:
+    if find_spec(name) is None:
+        yield Problem(sentence=f"{setting} is set, and the package {name} is not installed", severity=Severity.ABSENT)
+
+
+def _address(setting: str, host: str, port: int) -> Iterator[Problem]:
+    """Whether a server can listen there."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the gateway will
+            listener.bind(address)
+    except OSError as error:
+        yield Problem(
+            sentence=f"{setting} {port}: cannot listen on {host}, port {port}: {error.strerror}; "
+            "name another one, or 0 for any free port",
+            severity=Severity.ABSENT,
+        )
 
 
 def _environment(config: RunConfig) -> Iterator[Problem]:
-    from titan_rl.environments.base import Environment
-
     name = config.environment.name
-    try:
-        cls = import_name(name, SHORT_NAMES)
-    except ConfigError as error:
-        yield Problem(sentence=f"environment.name: {error}{did_you_mean(name, SHORT_NAMES)}")
-        return
-    if not (isinstance(cls, type) and issubclass(cls, Environment)):
-        yield Problem(sentence=f"environment.name: {name} is no subclass of titan_rl.environments.base.Environment")
+    cls, problems = _named(config, "environment.name", SHORT_NAMES, Environment)
+    if cls is None:
+        yield from problems
         return
     if config.trainer.warmup.steps and cls.demonstration is Environment.demonstration:
         yield Problem(
@@ -171,11 +305,13 @@ def _environment(config: RunConfig) -> Iterator[Problem]:
     if "seed" in inspect.signature(cls).parameters:
         kwargs.setdefault("seed", config.seed)
     # A task of the user may load a data set when it is built, and that is for its own process to do.
-    yield from _arguments("environment", cls, kwargs, construct=name in SHORT_NAMES)
+    yield from _arguments("environment.kwargs", cls, kwargs, construct=name in SHORT_NAMES)
 
 
-def _arguments(section: str, cls: Callable[..., Any], kwargs: dict[str, Any], *, construct: bool) -> Iterator[Problem]:
-    """Problems of calling `cls(**kwargs)`, where `kwargs` is the setting `<section>.kwargs`.
+def _arguments(
+    setting: str, cls: Callable[..., Any], kwargs: dict[str, Any], *, construct: bool = False
+) -> Iterator[Problem]:
+    """Problems of calling `cls(**kwargs)`, where `kwargs` is the value of `setting`.
 
     Args:
         construct: if the names and types are right, call it: the class checks its own values.
@@ -190,21 +326,18 @@ def _arguments(section: str, cls: Callable[..., Any], kwargs: dict[str, Any], *,
     problems: list[str] = []
     for name in kwargs:
         if name not in named and not open_ended:
-            takes = did_you_mean(name, named) or f" (it takes {', '.join(named) or 'no arguments'})"
-            problems.append(f"{section}.kwargs.{name}: {cls.__name__} takes no such argument{takes}")
+            takes = f"{did_you_mean(name, named)}; it takes {', '.join(named) or 'no arguments'}"
+            problems.append(f"{setting}.{name}: {cls.__name__} takes no such argument{takes}")
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in kwargs:
-            problems.append(f"{section}.kwargs.{name}: {cls.__name__} needs this argument")
+            problems.append(f"{setting}.{name}: {cls.__name__} needs this argument")
     problems += [
-        f"{section}.kwargs.{name}: expected {wanted.__name__}, got {kwargs[name]!r}"
+        f"{setting}.{name}: expected {wanted.__name__}, got {kwargs[name]!r}"
         for name, wanted in _plain_types(cls).items()
         if name in kwargs and not _is(wanted, kwargs[name])
     ]
     if construct and not problems:
-        try:
-            cls(**kwargs)
-        except ConfigError as error:
-            yield Problem(sentence=str(error), absent=isinstance(error, AbsentError))
+        yield from _raised(setting, lambda: cls(**kwargs))
     yield from (Problem(sentence=sentence) for sentence in problems)
 
 

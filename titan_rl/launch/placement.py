@@ -88,6 +88,8 @@ class HostFacts:
     """Device indices as `CUDA_VISIBLE_DEVICES` takes them; none where that variable hides them all."""
     memory: int = 0
     """Bytes that can be had without swapping; 0: unknown."""
+    shared_memory: int = 0
+    """Bytes free in /dev/shm; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,11 +250,13 @@ def _shared_environment(placement: Placement) -> dict[str, dict[str, str]]:
 
 def detect_host(environ: Mapping[str, str] = os.environ) -> HostFacts:
     """What this host has, found without torch: `/proc`, the scheduler, and `nvidia-smi` where there is one."""
+    shared = os.statvfs("/dev/shm")
     memory = re.search(r"^MemAvailable:\s+(\d+) kB$", _read(Path("/proc/meminfo")), re.MULTILINE)
     return HostFacts(
         cpus=len(os.sched_getaffinity(0)),
         cuda_devices=visible_devices(_nvidia_smi(), environ.get("CUDA_VISIBLE_DEVICES")),
         memory=int(memory[1]) * 1024 if memory else 0,
+        shared_memory=shared.f_bavail * shared.f_frsize,
     )
 
 

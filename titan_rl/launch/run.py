@@ -24,7 +24,7 @@ from titan_rl.controller.ending import train_and_save
 from titan_rl.controller.faults import Announcer, FaultBoard
 from titan_rl.controller.loop import TrainingLoop
 from titan_rl.controller.records import RunSummary
-from titan_rl.errors import Stopped
+from titan_rl.errors import ConfigError, Stopped
 from titan_rl.launch.session import start
 from titan_rl.launch.signals import StopSignals
 from titan_rl.observability.logs import log_to_file
@@ -71,11 +71,21 @@ def run(config: RunConfig, imports: tuple[str, ...] = ()) -> int:
 
 
 def make_run_directory(config: RunConfig) -> Path:
-    """A new directory `<recipe>-<time>-<pid>` below `logging.directory`."""
+    """A new directory `NAME-TIME-PID` below `logging.directory`: NAME is `logging.name`, else that of the recipe, else
+    that of the file or module that holds the recipe.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    name = Path(config.recipe.split(":")[-1] or "run").name
+    where, _, recipe = config.recipe.rpartition(":")
+    own = Path(where).stem if where.endswith(".py") else where.rpartition(".")[2]
+    name = config.logging.name or own or recipe or "run"
     directory = Path(config.logging.directory).expanduser().resolve() / f"{name}-{stamp}-{os.getpid()}"
-    directory.mkdir(parents=True)
+    try:
+        directory.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"logging.directory: {directory} cannot be made: {error.strerror}") from error
     return directory
 
 
@@ -123,6 +133,8 @@ def _conclude(config: RunConfig, summary: RunSummary, directory: Path, console: 
     numbers = {
         "exact_match_before": first.exact_match,
         "exact_match_after": last.exact_match,
+        "reward_before": first.reward,
+        "reward_after": last.reward,
         "reward_last": summary.reward_last,
         "steps": summary.steps,
         "stopped_early": summary.stopped_early,
@@ -133,8 +145,8 @@ def _conclude(config: RunConfig, summary: RunSummary, directory: Path, console: 
     }
     (directory / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     console.print(
-        f"\nheld-out exact match {first.exact_match:.3f} → [bold]{last.exact_match:.3f}[/] "
-        f"({last.prompts} prompts, greedy)\n"
+        f"\nheld-out exact match {first.exact_match:.3f} → [bold]{last.exact_match:.3f}[/], "
+        f"reward {first.reward:.3f} → [bold]{last.reward:.3f}[/] ({last.prompts} prompts, greedy)\n"
         f"reward of the last step {summary.reward_last:.3f}\n"
         f"{summary.steps} steps, {summary.tokens_generated:,} tokens sampled, "
         f"{total:.0f} s in all, first optimizer step after {to_first_step:.0f} s\n"

@@ -6,7 +6,7 @@ The display only reads what it is told; a display that is off changes nothing ab
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console, Group, RenderableType
@@ -14,14 +14,20 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from titan_rl.observability.one_line import one_line
+
 PLAIN_LINE_SECONDS = 2.0
 """Outside a terminal at most one step line per so many seconds; evaluations are always printed."""
+FAILURE_LINE_SECONDS = 10.0
+"""Failures are told once per so many seconds where no step line tells them."""
+LONGEST_CAUSE = 120
+"""Characters of a failure's cause; logs have all of it."""
 
 
 class RunDisplay:
     """The display of one run.
 
-    Told by the controller: `mesh(name, doing)` while parts come up, then `phase`, `step` and `evaluation`.
+    Told by the controller: `mesh(name, doing)` while parts come up, then `phase`, `failed`, `step` and `evaluation`.
     """
 
     def __init__(
@@ -43,6 +49,8 @@ class RunDisplay:
         self._meshes: dict[str, str] = {}
         self._numbers: dict[str, str] = {}
         self._phase_seconds: dict[str, float] = {}
+        self._failures = 0  # since they were last printed
+        self._first_failure = ""
         self._last_line = float("-inf")
         self._panel: Live | None = None
 
@@ -88,26 +96,41 @@ class RunDisplay:
         seconds, self._phase_seconds = self._phase_seconds, {}
         return seconds
 
-    def step(self, step: int, *, reward: float, tokens_per_second: float, phases: dict[str, float]) -> None:
-        """A finished optimizer step."""
-        self._progress.update(self._task, completed=step)
-        self._numbers["reward"] = f"{reward:.3f}"
-        self._numbers["tokens/s"] = f"{tokens_per_second:,.0f}"
-        self._numbers["ms per phase"] = "  ".join(f"{name} {1000 * value:.0f}" for name, value in phases.items())
-        self._refresh()
-        now = self._clock()
-        if not self._live and (now - self._last_line >= PLAIN_LINE_SECONDS or step == self._steps):
-            self._last_line = now
-            timing = " ".join(f"{name} {1000 * value:.0f}" for name, value in phases.items())
-            self.say(
-                f"step {step:>4}/{self._steps}  reward {reward:.3f}  {tokens_per_second:,.0f} tokens/s  [ms: {timing}]"
-            )
+    def failed(self, rollouts: int, cause: str) -> None:
+        """So many rollouts failed, the first for this reason. Printed with the next step's line, and without one every
+        `FAILURE_LINE_SECONDS`: where all fail there is no step."""
+        self._failures += rollouts
+        self._first_failure = self._first_failure or one_line(cause, LONGEST_CAUSE)
+        if self._clock() - self._last_line >= FAILURE_LINE_SECONDS and (failures := self._told_failures()):
+            self._last_line = self._clock()
+            self.say(failures)
 
-    def evaluation(self, step: int, exact_match: float, reward: float) -> None:
-        """A finished evaluation."""
+    def _told_failures(self) -> str:
+        """What failed since this was last asked; empty where nothing did."""
+        count, cause, self._failures, self._first_failure = self._failures, self._first_failure, 0, ""
+        return f"failed rollouts: {count}, the first: {cause}" if count else ""
+
+    def step(self, step: int, numbers: Mapping[str, str], phases: Mapping[str, float]) -> None:
+        """A finished optimizer step: its numbers by name, and the seconds of its phases."""
+        timing = " ".join(f"{name} {1000 * value:.0f}" for name, value in phases.items())
+        self._progress.update(self._task, completed=step)
+        self._numbers |= {**numbers, "ms per phase": timing}
+        self._refresh()
+        if self._clock() - self._last_line < PLAIN_LINE_SECONDS and step != self._steps:
+            return
+        failures = self._told_failures()
+        if not self._live or failures:
+            self._last_line = self._clock()
+            said = "  ".join(f"{name} {value}" for name, value in numbers.items())
+            self.say("  ".join(filter(None, (f"step {step:>4}/{self._steps}  {said}  [ms: {timing}]", failures))))
+
+    def evaluation(self, step: int, exact_match: float, reward: float, transcripts: Sequence[str] = ()) -> None:
+        """A finished evaluation, with lines that show what was said."""
         self._numbers["exact match"] = f"{exact_match:.3f} (step {step})"
         self._refresh()
         self.say(f"held-out after step {step}: exact match {exact_match:.3f}, reward {reward:.3f}")
+        for transcript in transcripts:
+            self.say(f"  {transcript}")
 
     def _refresh(self) -> None:
         if self._panel is not None:

@@ -23,10 +23,12 @@ def print_help(config: Any, *, prog: str) -> None:
 
         config: str = ""
         """TOML file: a recipe's name and settings. Relative file names in it start at its directory."""
+        name: str = ""
+        """Name of the run, as --logging.name."""
         dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
         """Print the resolved config and the placement, and start nothing."""
         run: settings = field(default_factory=lambda: config)
 
     # given `--help`, tyro parses nothing: it prints its help and exits
     with suppress(SystemExit):
-        tyro.cli(Train, args=["--help"], prog=prog, use_underscores=True, config=(tyro.conf.AvoidSubcommands,))
+        tyro.cli(Train, args=["--help"], prog=prog, config=(tyro.conf.AvoidSubcommands,))

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_origin
 
 from titan_rl.errors import ConfigError
 from titan_rl.overrides.names import did_you_mean, fields_of, members, optional_dataclass, settings
-from titan_rl.overrides.values import WrongType
+from titan_rl.overrides.values import WrongType, fitting
 
 T = TypeVar("T")
 
@@ -96,10 +96,13 @@ def absolute_files(config: T, settings: Mapping[str, Callable[[str, Path], str]]
     for key, absolute in settings.items():
         owner, _, name = key.rpartition(".")
         node = get_setting(result, owner) if owner else result
-        if not isinstance(node, dict):
-            setattr(node, name, absolute(getattr(node, name), base))
-        elif name in node:
-            node[name] = absolute(node[name], base)
+        value = node.get(name) if isinstance(node, dict) else getattr(node, name)
+        if not isinstance(value, str | Path):
+            continue  # not there, or of a type that is refused later
+        if isinstance(node, dict):
+            node[name] = absolute(str(value), base)
+        else:
+            setattr(node, name, absolute(str(value), base))
     return result
 
 
@@ -164,13 +167,23 @@ def _converted(hint: Any, override: Override) -> Any:
 
 
 def _unknown(config: Any, override: Override) -> str:
-    prefix = "--" if override.origin.startswith("--") else ""
-    return f"{override.origin}: there is no such setting{did_you_mean(override.key, settings(config), prefix=prefix)}"
+    meant = did_you_mean(override.key, settings(config))
+    if override.origin.startswith("--"):
+        meant = meant.replace("did you mean ", "did you mean --").replace("_", "-")
+    return f"{override.origin}: there is no such setting{meant}"
 
 
-def _checked(config: Any) -> Any:
-    """The same dataclass built anew from the inside out, so that every `__post_init__` sees the final values."""
-    if not dataclasses.is_dataclass(config) or isinstance(config, type):
-        return config
-    changes = {field.name: _checked(getattr(config, field.name)) for field in dataclasses.fields(config) if field.init}
+def _checked(config: Any, prefix: str = "") -> Any:
+    """The same dataclass built anew from the inside out, so that every `__post_init__` sees the final values, and each
+    value has the type of its field: a recipe is Python, which holds nobody to it."""
+    changes = {}
+    for name, hint in fields_of(config).items():
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(value):
+            changes[name] = _checked(value, f"{prefix}{name}.")
+        elif not isinstance(value, dict):
+            try:
+                changes[name] = fitting(hint, value)
+            except WrongType as error:
+                raise ConfigError(f"{prefix}{name}: expected {error}, got {value!r}") from None
     return dataclasses.replace(config, **changes)

@@ -61,6 +61,8 @@ def plan(options: argparse.Namespace) -> list[Planned]:
     Raises:
         ConfigError: values that are wrong or do not fit together.
     """
+    if options.devices_per_generator < 1:
+        raise ConfigError(f"--devices-per-generator must be at least 1, got {options.devices_per_generator}")
     for trainers in options.trainer_devices:
         left = options.devices - trainers
         if trainers < 1 or left < options.devices_per_generator:

@@ -80,8 +80,10 @@ def read_shape(directory: Path) -> Qwen3Shape:
         config: dict[str, Any] = json.loads(file.read_text())
     except FileNotFoundError:
         raise ConfigError(f"{directory} is no checkpoint directory: it has no config.json") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read as JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file} holds no JSON object")
     if config.get("model_type") != "qwen3":
         raise ConfigError(
             f"{file}: model_type is {config.get('model_type')!r}; the trainer computes 'qwen3' (dense) only"
@@ -115,3 +117,5 @@ def read_shape(directory: Path) -> Qwen3Shape:
         )
     except KeyError as error:
         raise ConfigError(f"{file}: {error.args[0]} is missing") from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{file}: a size is no number: {error}") from None

@@ -40,7 +40,7 @@ def make_tiny_policy(config: TinyPolicyConfig, cache: Path | None = None) -> Pat
         cache: defaults to `$XDG_CACHE_HOME/titan_rl` or `~/.cache/titan_rl`.
 
     Raises:
-        ConfigError: a symbol or special token occurs twice, or sizes that make no model.
+        ConfigError: a symbol or special token occurs twice, sizes that make no model, or `cache` cannot be written.
     """
     shape = tiny_shape(config)
     config = dataclasses.replace(config, seed=config.seed or 0)
@@ -50,8 +50,13 @@ def make_tiny_policy(config: TinyPolicyConfig, cache: Path | None = None) -> Pat
     target = cache / f"tiny-{hashlib.blake2b(content.encode(), digest_size=8).hexdigest()}"
     if target.is_dir():
         return target
-    cache.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=cache))
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=cache))
+    except OSError as error:
+        raise ConfigError(
+            f"policy.tiny: the policy is kept in {cache} ($XDG_CACHE_HOME), which cannot be written: {error.strerror}"
+        ) from error
     try:
         _write(draft, config, shape)
         draft.chmod(0o755)

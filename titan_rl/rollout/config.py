@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from titan_rl.errors import ConfigError
-
-ON_ERROR = ("train_rest", "fail_group")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -99,7 +97,7 @@ class RolloutConfig:
     seconds: float = 0.0
     """Longest time one rollout may take, waiting for engines included; then it is stopped and reported as failed. 0: no
     bound of its own; each step of user code has `environment.step_seconds`, and engines are watched for progress."""
-    on_error: str = "train_rest"
+    on_error: Literal["train_rest", "fail_group"] = "train_rest"
     """What becomes of a group in which a rollout failed: "train_rest" trains the others, compared among themselves;
     "fail_group" trains none, and the next prompt's group takes its place."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -111,8 +109,6 @@ class RolloutConfig:
                 raise ConfigError(f"rollout.{name} must be at least 1, got {getattr(self, name)}")
         if self.seconds < 0:
             raise ConfigError(f"rollout.seconds must be 0 (no bound) or more, got {self.seconds}")
-        if self.on_error not in ON_ERROR:
-            raise ConfigError(f"rollout.on_error must be one of {', '.join(ON_ERROR)}, got {self.on_error!r}")
         if self.max_sampled_tokens < 0:
             raise ConfigError(f"rollout.max_sampled_tokens must be 0 (no bound) or more, got {self.max_sampled_tokens}")
         if self.samples_per_group < 2:

@@ -20,9 +20,12 @@ from typing import Any
 
 from titan_rl.environments.base import Demonstration, Environment, EnvironmentReply
 from titan_rl.errors import TaskError
+from titan_rl.observability.one_line import one_line
 from titan_rl.rollout.child_side import Failure, Tracebacks, Worker
 from titan_rl.rollout.environment_wire import (
+    LONGEST_SHOWN,
     Answer,
+    Asked,
     Call,
     CallKind,
     Conversation,
@@ -34,7 +37,7 @@ from titan_rl.rollout.rubric import Score, is_asynchronous
 from titan_rl.rollout.task import Examples, make_environment
 from titan_rl.rollout.tools import Toolbox, ToolError, checked_text
 from titan_rl.rollout.transcript import Transcript
-from titan_rl.types import Message, ToolCall
+from titan_rl.types import Message, Purpose, ToolCall
 
 FLUSH_SECONDS = 0.05
 """Answers wait at most so long for others to travel with, once the next call begins."""
@@ -123,7 +126,8 @@ class EnvironmentHost:
             return tuple(_told(self._answer(each)) for each in call.messages[-1].tool_calls)
         example = self._examples.find(call.purpose, call.prompt_index)
         if call.kind is CallKind.EXAMPLE:
-            return _plain(example.prompt)
+            wanted = _as_text(example.answer) if call.purpose is Purpose.EVALUATE else ""
+            return Asked(_plain(example.prompt), wanted)
         if call.kind is CallKind.SCORE_GROUP:
             return tuple(map(tuple, self._rubric.score_group(example, [_transcript(each) for each in call.group])))
         transcript = _transcript(call)
@@ -241,6 +245,11 @@ def _plain(messages: Sequence[Message]) -> tuple[Message, ...]:
         )
         for message in messages
     )
+
+
+def _as_text(answer: Any) -> str:
+    text = "" if answer is None else answer if isinstance(answer, str) else repr(answer)
+    return one_line(text, LONGEST_SHOWN)
 
 
 def _told(answer: str) -> Message:

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 from titan_rl.types import FinishReason, Message, Purpose, ToolSpec
 
 FRAME_LENGTH = struct.Struct("<Q")
+LONGEST_SHOWN = 160
+"""Characters of a prompt, an answer or a wanted answer that a person is shown."""
 
 
 def pack_frame(message: Any) -> bytes:
@@ -67,7 +69,7 @@ class TaskInfo(NamedTuple):
 
 class CallKind(StrEnum):
     EXAMPLE = "example"
-    """→ tuple of Message: the prompt."""
+    """→ `Asked`."""
     RESPOND = "respond"
     """→ (messages, done, pickled state)."""
     CALL_TOOLS = "tool calls"
@@ -78,6 +80,14 @@ class CallKind(StrEnum):
     """→ one (reward, parts) per conversation of `group`."""
     DEMONSTRATE = "demonstrate"
     """→ (prompt, messages that follow it), two tuples of Message. `prompt_index` is the demonstration's number."""
+
+
+class Asked(NamedTuple):
+    """An example, as far as the worker may see it."""
+
+    prompt: tuple[Message, ...]
+    wanted: str = ""
+    """Its answer as text, for a person to read; of a held-out example only."""
 
 
 class Conversation(NamedTuple):

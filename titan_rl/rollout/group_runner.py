@@ -22,7 +22,7 @@ from titan_rl.importing import import_name
 from titan_rl.rollout.advantages import group_advantages
 from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig
 from titan_rl.rollout.environment_process import EnvironmentProcess
-from titan_rl.rollout.environment_wire import Call, CallKind, EnvironmentSetup, TaskInfo
+from titan_rl.rollout.environment_wire import Asked, Call, CallKind, EnvironmentSetup, TaskInfo
 from titan_rl.rollout.programs import Programs
 from titan_rl.rollout.renderer import Renderer, make_renderer
 from titan_rl.rollout.result import GroupResult, Rollout
@@ -30,7 +30,7 @@ from titan_rl.rollout.rollouter import Generate, Rollouter
 from titan_rl.rollout.samples import demonstration_sample, training_samples
 from titan_rl.rollout.session import Sessions
 from titan_rl.rollout.world import World
-from titan_rl.types import GroupRequest, Message, Purpose, TrainingSample
+from titan_rl.types import GroupRequest, Purpose, TrainingSample
 
 logger = logging.getLogger(__name__)
 
@@ -134,10 +134,8 @@ class GroupRunner:
         if request.purpose is Purpose.DEMONSTRATE:
             return await self._demonstrate(request, self._info)
         try:
-            prompt: tuple[Message, ...] = await self.environment.call(
-                Call(CallKind.EXAMPLE, request.purpose, request.group_id)
-            )
-            rendered = [] if self._info.plays else self._renderer.render(prompt, self._info.tools)
+            asked: Asked = await self.environment.call(Call(CallKind.EXAMPLE, request.purpose, request.group_id))
+            rendered = [] if self._info.plays else self._renderer.render(asked.prompt, self._info.tools)
         except TaskError as error:
             failed = tuple(Rollout(sample=sample, error=str(error)) for sample in range(request.samples))
             return self._result(request, failed)
@@ -148,7 +146,7 @@ class GroupRunner:
                 self.environment,
                 purpose=request.purpose,
                 index=request.group_id,
-                prompt=prompt,
+                prompt=asked.prompt,
                 prompt_token_ids=np.asarray(rendered, dtype=np.int32),
                 multi_turn=info.multi_turn,
                 tools=info.tools,
@@ -169,7 +167,7 @@ class GroupRunner:
         rollouts = tuple(task.result() for task in playing)
         if info.scores_groups:
             rollouts = await self._compare(request, rollouts, worlds)
-        return self._result(request, rollouts)
+        return replace(self._result(request, rollouts), asked=asked)
 
     async def _compare(
         self, request: GroupRequest, rollouts: tuple[Rollout, ...], worlds: Sequence[World]

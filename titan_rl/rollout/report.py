@@ -1,19 +1,22 @@
 """What the controller is told about a finished group: numbers and references, never tokens.
 
 The size of a report does not depend on how many tokens were sampled. Its `samples` are owned by whoever holds it, who
-releases them exactly once.
+releases them exactly once. Of evaluation groups it has the texts too, cut to what a person reads.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from titan_rl.data_plane.refs import SampleRef
 from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.observability.one_line import one_line
+from titan_rl.rollout.environment_wire import LONGEST_SHOWN
 from titan_rl.rollout.result import GroupResult, Rollout
-from titan_rl.types import NO_VERSION, GroupRequest, Purpose
+from titan_rl.types import NO_VERSION, GroupRequest, Message, Purpose
 
 LONGEST_ERROR = 600
 """Characters of a rollout's error that are reported; the worker's log has all of it."""
@@ -21,6 +24,16 @@ LONGEST_ERROR = 600
 
 EXACT_MATCH = "exact_match"
 """Name of the reward part that counts as exact match, if the rubric has one; else a reward of at least 1."""
+
+
+class Shown(NamedTuple):
+    """A rollout for a person to read: texts of one line, long ones cut in the middle."""
+
+    prompt: str
+    answer: str
+    """What followed the prompt; of several messages each with its role."""
+    wanted: str
+    """The example's own answer."""
 
 
 class RolloutReport(NamedTuple):
@@ -42,6 +55,8 @@ class RolloutReport(NamedTuple):
     """Samples that its token graph makes; more than 1 where a history was edited, forked or rendered anew."""
     rendered_anew: int = 0
     """Prompts that go on from what was sampled and yet could not be made by extending it."""
+    shown: Shown | None = None
+    """Of evaluation groups only."""
 
     @property
     def exact_match(self) -> float:
@@ -87,12 +102,29 @@ def report_of(request: GroupRequest, result: GroupResult, refs: Sequence[SampleR
         group_id=result.group_id,
         purpose=result.purpose,
         attempt=request.attempt,
-        rollouts=tuple(_report(rollout) for rollout in result.rollouts),
+        rollouts=tuple(_report(rollout, _shown(result, rollout)) for rollout in result.rollouts),
         samples=SampleBatch.of_refs(refs),
     )
 
 
-def _report(rollout: Rollout) -> RolloutReport:
+def _shown(result: GroupResult, rollout: Rollout) -> Shown | None:
+    if result.purpose is not Purpose.EVALUATE or result.asked is None:
+        return None
+    prompt, messages = result.asked.prompt, rollout.messages
+    said = messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages  # a program may ask otherwise
+    return Shown(_in_one_line(prompt), _in_one_line(said), result.asked.wanted)
+
+
+def _in_one_line(messages: Sequence[Message]) -> str:
+    texts = []
+    for message in messages:
+        calls = (call.raw or f"{call.name}({json.dumps(call.arguments, default=str)})" for call in message.tool_calls)
+        role = f"{message.role}: " if len(messages) > 1 else ""
+        texts.append(role + " ".join(filter(None, (message.reasoning, message.content, *calls))))
+    return one_line("  ".join(texts), LONGEST_SHOWN)
+
+
+def _report(rollout: Rollout, shown: Shown | None) -> RolloutReport:
     completions = rollout.graph.completions
     sums: dict[str, list[float]] = {}
     for completion in completions:
@@ -109,4 +141,5 @@ def _report(rollout: Rollout) -> RolloutReport:
         metrics={name: sum(values) / len(values) for name, values in sums.items()},
         branches=rollout.graph.leaves,
         rendered_anew=rollout.rendered_anew,
+        shown=shown,
     )

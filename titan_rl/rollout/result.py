@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from titan_rl.rollout.environment_wire import Asked
 from titan_rl.rollout.rubric import Score
 from titan_rl.rollout.token_graph import TokenGraph
 from titan_rl.types import Completion, FinishReason, Message, Purpose, TrainingSample
@@ -77,3 +78,5 @@ class GroupResult:
     rollouts: tuple[Rollout, ...]
     samples: tuple[TrainingSample, ...]
     """Empty for evaluation groups; rollouts with an error contribute none."""
+    asked: Asked | None = None
+    """None where the example could not be made."""

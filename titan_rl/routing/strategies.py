@@ -174,12 +174,15 @@ class StickySession:
         self, *, max_sessions: int = 100_000, sync_wait_seconds: float = 5.0, fallback: str = "least_loaded"
     ) -> None:
         if max_sessions < 1:
-            raise ConfigError(f"max_sessions must be at least 1, got {max_sessions}")
+            raise ConfigError(f"router.strategy_kwargs.max_sessions must be at least 1, got {max_sessions}")
         if sync_wait_seconds < 0:
-            raise ConfigError(f"sync_wait_seconds must be >= 0, got {sync_wait_seconds}")
+            raise ConfigError(f"router.strategy_kwargs.sync_wait_seconds must be >= 0, got {sync_wait_seconds}")
         self._max_sessions = max_sessions
         self._sync_wait_seconds = sync_wait_seconds
-        self._fallback: RoutingStrategy = import_name(fallback, SHORT_NAMES)()
+        try:
+            self._fallback: RoutingStrategy = import_name(fallback, SHORT_NAMES)()
+        except ConfigError as error:
+            raise ConfigError(f"router.strategy_kwargs.fallback: {error}") from error
         self._versions: dict[str, PolicyVersion] = {}  # of those that serve now
         self._paused: set[str] = set()
         self._live: dict[str, _Pin] = {}
@@ -263,7 +266,10 @@ class _Pin:
 
 def build_strategy(config: RouterConfig) -> RoutingStrategy:
     """The strategy that `router.strategy` names; raises ConfigError where the name or the arguments are wrong."""
-    strategy = import_name(config.strategy, SHORT_NAMES)
+    try:
+        strategy = import_name(config.strategy, SHORT_NAMES)
+    except ConfigError as error:
+        raise ConfigError(f"router.strategy: {error}") from error
     missing = [
         name
         for name in ("serves", "pauses", "leaves", "choose", "assigned", "released", "end_session")

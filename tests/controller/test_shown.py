@@ -1,0 +1,64 @@
+"""What a run shows of its rollouts: of each step's those that failed, of an evaluation a few transcripts."""
+
+from __future__ import annotations
+
+import pytest
+from scripted_system import World
+
+from titan_rl.controller.evaluation import evaluate
+from titan_rl.rollout.report import RolloutReport, Shown
+from titan_rl.types import PolicyVersion
+
+WRONG = "wrong  '{0}=' → '7', wanted '{0}{0}', reward 0.500"
+RIGHT = "right  '{0}=' → '7', reward 1.000"
+
+
+def rollout(number: int, reward: float, truncated: bool = False) -> RolloutReport:
+    return RolloutReport(
+        sample=0,
+        reward=reward,
+        reward_parts={},
+        error="",
+        truncated=truncated,
+        turns=1,
+        sampled_tokens=2,
+        metrics={},
+        shown=Shown(f"{number}=", "7", f"{number}{number}"),
+    )
+
+
+async def evaluated(*rollouts: RolloutReport) -> tuple[str, ...]:
+    world = World(steps=1, groups=1)
+    world.rollouts.held_out = len(rollouts)
+    world.rollouts.evaluation = rollouts
+    world.router.serving = PolicyVersion(0, 0)
+    return (await evaluate(world.system, PolicyVersion(0, 0))).transcripts
+
+
+@pytest.mark.parametrize(
+    ("rewards", "shown"),
+    [
+        ((1.0, 0.5, 1.0, 0.5, 0.5), (WRONG.format(1), WRONG.format(3), RIGHT.format(0))),
+        ((1.0, 1.0, 1.0, 0.5), (WRONG.format(3), RIGHT.format(0), RIGHT.format(1))),
+        ((1.0, 1.0, 1.0, 1.0), (RIGHT.format(0), RIGHT.format(1), RIGHT.format(2))),
+        ((0.5, 0.5, 0.5), (WRONG.format(0), WRONG.format(1))),
+    ],
+)
+async def test_the_first_wrong_and_right_ones_are_shown(rewards, shown):
+    assert await evaluated(*(rollout(number, reward) for number, reward in enumerate(rewards))) == shown
+
+
+async def test_a_cut_off_answer_is_told_from_a_finished_one():
+    (line,) = await evaluated(rollout(1, 0.5, truncated=True))
+    assert line == "wrong  '1=' → '7' (cut off), wanted '11', reward 0.500"
+
+
+async def test_a_group_that_failed_is_told_at_once_and_its_steps_line_says_the_rest():
+    world = World(steps=2, groups=2)
+    world.rollouts.outcome = lambda request: () if request.group_id == 1 else (0.0, 1.0)
+    await world.loop.run()
+    lines = world.printed.splitlines()
+    failed = lines.index("failed rollouts: 1, the first: the task raised")
+    assert failed < next(place for place, line in enumerate(lines) if line.startswith("step    2/2"))
+    (last,) = (line for line in lines if line.startswith("step    2/2"))
+    assert "  reward 0.500  entropy 1.00  truncated 0%  tokens/s " in last
