@@ -75,6 +75,7 @@ class EnvironmentHost:
         self._tools = Toolbox(self._environment.tools())
         self._cell = cell
         self._step_seconds = setup.step_seconds
+        self._slow_seconds = setup.slow_seconds
         self._tracebacks = Tracebacks()
         self._runner = asyncio.Runner()
         self._asynchronous = {
@@ -94,20 +95,32 @@ class EnvironmentHost:
             plays=type(self._environment).play is not Environment.play,
         )
 
-    def serve(self, calls: Sequence[Call], send: Callable[[list[Answer]], None]) -> bool:
-        """Run a batch; `send` gets every answer once. False when this process can not go on after it."""
-        outbox = _Outbox(send)
+    def serve(
+        self, calls: Sequence[Call], send: Callable[[list[Answer] | None], None], *, at_once: bool = False
+    ) -> bool:
+        """Run a batch; `send` gets the answer of every call that is begun, then None. Past `slow_seconds` none is begun.
+        False when this process can not go on after it.
+
+        Args:
+            at_once: an answer is sent before the next call begins.
+        """
+        outbox = _Outbox(send, seconds=0.0 if at_once else FLUSH_SECONDS)
+        began = time.monotonic()
         together = []
+        slow = False
         for position, call in enumerate(calls):
             if self._asynchronous[call.kind]:
                 together.append((position, call))
-                continue
-            outbox.flush_if_due()
-            self._cell.mark(position)
-            outbox.put(self._run(position, call))
+            elif not slow:
+                outbox.flush_if_due()
+                self._cell.mark(position)
+                outbox.put(self._run(position, call))
+                slow = time.monotonic() - began >= self._slow_seconds
         self._cell.mark(ProgressCell.NOBODY)
-        survived = self._runner.run(self._serve_together(together, outbox)) if together else True
+        survived = self._runner.run(self._serve_together(together, outbox)) if together and not slow else True
         outbox.flush()
+        if survived:
+            send(None)
         return survived
 
     def _run(self, position: int, call: Call) -> Answer:
@@ -194,8 +207,9 @@ class EnvironmentHost:
 class _Outbox:
     """Answers on their way, sent in few frames and none of them late."""
 
-    def __init__(self, send: Callable[[list[Answer]], None]):
+    def __init__(self, send: Callable[[list[Answer] | None], None], *, seconds: float):
         self._send = send
+        self._seconds = seconds
         self._answers: list[Answer] = []
         self._flushed = time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
@@ -213,12 +227,12 @@ class _Outbox:
         self._flushed = time.monotonic()
 
     def flush_if_due(self) -> None:
-        if self._answers and time.monotonic() - self._flushed > FLUSH_SECONDS:
+        if self._answers and time.monotonic() - self._flushed >= self._seconds:
             self.flush()
 
     def flush_soon(self) -> None:
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(FLUSH_SECONDS, self.flush)
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self.flush)
 
 
 def _transcript(conversation: Call | Conversation) -> Transcript:
@@ -275,8 +289,9 @@ def main(arguments: Sequence[str]) -> None:
         if host is None:
             return
         worker.send(host.info)
-        while (calls := worker.receive()) is not None:
-            if not host.serve(calls, worker.send):
+        while (batch := worker.receive()) is not None:
+            calls, at_once = batch
+            if not host.serve(calls, worker.send, at_once=at_once):
                 os._exit(1)  # a coroutine that ignores its cancellation would also hold up an orderly exit
 
 

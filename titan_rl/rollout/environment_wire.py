@@ -3,8 +3,8 @@
 - A frame is its length (8 bytes, little endian) and a pickle. Frames hold plain data of this package only: whatever
   user code made (a state, an error) crosses as bytes or text, so the worker never runs or imports user code to read
   one.
-- One batch of calls is under way at a time; each of its calls is answered once, in any order, over any number of
-  frames.
+- One batch of calls is under way at a time. Its answers come in any order, over any number of frames; the frame None
+  ends it. Calls that it was late for are not begun and get no answer.
 - The progress cell is written by the child on every change of what it runs and read by the worker only when it
   doubts the child: it names the call to blame without a message per call.
 """
@@ -42,10 +42,16 @@ class EnvironmentSetup:
     """Modules and files to import first."""
     step_seconds: float = 30.0
     start_seconds: float = 300.0
+    slow_seconds: float = 1.0
+    """A batch that lasts longer begins no further call: what is left of it goes to another process."""
     held_out: int = 0
     """Held-out prompts to ask for."""
     prompts: int = 0
     """Distinct training prompts to use; 0: the environment's own number."""
+
+    def __post_init__(self) -> None:
+        # well below the time limit, so that calls that reach it have run together and not one after the other
+        object.__setattr__(self, "slow_seconds", min(self.slow_seconds, self.step_seconds / 4))
 
 
 class TaskInfo(NamedTuple):
@@ -104,6 +110,10 @@ class Call(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind} of {self.purpose} prompt {self.prompt_index}"
+
+    @property
+    def prompt(self) -> tuple[Purpose, int]:
+        return self.purpose, self.prompt_index
 
 
 class Answer(NamedTuple):
