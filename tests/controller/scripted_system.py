@@ -157,6 +157,8 @@ class ScriptedRollouts:
         self.script = script
         self.router = router
         self.held_out = 2
+        self.ungraded: set[int] = set()
+        """Held-out prompts whose reward raises."""
         self.outcome: Callable[[GroupRequest], tuple[float, ...]] = lambda request: (0.0, 1.0)
         self.started: list[GroupRequest] = []
         self.evaluated_at: list[tuple[PolicyVersion, PolicyVersion]] = []
@@ -195,7 +197,11 @@ class ScriptedRollouts:
                 group_id=request.group_id,
                 purpose=request.purpose,
                 attempt=0,
-                rollouts=(_rollout(0, 1.0),),
+                rollouts=(
+                    _rollout(0, 0.0, f"boom {request.group_id}")
+                    if request.group_id in self.ungraded
+                    else _rollout(0, 1.0),
+                ),
                 samples=SampleBatch.of_refs(()),
             )
             for request in requests

@@ -98,8 +98,8 @@ class EnvironmentHost:
     def serve(
         self, calls: Sequence[Call], send: Callable[[list[Answer] | None], None], *, at_once: bool = False
     ) -> bool:
-        """Run a batch; `send` gets the answer of every call that is begun, then None. Past `slow_seconds` none is begun.
-        False when this process can not go on after it.
+        """Run a batch; `send` gets the answer of every call that is begun, then None. False when this process can not go
+        on after it. No call is begun past `slow_seconds`.
 
         Args:
             at_once: an answer is sent before the next call begins.

@@ -78,6 +78,7 @@ class GroupRunner:
         self.programs: Programs | None = None
         self._turns: AbstractAsyncContextManager[None] = nullcontext()  # to be played
         self._info: TaskInfo | None = None
+        self._restarts_told = 0
         self._renderer: Renderer
         self._rollouter: Rollouter
 
@@ -246,4 +247,12 @@ class GroupRunner:
                 for rollout, advantage in zip(graded, advantages.tolist(), strict=True)
                 for sample in training_samples(request.group_id, rollout, advantage=advantage, rollouts=request.samples)
             )
-        return GroupResult(group_id=request.group_id, purpose=request.purpose, rollouts=rollouts, samples=samples)
+        restarts = self.environment.restarts + (self.programs.restarts if self.programs is not None else 0)
+        told, self._restarts_told = self._restarts_told, restarts
+        return GroupResult(
+            group_id=request.group_id,
+            purpose=request.purpose,
+            rollouts=rollouts,
+            samples=samples,
+            restarts=restarts - told,
+        )

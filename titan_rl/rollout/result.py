@@ -77,3 +77,5 @@ class GroupResult:
     rollouts: tuple[Rollout, ...]
     samples: tuple[TrainingSample, ...]
     """Empty for evaluation groups; rollouts with an error contribute none."""
+    restarts: int = 0
+    """Processes of user code that died in the worker since its last result."""
