@@ -18,7 +18,7 @@ from pathlib import Path
 from titan_rl.config import CLASS_SETTINGS, DATA_FILES, RunConfig
 from titan_rl.config_registry import RECIPES, load_recipe
 from titan_rl.errors import ConfigError
-from titan_rl.launch.checks import check_classes, check_run
+from titan_rl.launch.checks import Problem, check_classes, check_run
 from titan_rl.launch.placement import TORCHRUN_VARIABLES, HostFacts, describe, detect_host, devices_needed, plan
 from titan_rl.launch.process import prepare_controller
 from titan_rl.overrides import (
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titan_rl.t
             print_help(load_recipe(command.recipe) if command.recipe else RunConfig(), prog=prog)
             return 0
         config, imports = resolve(command)
-        return _dry_run(config, prog) if command.dry_run else _run(config, imports, prog)
+        return _dry_run(config, imports, prog) if command.dry_run else _run(config, imports, prog)
     except ConfigError as error:
         _say(prog, error)
         return EXIT_USAGE
@@ -178,7 +178,7 @@ def user_modules(name: str) -> Iterator[str]:
 
 
 def _run(config: RunConfig, imports: tuple[str, ...], prog: str) -> int:
-    problems = check_run(config, detect_host()) or check_classes(config)
+    problems = check_run(config, detect_host()) or check_classes(config) or _check_task(config, imports)
     for problem in problems:
         _say(prog, problem.sentence)
     if problems:
@@ -190,10 +190,18 @@ def _run(config: RunConfig, imports: tuple[str, ...], prog: str) -> int:
     return run(config, imports)
 
 
-def _dry_run(config: RunConfig, prog: str) -> int:
+def _check_task(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
+    from titan_rl.launch.task_check import check_task
+
+    return check_task(config, imports)
+
+
+def _dry_run(config: RunConfig, imports: tuple[str, ...], prog: str) -> int:
     """Print the config as TOML and the placement as comments below it; what this host lacks is only warned of."""
     host = detect_host()
     problems = check_run(config, host)
+    if all(problem.absent for problem in problems):
+        problems += [problem for problem in _check_task(config, imports) if problem not in problems]
     for problem in problems:
         _say(prog, f"warning: {problem.sentence}" if problem.absent else problem.sentence)
     if any(not problem.absent for problem in problems):

@@ -31,7 +31,7 @@ from titan_rl.rollout.environment_wire import (
     TaskInfo,
 )
 from titan_rl.rollout.rubric import Score, is_asynchronous
-from titan_rl.rollout.task import Examples, make_environment
+from titan_rl.rollout.task import Examples, make_environment, plain
 from titan_rl.rollout.tools import Toolbox, ToolError, checked_text
 from titan_rl.rollout.transcript import Transcript
 from titan_rl.types import Message, ToolCall
@@ -81,6 +81,7 @@ class EnvironmentHost:
         self._asynchronous = {
             CallKind.EXAMPLE: False,
             CallKind.DEMONSTRATE: False,
+            CallKind.CHECK: False,
             CallKind.RESPOND: is_asynchronous(self._environment.respond),
             CallKind.CALL_TOOLS: self._tools.asynchronous,
             CallKind.SCORE: self._rubric.asynchronous,
@@ -98,8 +99,8 @@ class EnvironmentHost:
     def serve(
         self, calls: Sequence[Call], send: Callable[[list[Answer] | None], None], *, at_once: bool = False
     ) -> bool:
-        """Run a batch; `send` gets the answer of every call that is begun, then None. False when this process can not go
-        on after it. No call is begun past `slow_seconds`.
+        """Run a batch; `send` gets the answer of every call that is begun, then None. No call is begun past
+        `slow_seconds`. False when this process can not go on after it.
 
         Args:
             at_once: an answer is sent before the next call begins.
@@ -132,11 +133,13 @@ class EnvironmentHost:
     def _perform(self, call: Call) -> Any:
         if call.kind is CallKind.DEMONSTRATE:
             return _demonstration(self._environment.demonstration(call.prompt_index))
+        if call.kind is CallKind.CHECK:
+            return self._examples.check(call.prompt_index)
         if call.kind is CallKind.CALL_TOOLS:
             return tuple(_told(self._answer(each)) for each in call.messages[-1].tool_calls)
         example = self._examples.find(call.purpose, call.prompt_index)
         if call.kind is CallKind.EXAMPLE:
-            return _plain(example.prompt)
+            return plain(example.prompt)
         if call.kind is CallKind.SCORE_GROUP:
             return tuple(map(tuple, self._rubric.score_group(example, [_transcript(each) for each in call.group])))
         transcript = _transcript(call)
@@ -240,23 +243,6 @@ def _transcript(conversation: Call | Conversation) -> Transcript:
     return Transcript(conversation.messages, conversation.finish_reasons, state)
 
 
-def _plain(messages: Sequence[Message]) -> tuple[Message, ...]:
-    for message in messages:
-        if not (isinstance(message, Message) and isinstance(message.role, str) and isinstance(message.content, str)):
-            raise TaskError(f"{message!r} is not a Message of two strings")
-    return tuple(
-        Message(
-            str(message.role),
-            str(message.content),
-            tuple(ToolCall(str(call.name), dict(call.arguments), id=str(call.id)) for call in message.tool_calls),
-            str(message.tool_call_id),
-            str(message.reasoning),
-            str(message.name),
-        )
-        for message in messages
-    )
-
-
 def _told(answer: str) -> Message:
     if not isinstance(answer, str):
         raise TaskError(f"tool_error returned {type(answer).__name__}, expected str")
@@ -266,7 +252,7 @@ def _told(answer: str) -> Message:
 def _demonstration(shown: Demonstration) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
     if not isinstance(shown, Demonstration):
         raise TaskError(f"demonstration returned {type(shown).__name__}, expected Demonstration")
-    prompt, messages = _plain(shown.prompt), _plain(shown.messages)
+    prompt, messages = plain(shown.prompt), plain(shown.messages)
     if not prompt or not messages or messages[0].role != "assistant":
         raise TaskError('a demonstration is a prompt and then, first of all, a message of role "assistant"')
     return prompt, messages
@@ -277,7 +263,7 @@ def _reply(reply: EnvironmentReply | Awaitable[EnvironmentReply]) -> tuple[tuple
         raise TaskError(f"respond returned {type(reply).__name__}, expected EnvironmentReply")
     if not reply.done and not reply.messages:
         raise TaskError("respond returned neither messages nor done: the policy would speak to itself")
-    return _plain(reply.messages), reply.done, None if reply.state is None else pickle.dumps(reply.state)
+    return plain(reply.messages), reply.done, None if reply.state is None else pickle.dumps(reply.state)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from titan_rl.errors import TaskError
+from titan_rl.errors import TaskError, TitanError
 from titan_rl.rollout.child_process import ChildProcess, Death
 from titan_rl.rollout.environment_wire import Answer, Call, CallKind, EnvironmentSetup, TaskInfo
 
@@ -123,7 +123,7 @@ class EnvironmentProcess:
     async def _add(self) -> None:
         try:
             self._idle.append(await ChildProcess.start(self._setup))
-        except (TaskError, OSError) as error:
+        except (TitanError, OSError) as error:
             logger.warning("environment %s: no further process can be started: %s", self._setup.name, error)
             if not self._busy:  # otherwise they will take what waits
                 self._fail(self._waiting, f"could not be run, its environment does not start again: {error}")

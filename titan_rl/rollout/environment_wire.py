@@ -82,8 +82,24 @@ class CallKind(StrEnum):
     """→ (reward, parts)."""
     SCORE_GROUP = "score of the group"
     """→ one (reward, parts) per conversation of `group`."""
+    CHECK = "check"
+    """→ TaskCheck, for which `prompt_index` training prompts are compared with the held-out ones."""
     DEMONSTRATE = "demonstrate"
     """→ (prompt, messages that follow it), two tuples of Message. `prompt_index` is the demonstration's number."""
+
+
+class TaskCheck(NamedTuple):
+    """What a look at a task's prompts found."""
+
+    training: tuple[tuple[Message, ...], ...]
+    """The first prompts of the stream."""
+    held_out: tuple[tuple[Message, ...], ...]
+    held_out_again: tuple[tuple[Message, ...], ...]
+    """What a second call gave."""
+    overlap: tuple[int, int] | None
+    """A training prompt and the held-out prompt that it equals."""
+    answer: str
+    """Of the first training prompt, where it is a text or a number."""
 
 
 class Conversation(NamedTuple):
