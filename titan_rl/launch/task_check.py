@@ -72,7 +72,8 @@ def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
 
 
 async def _try(config: RunConfig, imports: tuple[str, ...]) -> None:
-    tokenizer = config.policy.tiny is not None or (Path(config.policy.path) / "tokenizer.json").is_file()
+    files = (Path(config.policy.path) / name for name in ("config.json", "tokenizer.json"))
+    tokenizer = config.policy.tiny is not None or all(file.is_file() for file in files)
     runner = GroupRunner(
         config.environment,
         config.rollout,
