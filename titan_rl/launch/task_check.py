@@ -27,10 +27,8 @@ from titan_rl.rollout.environment_process import EnvironmentProcess
 from titan_rl.rollout.environment_wire import Call, CallKind, TaskCheck, TaskInfo
 from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.rollout.renderer import Renderer
-from titan_rl.rollout.session import SessionRecord, SessionRequest
 from titan_rl.types import (
     Completion,
-    Endpoint,
     FinishReason,
     GenerationRequest,
     GroupRequest,
@@ -87,7 +85,7 @@ async def _try(config: RunConfig, imports: tuple[str, ...]) -> None:
     other = EnvironmentProcess(replace(runner.setup, run_seed=config.seed + 1))
     try:
         async with asyncio.TaskGroup() as tasks:
-            started = tasks.create_task(runner.start(_NoGateway()) if tokenizer else runner.environment.start())
+            started = tasks.create_task(runner.start(programs=False) if tokenizer else runner.environment.start())
             tasks.create_task(other.start())
         indices = min(config.loop.steps * config.loop.groups_per_step, MOST_COMPARED)
         check, others = await asyncio.gather(
@@ -207,16 +205,3 @@ class _SaysAlways:
             versions=np.zeros(len(kept), dtype=np.int64),
             finish_reason=FinishReason.STOP if len(token_ids) <= room else FinishReason.LENGTH,
         )
-
-
-class _NoGateway:
-    """Programs are started and play nothing."""
-
-    async def open(self, request: SessionRequest) -> Endpoint:
-        raise TaskError("there is no gateway yet")
-
-    async def idle(self, session_id: str, seconds: float) -> None:
-        raise TaskError("there is no gateway yet")
-
-    async def close(self, session_id: str) -> SessionRecord:
-        raise TaskError("there is no gateway yet")

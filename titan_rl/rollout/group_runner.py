@@ -82,11 +82,12 @@ class GroupRunner:
         self.renderer: Renderer
         self._rollouter: Rollouter
 
-    async def start(self, sessions: Sessions | None = None) -> TaskInfo:
+    async def start(self, sessions: Sessions | None = None, *, programs: bool = True) -> TaskInfo:
         """Load the tokenizer, start the environment's process and, if need be, its programs', make the rollouter.
 
         Args:
             sessions: the gateway that programs talk to; None: there is none.
+            programs: False: an environment's programs are not started, and its rollouts cannot be played.
 
         Raises:
             ConfigError: renderer or rollouter cannot be made from the config, or programs have no gateway.
@@ -106,7 +107,7 @@ class GroupRunner:
             max_model_len=self._max_model_len,
         )
         info = await self.environment.start()
-        if info.plays:
+        if info.plays and programs:
             if sessions is None:
                 raise ConfigError(
                     f"environment {self.setup.name} plays its rollouts by programs: set rollout.agents.gateway = true"

@@ -43,7 +43,7 @@ class PlainTokenizer:
 
 
 def load_tokenizer(model_path: str | Path) -> Any:
-    """The `tokenizers.Tokenizer` of a Hugging Face directory. Raises ConfigError where there is none that can be read."""
+    """The `tokenizers.Tokenizer` of a Hugging Face directory. Raises ConfigError where none can be read."""
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError as error:
