@@ -242,6 +242,16 @@ async def test_closing_fails_the_calls_that_wait():
             await process.call(score(1))
 
 
+async def test_closing_fails_a_call_that_was_made_just_before():
+    async with environment() as process:
+        waiting = asyncio.ensure_future(process.call(score(0)))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        await process.close()
+        with pytest.raises(TaskError, match="closed"):
+            await waiting
+
+
 async def test_a_caller_that_left_is_not_waited_for():
     async with environment() as process:
         gone = asyncio.ensure_future(process.call(score(0)))

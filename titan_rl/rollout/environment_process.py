@@ -49,7 +49,8 @@ class EnvironmentProcess:
 
     def __init__(self, setup: EnvironmentSetup):
         self._setup = setup
-        self._waiting: list[_Pending] = []
+        self._unanswered: set[_Pending] = set()
+        self._waiting: list[_Pending] = []  # those of them that no child has
         self._idle: list[ChildProcess] = []
         self._busy: list[ChildProcess] = []
         self._starting = False
@@ -89,17 +90,23 @@ class EnvironmentProcess:
         if self._closed:
             raise TaskError(f"environment {self._setup.name!r}: {self._closed}")
         pending = _Pending(call, asyncio.get_running_loop().create_future())
+        self._unanswered.add(pending)
         self._waiting.append(pending)
         self._attend_soon()
-        return await pending.future
+        try:
+            return await pending.future
+        finally:
+            self._unanswered.discard(pending)
 
     async def close(self) -> None:
         """End all children; calls still waiting fail."""
         self._end("closed")
-        idle, self._idle = self._idle, []
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, *(child.stop() for child in idle), return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        idle = [child.stop() for child in self._idle]
+        busy = [child.stop(patient=False) for child in self._busy]
+        await asyncio.gather(*idle, *busy)
 
     def _attend_soon(self) -> None:
         """Once all calls of this tick are here."""
@@ -155,12 +162,7 @@ class EnvironmentProcess:
 
         self.batches_sent += 1
         in_trouble = len(self._busy) > 1 or any(self._failed_in_a_row.values())
-        try:
-            death = await child.run([pending.call for pending in batch], deliver, on_slow, at_once=in_trouble)
-        except BaseException as error:  # closed, or a bug of ours
-            self._fail(batch, self._closed or f"its server crashed: {error!r}")
-            await child.stop(patient=False)
-            raise
+        death = await child.run([pending.call for pending in batch], deliver, on_slow, at_once=in_trouble)
         self._busy.remove(child)
         if death is None:
             self._idle.append(child)
@@ -209,8 +211,7 @@ class EnvironmentProcess:
     def _end(self, reason: str) -> None:
         """No call is answered any more."""
         self._closed = self._closed or reason
-        self._fail(self._waiting, self._closed)
-        self._waiting.clear()
+        self._fail(self._unanswered, self._closed)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name=f"environment {self._setup.name}")
