@@ -65,7 +65,7 @@ def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
         return []
     sentence = str(error) if isinstance(error, ConfigError) or name in str(error) else f"environment {name}: {error}"
     if "did not finish within" in sentence:
-        sentence += "; environment.step_seconds is the time that it may take"
+        sentence += "; environment.step_seconds is the time that each call may take"
     return [Problem(sentence=sentence, absent=isinstance(error, AbsentError))]
 
 
@@ -159,8 +159,8 @@ async def _play(config: RunConfig, runner: GroupRunner, info: TaskInfo, check: T
         for rollout in result.rollouts:
             if rollout.error:
                 raise TaskError(
-                    f"the rollout of {purpose} prompt 0 in which the policy says {rollout.messages[-1].content!r} "
-                    f"fails, as all like it would: {rollout.error}"
+                    f"a rollout of {purpose} prompt 0 in which the policy says {rollout.messages[-1].content!r} fails: "
+                    f"{rollout.error}; correct the code there: a run would lose every rollout that fails so"
                 )
 
 
