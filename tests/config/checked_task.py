@@ -53,7 +53,7 @@ class Checked(Environment):
             return []
         if self.wrong == "held out letters":
             return [_ask("8=", "1"), _ask("Lot", "1")]
-        return [_ask(f"{first + number}=", "1") for number in range(10)]
+        return [_ask(f"{first + number}=", "2") for number in range(10)]
 
     def demonstration(self, index):
         if self.wrong == "demonstration raises":
@@ -62,7 +62,11 @@ class Checked(Environment):
         return Demonstration(prompt=(Message("user", "5="),), messages=(Message("assistant", said),))
 
     def rubric(self):
-        return Rubric({"words": words, "hangs": hangs, "nan": nan, "raises": raises}.get(self.wrong, right))
+        return Rubric(
+            {"words": words, "hangs": hangs, "nan": nan, "raises": raises, "wrong hangs": wrong_hangs}.get(
+                self.wrong, right
+            )
+        )
 
 
 def _ask(text, answer):
@@ -79,6 +83,10 @@ def nan(example, transcript):
 
 def raises(example, transcript):
     return json.loads("{")
+
+
+def wrong_hangs(example, transcript):
+    return right(example, transcript) or hangs(example, transcript)
 
 
 def words(example, transcript):

@@ -49,6 +49,7 @@ WRONG = {
 
 def test_a_task_that_works_is_not_refused():
     assert checked() == []
+    assert checked("wrong hangs") == []  # the right answers are tried, each with its prompt
     assert checked("words") == []  # a right answer that cannot be written is not the tokenizer's fault
 
 

@@ -153,8 +153,9 @@ async def _play(config: RunConfig, runner: GroupRunner, info: TaskInfo, check: T
             ) from error
     if info.plays:
         return
-    policy = _SaysAlways(runner.renderer, check.answer)
-    for purpose, samples in ((Purpose.TRAIN, 2 if info.scores_groups else 1), (Purpose.EVALUATE, 1)):
+    plays = ((Purpose.TRAIN, 2 if info.scores_groups else 1), (Purpose.EVALUATE, 1))
+    for (purpose, samples), answer in zip(plays, check.answers, strict=True):
+        policy = _SaysAlways(runner.renderer, answer)
         result = await runner.run_group(_request(config, purpose, samples=samples), policy)
         for rollout in result.rollouts:
             if rollout.error:

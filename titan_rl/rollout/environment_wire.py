@@ -98,8 +98,8 @@ class TaskCheck(NamedTuple):
     """What a second call gave."""
     overlap: tuple[int, int] | None
     """A training prompt and the held-out prompt that it equals."""
-    answer: str
-    """Of the first training prompt, where it is a text or a number."""
+    answers: tuple[str, str]
+    """Of the first training prompt and the first held-out one, where they are texts or numbers."""
 
 
 class Conversation(NamedTuple):

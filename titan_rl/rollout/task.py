@@ -120,13 +120,14 @@ class Examples:
                 overlap = (index, place)
             if overlap or time.monotonic() > until:
                 break
-        answer = self.find(Purpose.TRAIN, 0).answer
+        answers = [example.answer for example in (self.find(Purpose.TRAIN, 0), *self._held_out[:1])]
+        said = [str(answer) if isinstance(answer, (str, int, float)) else "" for answer in answers]
         return TaskCheck(
             training=tuple(training),
             held_out=held_out,
             held_out_again=tuple(plain(example.prompt) for example in self._hold_out()),
             overlap=overlap,
-            answer=str(answer) if isinstance(answer, (str, int, float)) else "",
+            answers=(said[0], said[-1]),
         )
 
     def _hold_out(self) -> list[Example]:
