@@ -82,7 +82,8 @@ class LoopConfig:
 
 @dataclass(kw_only=True, slots=True)
 class EvaluationConfig:
-    """Held-out evaluation: greedy decoding, before, during and after training."""
+    """Held-out evaluation: greedy decoding, before, during and after training. A rollout that user code failed is
+    neither right nor wrong: the score is over the others, and how many failed is shown beside it."""
 
     every: int = 50
     """Evaluate after every so many steps; 0: only before and after."""

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titan_rl.t
             print_help(load_recipe(command.recipe) if command.recipe else RunConfig(), prog=prog)
             return 0
         config, imports = resolve(command)
-        return _dry_run(config, prog) if command.dry_run else _run(config, imports, prog)
+        return _dry_run(config, imports, prog) if command.dry_run else _run(config, imports, prog)
     except ConfigError as error:
         _say(prog, error)
         return EXIT_USAGE
@@ -191,7 +191,7 @@ def may_start(problems: Sequence[Problem], prog: str, *, dry_run: bool = False) 
 
 def _run(config: RunConfig, imports: tuple[str, ...], prog: str) -> int:
     sweep_dead_segments()  # so that /dev/shm has what it will have
-    if not may_start(check_run(config, detect_host()), prog):
+    if not may_start(_problems(config, imports), prog):
         return EXIT_USAGE
     forget_torchrun(os.environ)
     prepare_controller()
@@ -200,11 +200,20 @@ def _run(config: RunConfig, imports: tuple[str, ...], prog: str) -> int:
     return run(config, imports)
 
 
-def _dry_run(config: RunConfig, prog: str) -> int:
-    host = detect_host()
-    if not may_start(check_run(config, host), prog, dry_run=True):
+def _problems(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
+    """Everything that is wrong with the config; then the task is tried, unless something is."""
+    problems = check_run(config, detect_host())
+    if any(problem.severity is Severity.ERROR for problem in problems):
+        return problems
+    from titan_rl.launch.task_check import check_task
+
+    return problems + [problem for problem in check_task(config, imports) if problem not in problems]
+
+
+def _dry_run(config: RunConfig, imports: tuple[str, ...], prog: str) -> int:
+    if not may_start(_problems(config, imports), prog, dry_run=True):
         return EXIT_USAGE
-    show(config, host)
+    show(config, detect_host())
     return 0
 
 

@@ -14,15 +14,18 @@ from titan_rl.launch.placement import TORCHRUN_VARIABLES, HostFacts
 TASK = '''
 from titan_rl.config import RunConfig
 from titan_rl.config_registry import copy4
-from titan_rl.environments.base import Environment
+from titan_rl.environments.base import Environment, Example, Message, Rubric
 import dataclasses
 
 class Doubles(Environment):
     """Doubles numbers."""
     def __init__(self, top: int, shift: float = 0.0, seed: int = 0): ...
-    def example(self, index): ...
-    def held_out(self, count): ...
-    def rubric(self): ...
+    def example(self, index):
+        return Example(prompt=(Message("user", f"{1000 + index}="),), answer="")
+    def held_out(self, count):
+        return [Example(prompt=(Message("user", "1="),), answer="")]
+    def rubric(self):
+        return Rubric(lambda example, transcript: 0.0)
 
 class NoTask: ...
 

@@ -11,6 +11,8 @@ import pytest
 
 from titan_rl import cli, train
 from titan_rl.launch.placement import HostFacts
+from titan_rl.policy.config import TinyPolicyConfig
+from titan_rl.policy.tiny_tokenizer import make_tokenizer
 
 WRONG = {
     "--recipe copy5": "--recipe copy5: there is no such recipe (did you mean copy4?)",
@@ -286,11 +288,12 @@ def checkpoint(directory: Path, **changes: object) -> Path:
         "max_position_embeddings": 64,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e4,
+        "eos_token_id": 1,
     }
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config | changes))
     (directory / "model.safetensors").touch()
-    (directory / "tokenizer.json").touch()
+    make_tokenizer(TinyPolicyConfig()).save(str(directory / "tokenizer.json"))
     return directory
 
 
@@ -342,3 +345,19 @@ def test_a_checkpoint_that_lacks_a_file_is_refused_and_in_a_dry_run_warned_of(na
     assert f"policy.path: {directory} has no" in capsys.readouterr().err
     assert train.main([*arguments, "--dry-run"]) == 0
     assert f"warning: policy.path: {directory} has no" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused_by_its_file(tmp_path, capsys, started):
+    directory = checkpoint(tmp_path / "model")
+    (directory / "tokenizer.json").write_text("{}")
+    assert train.main(["--recipe", "copy4", "--policy.path", str(directory)]) == 2 and not started
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{directory / 'tokenizer.json'}: not a file of the library `tokenizers`" in line
+
+
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+def test_what_a_task_cannot_do_is_refused_by_a_run_and_by_a_dry_run(options, task, capsys, started):
+    task.write_text(task.read_text().replace("lambda example, transcript: 0.0", "lambda example, transcript: 1 / 0"))
+    assert train.main(["--recipe", f"{task}:recipe", *options]) == 2 and not started
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the policy says" in line and "ZeroDivisionError" in line and f"{task}:" in line

@@ -165,7 +165,7 @@ class ScriptedRollouts:
         """Sample id → group."""
         self.leases: set[tuple[int, str]] = set()
         self.released = 0
-        self.evaluation: tuple[RolloutReport, ...] = (_rollout(0, 1.0), _rollout(0, 1.0))
+        self.evaluation: tuple[RolloutReport, ...] = (rollout(0, 1.0), rollout(0, 1.0))
         """The rollout of each held-out prompt."""
         self._next_id = 0
 
@@ -181,7 +181,7 @@ class ScriptedRollouts:
             group_id=request.group_id,
             purpose=request.purpose,
             attempt=request.attempt,
-            rollouts=tuple(map(_rollout, range(len(rewards)), rewards)) or (_rollout(0, 0.0, "the task raised"),),
+            rollouts=tuple(map(rollout, range(len(rewards)), rewards)) or (rollout(0, 0.0, "the task raised"),),
             samples=SampleBatch.of_refs(refs),
         )
 
@@ -197,10 +197,10 @@ class ScriptedRollouts:
                 group_id=request.group_id,
                 purpose=request.purpose,
                 attempt=0,
-                rollouts=(rollout,),
+                rollouts=(played,),
                 samples=SampleBatch.of_refs(()),
             )
-            for request, rollout in zip(requests, self.evaluation, strict=True)
+            for request, played in zip(requests, self.evaluation, strict=True)
         ]
 
     async def stop_playing(self) -> None:
@@ -247,7 +247,7 @@ class ScriptedRollouts:
         )
 
 
-def _rollout(sample: int, reward: float, error: str = "") -> RolloutReport:
+def rollout(sample: int, reward: float, error: str = "") -> RolloutReport:
     return RolloutReport(
         sample=sample,
         reward=reward,

@@ -58,7 +58,9 @@ def test_pure_packages_load_neither_asyncio_nor_an_engine():
     assert not loaded_after("\n".join(f"import {name}" for name in pure)) & {*HEAVY, "asyncio"}
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["recipes"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["recipes"], ["train", "--recipe", "copy4", "--dry-run"]], ids=" ".join
+)
 def test_the_command_line_loads_nothing_heavy(arguments):
     assert not loaded_after(run_module("titan_rl.cli"), *arguments) & {*HEAVY}
 

@@ -15,7 +15,7 @@ import pytest
 from processes import ends
 
 from titan_rl.errors import TaskError
-from titan_rl.rollout.environment_process import EnvironmentProcess
+from titan_rl.rollout.environment_process import MAX_PROCESSES, EnvironmentProcess
 from titan_rl.rollout.environment_wire import Asked, Call, CallKind, EnvironmentSetup, ProgressCell
 from titan_rl.types import FinishReason, Message, Purpose
 
@@ -23,7 +23,9 @@ TASKS = Path(__file__).parent / "unruly_task.py"
 
 
 @asynccontextmanager
-async def environment(cls="Unruly", *, step_seconds=20.0, start_seconds=60.0, held_out=0, prompts=0, **kwargs):
+async def environment(
+    cls="Unruly", *, step_seconds=20.0, slow_seconds=1.0, start_seconds=60.0, held_out=0, prompts=0, **kwargs
+):
     process = EnvironmentProcess(
         EnvironmentSetup(
             name=f"{TASKS}:{cls}",
@@ -31,6 +33,7 @@ async def environment(cls="Unruly", *, step_seconds=20.0, start_seconds=60.0, he
             run_seed=5,
             imports=(str(TASKS),),
             step_seconds=step_seconds,
+            slow_seconds=slow_seconds,
             start_seconds=start_seconds,
             held_out=held_out,
             prompts=prompts,
@@ -61,7 +64,7 @@ async def outcomes(process, indices):
 
 
 async def test_calls_of_one_tick_travel_in_one_message():
-    async with environment() as process:
+    async with environment(step_seconds=600.0, slow_seconds=150.0) as process:
         assert await outcomes(process, range(256)) == dict.fromkeys(range(256), 1.0)
         assert process.batches_sent == 1
         await outcomes(process, range(256))
@@ -69,7 +72,7 @@ async def test_calls_of_one_tick_travel_in_one_message():
 
 
 async def test_calls_made_while_a_batch_runs_gather_for_the_next():
-    async with environment() as process:
+    async with environment(step_seconds=600.0, slow_seconds=150.0) as process:
         os.kill(process.pid, signal.SIGSTOP)  # the first batch runs for as long as the test likes
         first = asyncio.ensure_future(process.call(score(0)))
         while not process.batches_sent:
@@ -111,6 +114,34 @@ async def test_a_call_that_never_returns_is_killed_and_the_rest_runs_in_a_new_pr
         assert result == dict.fromkeys([0, 1, 2, 4, 5, 7], 1.0)
         assert process.restarts == 2 and process.pid != pid
         assert not Path(f"/proc/{pid}").exists()
+
+
+async def test_calls_about_other_prompts_do_not_wait_for_one_that_hangs():
+    behaviour = {"0": "hang"}
+    async with environment(behaviour=behaviour, step_seconds=600.0, slow_seconds=0.1) as process:
+        hung = [asyncio.ensure_future(process.call(score(0))) for _ in range(20)]
+        assert await outcomes(process, range(1, 8)) == dict.fromkeys(range(1, 8), 1.0)
+        assert not any(call.done() for call in hung) and process.restarts == 0
+
+
+@pytest.mark.parametrize("how", ["hang", "crash"])
+async def test_that_every_call_hangs_or_crashes_is_known_after_a_few(how):
+    async with environment(behaviour={str(index): how for index in range(200)}, step_seconds=1.0) as process:
+        result = await outcomes(process, range(200))
+        untried = [error for error in result.values() if re.search(r"was not tried after \d+ in a row failed", error)]
+        assert len(untried) >= 200 - 3 * MAX_PROCESSES
+        odd = [each for each in result.values() if not re.search("did not finish within 1 s|exited with code 7", each)]
+        assert odd == []
+        assert process.restarts <= 6 * MAX_PROCESSES
+        assert await outcomes(process, [200]) == {200: 1.0}  # the next one is tried again
+
+
+async def test_a_prompt_whose_calls_all_hang_costs_no_other_prompt():
+    async with environment(behaviour={"0": "hang"}, step_seconds=0.5) as process:
+        calls = [process.call(score(0)) for _ in range(12)] + [process.call(score(1)) for _ in range(12)]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(result, TaskError) for result in results[:12])
+        assert [reward for reward, _ in results[12:]] == [1.0] * 12
 
 
 async def test_a_process_killed_from_outside_costs_nothing():
@@ -210,6 +241,16 @@ async def test_closing_fails_the_calls_that_wait():
             await waiting
         with pytest.raises(TaskError, match="closed"):
             await process.call(score(1))
+
+
+async def test_closing_fails_a_call_that_was_made_just_before():
+    async with environment() as process:
+        waiting = asyncio.ensure_future(process.call(score(0)))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        await process.close()
+        with pytest.raises(TaskError, match="closed"):
+            await waiting
 
 
 async def test_a_caller_that_left_is_not_waited_for():

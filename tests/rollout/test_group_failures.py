@@ -36,6 +36,13 @@ async def test_a_grader_that_fails_costs_its_own_group_only(model_path, how):
     assert [rollout.error for rollout in good.rollouts] == ["", ""] and len(good.samples) == 2
 
 
+async def test_a_group_reports_the_processes_that_died_since_the_last_one(model_path):
+    policy = ScriptedPolicy(model_path)
+    async with runner(model_path, f"{UNRULY}:Unruly", kwargs={"behaviour": {"1": "crash"}}) as group_runner:
+        results = [await group_runner.run_group(request(group, samples=2), policy) for group in range(3)]
+    assert [result.restarts for result in results] == [0, 4, 0]
+
+
 async def test_a_prompt_that_cannot_be_made_fails_its_group(model_path):
     kwargs = {"behaviour": {"1": "example raise"}}
     async with runner(model_path, f"{UNRULY}:Unruly", kwargs=kwargs) as group_runner:

@@ -16,14 +16,18 @@ TRANSCRIPTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Means over the held-out prompts."""
+    """Means over the held-out prompts whose rollouts were graded."""
 
     version: PolicyVersion
     prompts: int
+    """Those that were graded."""
     exact_match: float
     reward: float
     transcripts: tuple[str, ...] = ()
     """One line each of a few rollouts: the first that are wrong, and the first that are right."""
+    failed: int = 0
+    """Prompts without a reward, because user code failed: they count neither as right nor as wrong."""
+    first_error: str = ""
 
 
 async def evaluate(system: System, version: PolicyVersion, *, pinned_to: str | None = None) -> Evaluation:
@@ -34,23 +38,26 @@ async def evaluate(system: System, version: PolicyVersion, *, pinned_to: str | N
         pinned_to: a generator that is leased for it.
 
     Raises:
-        TaskError: a rollout failed; a score over the others would hide it. Or there is nothing to play.
+        TaskError: every rollout failed, or there is nothing to play.
     """
     if not system.rollouts.held_out:
         raise TaskError(f"the environment {system.config.environment.name} gave no held-out prompts to evaluate on")
     groups = [system.held_out_group(prompt, version, pinned_to=pinned_to) for prompt in range(system.rollouts.held_out)]
     reports = await system.rollouts.run(groups)
     rollouts = [rollout for report in reports for rollout in report.rollouts]
-    failed = [rollout.error for rollout in rollouts if rollout.error]
-    if failed:
-        raise TaskError(f"{len(failed)} of {len(rollouts)} held-out rollouts failed; the first: {failed[0]}")
-    exact = [rollout.exact_match for rollout in rollouts]
+    errors = [rollout.error for rollout in rollouts if rollout.error]
+    graded = [rollout for rollout in rollouts if not rollout.error]
+    if not graded:
+        raise TaskError(f"all {len(rollouts)} held-out rollouts failed; the first: {errors[0]}")
+    exact = [rollout.exact_match for rollout in graded]
     return Evaluation(
         version=version,
-        prompts=len(rollouts),
+        prompts=len(graded),
         exact_match=sum(exact) / len(exact),
-        reward=sum(rollout.reward for rollout in rollouts) / len(rollouts),
-        transcripts=_transcripts(rollouts),
+        reward=sum(rollout.reward for rollout in graded) / len(graded),
+        transcripts=_transcripts(graded),
+        failed=len(errors),
+        first_error=next(iter(errors), ""),
     )
 
 

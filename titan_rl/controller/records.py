@@ -80,8 +80,19 @@ class StepRecords:
         self.summary.evaluations.append(evaluation)
         step = evaluation.version.step
         self._display.evaluation(step, evaluation.exact_match, evaluation.reward, evaluation.transcripts)
+        if evaluation.failed:
+            of = evaluation.failed + evaluation.prompts
+            self._display.say(
+                f"{evaluation.failed} of {of} held-out rollouts failed and are not counted; the first: "
+                f"{evaluation.first_error}"
+            )
         self._metrics.write(
-            step, {"evaluation/exact_match": evaluation.exact_match, "evaluation/reward": evaluation.reward}
+            step,
+            {
+                "evaluation/exact_match": evaluation.exact_match,
+                "evaluation/reward": evaluation.reward,
+                "evaluation/failed": evaluation.failed,
+            },
         )
 
     async def step(
@@ -119,6 +130,7 @@ class StepRecords:
                 "rollout/reward_std": float(np.std(rewards)),
                 "rollout/tokens": sampled,
                 "rollout/truncated_share": truncated,
+                "environment/restarts": sum(report.restarts for report in [*reports, *failed]),
                 "rollout/failed": sum(1 for rollout in rollouts if rollout.error),
                 "rollout/turns_mean": float(np.mean([rollout.turns for rollout in rollouts])),
                 "rollout/branched": sum(1 for rollout in rollouts if rollout.branches > 1),

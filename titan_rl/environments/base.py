@@ -98,7 +98,8 @@ class Environment(ABC):
 
     @abstractmethod
     def held_out(self, count: int) -> list[Example]:
-        """A fixed list of at most `count` prompts for evaluation, the same whatever the seed."""
+        """At most `count` prompts for evaluation, the same at every call and whatever the seed. A run is refused where
+        they are not, or where one of its first training prompts is among them."""
 
     @abstractmethod
     def rubric(self) -> Rubric:

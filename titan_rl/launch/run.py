@@ -146,7 +146,8 @@ def _conclude(config: RunConfig, summary: RunSummary, directory: Path, console: 
     (directory / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     console.print(
         f"\nheld-out exact match {first.exact_match:.3f} → [bold]{last.exact_match:.3f}[/], "
-        f"reward {first.reward:.3f} → [bold]{last.reward:.3f}[/] ({last.prompts} prompts, greedy)\n"
+        f"reward {first.reward:.3f} → [bold]{last.reward:.3f}[/] "
+        f"({last.prompts} prompts, greedy{f', {last.failed} more failed' if last.failed else ''})\n"
         f"reward of the last step {summary.reward_last:.3f}\n"
         f"{summary.steps} steps, {summary.tokens_generated:,} tokens sampled, "
         f"{total:.0f} s in all, first optimizer step after {to_first_step:.0f} s\n"

@@ -1,7 +1,8 @@
 """One life of an environment's child process: batches of calls, and which of them is to blame when it dies.
 
-- `run` ends: with all answers, or with a `Death` that names the call to blame where one is known. The bound is the
-  child's own progress, read from the shared cell by a timer that sleeps exactly until the running call would be late.
+- `run` ends: with the child's own end of the batch, or with a `Death` that names the call to blame where one is known.
+  The bound is the child's own progress, read from the shared cell by a timer that sleeps exactly until the running call
+  would be slow, and then late.
 - After a `Death`, or `stop`, the process is gone (`SpawnedProcess`).
 """
 
@@ -22,8 +23,8 @@ class Death(NamedTuple):
     """Why a batch did not finish."""
 
     cause: str
-    blamed: int | None
-    """Position of the call that ran when the process died, if one did."""
+    blamed: int
+    """Position of the call that ran when the process died, or `ProgressCell.NOBODY`."""
     late: bool
     """The call was killed for running too long, so trying it again would only take as long again."""
 
@@ -38,6 +39,9 @@ class ChildProcess:
         self._cell: ProgressCell | None = ProgressCell.create()
         self._verdict: Death | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._on_slow: Callable[[int], None] = lambda position: None
+        self.slow = False
+        """The batch that it runs has lasted longer than `slow_seconds`."""
         self.info = TaskInfo(size=None, held_out=0, multi_turn=False)
 
     @staticmethod
@@ -64,27 +68,38 @@ class ChildProcess:
     def exited(self) -> bool:
         return self._process.exited
 
-    async def run(self, calls: Sequence[Call], deliver: Callable[[Answer], None]) -> Death | None:
-        """Run a batch; `deliver` gets each answer as it comes. None when all were answered."""
+    async def run(
+        self,
+        calls: Sequence[Call],
+        deliver: Callable[[Answer], None],
+        on_slow: Callable[[int], None],
+        *,
+        at_once: bool = False,
+    ) -> Death | None:
+        """Run a batch. None when it is over: calls that got no answer were not begun.
+
+        Args:
+            deliver: gets each answer as it comes.
+            on_slow: called once if the batch is slow, with the position of the call that has run for so long, after
+                which no plain one is begun; `ProgressCell.NOBODY` where coroutines wait.
+            at_once: every answer is sent before the next call begins, which may be one that hangs.
+        """
         assert self._cell is not None
         self._cell.mark(ProgressCell.NOBODY)
-        self._watch(self._setup.step_seconds)
-        missing = len(calls)
+        self._on_slow = on_slow
+        self._watch(self._setup.slow_seconds)
         try:
-            self._process.send(calls)
+            self._process.send((calls, at_once))
             await self._process.drain()
-            while missing:
-                for answer in await self._process.receive():
+            while (answers := await self._process.receive()) is not None:
+                for answer in answers:
                     deliver(answer)
-                    missing -= 1
             return None
         except (EOFError, OSError):
-            position = await self.stop()
-            if self._verdict is not None:
-                return self._verdict
-            blamed = position if 0 <= position < len(calls) else None
-            return Death(f"the environment's process {self._process.ending()}", blamed, late=False)
+            blamed = await self.stop()
+            return self._verdict or Death(f"the environment's process {self._process.ending()}", blamed, late=False)
         finally:
+            self.slow = False
             if self._timer is not None:
                 self._timer.cancel()
 
@@ -112,12 +127,14 @@ class ChildProcess:
         if self._cell is None or self._process.exited:
             return
         position, age = self._cell.read()
-        limit = self._setup.step_seconds
-        if position == ProgressCell.NOBODY:
-            limit += BETWEEN_CALLS_SECONDS
+        nobody = position == ProgressCell.NOBODY
+        if not self.slow and (nobody or age >= self._setup.slow_seconds):
+            self.slow = True
+            self._on_slow(position)
+        limit = self._setup.step_seconds + (BETWEEN_CALLS_SECONDS if nobody else 0.0)
         if age < limit:
-            self._watch(limit - age)
+            self._watch((limit if self.slow else self._setup.slow_seconds) - age)
             return
-        blamed = None if position == ProgressCell.NOBODY else position
-        self._verdict = Death(f"did not finish within {self._setup.step_seconds:g} s and was killed", blamed, late=True)
+        late = f"did not finish within {self._setup.step_seconds:g} s and was killed"
+        self._verdict = Death(late, position, late=True)
         self._process.kill()

@@ -13,22 +13,30 @@ import pickle
 import signal
 import socket
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+from titan_rl.errors import AbsentError, ConfigError, TitanError
 from titan_rl.processes import die_with
 from titan_rl.rollout.environment_wire import FRAME_LENGTH, EnvironmentSetup, pack_frame
 
 Made = TypeVar("Made")
 
 
+_LIBRARIES = ("<", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+
+
 def describe(error: BaseException) -> str:
-    """One line: what was raised, and where."""
+    """One line: what was raised, and the last place that is not in a library; our own errors say where themselves."""
+    if isinstance(error, TitanError):
+        return str(error)
     what = f"exit({error.code!r}) was called" if isinstance(error, SystemExit) else ""
     what = what or "".join(traceback.format_exception_only(error)).strip()
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{what} ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else what
+    places = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames[-1:]
+    return f"{what} ({places[-1].filename}:{places[-1].lineno} in {places[-1].name})" if places else what
 
 
 class Failure(NamedTuple):
@@ -83,7 +91,8 @@ class Worker:
             return build(setup)
         except BaseException as error:
             traceback.print_exception(error, file=sys.stderr)
-            self.send(describe(error))
+            refusal = AbsentError if isinstance(error, AbsentError) else ConfigError
+            self.send(refusal(str(error)) if isinstance(error, ConfigError) else describe(error))
             return None
 
     def receive(self) -> Any:

@@ -34,7 +34,7 @@ from titan_rl.rollout.environment_wire import (
     TaskInfo,
 )
 from titan_rl.rollout.rubric import Score, is_asynchronous
-from titan_rl.rollout.task import Examples, make_environment
+from titan_rl.rollout.task import Examples, make_environment, plain
 from titan_rl.rollout.tools import Toolbox, ToolError, checked_text
 from titan_rl.rollout.transcript import Transcript
 from titan_rl.types import Message, Purpose, ToolCall
@@ -78,11 +78,13 @@ class EnvironmentHost:
         self._tools = Toolbox(self._environment.tools())
         self._cell = cell
         self._step_seconds = setup.step_seconds
+        self._slow_seconds = setup.slow_seconds
         self._tracebacks = Tracebacks()
         self._runner = asyncio.Runner()
         self._asynchronous = {
             CallKind.EXAMPLE: False,
             CallKind.DEMONSTRATE: False,
+            CallKind.CHECK: False,
             CallKind.RESPOND: is_asynchronous(self._environment.respond),
             CallKind.CALL_TOOLS: self._tools.asynchronous,
             CallKind.SCORE: self._rubric.asynchronous,
@@ -97,20 +99,32 @@ class EnvironmentHost:
             plays=type(self._environment).play is not Environment.play,
         )
 
-    def serve(self, calls: Sequence[Call], send: Callable[[list[Answer]], None]) -> bool:
-        """Run a batch; `send` gets every answer once. False when this process can not go on after it."""
-        outbox = _Outbox(send)
+    def serve(
+        self, calls: Sequence[Call], send: Callable[[list[Answer] | None], None], *, at_once: bool = False
+    ) -> bool:
+        """Run a batch; `send` gets the answer of every call that is begun, then None. No call is begun past
+        `slow_seconds`. False when this process can not go on after it.
+
+        Args:
+            at_once: an answer is sent before the next call begins.
+        """
+        outbox = _Outbox(send, seconds=0.0 if at_once else FLUSH_SECONDS)
+        began = time.monotonic()
         together = []
+        slow = False
         for position, call in enumerate(calls):
             if self._asynchronous[call.kind]:
                 together.append((position, call))
-                continue
-            outbox.flush_if_due()
-            self._cell.mark(position)
-            outbox.put(self._run(position, call))
+            elif not slow:
+                outbox.flush_if_due()
+                self._cell.mark(position)
+                outbox.put(self._run(position, call))
+                slow = time.monotonic() - began >= self._slow_seconds
         self._cell.mark(ProgressCell.NOBODY)
-        survived = self._runner.run(self._serve_together(together, outbox)) if together else True
+        survived = self._runner.run(self._serve_together(together, outbox)) if together and not slow else True
         outbox.flush()
+        if survived:
+            send(None)
         return survived
 
     def _run(self, position: int, call: Call) -> Answer:
@@ -122,12 +136,14 @@ class EnvironmentHost:
     def _perform(self, call: Call) -> Any:
         if call.kind is CallKind.DEMONSTRATE:
             return _demonstration(self._environment.demonstration(call.prompt_index))
+        if call.kind is CallKind.CHECK:
+            return self._examples.check(call.prompt_index)
         if call.kind is CallKind.CALL_TOOLS:
             return tuple(_told(self._answer(each)) for each in call.messages[-1].tool_calls)
         example = self._examples.find(call.purpose, call.prompt_index)
         if call.kind is CallKind.EXAMPLE:
             wanted = _as_text(example.answer) if call.purpose is Purpose.EVALUATE else ""
-            return Asked(_plain(example.prompt), wanted)
+            return Asked(plain(example.prompt), wanted)
         if call.kind is CallKind.SCORE_GROUP:
             return tuple(map(tuple, self._rubric.score_group(example, [_transcript(each) for each in call.group])))
         transcript = _transcript(call)
@@ -198,8 +214,9 @@ class EnvironmentHost:
 class _Outbox:
     """Answers on their way, sent in few frames and none of them late."""
 
-    def __init__(self, send: Callable[[list[Answer]], None]):
+    def __init__(self, send: Callable[[list[Answer] | None], None], *, seconds: float):
         self._send = send
+        self._seconds = seconds
         self._answers: list[Answer] = []
         self._flushed = time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
@@ -217,34 +234,17 @@ class _Outbox:
         self._flushed = time.monotonic()
 
     def flush_if_due(self) -> None:
-        if self._answers and time.monotonic() - self._flushed > FLUSH_SECONDS:
+        if self._answers and time.monotonic() - self._flushed >= self._seconds:
             self.flush()
 
     def flush_soon(self) -> None:
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(FLUSH_SECONDS, self.flush)
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self.flush)
 
 
 def _transcript(conversation: Call | Conversation) -> Transcript:
     state = None if conversation.state is None else pickle.loads(conversation.state)
     return Transcript(conversation.messages, conversation.finish_reasons, state)
-
-
-def _plain(messages: Sequence[Message]) -> tuple[Message, ...]:
-    for message in messages:
-        if not (isinstance(message, Message) and isinstance(message.role, str) and isinstance(message.content, str)):
-            raise TaskError(f"{message!r} is not a Message of two strings")
-    return tuple(
-        Message(
-            str(message.role),
-            str(message.content),
-            tuple(ToolCall(str(call.name), dict(call.arguments), id=str(call.id)) for call in message.tool_calls),
-            str(message.tool_call_id),
-            str(message.reasoning),
-            str(message.name),
-        )
-        for message in messages
-    )
 
 
 def _as_text(answer: Any) -> str:
@@ -261,7 +261,7 @@ def _told(answer: str) -> Message:
 def _demonstration(shown: Demonstration) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
     if not isinstance(shown, Demonstration):
         raise TaskError(f"demonstration returned {type(shown).__name__}, expected Demonstration")
-    prompt, messages = _plain(shown.prompt), _plain(shown.messages)
+    prompt, messages = plain(shown.prompt), plain(shown.messages)
     if not prompt or not messages or messages[0].role != "assistant":
         raise TaskError('a demonstration is a prompt and then, first of all, a message of role "assistant"')
     return prompt, messages
@@ -272,7 +272,7 @@ def _reply(reply: EnvironmentReply | Awaitable[EnvironmentReply]) -> tuple[tuple
         raise TaskError(f"respond returned {type(reply).__name__}, expected EnvironmentReply")
     if not reply.done and not reply.messages:
         raise TaskError("respond returned neither messages nor done: the policy would speak to itself")
-    return _plain(reply.messages), reply.done, None if reply.state is None else pickle.dumps(reply.state)
+    return plain(reply.messages), reply.done, None if reply.state is None else pickle.dumps(reply.state)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -284,8 +284,9 @@ def main(arguments: Sequence[str]) -> None:
         if host is None:
             return
         worker.send(host.info)
-        while (calls := worker.receive()) is not None:
-            if not host.serve(calls, worker.send):
+        while (batch := worker.receive()) is not None:
+            calls, at_once = batch
+            if not host.serve(calls, worker.send, at_once=at_once):
                 os._exit(1)  # a coroutine that ignores its cancellation would also hold up an orderly exit
 
 

@@ -3,8 +3,8 @@
 - A frame is its length (8 bytes, little endian) and a pickle. Frames hold plain data of this package only: whatever
   user code made (a state, an error) crosses as bytes or text, so the worker never runs or imports user code to read
   one.
-- One batch of calls is under way at a time; each of its calls is answered once, in any order, over any number of
-  frames.
+- One batch of calls is under way at a time. Its answers come in any order, over any number of frames; the frame None
+  ends it. Calls that it was late for are not begun and get no answer.
 - The progress cell is written by the child on every change of what it runs and read by the worker only when it
   doubts the child: it names the call to blame without a message per call.
 """
@@ -44,10 +44,16 @@ class EnvironmentSetup:
     """Modules and files to import first."""
     step_seconds: float = 30.0
     start_seconds: float = 300.0
+    slow_seconds: float = 1.0
+    """A batch that lasts longer begins no further call: what is left of it goes to another process."""
     held_out: int = 0
     """Held-out prompts to ask for."""
     prompts: int = 0
     """Distinct training prompts to use; 0: the environment's own number."""
+
+    def __post_init__(self) -> None:
+        # well below the time limit, so that calls that reach it have run together and not one after the other
+        object.__setattr__(self, "slow_seconds", min(self.slow_seconds, self.step_seconds / 4))
 
 
 class TaskInfo(NamedTuple):
@@ -78,6 +84,8 @@ class CallKind(StrEnum):
     """→ (reward, parts)."""
     SCORE_GROUP = "score of the group"
     """→ one (reward, parts) per conversation of `group`."""
+    CHECK = "check"
+    """→ TaskCheck, for which `prompt_index` training prompts are compared with the held-out ones."""
     DEMONSTRATE = "demonstrate"
     """→ (prompt, messages that follow it), two tuples of Message. `prompt_index` is the demonstration's number."""
 
@@ -88,6 +96,20 @@ class Asked(NamedTuple):
     prompt: tuple[Message, ...]
     wanted: str = ""
     """Its answer as text, for a person to read; of a held-out example only."""
+
+
+class TaskCheck(NamedTuple):
+    """What a look at a task's prompts found."""
+
+    training: tuple[tuple[Message, ...], ...]
+    """The first prompts of the stream."""
+    held_out: tuple[tuple[Message, ...], ...]
+    held_out_again: tuple[tuple[Message, ...], ...]
+    """What a second call gave."""
+    overlap: tuple[int, int] | None
+    """A training prompt and the held-out prompt that it equals."""
+    answers: tuple[str, str]
+    """Of the first training prompt and the first held-out one, where they are texts or numbers."""
 
 
 class Conversation(NamedTuple):
@@ -114,6 +136,10 @@ class Call(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind} of {self.purpose} prompt {self.prompt_index}"
+
+    @property
+    def prompt(self) -> tuple[Purpose, int]:
+        return self.purpose, self.prompt_index
 
 
 class Answer(NamedTuple):

@@ -64,7 +64,7 @@ class GroupRunner:
         self._model_path = model_path
         self._run_seed = run_seed
         self._max_model_len = max_model_len
-        self._setup = EnvironmentSetup(
+        self.setup = EnvironmentSetup(
             name=environment.name,
             kwargs=dict(environment.kwargs),
             run_seed=run_seed,
@@ -74,18 +74,20 @@ class GroupRunner:
             held_out=held_out,
             prompts=prompts,
         )
-        self.environment = EnvironmentProcess(self._setup)
+        self.environment = EnvironmentProcess(self.setup)
         self.programs: Programs | None = None
         self._turns: AbstractAsyncContextManager[None] = nullcontext()  # to be played
         self._info: TaskInfo | None = None
-        self._renderer: Renderer
+        self._restarts_told = 0
+        self.renderer: Renderer
         self._rollouter: Rollouter
 
-    async def start(self, sessions: Sessions | None = None) -> TaskInfo:
+    async def start(self, sessions: Sessions | None = None, *, programs: bool = True) -> TaskInfo:
         """Load the tokenizer, start the environment's process and, if need be, its programs', make the rollouter.
 
         Args:
             sessions: the gateway that programs talk to; None: there is none.
+            programs: False: an environment's programs are not started, and its rollouts cannot be played.
 
         Raises:
             ConfigError: renderer or rollouter cannot be made from the config, or programs have no gateway.
@@ -94,23 +96,23 @@ class GroupRunner:
         rollouter = import_name(self._rollout.rollouter)
         if not (isinstance(rollouter, type) and issubclass(rollouter, Rollouter)):
             raise ConfigError(f"rollout.rollouter {self._rollout.rollouter!r} is not a subclass of Rollouter")
-        self._renderer = await asyncio.to_thread(
+        self.renderer = await asyncio.to_thread(
             make_renderer, self._rollout.renderer, self._model_path, self._rollout.renderer_kwargs
         )
         self._rollouter = rollouter(
-            renderer=self._renderer,
+            renderer=self.renderer,
             run_seed=self._run_seed,
             max_turns=self._rollout.max_turns,
             max_sampled_tokens=self._rollout.max_sampled_tokens,
             max_model_len=self._max_model_len,
         )
         info = await self.environment.start()
-        if info.plays:
+        if info.plays and programs:
             if sessions is None:
                 raise ConfigError(
-                    f"environment {self._setup.name} plays its rollouts by programs: set rollout.agents.gateway = true"
+                    f"environment {self.setup.name} plays its rollouts by programs: set rollout.agents.gateway = true"
                 )
-            self.programs = Programs(self._setup, sessions)
+            self.programs = Programs(self.setup, sessions)
             self._turns = asyncio.Semaphore(self._rollout.agents.at_once)
             await self.programs.start()
         self._info = info
@@ -135,7 +137,7 @@ class GroupRunner:
             return await self._demonstrate(request, self._info)
         try:
             asked: Asked = await self.environment.call(Call(CallKind.EXAMPLE, request.purpose, request.group_id))
-            rendered = [] if self._info.plays else self._renderer.render(asked.prompt, self._info.tools)
+            rendered = [] if self._info.plays else self.renderer.render(asked.prompt, self._info.tools)
         except TaskError as error:
             failed = tuple(Rollout(sample=sample, error=str(error)) for sample in range(request.samples))
             return self._result(request, failed)
@@ -204,7 +206,7 @@ class GroupRunner:
         )
         samples = []
         for number, (prompt, messages) in enumerate(await asyncio.gather(*calls)):
-            sample = demonstration_sample(request.group_id, number, self._renderer, prompt, messages, info.tools)
+            sample = demonstration_sample(request.group_id, number, self.renderer, prompt, messages, info.tools)
             if self._max_model_len and len(sample.token_ids) > self._max_model_len:
                 raise TaskError(
                     f"demonstration {first + number} has {len(sample.token_ids)} tokens, "
@@ -244,4 +246,12 @@ class GroupRunner:
                 for rollout, advantage in zip(graded, advantages.tolist(), strict=True)
                 for sample in training_samples(request.group_id, rollout, advantage=advantage, rollouts=request.samples)
             )
-        return GroupResult(group_id=request.group_id, purpose=request.purpose, rollouts=rollouts, samples=samples)
+        restarts = self.environment.restarts + (self.programs.restarts if self.programs is not None else 0)
+        told, self._restarts_told = self._restarts_told, restarts
+        return GroupResult(
+            group_id=request.group_id,
+            purpose=request.purpose,
+            rollouts=rollouts,
+            samples=samples,
+            restarts=restarts - told,
+        )

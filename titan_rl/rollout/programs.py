@@ -46,6 +46,11 @@ class Programs:
         """Process id of what programs are forked from."""
         return self._process.pid
 
+    @property
+    def restarts(self) -> int:
+        """How often that process died and was replaced."""
+        return self._process.restarts
+
     async def close(self) -> None:
         """End the programs; returns when their sessions are closed."""
         await self._process.close()

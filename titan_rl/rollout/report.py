@@ -73,6 +73,8 @@ class GroupReport:
     rollouts: tuple[RolloutReport, ...]
     samples: SampleBatch
     """REMOTE; empty for evaluation groups, and when no rollout could be trained."""
+    restarts: int = 0
+    """Processes of user code that died in the worker since its last report."""
 
     @property
     def oldest_version(self) -> int | None:
@@ -104,6 +106,7 @@ def report_of(request: GroupRequest, result: GroupResult, refs: Sequence[SampleR
         attempt=request.attempt,
         rollouts=tuple(_report(rollout, _shown(result, rollout)) for rollout in result.rollouts),
         samples=SampleBatch.of_refs(refs),
+        restarts=result.restarts,
     )
 
 

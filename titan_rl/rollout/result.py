@@ -80,3 +80,5 @@ class GroupResult:
     """Empty for evaluation groups; rollouts with an error contribute none."""
     asked: Asked | None = None
     """None where the example could not be made."""
+    restarts: int = 0
+    """Processes of user code that died in the worker since its last result."""

@@ -129,19 +129,19 @@ class Rubric:
         return self._add_up_group(values, len(transcripts))
 
     def _add_up(self, parts: dict[str, object]) -> Score:
-        numbers = {name: _finite(name, value) for name, value in parts.items()}
-        return _weighted(self.rewards, numbers)
+        return _weighted(self.rewards, {each.label: _finite(each, parts[each.label]) for each in self.rewards})
 
     def _add_up_group(self, values: Mapping[str, object], transcripts: int) -> list[Score]:
         numbers: dict[str, list[float]] = {}
-        for name, value in values.items():
+        for reward in self.group_rewards:
+            value = values[reward.label]
             try:
                 each = list(value)  # type: ignore[call-overload]
             except TypeError:
-                raise TaskError(f"group reward {name} returned {value!r}, which is no sequence of numbers") from None
+                raise TaskError(f"group {_named(reward)} returned {value!r}, which is no sequence of numbers") from None
             if len(each) != transcripts:
-                raise TaskError(f"group reward {name} returned {len(each)} values for {transcripts} rollouts")
-            numbers[name] = [_finite(name, number) for number in each]
+                raise TaskError(f"group {_named(reward)} returned {len(each)} values for {transcripts} rollouts")
+            numbers[reward.label] = [_finite(reward, number) for number in each]
         return [
             _weighted(self.group_rewards, {name: column[row] for name, column in numbers.items()})
             for row in range(transcripts)
@@ -152,11 +152,18 @@ def _weighted(rewards: Sequence[Reward | GroupReward], parts: dict[str, float]) 
     return Score(sum(reward.weight * parts[reward.label] for reward in rewards), parts)
 
 
-def _finite(name: str, value: object) -> float:
+def _finite(reward: Reward | GroupReward, value: object) -> float:
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        raise TaskError(f"reward {name} returned {value!r}, which is not a number") from None
+        raise TaskError(f"{_named(reward)} returned {value!r}, which is not a number") from None
     if not math.isfinite(number):
-        raise TaskError(f"reward {name} returned {number}, which is not finite")
+        raise TaskError(f"{_named(reward)} returned {number}, which is not finite")
     return number
+
+
+def _named(reward: Reward | GroupReward) -> str:
+    """The reward's name, and where its function begins."""
+    function = inspect.unwrap(getattr(reward.function, "__func__", reward.function))
+    code = getattr(function, "__code__", None)
+    return f"reward {reward.label}" + (f" ({code.co_filename}:{code.co_firstlineno})" if code else "")

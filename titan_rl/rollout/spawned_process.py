@@ -1,7 +1,8 @@
 """A child process of a rollout worker, from spawn to reaping, whatever it runs.
 
 - It is a session of its own, speaks frames over one socket, and dies with the thread that spawned it. The first frame
-  down tells it which environment to make; the first one up is what it says about it, or (text) why it could not.
+  down tells it which environment to make; the first one up is what it says about it, or (text, ConfigError) why it
+  could not.
 - After `stop` the process is gone, reaped, its process group too, and all descriptors are closed.
 - What it prints goes to this module's logger line by line; nothing that user code prints can reach the protocol.
 """
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_rl.errors import TaskError
+from titan_rl.errors import ConfigError, TaskError
 from titan_rl.processes import ending_in_words
 from titan_rl.rollout.environment_wire import FRAME_LENGTH, EnvironmentSetup, pack_frame
 
@@ -67,6 +68,7 @@ class SpawnedProcess:
             What the child says about it.
 
         Raises:
+            ConfigError: the environment refused its arguments.
             TaskError: the environment could not be imported or made, or not within `setup.start_seconds`.
         """
         try:
@@ -83,6 +85,9 @@ class SpawnedProcess:
         except BaseException:
             await self.stop(patient=False)
             raise
+        if isinstance(hello, ConfigError):
+            await self.stop()
+            raise hello
         if isinstance(hello, str):
             await self.stop()
             raise TaskError(f"environment {setup.name!r} could not be made: {hello}")

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import time
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import Environment
 from titan_rl.errors import TaskError
 from titan_rl.importing import import_file, import_name
-from titan_rl.rollout.environment_wire import EnvironmentSetup
-from titan_rl.types import Example, Purpose
+from titan_rl.rollout.environment_wire import EnvironmentSetup, TaskCheck
+from titan_rl.types import Example, Message, Purpose, ToolCall
 
+COMPARE_SECONDS = 2.0
+"""Longest time that training prompts are compared with held-out ones before a run."""
+SHOWN_PROMPTS = 256
+"""Training prompts that are tried with the tokenizer before a run."""
 CACHED_EXAMPLES = 4096
 """Training examples kept; more than are in flight, or every reward makes its example anew."""
 
@@ -38,12 +44,36 @@ def make_environment(setup: EnvironmentSetup) -> Environment:
     return cls(**kwargs)
 
 
+def plain(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Messages as user code gave them, as objects of our own classes only.
+
+    Raises:
+        TaskError: one is no message.
+    """
+    for message in messages:
+        if not (isinstance(message, Message) and isinstance(message.role, str) and isinstance(message.content, str)):
+            raise TaskError(f"{message!r} is not a Message of two strings")
+    return tuple(
+        Message(
+            str(message.role),
+            str(message.content),
+            tuple(ToolCall(str(call.name), dict(call.arguments), id=str(call.id)) for call in message.tool_calls),
+            str(message.tool_call_id),
+            str(message.reasoning),
+            str(message.name),
+        )
+        for message in messages
+    )
+
+
 class Examples:
     """What an environment's prompts are; cached, never owned."""
 
     def __init__(self, environment: Environment, setup: EnvironmentSetup):
         self._environment = environment
-        self._held_out = environment.held_out(setup.held_out) if setup.held_out else []
+        self._wanted = setup.held_out
+        self._compare_seconds = min(COMPARE_SECONDS, setup.step_seconds / 2)
+        self._held_out = self._hold_out()
         self.held_out = len(self._held_out)  # how many there are
         sizes = [size for size in (environment.size, setup.prompts) if size]
         self.size = min(sizes, default=None)  # distinct training prompts; None: endless
@@ -64,7 +94,48 @@ class Examples:
             index %= self.size
         example = self._made.get(index)
         if example is None:
-            example = self._made[index] = self._environment.example(index)
+            example = self._made[index] = _checked("example", self._environment.example(index))
             if len(self._made) > CACHED_EXAMPLES:
                 self._made.popitem(last=False)
         return example
+
+    def check(self, indices: int) -> TaskCheck:
+        """Compare the first `indices` training prompts with the held-out ones, as far as `COMPARE_SECONDS` and
+        half of `step_seconds` go.
+
+        Raises:
+            TaskError: something is no example.
+            Exception: whatever the environment raises.
+        """
+        until = time.monotonic() + self._compare_seconds
+        held_out = tuple(plain(example.prompt) for example in self._held_out)
+        places = {repr(prompt): place for place, prompt in enumerate(held_out)}
+        training: list[tuple[Message, ...]] = []
+        overlap = None
+        for index in range(min(indices, self.size or indices)):
+            prompt = plain(self.find(Purpose.TRAIN, index).prompt)
+            if len(training) < SHOWN_PROMPTS:
+                training.append(prompt)
+            if (place := places.get(repr(prompt))) is not None:
+                overlap = (index, place)
+            if overlap or time.monotonic() > until:
+                break
+        answers = [example.answer for example in (self.find(Purpose.TRAIN, 0), *self._held_out[:1])]
+        said = [str(answer) if isinstance(answer, (str, int, float)) else "" for answer in answers]
+        return TaskCheck(
+            training=tuple(training),
+            held_out=held_out,
+            held_out_again=tuple(plain(example.prompt) for example in self._hold_out()),
+            overlap=overlap,
+            answers=(said[0], said[-1]),
+        )
+
+    def _hold_out(self) -> list[Example]:
+        examples = self._environment.held_out(self._wanted) if self._wanted else []
+        return [_checked("held_out", example) for example in examples]
+
+
+def _checked(method: str, example: object) -> Example:
+    if not isinstance(example, Example):
+        raise TaskError(f"{method} gave {example!r}, which is no Example")
+    return example

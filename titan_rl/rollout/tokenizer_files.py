@@ -43,7 +43,7 @@ class PlainTokenizer:
 
 
 def load_tokenizer(model_path: str | Path) -> Any:
-    """The `tokenizers.Tokenizer` of a Hugging Face directory. Raises ConfigError where there is none."""
+    """The `tokenizers.Tokenizer` of a Hugging Face directory. Raises ConfigError where none can be read."""
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError as error:
@@ -51,7 +51,10 @@ def load_tokenizer(model_path: str | Path) -> Any:
     file = Path(model_path) / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(f"{model_path}: there is no tokenizer.json")
-    return Tokenizer.from_file(str(file))
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing more special
+        raise ConfigError(f"{file}: not a file of the library `tokenizers` ({error})") from error
 
 
 def transformers_tokenizer(model_path: str | Path) -> Any:

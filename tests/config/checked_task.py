@@ -1,0 +1,99 @@
+"""A task that goes wrong where its argument `wrong` says so; `recipe` trains it."""
+
+import dataclasses
+import itertools
+import json
+import random
+
+from titan_rl.config_registry import copy4
+from titan_rl.environments.base import Demonstration, Environment, Example, Message, Rubric
+from titan_rl.errors import AbsentError, ConfigError
+
+DIGITS = "0123456789"
+COUNT = itertools.count()
+
+
+def recipe():
+    base = copy4()
+    return dataclasses.replace(
+        base,
+        environment=dataclasses.replace(base.environment, name=f"{__file__}:Checked"),
+        trainer=dataclasses.replace(
+            base.trainer, warmup=dataclasses.replace(base.trainer.warmup, steps=1, lr_warmup_steps=0)
+        ),
+    )
+
+
+class Checked(Environment):
+    def __init__(self, wrong: str = "", seed: int = 0):
+        self.wrong = wrong
+        self.seed = seed
+        match wrong:
+            case "cannot be made":
+                raise ValueError("no data today")
+            case "refuses":
+                raise ConfigError("environment.kwargs.wrong must be right")
+            case "lacks":
+                raise AbsentError("there is no file of words")
+
+    def example(self, index):
+        match self.wrong:
+            case "example raises":
+                raise ValueError("no example")
+            case "no example":
+                return None
+            case "letters":
+                return _ask("Let", "1")
+        held_out = index == 40 and self.wrong == "overlap"
+        return _ask("7=" if held_out else f"{100 + self.seed + index}=", "nan" if self.wrong == "words" else "1")
+
+    def held_out(self, count):
+        first = {"seed": self.seed, "chance": random.randrange(50), "call": next(COUNT)}.get(self.wrong, 0)
+        if self.wrong == "nothing":
+            return []
+        if self.wrong == "held out letters":
+            return [_ask("8=", "1"), _ask("Lot", "1")]
+        return [_ask(f"{first + number}=", "2") for number in range(10)]
+
+    def demonstration(self, index):
+        if self.wrong == "demonstration raises":
+            raise ValueError("no demonstration")
+        said = "yes" if self.wrong == "demonstration letters" else "1"
+        return Demonstration(prompt=(Message("user", "5="),), messages=(Message("assistant", said),))
+
+    def rubric(self):
+        return Rubric(
+            {"words": words, "hangs": hangs, "nan": nan, "raises": raises, "wrong hangs": wrong_hangs}.get(
+                self.wrong, right
+            )
+        )
+
+
+def _ask(text, answer):
+    return Example(prompt=(Message("user", text),), answer=answer)
+
+
+def right(example, transcript):
+    return float(transcript.answer == example.answer)
+
+
+def nan(example, transcript):
+    return float("nan")
+
+
+def raises(example, transcript):
+    return json.loads("{")
+
+
+def wrong_hangs(example, transcript):
+    return right(example, transcript) or hangs(example, transcript)
+
+
+def words(example, transcript):
+    """Right for what the tokenizer can write, though the right answer is none of it."""
+    return float(transcript.answer in example.prompt[0].content)
+
+
+def hangs(example, transcript):
+    while True:
+        pass

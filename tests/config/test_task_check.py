@@ -1,0 +1,93 @@
+"""A task that cannot work is refused in one sentence before anything starts (40 s: two processes per case)."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from checked_task import recipe
+
+from titan_rl.config_registry import RECIPES, load_recipe
+from titan_rl.launch.checks import Severity
+from titan_rl.launch.task_check import check_task
+
+TASK = Path(__file__).with_name("checked_task.py")
+LINES = TASK.read_text().splitlines()
+
+
+def line(text: str) -> str:
+    """Where a line that begins so stands in the task's file."""
+    (number,) = (number for number, each in enumerate(LINES, start=1) if each.strip().startswith(text))
+    return f"{TASK}:{number}"
+
+
+def checked(wrong="", config=None, **changes):
+    config = config or recipe()
+    seconds = 1.0 if wrong == "hangs" else config.environment.step_seconds
+    environment = replace(config.environment, kwargs={"wrong": wrong}, step_seconds=seconds)
+    config = replace(config, environment=environment, **changes)
+    return check_task(config, (str(TASK),))
+
+
+WRONG = {
+    "cannot be made": ("could not be made: ValueError: no data today", line('raise ValueError("no data today")')),
+    "refuses": ("environment.kwargs.wrong must be right",),
+    "example raises": ("ValueError: no example", line('raise ValueError("no example")')),
+    "no example": ("example gave None, which is no Example",),
+    "letters": ("training prompt 0 cannot be given to the policy: the tokenizer has no symbol 'L'", "policy.tiny.symb"),
+    "held out letters": ("held-out prompt 1 cannot be given", "no symbol 'L', in 'Lot'", "policy.tiny.symbols"),
+    "nothing": ("held_out(1000) gave no prompts",),
+    "seed": ("held_out(1000) gives other prompts with seed 1 instead of 0, the first at 0: '0=', then '1='",),
+    "call": ("held_out(1000) gives other prompts when it is called again, the first at 0: '0=', then '1='",),
+    "overlap": ("held-out prompt 7 and example(40) are both '7='", "titan_rl.environments.splits.is_held_out"),
+    "demonstration raises": ("ValueError: no demonstration", line('raise ValueError("no demonstration")')),
+    "demonstration letters": ("demonstration 0: the tokenizer has no symbol 'y'", "policy.tiny.symbols"),
+    "raises": ("score of train prompt 0: json.decoder.JSONDecodeError", line("return json.loads")),
+    "nan": ("the policy says '1' fails", "reward nan (" + line("def nan") + ") returned nan, which is not finite"),
+    "hangs": ("score of train prompt 0: did not finish within 1 s", "environment.step_seconds"),
+}
+
+
+def test_a_task_that_works_is_not_refused():
+    assert checked() == []
+    assert checked("wrong hangs") == []  # the right answers are tried, each with its prompt
+    assert checked("words") == []  # a right answer that cannot be written is not the tokenizer's fault
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_wrong_with_a_task_is_one_sentence_that_says_where(wrong):
+    (problem,) = checked(wrong)
+    assert all(words in problem.sentence for words in WRONG[wrong]), problem.sentence
+    assert "\n" not in problem.sentence and problem.severity is Severity.ERROR
+
+
+def test_held_out_prompts_that_chance_draws_are_refused():
+    (problem,) = checked("chance")
+    assert re.search(r"gives other prompts (when it is called again|with seed 1)", problem.sentence)
+
+
+def test_what_is_absent_on_this_host_is_told_apart():
+    (problem,) = checked("lacks")
+    assert problem.severity is Severity.ABSENT and problem.sentence == "there is no file of words"
+
+
+def test_demonstrations_are_tried_only_where_a_warm_up_asks_for_them():
+    base = recipe()
+    trainer = replace(base.trainer, warmup=replace(base.trainer.warmup, steps=0))
+    assert checked("demonstration raises", base, trainer=trainer) == []
+
+
+def test_only_prompts_that_the_run_can_reach_are_compared():
+    base = recipe()
+    loop = replace(base.loop, steps=1, groups_per_step=40)
+    assert checked("overlap", base, loop=loop) == []
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if load_recipe(name).policy.tiny is not None])
+def test_bundled_tasks_pass(name):
+    assert check_task(load_recipe(name), ()) == []
+
+
+def test_a_small_space_whose_prompts_are_kept_apart_passes():
+    config = load_recipe("copy4")
+    assert check_task(replace(config, environment=replace(config.environment, kwargs={"digits": 2})), ()) == []

@@ -1,0 +1,209 @@
+"""Tries the task of a run before anything starts: one prompt goes the way that all will go, but to a policy.
+
+- User code runs where it runs later, in child processes under the time limits of `environment`; torch is not imported.
+- What fails here would fail in every rollout, evaluation or warm-up step. The first such thing is refused, in one
+  sentence with the file and line where they are known.
+- Held-out prompts must be the same for every seed and at every call, and none of the training prompts that the run
+  uses. Compared are as many of these as `loop.steps` takes, at most `MOST_COMPARED`, for at most `COMPARE_SECONDS`.
+- Of a task that is played by programs the rollouts are not tried: that needs a gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from titan_rl.config import RunConfig
+from titan_rl.errors import AbsentError, ConfigError, TaskError
+from titan_rl.launch.checks import Problem, Severity
+from titan_rl.launch.session import model_directory
+from titan_rl.rollout.environment_process import EnvironmentProcess
+from titan_rl.rollout.environment_wire import Call, CallKind, TaskCheck, TaskInfo
+from titan_rl.rollout.group_runner import GroupRunner
+from titan_rl.rollout.renderer import Renderer
+from titan_rl.types import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    GroupRequest,
+    Message,
+    PolicyVersion,
+    Purpose,
+    SamplingParams,
+)
+
+MOST_COMPARED = 10_000
+"""Training prompts that are compared with the held-out ones."""
+RENDER_SECONDS = 1.0
+"""Longest time that prompts are tried with the tokenizer."""
+
+
+def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
+    """What keeps the task of `config` from being played, where `check_run` found nothing.
+
+    Args:
+        imports: the user's modules.
+    """
+    # what user code prints and how its processes end is in the problem, if it matters
+    logging.getLogger("titan_rl.rollout").addHandler(logging.NullHandler())
+    name = config.environment.name
+    try:
+        asyncio.run(_try(config, imports))
+    except BaseExceptionGroup as failures:
+        error: BaseException = failures.exceptions[0]
+        if not isinstance(error, (ConfigError, TaskError)):
+            raise
+    except (ConfigError, TaskError) as raised:
+        error = raised
+    else:
+        return []
+    sentence = str(error) if isinstance(error, ConfigError) or name in str(error) else f"environment {name}: {error}"
+    if "did not finish within" in sentence:
+        sentence += "; environment.step_seconds is the time that each call may take"
+    severity = Severity.ABSENT if isinstance(error, AbsentError) else Severity.ERROR
+    return [Problem(sentence=sentence, severity=severity)]
+
+
+async def _try(config: RunConfig, imports: tuple[str, ...]) -> None:
+    files = (Path(config.policy.path) / name for name in ("config.json", "tokenizer.json"))
+    tokenizer = config.policy.tiny is not None or all(file.is_file() for file in files)
+    runner = GroupRunner(
+        config.environment,
+        config.rollout,
+        model_path=str(model_directory(config)) if tokenizer else "",
+        run_seed=config.seed,
+        max_model_len=config.generator.max_model_len,
+        held_out=config.evaluation.prompts,
+        prompts=config.loop.prompts,
+        imports=imports,
+    )
+    other = EnvironmentProcess(replace(runner.setup, run_seed=config.seed + 1))
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            started = tasks.create_task(runner.start(programs=False) if tokenizer else runner.environment.start())
+            tasks.create_task(other.start())
+        indices = min(config.loop.steps * config.loop.groups_per_step, MOST_COMPARED)
+        check, others = await asyncio.gather(
+            runner.environment.call(Call(CallKind.CHECK, Purpose.TRAIN, indices)),
+            other.call(Call(CallKind.CHECK, Purpose.TRAIN, 0)),
+        )
+        _check_held_out(config, check, others)
+        if tokenizer:
+            await _play(config, runner, started.result(), check)
+    finally:
+        await asyncio.gather(runner.close(), other.close())
+
+
+def _check_held_out(config: RunConfig, check: TaskCheck, others: TaskCheck) -> None:
+    asked = f"environment {config.environment.name}: held_out({config.evaluation.prompts})"
+    if not check.held_out:
+        raise ConfigError(f"{asked} gave no prompts, and an evaluation needs some")
+    for when, again in (
+        ("when it is called again", check.held_out_again),
+        (f"with seed {config.seed + 1} instead of {config.seed}", others.held_out),
+    ):
+        if (place := _first_difference(check.held_out, again)) is not None:
+            raise ConfigError(
+                f"{asked} gives other prompts {when}, the first at {place}: {_shown(check.held_out, place)}, then "
+                f"{_shown(again, place)}; it must depend on neither chance nor the seed, or no two scores could be "
+                "compared"
+            )
+    if check.overlap is not None:
+        index, place = check.overlap
+        raise ConfigError(
+            f"{asked} gives a training prompt: held-out prompt {place} and example({index}) are both "
+            f"{_shown(check.held_out, place)}; keep them apart, for instance by "
+            "titan_rl.environments.splits.is_held_out"
+        )
+
+
+def _first_difference(first: Sequence[tuple[Message, ...]], second: Sequence[tuple[Message, ...]]) -> int | None:
+    shorter = min(len(first), len(second))
+    places = (place for place in range(shorter) if first[place] != second[place])
+    return next(places, None if len(first) == len(second) else shorter)
+
+
+def _shown(prompts: Sequence[tuple[Message, ...]], place: int) -> str:
+    if place >= len(prompts):
+        return "nothing"
+    text = " ".join(message.content for message in prompts[place])
+    return repr(text if len(text) <= 80 else f"{text[:77]}...")
+
+
+async def _play(config: RunConfig, runner: GroupRunner, info: TaskInfo, check: TaskCheck) -> None:
+    tiny = config.policy.tiny
+    remedy = (
+        "policy.tiny.symbols has to hold every symbol of the task"
+        if tiny is not None and tiny.tokenizer == "symbols"
+        else "policy.path and rollout.renderer decide what can be written"
+    )
+    if not info.plays:
+        _render(runner.renderer, info, check, remedy)
+    if config.trainer.warmup.steps:
+        try:
+            await runner.run_group(_request(config, Purpose.DEMONSTRATE, samples=1), _SaysAlways(runner.renderer, ""))
+        except TaskError as error:
+            raise ConfigError(
+                f"demonstration 0: {error}" + (f"; {remedy}" if "symbol" in str(error) else "")
+            ) from error
+    if info.plays:
+        return
+    plays = ((Purpose.TRAIN, 2 if info.scores_groups else 1), (Purpose.EVALUATE, 1))
+    for (purpose, samples), answer in zip(plays, check.answers, strict=True):
+        policy = _SaysAlways(runner.renderer, answer)
+        result = await runner.run_group(_request(config, purpose, samples=samples), policy)
+        for rollout in result.rollouts:
+            if rollout.error:
+                raise TaskError(
+                    f"a rollout of {purpose} prompt 0 in which the policy says {rollout.messages[-1].content!r} fails: "
+                    f"{rollout.error}; correct the code there: a run would lose every rollout that fails so"
+                )
+
+
+def _render(renderer: Renderer, info: TaskInfo, check: TaskCheck, remedy: str) -> None:
+    until = time.monotonic() + RENDER_SECONDS
+    for which, prompts in (("training", check.training), ("held-out", check.held_out)):
+        for place, prompt in enumerate(prompts):
+            try:
+                renderer.render(prompt, info.tools)
+            except TaskError as error:
+                raise TaskError(f"{which} prompt {place} cannot be given to the policy: {error}; {remedy}") from error
+            if time.monotonic() > until:
+                return
+
+
+def _request(config: RunConfig, purpose: Purpose, *, samples: int) -> GroupRequest:
+    sampling = SamplingParams(max_new_tokens=config.rollout.sampling.max_new_tokens)
+    return GroupRequest(
+        group_id=0, purpose=purpose, samples=samples, sampling=sampling, min_version=PolicyVersion(0, 0)
+    )
+
+
+class _SaysAlways:
+    """A policy that always says one thing; its prompt where the tokenizer cannot write that."""
+
+    def __init__(self, renderer: Renderer, text: str):
+        self._renderer = renderer
+        self._text = text
+
+    async def __call__(self, request: GenerationRequest) -> Completion:
+        try:
+            said = self._renderer.encode(self._text)
+        except TaskError:
+            said = []
+        token_ids = [*(said or request.prompt_token_ids.tolist()), self._renderer.stop_token_ids[0]]
+        room = request.sampling.max_new_tokens
+        kept = np.asarray(token_ids[:room], dtype=np.int32)
+        return Completion(
+            request_id=request.request_id,
+            token_ids=kept,
+            logprobs=np.zeros(len(kept), dtype=np.float32),
+            versions=np.zeros(len(kept), dtype=np.int64),
+            finish_reason=FinishReason.STOP if len(token_ids) <= room else FinishReason.LENGTH,
+        )
