@@ -68,6 +68,12 @@ class Echo(ConnectedActor):
     async def allocated(self) -> int:
         return allocated_bytes()
 
+    @served
+    async def count(self) -> int:
+        """How often this was called."""
+        self.calls = getattr(self, "calls", 0) + 1
+        return self.calls
+
     async def hidden(self) -> None:
         """No endpoint."""
 
@@ -91,6 +97,13 @@ async def test_calls_have_their_own_outcomes_in_any_order_of_their_ends(connecti
     assert values == list(range(100))
     slow.cancel()
     assert await connection.call("echo", "after", seconds=SECONDS) == "after"
+
+
+async def test_a_call_is_made_although_whoever_made_it_is_cancelled_at_once(connection: Connection) -> None:
+    """A trainer's calls are numbered, and its ranks run them in the order of the numbers: none may be missing."""
+    abandoned = asyncio.create_task(connection.call("count", seconds=SECONDS))
+    abandoned.cancel()
+    assert await connection.call("count", seconds=SECONDS) == 2
 
 
 async def test_errors_say_who_was_called_and_why_it_failed(connection: Connection) -> None:

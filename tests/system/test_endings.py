@@ -115,7 +115,7 @@ def test_a_dead_trainer_is_named_and_its_weights_are_lost(tmp_path: Path) -> Non
 
 
 def test_a_run_directory_that_is_removed_is_a_sentence(tmp_path: Path) -> None:
-    run = start_run(*SMALL, "--loop.steps", "2", "--logging.no-save-final", runs=tmp_path)
+    run = start_run(*SMALL, "--loop.steps", "2", "--logging.save-final", "false", runs=tmp_path)
     wait_for_line(run, "held-out")
     shutil.rmtree(tmp_path)
     output = finish(run)

@@ -16,7 +16,7 @@ import asyncio
 import itertools
 import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -73,8 +73,9 @@ class Connection:
         self._outbox: _Outbox | None = None
         self._connected: asyncio.Task[None] | None = None
 
-    async def call(self, endpoint: str, *args: Any, seconds: float | None) -> Any:
-        """What the endpoint returns. A call that is cancelled or late is not ended in the actor.
+    def call(self, endpoint: str, *args: Any, seconds: float | None) -> Coroutine[Any, Any, Any]:
+        """What the endpoint returns. The call is made now, not when its outcome is first waited for: whoever numbers
+        calls may be cancelled in between. A call that is cancelled or late is not ended in the actor.
 
         Raises:
             TitanError: the endpoint raised one; it comes through as it is.
@@ -88,12 +89,14 @@ class Connection:
         self._outbox.put(pickle.dumps((number, endpoint, args)))
         outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._open[number] = (endpoint, outcome)
+        outcome.add_done_callback(lambda _: self._open.pop(number))
+        return self._result(endpoint, outcome, seconds)
+
+    async def _result(self, endpoint: str, outcome: asyncio.Future[Any], seconds: float | None) -> Any:
         try:
             result = await asyncio.wait_for(outcome, seconds)
         except TimeoutError as error:
             raise CallTimeout(f"{self._what.format(endpoint)}: no answer within {seconds:g} s") from error
-        finally:
-            del self._open[number]
         if isinstance(result, TitanError):
             raise result
         if isinstance(result, _Raised):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from titan_rl.actors.calls import bounded
 from titan_rl.actors.rollouts import Rollouts
@@ -23,8 +23,6 @@ from titan_rl.config import RunConfig
 from titan_rl.controller.faults import FaultBoard
 from titan_rl.types import GroupRequest, PolicyVersion, Purpose, SamplingParams
 from titan_rl.weights.segment_files import remove_segments_of
-
-T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -112,17 +110,15 @@ async def close(system: System | None, spawner: Spawner, faults: FaultBoard) -> 
 async def close_parts(parts: Mapping[str, Callable[[], Awaitable[Any]]], faults: FaultBoard) -> None:
     """Close all of these at once, each by the name of its mesh. Never raises: their processes are stopped next."""
 
+    async def ask(mesh: str, close: Callable[[], Awaitable[Any]]) -> None:
+        await bounded(close(), what=f"{mesh}.close", seconds=CLOSE_SECONDS)
+
     async def close_one(mesh: str, close: Callable[[], Awaitable[Any]]) -> None:
         started = time.monotonic()
         try:
-            await faults.unless_lost(mesh, bounded(_asked(close), what=f"{mesh}.close", seconds=CLOSE_SECONDS))
+            await faults.unless_lost(mesh, ask(mesh, close))
         except Exception as error:
             _log.warning("closing %s: %s", mesh, error)
         _log.info("closing %s took %.1f s", mesh, time.monotonic() - started)
 
     await asyncio.gather(*(close_one(mesh, close) for mesh, close in parts.items()))
-
-
-async def _asked(close: Callable[[], Awaitable[T]]) -> T:
-    """Nothing is sent before this is awaited."""
-    return await close()
