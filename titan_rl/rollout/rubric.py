@@ -1,7 +1,7 @@
 """Rewards: named functions of (example, transcript), or of a whole group's transcripts, weighted and added up.
 
 The total is the weighted sum; the parts are reported unweighted. A function of weight 0 is a metric: it is computed
-and reported, and moves no gradient. Every part is a finite number, or scoring fails.
+and reported, and moves no gradient. Every part, and the total, is a number up to `LARGEST_REWARD`, or scoring fails.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ RewardFunction = Callable[[Example, Transcript], float | Awaitable[float]]
 
 GroupRewardFunction = Callable[[Example, Sequence[Transcript]], Sequence[float] | Awaitable[Sequence[float]]]
 """One value per transcript, in their order."""
+
+
+LARGEST_REWARD = 1e30
+"""To both sides. What is larger is an accident of arithmetic: the squares that an advantage needs would soon be infinite,
+and loggers store float32."""
 
 
 class Score(NamedTuple):
@@ -97,7 +102,7 @@ class Rubric:
         """The score, where every reward function is plain.
 
         Raises:
-            TaskError: a function returned something else than a finite number, or an awaitable.
+            TaskError: a function returned something else than a number up to `LARGEST_REWARD`, or an awaitable.
             Exception: whatever a reward function raises.
         """
         return self._add_up({reward.label: reward.function(example, transcript) for reward in self.rewards})
@@ -114,7 +119,7 @@ class Rubric:
         """What the group rewards add to each transcript's score, where every one of them is plain.
 
         Raises:
-            TaskError: a function returned something else than one finite number per transcript.
+            TaskError: a function returned something else than one number up to `LARGEST_REWARD` per transcript.
             Exception: whatever a reward function raises.
         """
         values = {reward.label: reward.function(example, transcripts) for reward in self.group_rewards}
@@ -129,7 +134,7 @@ class Rubric:
         return self._add_up_group(values, len(transcripts))
 
     def _add_up(self, parts: dict[str, object]) -> Score:
-        numbers = {name: _finite(name, value) for name, value in parts.items()}
+        numbers = {name: _number(f"reward {name}", value) for name, value in parts.items()}
         return _weighted(self.rewards, numbers)
 
     def _add_up_group(self, values: Mapping[str, object], transcripts: int) -> list[Score]:
@@ -141,7 +146,7 @@ class Rubric:
                 raise TaskError(f"group reward {name} returned {value!r}, which is no sequence of numbers") from None
             if len(each) != transcripts:
                 raise TaskError(f"group reward {name} returned {len(each)} values for {transcripts} rollouts")
-            numbers[name] = [_finite(name, number) for number in each]
+            numbers[name] = [_number(f"group reward {name}", number) for number in each]
         return [
             _weighted(self.group_rewards, {name: column[row] for name, column in numbers.items()})
             for row in range(transcripts)
@@ -149,14 +154,17 @@ class Rubric:
 
 
 def _weighted(rewards: Sequence[Reward | GroupReward], parts: dict[str, float]) -> Score:
-    return Score(sum(reward.weight * parts[reward.label] for reward in rewards), parts)
+    total = sum(reward.weight * parts[reward.label] for reward in rewards)
+    return Score(_number(f"the weighted sum of {', '.join(parts)}", total), parts)
 
 
-def _finite(name: str, value: object) -> float:
+def _number(what: str, value: object) -> float:
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        raise TaskError(f"reward {name} returned {value!r}, which is not a number") from None
+        raise TaskError(f"{what} is {value!r}, which is not a number") from None
     if not math.isfinite(number):
-        raise TaskError(f"reward {name} returned {number}, which is not finite")
+        raise TaskError(f"{what} is {number}, which is not finite")
+    if abs(number) > LARGEST_REWARD:
+        raise TaskError(f"{what} is {number:g}, which is beyond {LARGEST_REWARD:g}; scale it")
     return number
