@@ -219,6 +219,21 @@ def test_with_delta_a_change_whose_bits_and_positions_add_up_is_loaded(tmp_path:
     assert torch.equal(engine.parameters[EMBEDDING], changed[EMBEDDING])
 
 
+def test_what_was_damaged_on_its_way_is_read_anew(transport: str, tmp_path: Path) -> None:
+    """Also at the place of the publication before, under its version."""
+    publisher = publisher_of(transport, tmp_path)
+    engine, puller = Engine(), WeightPuller()
+    first = publish(publisher, 1, weights(1))
+    engine.load((name, tensor.zero_()) for name, tensor in puller.tensors(first))
+    with pytest.raises(WeightsError, match="is not what was published"):
+        puller.verify(first, engine.served_shards(), None)
+    publisher.release(V1)
+    again = publish(publisher, 1, weights(1))
+    assert again.manifest == first.manifest
+    engine.load(puller.tensors(again))
+    assert puller.verify(again, engine.served_shards(), None) == combined_fingerprint(again.manifest)
+
+
 def test_without_delta_everything_is_loaded_again(tmp_path: Path) -> None:
     publisher = publisher_of("shared_memory", tmp_path)
     engine, puller = Engine(), WeightPuller()

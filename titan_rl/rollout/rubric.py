@@ -23,7 +23,7 @@ GroupRewardFunction = Callable[[Example, Sequence[Transcript]], Sequence[float] 
 
 
 LARGEST_REWARD = 1e30
-"""To both sides. What is larger is an accident of arithmetic: the squares that an advantage needs would soon be infinite,
+"""To both sides. What is larger is an accident of arithmetic: the squares that an advantage needs would soon overflow,
 and loggers store float32."""
 
 
