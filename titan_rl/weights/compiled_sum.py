@@ -21,8 +21,8 @@ _odd_key = njit(nogil=True, cache=_CACHE)(fingerprint.odd_key)
 
 
 @njit(nogil=True, cache=_CACHE)
-def sum_rows(words, rows, columns, stride, first, pitch, keys):  # type: ignore[no-untyped-def]
-    """`words` is one-dimensional and contiguous; all integers are int64 and wrap."""
+def sum_rows(bits, rows, columns, stride, first, pitch, keys):  # type: ignore[no-untyped-def]
+    """`bits` is signed, one-dimensional and contiguous; all other integers are int64 and wrap."""
     total = np.int64(0)
     for row in range(rows):
         done = 0
@@ -31,11 +31,12 @@ def sum_rows(words, rows, columns, stride, first, pitch, keys):  # type: ignore[
             place = position % _BLOCK
             size = min(_BLOCK - place, columns - done)
             # Slices, because indices that might be negative keep the compiler from using vector instructions.
-            part = words[row * stride + done : row * stride + done + size]
+            part = bits[row * stride + done : row * stride + done + size]
             part_keys = keys[place : place + size]
             block_sum = np.int64(0)
             for index in range(part.size):
-                block_sum += np.int64(part[index]) * part_keys[index]
+                element = np.int64(part[index])
+                block_sum += (element + (element >> 16)) * part_keys[index]
             total += block_sum * _odd_key(_BLOCK + position // _BLOCK)
             done += size
     return total

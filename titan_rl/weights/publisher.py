@@ -21,7 +21,7 @@ import torch
 
 from titan_rl.errors import WeightsError
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.fingerprint import SERVED
+from titan_rl.weights.fingerprint import BITS
 from titan_rl.weights.layout import Aliases, Area, Layout, Shapes, merged_layout, shapes_of, write_shards
 from titan_rl.weights.manifest import Manifest, Publication
 from titan_rl.weights.ranks import Ranks
@@ -95,8 +95,8 @@ class ChannelPublisher(ABC):
         def prepare() -> tuple[int, list[TensorShard], Shapes]:
             slot = self._free_slot(version)
             mine = list(shards)
-            if dtype not in SERVED:
-                raise WeightsError(f"{dtype} is not served; served are {', '.join(map(str, SERVED))}")
+            if dtype not in BITS:
+                raise WeightsError(f"{dtype} is not served; served are {', '.join(map(str, BITS))}")
             return slot, mine, shapes_of(mine)
 
         slot, mine, shapes = self._ranks.together(what, prepare, equal=lambda result: (version, result[0]))
