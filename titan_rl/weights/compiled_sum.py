@@ -30,13 +30,12 @@ def sum_rows(bits, rows, columns, stride, first, pitch, keys):  # type: ignore[n
             position = first + row * pitch + done
             place = position % _BLOCK
             size = min(_BLOCK - place, columns - done)
-            # Slices, because indices that might be negative keep the compiler from using vector instructions.
-            part = bits[row * stride + done : row * stride + done + size]
-            part_keys = keys[place : place + size]
+            # Unsigned, because indices that might be negative keep the compiler from using vector instructions.
+            start, start_key = np.uint64(row * stride + done), np.uint64(place)
             block_sum = np.int64(0)
-            for index in range(part.size):
-                element = np.int64(part[index])
-                block_sum += (element + (element >> 16)) * part_keys[index]
+            for index in range(np.uint64(size)):
+                element = np.int64(bits[start + index])
+                block_sum += (element + (element >> 16)) * keys[start_key + index]
             total += block_sum * _odd_key(_BLOCK + position // _BLOCK)
             done += size
     return total
