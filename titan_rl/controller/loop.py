@@ -223,9 +223,8 @@ class TrainingLoop:
     async def _publish(self) -> None:
         """Publish the trainer's weights, bring every generator to them, free what was served before.
 
-        The publication is written between two steps, in the trainer's own turn, and only its pull goes on beside the
-        next one: writing took 0.5–2 % of a step (88M parameters on a CPU: 0.04–0.07 s of 2–15 s), and a second thread
-        would take it from the cores that the step computes with.
+        Only the pull goes on beside the next step. The publication is written between two steps, in the trainer's own
+        turn: a second thread would take its 0.5–2 % of a step from the cores that the step computes with.
         """
         before = self._publications.newest
         with self._records.timed("publish"):
