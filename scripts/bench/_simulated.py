@@ -11,7 +11,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
@@ -149,7 +149,7 @@ class SimulatedTrainer:
     async def release(self, publication: Publication) -> None:
         self._publisher.release(publication.version)
 
-    async def freeze_reference(self) -> None:
+    async def freeze_reference(self, *, on_refused: Callable[[str], None]) -> None:
         """There is no KL term."""
 
     async def close(self) -> None:

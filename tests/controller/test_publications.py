@@ -5,9 +5,10 @@ import asyncio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_system import Script, ScriptedTrainer, settle
+from scripted_system import Script, ScriptedTrainer, World, settle
 
-from titan_rl.controller.publications import Publications
+from titan_rl.controller.publications import FRESH_PUBLICATIONS, Publications
+from titan_rl.errors import WeightsError
 from titan_rl.types import PolicyVersion
 
 
@@ -77,3 +78,53 @@ async def test_what_is_not_live_cannot_be_held():
     weights, _ = publications(2)
     with pytest.raises(KeyError):
         weights.hold(PolicyVersion(0, 3), "evaluation")
+
+
+def refused(times: int) -> list[BaseException]:
+    return [WeightsError(f"v1 is served by nobody: refused {number}") for number in range(times)]
+
+
+@pytest.mark.parametrize("times", [1, FRESH_PUBLICATIONS])
+async def test_what_nobody_serves_is_published_again_and_the_run_goes_on(times, caplog):
+    world = World(steps=3)
+    world.script.errors["pull v1"] = refused(times)
+    await world.loop.run()
+    assert world.trainer.step == 3
+    assert world.script.events.count("publish v1") == 1 + times
+    for text in (world.printed, caplog.text):
+        assert text.count("v1 is served by nobody: refused 0; the trainer publishes its weights again") == 1
+        assert text.count("publishes its weights again") == times
+    assert sorted(world.trainer.freed + world.trainer.live) == [
+        PolicyVersion(0, step) for step in [0, *[1] * times, 1, 2, 3]
+    ]
+    assert world.trainer.live == [(0, 3)]
+
+
+async def test_a_fresh_publication_that_nobody_serves_either_ends_the_run():
+    world = World(steps=3)
+    world.script.errors["pull v1"] = refused(1 + FRESH_PUBLICATIONS)
+    with pytest.raises(WeightsError, match=f"refused {FRESH_PUBLICATIONS}$"):
+        await world.loop.run()
+    assert world.script.events.count("publish v1") == 1 + FRESH_PUBLICATIONS
+
+
+async def test_a_trainer_that_is_a_step_further_publishes_that_instead():
+    world = World(steps=4, staleness=1, max_live=3)
+    world.script.holds = lambda gate: gate in ("pull v1", "train 2")
+    world.script.errors["pull v1"] = refused(1)
+    async with world.running() as run:
+        world.script.holds = lambda gate: False
+        await world.script.open("train 2")
+        assert world.trainer.step == 2 and world.script.held == ["pull v1"]
+        await world.script.open("pull v1")
+        await run
+    assert world.script.events.count("publish v1") == 1
+    assert world.trainer.step == 4 and world.trainer.live == [(0, 4)]
+
+
+async def test_a_generator_that_refuses_the_weights_after_its_lease_does_not_end_the_run():
+    world = World(steps=3, staleness=1, max_live=3)
+    world.script.errors["unpin v0"] = [WeightsError("v1 is not what the engine computes with")]
+    await world.loop.run()
+    assert world.trainer.step == 3
+    assert "generator1 does not serve after its lease: v1 is not what the engine computes with" in world.printed

@@ -24,6 +24,7 @@ from titan_rl.policy.losses import (
     build_loss,
 )
 from titan_rl.policy.losses.reference_kl import kl_penalty
+from titan_rl.policy.step_metrics import StepMetrics
 
 
 def random_tokens(seed: int = 0, lengths: tuple[int, ...] = (3, 1, 5, 2), spread: float = 1.0) -> TrainedTokens:
@@ -140,6 +141,75 @@ def test_what_is_not_a_number_is_never_masked():
     tokens.behaviour_logprobs[0] = math.nan
     value, _ = GRPOLoss(sequence_low=0.9, sequence_high=1.1)(tokens)
     assert math.isnan(value.item())
+
+
+LOSSES = [
+    *((name, {}) for name in SHORT_NAMES),
+    ("grpo", {"clip_high": math.inf, "entropy_bonus": 0.1}),
+    ("tis", {"cap": math.inf}),
+    ("decoupled_ppo", {"weight_cap": math.inf, "clip_high": math.inf}),
+    ("grpo", {"sequence_low": 1e-6, "sequence_high": 1e6}),
+]
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    loss=st.sampled_from(LOSSES),
+    log_ratios=st.lists(
+        st.tuples(*[st.one_of(st.floats(-2, 2), st.floats(-1e4, 1e4), st.sampled_from([88.0, 89.0]))] * 2),
+        min_size=1, max_size=6,
+    ),
+    advantage=st.floats(-100, 100),
+    per_sample=st.integers(1, 6),
+)  # fmt: skip
+def test_no_log_ratio_makes_a_loss_or_a_gradient_that_is_not_finite(loss, log_ratios, advantage, per_sample):
+    """Of current and behaviour, and of proximal and behaviour logprobs."""
+    name, kwargs = loss
+    count = len(log_ratios)
+    to_current, to_proximal = torch.tensor(log_ratios).unbind(1)
+    behaviour = -to_current.clamp(min=0)
+    tokens = TrainedTokens(
+        logprobs=(behaviour + to_current).requires_grad_(),
+        entropies=torch.ones(count, requires_grad=True),
+        behaviour_logprobs=behaviour,
+        proximal_logprobs=behaviour + to_proximal,
+        advantages=torch.full((count,), advantage),
+        samples=torch.arange(count) // per_sample,
+        global_count=count,
+    )
+    value, _ = build_loss(LossConfig(name=name, kwargs=kwargs))(tokens)
+    for estimator in ("k1", "k2", "k3"):
+        value = value + 0.1 * kl_penalty(estimator, tokens.logprobs, tokens.behaviour_logprobs).sum()
+    value.backward()
+    assert math.isfinite(value.item())
+    assert tokens.logprobs.grad.isfinite().all()
+    assert tokens.logprobs.grad.norm().isfinite()
+
+
+def test_a_good_token_that_became_far_likelier_no_longer_pushes():
+    """In float32 its ratio would be infinite."""
+    tokens = random_tokens(lengths=(1, 1))
+    tokens.behaviour_logprobs[:] = torch.tensor([-200.0, tokens.logprobs[1].item()])
+    tokens.advantages[:] = 1.0
+    assert gradient(GRPOLoss(), tokens) == [0.0, -1.0]
+
+
+@pytest.mark.parametrize("log_ratio", [1e4, 400.0, -400.0, -1e4, 0.0])
+def test_metrics_of_any_log_ratio_are_numbers(log_ratio, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    metrics = StepMetrics({}, counted=True)
+    metrics.add(
+        loss=torch.tensor(1.0),
+        loss_metrics={},
+        entropies=torch.ones(2),
+        log_ratio=torch.full((2,), log_ratio),
+        on_policy=torch.tensor([True, False]),
+        reference_kl=None,
+    )
+    metrics.reduce_sums(gradient_finite=True)
+    report = metrics.report(seconds=1.0)
+    assert all(map(math.isfinite, report.values()))
+    assert report["effective_sample_size"] == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ class Scripted:
             logprobs=np.full(len(token_ids), -0.5, dtype=np.float32),
             versions=np.zeros(len(token_ids), dtype=np.int64),
             finish_reason=FinishReason.STOP
-            if token_ids[-1] in request.sampling.stop_token_ids
+            if {*token_ids[-1:]} & {*request.sampling.stop_token_ids}
             else FinishReason.LENGTH,
         )
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.rollout.advantages import group_advantages
+from titan_rl.rollout.rubric import LARGEST_REWARD
 
 rewards = st.lists(st.floats(-100, 100, allow_subnormal=False), min_size=2, max_size=16)
 
@@ -33,6 +34,16 @@ def test_advantages_are_deviations_from_the_mean_in_unbiased_deviations(values):
 @given(st.floats(-1e6, 1e6), st.integers(1, 16))
 def test_equal_rewards_give_exactly_zero(value, count):
     assert group_advantages([value] * count).tolist() == [0.0] * count
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(
+    st.lists(st.one_of(st.floats(-LARGEST_REWARD, LARGEST_REWARD), st.floats(-1, 1)), min_size=2, max_size=16),
+    st.sampled_from([0.0, 1e-4]),
+)
+def test_every_reward_that_a_rubric_lets_pass_gives_a_finite_advantage(values, epsilon):
+    advantages = group_advantages(values, epsilon)
+    assert (abs(advantages) <= len(values)).all()
 
 
 def test_no_rewards_give_no_advantages():

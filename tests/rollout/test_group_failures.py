@@ -1,6 +1,7 @@
 """What fails in a group, what that costs, and how rollouts are compared without it (12 s)."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -120,8 +121,20 @@ class Impatient(Rollouter):
         raise TimeoutError("mine")
 
 
+async def test_a_reward_beyond_all_bounds_costs_its_rollout(model_path):
+    async with runner(model_path, rollouter=f"{__file__}:Generous") as group_runner:
+        result = await group_runner.run_group(request(0), ScriptedPolicy(model_path))
+    assert [rollout.error for rollout in result.rollouts] == ["", "", "", "the rollouter gave the reward 1e+308"]
+    assert [sample.advantage for sample in result.samples] == pytest.approx([-1, 0, 1], abs=1e-3)
+
+
+class Generous(Rollouter):
+    async def play(self, group, sample, generate, world):
+        return replace(await super().play(group, sample, generate, world), reward=(0.0, 1.0, 2.0, 1e308)[sample])
+
+
 def test_settings_that_cannot_be_are_refused():
-    for wrong in ({"seconds": -1.0}, {"max_sampled_tokens": -1}):
+    for wrong in ({"seconds": -1.0}, {"max_sampled_tokens": -1}, {"advantage_epsilon": -1e-4}):
         with pytest.raises(ConfigError, match=f"rollout.{next(iter(wrong))}"):
             RolloutConfig(**wrong)
 

@@ -79,7 +79,7 @@ def test_every_sampled_token_of_any_program_is_trained_once_behind_what_it_was_s
     program, naive, draw = Program(renderer), Naive(renderer), data.draw
     (stop, call_end), one = renderer.stop_token_ids, renderer.encode("1")
     # Few, so that equal ones meet; several of them read alike.
-    turns = [[], [stop], one, [*one, stop], [call_end], *map(renderer.encode, ("<tool>1</tool>", "<tool>+</tool>"))]
+    turns = [[stop], one, [*one, stop], [call_end], *map(renderer.encode, ("<tool>1</tool>", "<tool>+</tool>"))]
     histories: list[list[Message]] = []
     expected: list[tuple[list[int], list[int], list[float]]] = []
     answers: list[tuple[GenerationRequest, list[Message] | None, tuple[ToolSpec, ...]]] = []

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.errors import GeneratorFailed
+from titan_rl.errors import GeneratorFailed, RequestError
 from titan_rl.rollout.result import Rollout
 from titan_rl.rollout.samples import training_samples
 from titan_rl.rollout.token_graph import TokenGraph
@@ -74,10 +74,11 @@ def test_given_tokens_are_never_trained_though_the_policy_sampled_the_same_elsew
     assert shown(graph) == ["1 2* 3*", "9 2 3 4*"]
 
 
-def test_a_turn_without_a_sampled_token_adds_nothing_but_is_counted():
-    graph = graph_of(([1], []), ([1, 2], [3]), ([1, 2, 3, 4], []))
-    assert shown(graph) == ["1 2 3*"]
-    assert len(graph.completions) == 3
+def test_a_turn_without_a_sampled_token_is_refused():
+    graph = graph_of(([1, 2], [3]))
+    with pytest.raises(RequestError, match="answered r with no token"):
+        graph.add([1, 2, 3, 4], completion([]))
+    assert shown(graph) == ["1 2 3*"] and len(graph.completions) == 1
     assert list(TokenGraph().branches()) == [] and TokenGraph().stored_tokens == 0
 
 
@@ -111,7 +112,7 @@ turn = st.fixed_dictionaries(
         "which": st.integers(0, 20),  # of the turns so far
         "where": st.integers(0, 40),  # of its tokens
         "given": st.lists(token, max_size=5),  # what user, environment or tool (an error too) put in front
-        "sampled": st.lists(sampled_token, max_size=5),  # may be cut off, may be empty
+        "sampled": st.lists(sampled_token, min_size=1, max_size=5),  # may be cut off
     }
 )
 
@@ -139,8 +140,6 @@ class Book:
         return Known(self.count, *args)
 
     def add(self, prompt, sampled):
-        if not sampled:
-            return
         best: list[Known] = []
         for path in self.paths:
             same = 0

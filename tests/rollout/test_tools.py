@@ -48,6 +48,13 @@ async def test_a_tool_that_fails_costs_its_rollout(model_path, argument, word):
     assert samples == () and len(rollout.graph.completions) == 1
 
 
+@pytest.mark.parametrize("texts", [("",), ("<tool>12</tool>", ""), ("<tool>12</tool>", "", "5$")])
+async def test_a_turn_without_a_token_costs_its_rollout(model_path, texts):
+    rollout, samples, requests = await play(model_path, *texts)
+    assert samples == () and len(requests) == texts.index("") + 1
+    assert "a generator answered train-5-0-" in rollout.error and "with no token" in rollout.error
+
+
 async def test_the_calls_of_the_last_turn_are_not_made(model_path):
     call = "<tool>12</tool>"
     rollout, (sample,), requests = await play(model_path, call, call, call, max_turns=3)

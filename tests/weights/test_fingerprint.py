@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from titan_rl.errors import WeightsError
 from titan_rl.weights import fingerprint as module
-from titan_rl.weights.fingerprint import BITS, SLOPE, combined_fingerprint, shard_fingerprint, signed, unsigned
+from titan_rl.weights.fingerprint import BLOCK, combined_fingerprint, odd_key, shard_fingerprint, signed, unsigned
 from titan_rl.weights.manifest import Manifest, TensorEntry
 
 MODULUS = 1 << 64
 ANY_TIME = settings(deadline=None)
 """The first fingerprint of a process compiles."""
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 SHAPES = st.lists(st.integers(0, 9), min_size=0, max_size=4).map(tuple)
 
@@ -45,7 +46,19 @@ def whole(tensor: torch.Tensor) -> int:
 
 def by_definition(tensor: torch.Tensor) -> int:
     bits = tensor.contiguous().view(-1).view(BITS[tensor.dtype]).tolist()
-    return sum(value * (SLOPE * position + 1) for position, value in enumerate(bits)) % MODULUS
+    total = 0
+    for position, element in enumerate(bits):
+        keys = key_by_definition(position % BLOCK) * key_by_definition(BLOCK + position // BLOCK)
+        total += (element + (element >> 16)) * keys
+    return total % MODULUS
+
+
+def key_by_definition(number: int) -> int:
+    """SplitMix64 as it is published, in whole numbers; made odd."""
+    mixed = number * 0x9E3779B97F4A7C15 % MODULUS
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % MODULUS
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % MODULUS
+    return (mixed ^ (mixed >> 31)) | 1
 
 
 @st.composite
@@ -66,7 +79,7 @@ def covers(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
 
 @ANY_TIME
 @given(shape=SHAPES, dtype=DTYPES, seed=st.integers(0, 2**32))
-def test_it_is_the_sum_of_bits_times_weights(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> None:
+def test_it_is_the_sum_of_folded_bits_times_keys(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> None:
     tensor = random_bits(shape, dtype, seed)
     assert whole(tensor) == by_definition(tensor)
 
@@ -135,6 +148,81 @@ def test_exchanges_at_power_of_two_distances_of_a_large_tensor_are_seen() -> Non
     assert len(seen) == 26
 
 
+def test_changes_that_cancel_in_sums_and_moments_are_seen() -> None:
+    """Elements 10 and 20 one bit up, 12 and 18 one down: their positions add up, and so do their bits."""
+    before = torch.ones(128, dtype=torch.bfloat16)
+    after = before.clone()
+    after.view(torch.int16)[[10, 20]] += 1
+    after.view(torch.int16)[[12, 18]] -= 1
+    assert whole(before) != whole(after)
+
+
+@ANY_TIME
+@given(data=st.data(), size=st.integers(4, 5000), dtype=DTYPES, constant=st.booleans(), seed=st.integers(0, 2**32))
+def test_small_changes_of_a_few_elements_are_seen(
+    data: st.DataObject, size: int, dtype: torch.dtype, constant: bool, seed: int
+) -> None:
+    """A few bits up or down, as by a step of an optimizer, or another sign."""
+    before = torch.ones(size).to(dtype) if constant else random_bits((size,), dtype, seed)
+    at = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=4, unique=True))
+    step = st.one_of(st.integers(-4, 4), st.sampled_from([1 << 15, -1 << 15, 1 << 8 * dtype.itemsize - 1]))
+    changes = data.draw(st.lists(step.filter(bool), min_size=len(at), max_size=len(at)))
+    after = before.clone()
+    for index, change in zip(at, changes, strict=True):
+        bits = int(after.view(BITS[dtype])[index])
+        after.view(BITS[dtype])[index] = _wrapped(bits + change, 8 * dtype.itemsize)
+    assume(not torch.equal(before.view(BITS[dtype]), after.view(BITS[dtype])))
+    assert whole(before) != whole(after)
+
+
+def _wrapped(value: int, bits: int) -> int:
+    return (value + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)
+
+
+@ANY_TIME
+@given(
+    data=st.data(), columns=st.sampled_from([1, 7, 64, BLOCK // 2, BLOCK, 2 * BLOCK]), dtype=DTYPES,
+    seed=st.integers(0, 2**32), equal_sums=st.booleans(),
+)  # fmt: skip
+def test_rows_in_another_order_are_seen(
+    data: st.DataObject, columns: int, dtype: torch.dtype, seed: int, equal_sums: bool
+) -> None:
+    before = random_bits((5, columns), dtype, seed)
+    if equal_sums:  # every row holds the same elements
+        before = torch.stack([before[0].roll(row) for row in range(5)])
+    after = before[list(data.draw(st.permutations(range(5))))]
+    assume(not torch.equal(before.view(BITS[dtype]), after.view(BITS[dtype])))
+    assert whole(before) != whole(after)
+
+
+def test_no_step_of_an_optimizer_over_a_norm_goes_unseen() -> None:
+    torch.manual_seed(0)
+    exact = torch.ones(128, requires_grad=True)
+    optimizer = torch.optim.AdamW([exact], lr=1e-3)
+    served, changed = exact.detach().bfloat16(), 0
+    for _ in range(10_000):
+        exact.grad = torch.randn(128)
+        optimizer.step()
+        before, served = served, exact.detach().bfloat16()
+        if not torch.equal(before, served):
+            changed += 1
+            assert whole(before) != whole(served), f"change {changed}"
+    assert changed > 9000
+
+
+def test_keys_are_those_of_splitmix64() -> None:
+    numbers = [*range(2 * BLOCK), (1 << 40) + 1]
+    assert odd_key(torch.tensor(numbers)).tolist() == [signed(key_by_definition(number)) for number in numbers]
+
+
+def test_constant_tensors_of_any_size_and_value_differ() -> None:
+    sizes = [1, 2, 128, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 64 * BLOCK]
+    values = [1.0, -1.0, 2.0, 0.5, -0.0, float("inf"), float("nan"), 2.0**-120]
+    seen = {whole(torch.full((size,), value, dtype=torch.bfloat16)) for size in sizes for value in values}
+    assert len(seen) == len(sizes) * len(values)
+    assert all(min(number, MODULUS - number) > 1 << 32 for number in seen), "all 64 bits are used"
+
+
 def test_negative_zero_and_nan_payloads_are_bits() -> None:
     assert whole(torch.tensor([0.0])) != whole(torch.tensor([-0.0]))
     quiet, other = (
@@ -162,6 +250,11 @@ def test_the_sum_for_accelerators_is_the_sum_for_hosts(
 def test_a_transposed_view_counts_as_what_it_shows() -> None:
     tensor = random_bits((7, 5), torch.float32, seed=1)
     assert whole(tensor.t()) == whole(tensor.t().contiguous())
+
+
+def test_a_single_column_counts_as_what_it_shows() -> None:
+    row = random_bits((1, 7), torch.float32, seed=1)
+    assert whole(row.t()) == whole(row.view(-1).view(7, 1))
 
 
 def test_a_box_outside_its_tensor_is_refused() -> None:

@@ -204,6 +204,36 @@ def test_with_delta_only_what_changed_is_loaded_and_everything_verified(transpor
     assert engine.loaded == []
 
 
+def test_with_delta_a_change_whose_bits_and_positions_add_up_is_loaded(tmp_path: Path) -> None:
+    publisher = publisher_of("shared_memory", tmp_path, delta=True)
+    engine, puller = Engine(), WeightPuller()
+    first, changed = weights(1), weights(1)
+    bits = changed[EMBEDDING].view(torch.int32).view(-1)
+    bits[[10, 20]] += 1
+    bits[[12, 18]] -= 1
+    for step, tensors in ((1, first), (2, changed)):
+        publication = publish(publisher, step, tensors)
+        engine.load(puller.tensors(publication))
+        puller.verify(publication, engine.served_shards(), None)
+    assert engine.loaded == [EMBEDDING]
+    assert torch.equal(engine.parameters[EMBEDDING], changed[EMBEDDING])
+
+
+def test_what_was_damaged_on_its_way_is_read_anew(transport: str, tmp_path: Path) -> None:
+    """Also at the place of the publication before, under its version."""
+    publisher = publisher_of(transport, tmp_path)
+    engine, puller = Engine(), WeightPuller()
+    first = publish(publisher, 1, weights(1))
+    engine.load((name, tensor.zero_()) for name, tensor in puller.tensors(first))
+    with pytest.raises(WeightsError, match="is not what was published"):
+        puller.verify(first, engine.served_shards(), None)
+    publisher.release(V1)
+    again = publish(publisher, 1, weights(1))
+    assert again.manifest == first.manifest
+    engine.load(puller.tensors(again))
+    assert puller.verify(again, engine.served_shards(), None) == combined_fingerprint(again.manifest)
+
+
 def test_without_delta_everything_is_loaded_again(tmp_path: Path) -> None:
     publisher = publisher_of("shared_memory", tmp_path)
     engine, puller = Engine(), WeightPuller()

@@ -310,11 +310,15 @@ class Trainer:
         publications: list[Publication] = await self._call("push_model_state_dict", channel)
         return publications[0]
 
-    async def freeze_reference(self) -> int | None:
+    async def freeze_reference(self, *, on_refused: Callable[[str], None] = _log.warning) -> int | None:
         """Make the current weights those that the KL term compares with. Does nothing where the config has no KL term.
 
         They go through the channel `REFERENCE_CHANNEL` and are verified by every rank like a generator's; the
-        publication is released and its memory given back before this returns.
+        publication is released and its memory given back before this returns. What a rank refuses is published again,
+        once.
+
+        Args:
+            on_refused: told why.
 
         Returns:
             The combined fingerprint; None without a KL term.
@@ -324,6 +328,13 @@ class Trainer:
         """
         if not self._config.kl.coefficient:
             return None
+        try:
+            return await self._pull_reference()
+        except WeightsError as error:
+            on_refused(f"{error}; the trainer publishes it again")
+        return await self._pull_reference()
+
+    async def _pull_reference(self) -> int:
         publication = await self.push_model_state_dict(REFERENCE_CHANNEL)
         try:
             fingerprints: list[int] = await self._call("pull_reference", publication)

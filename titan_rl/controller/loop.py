@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal, TypeVar
 
+from titan_rl.actors.router_client import FleetPull
 from titan_rl.controller.evaluation import evaluate
 from titan_rl.controller.group_filter import make_filter
 from titan_rl.controller.holdings import check_nothing_is_held, let_go
@@ -34,7 +35,7 @@ from titan_rl.controller.records import RunSummary, StepRecords
 from titan_rl.controller.system import System
 from titan_rl.controller.warm_up import warm_up
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.errors import GeneratorNotServing, SamplesLost
+from titan_rl.errors import GeneratorNotServing, SamplesLost, WeightsError
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
 from titan_rl.observability.watchdog import Watchdog, report_every
@@ -111,7 +112,7 @@ class TrainingLoop:
         try:
             await warm_up(system, self._display, on_step=lambda what: self._watchdog.works("warm-up", what))
             self._watchdog.works("warm-up", "freezing the reference policy")
-            await system.trainer.freeze_reference()
+            await system.trainer.freeze_reference(on_refused=self._warn)
             self._watchdog.ends("warm-up")
             await self._publish()
             async with asyncio.TaskGroup() as tasks:
@@ -222,9 +223,8 @@ class TrainingLoop:
     async def _publish(self) -> None:
         """Publish the trainer's weights, bring every generator to them, free what was served before.
 
-        The publication is written between two steps, in the trainer's own turn, and only its pull goes on beside the
-        next one: writing took 0.5–2 % of a step (88M parameters on a CPU: 0.04–0.07 s of 2–15 s), and a second thread
-        would take it from the cores that the step computes with.
+        Only the pull goes on beside the next step. The publication is written between two steps, in the trainer's own
+        turn: a second thread would take its 0.5–2 % of a step from the cores that the step computes with.
         """
         before = self._publications.newest
         with self._records.timed("publish"):
@@ -233,17 +233,9 @@ class TrainingLoop:
                 on_wait=lambda reason: self._watchdog.waits("publisher", reason),
                 on_work=lambda: self._watchdog.works("publisher", "publishing the weights"),
             )
-        # The trainer may have finished one more step meanwhile, and its news still be on their way.
-        version = publication.version
-        await self._until("publisher", lambda: f"the end of the step to {version}", lambda: self._trained(version))
         leased = self._leased
-        for name in self._system.generators:
-            self._display.mesh(name, f"pulling {version}")
-        with (
-            self._records.timed("pull"),
-            self._watchdog.working("publisher", f"waiting for generators to serve {version}"),
-        ):
-            pull = await self._system.router.pull_model_state_dict(publication)
+        publication, pull = await self._publications.taken(publication, self._pull, on_refused=self._warn)
+        version = publication.version
         for name in self._system.generators:
             self._display.mesh(name, pull.failures.get(name, f"sampling under {version}"))
         for name in pull.failures.keys() - {leased, self._leased}:
@@ -261,6 +253,15 @@ class TrainingLoop:
         self._publications.hold(publication.version, _EVALUATED)
         self._stays_at = publication.version
         self._due.append(publication)
+
+    async def _pull(self, publication: Publication) -> FleetPull:
+        # The trainer may have finished one more step meanwhile, and its news still be on their way.
+        version = publication.version
+        await self._until("publisher", lambda: f"the end of the step to {version}", lambda: self._trained(version))
+        for name in self._system.generators:
+            self._display.mesh(name, f"pulling {version}")
+        with self._records.timed("pull"), self._watchdog.working("publisher", f"waiting until {version} is served"):
+            return await self._system.router.pull_model_state_dict(publication)
 
     async def _evaluate(self, publication: Publication) -> None:
         version = publication.version
@@ -280,7 +281,10 @@ class TrainingLoop:
         self._display.mesh("evaluation", "idle")
         if self._leased is not None:
             with self._watchdog.working("evaluator", f"giving {self._leased} back"):
-                await self._system.router.unpin(self._leased)
+                try:
+                    await self._system.router.unpin(self._leased)
+                except WeightsError as error:  # as in a pull: it alone waits for the next version
+                    self._warn(f"{self._leased} does not serve after its lease: {error}")
             self._leased = None
         self._let_pull(version)
         await self._publications.release(version, _EVALUATED)
@@ -405,8 +409,11 @@ class TrainingLoop:
         return self._buffer.trainer_version.step >= self._last
 
     def _raise_alarm(self, report: str) -> None:
-        self._display.say(f"watchdog: {report}")
-        _log.warning("watchdog: %s", report)
+        self._warn(f"watchdog: {report}")
+
+    def _warn(self, what: str) -> None:
+        self._display.say(what)
+        _log.warning("%s", what)
 
     async def _watched(self, task: str, work: Coroutine[Any, Any, None]) -> None:
         """A task that is over is not what the others wait for."""

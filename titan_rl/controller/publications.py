@@ -1,17 +1,25 @@
 """Which published weights are still needed, and when the next may be published.
 
 A publication lives while somebody holds it, or while it is the newest. At most `max_live` exist at once: `publish`
-waits for a place. Everything is freed exactly once.
+waits for a place. Everything is freed exactly once. One that nobody could take (its bytes were damaged behind the
+trainer's back) gives its place to a fresh one.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from titan_rl.actors.trainer import Trainer
+from titan_rl.errors import WeightsError
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Publication
+
+T = TypeVar("T")
+
+FRESH_PUBLICATIONS = 2
+"""That take the place of one that nobody could take; what damages more is not going to stop, and ends the run."""
 
 
 class Publications:
@@ -56,6 +64,34 @@ class Publications:
         if before is not None:
             await self._free_if_unneeded(before.version)
         return publication
+
+    async def taken(
+        self,
+        publication: Publication,
+        take: Callable[[Publication], Awaitable[T]],
+        *,
+        on_refused: Callable[[str], None],
+    ) -> tuple[Publication, T]:
+        """What `take` makes of a publication, or of the trainer's current weights published in its place.
+
+        Args:
+            take: raises WeightsError where nobody could take it; nobody reads it any more then.
+            on_refused: told why, before the trainer publishes again.
+
+        Raises:
+            WeightsError: the last of `FRESH_PUBLICATIONS` was not taken either.
+        """
+        for _ in range(FRESH_PUBLICATIONS):
+            try:
+                return publication, await take(publication)
+            except WeightsError as error:
+                on_refused(f"{error}; the trainer publishes its weights again")
+            holders = self._holders.pop(publication.version)
+            await self._trainer.release(self._live.pop(publication.version))
+            publication = await self._trainer.push_model_state_dict()
+            self._live[publication.version] = publication
+            self._holders[publication.version] = holders
+        return publication, await take(publication)
 
     def hold(self, version: PolicyVersion, holder: str) -> None:
         """Keep a live publication for `holder` too. Raises KeyError if it is not live."""

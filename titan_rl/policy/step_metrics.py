@@ -48,6 +48,11 @@ RATIO_BAND = (0.9, 1.1)
 """Probability ratios of trainer and engine outside of it are counted as disagreement."""
 
 
+_LARGEST_LOG_WEIGHT = 300.0
+"""Nats, to both sides; a token beyond counts as one at it. Its square, e^600, and a sum of many stay below float64's
+e^709, and e^-600 is above 0: otherwise the effective sample size would be infinity by infinity or 0 by 0."""
+
+
 class StepMetrics:
     """Add micro-batches, `reduce_sums`, then `report` (or `describe_failure`)."""
 
@@ -93,7 +98,7 @@ class StepMetrics:
             )
         # float64: the weights are squared, and a float32 weight of e^45 is all it takes to overflow.
         log_ratio = log_ratio.double()
-        weight = log_ratio.exp()
+        weight = log_ratio.clamp(-_LARGEST_LOG_WEIGHT, _LARGEST_LOG_WEIGHT).exp()
         low, high = RATIO_BAND
         difference = torch.where(on_policy, log_ratio.abs(), 0.0)
         own = {

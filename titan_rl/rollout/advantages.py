@@ -17,7 +17,7 @@ def group_advantages(rewards: Sequence[float], epsilon: float = 1e-4) -> np.ndar
     deviation (n - 1). A group of equal rewards, or of one rollout, gets zeros.
 
     Args:
-        rewards: [n] finite.
+        rewards: [n] up to `rubric.LARGEST_REWARD`, so that their squares are finite.
         epsilon: keeps groups of nearly equal rewards from exploding.
 
     Returns:
@@ -27,4 +27,7 @@ def group_advantages(rewards: Sequence[float], epsilon: float = 1e-4) -> np.ndar
     if len(values) < 2 or bool((values == values[0]).all()):
         # not left to the formula: the rounding error of a mean over equal rewards divided by epsilon is no advantage
         return np.zeros(len(values))
-    return (values - values.mean()) / (values.std(ddof=1) + epsilon)
+    spread = values.std(ddof=1) + epsilon
+    if not spread:  # without epsilon: they differ by less than float64 can square
+        return np.zeros(len(values))
+    return (values - values.mean()) / spread

@@ -89,7 +89,7 @@ class RolloutConfig:
     renderer_kwargs: dict[str, Any] = field(default_factory=dict)
     """Settings of a chat renderer, such as `enable_thinking`."""
     advantage_epsilon: float = 1e-4
-    """Added to the group's reward deviation (GRPO)."""
+    """Added to the group's reward deviation (GRPO); 0 or more."""
     max_turns: int = 8
     """A conversation is cut after this many policy turns; tool calls of the last one are not made."""
     max_sampled_tokens: int = 0
@@ -110,6 +110,8 @@ class RolloutConfig:
                 raise ConfigError(f"rollout.{name} must be at least 1, got {getattr(self, name)}")
         if self.seconds < 0:
             raise ConfigError(f"rollout.seconds must be 0 (no bound) or more, got {self.seconds}")
+        if not self.advantage_epsilon >= 0:
+            raise ConfigError(f"rollout.advantage_epsilon must be 0 or more, got {self.advantage_epsilon}")
         if self.max_sampled_tokens < 0:
             raise ConfigError(f"rollout.max_sampled_tokens must be 0 (no bound) or more, got {self.max_sampled_tokens}")
         if self.samples_per_group < 2:

@@ -27,6 +27,7 @@ from titan_rl.rollout.programs import Programs
 from titan_rl.rollout.renderer import Renderer, make_renderer
 from titan_rl.rollout.result import GroupResult, Rollout
 from titan_rl.rollout.rollouter import Generate, Rollouter
+from titan_rl.rollout.rubric import LARGEST_REWARD
 from titan_rl.rollout.samples import demonstration_sample, training_samples
 from titan_rl.rollout.session import Sessions
 from titan_rl.rollout.world import World
@@ -223,7 +224,7 @@ class GroupRunner:
         limit = asyncio.timeout(self._rollout.seconds or None)
         try:
             async with limit:
-                return await self._rollouter.play(request, sample, generate, world)
+                rollout = await self._rollouter.play(request, sample, generate, world)
         except TaskError as error:
             return world.played.failed(sample, str(error))
         except TitanError:
@@ -234,6 +235,9 @@ class GroupRunner:
                 return world.played.failed(sample, late)
             logger.exception("%s group %d sample %d failed", request.purpose, request.group_id, sample)
             return world.played.failed(sample, f"the rollouter raised {error!r}")
+        if rollout.error or abs(rollout.reward) <= LARGEST_REWARD:
+            return rollout
+        return replace(rollout, error=f"the rollouter gave the reward {rollout.reward:g}")
 
     def _result(self, request: GroupRequest, rollouts: tuple[Rollout, ...]) -> GroupResult:
         samples: tuple[TrainingSample, ...] = ()

@@ -1,7 +1,7 @@
 """Rewards: named functions of (example, transcript), or of a whole group's transcripts, weighted and added up.
 
 The total is the weighted sum; the parts are reported unweighted. A function of weight 0 is a metric: it is computed
-and reported, and moves no gradient. Every part is a finite number, or scoring fails.
+and reported, and moves no gradient. Every part, and the total, is a number up to `LARGEST_REWARD`, or scoring fails.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ RewardFunction = Callable[[Example, Transcript], float | Awaitable[float]]
 
 GroupRewardFunction = Callable[[Example, Sequence[Transcript]], Sequence[float] | Awaitable[Sequence[float]]]
 """One value per transcript, in their order."""
+
+
+LARGEST_REWARD = 1e30
+"""To both sides. What is larger is an accident of arithmetic: the squares that an advantage needs would soon overflow,
+and loggers store float32."""
 
 
 class Score(NamedTuple):
@@ -97,7 +102,7 @@ class Rubric:
         """The score, where every reward function is plain.
 
         Raises:
-            TaskError: a function returned something else than a finite number, or an awaitable.
+            TaskError: a function returned something else than a number up to `LARGEST_REWARD`, or an awaitable.
             Exception: whatever a reward function raises.
         """
         return self._add_up({reward.label: reward.function(example, transcript) for reward in self.rewards})
@@ -114,7 +119,7 @@ class Rubric:
         """What the group rewards add to each transcript's score, where every one of them is plain.
 
         Raises:
-            TaskError: a function returned something else than one finite number per transcript.
+            TaskError: a function returned something else than one number up to `LARGEST_REWARD` per transcript.
             Exception: whatever a reward function raises.
         """
         values = {reward.label: reward.function(example, transcripts) for reward in self.group_rewards}
@@ -129,7 +134,8 @@ class Rubric:
         return self._add_up_group(values, len(transcripts))
 
     def _add_up(self, parts: dict[str, object]) -> Score:
-        return _weighted(self.rewards, {each.label: _finite(each, parts[each.label]) for each in self.rewards})
+        numbers = {each.label: _number(f"{_named(each)} returned", parts[each.label]) for each in self.rewards}
+        return _weighted(self.rewards, numbers)
 
     def _add_up_group(self, values: Mapping[str, object], transcripts: int) -> list[Score]:
         numbers: dict[str, list[float]] = {}
@@ -141,7 +147,7 @@ class Rubric:
                 raise TaskError(f"group {_named(reward)} returned {value!r}, which is no sequence of numbers") from None
             if len(each) != transcripts:
                 raise TaskError(f"group {_named(reward)} returned {len(each)} values for {transcripts} rollouts")
-            numbers[reward.label] = [_finite(reward, number) for number in each]
+            numbers[reward.label] = [_number(f"group {_named(reward)} returned", number) for number in each]
         return [
             _weighted(self.group_rewards, {name: column[row] for name, column in numbers.items()})
             for row in range(transcripts)
@@ -149,16 +155,19 @@ class Rubric:
 
 
 def _weighted(rewards: Sequence[Reward | GroupReward], parts: dict[str, float]) -> Score:
-    return Score(sum(reward.weight * parts[reward.label] for reward in rewards), parts)
+    total = sum(reward.weight * parts[reward.label] for reward in rewards)
+    return Score(_number(f"the weighted sum of {', '.join(parts)} is", total), parts)
 
 
-def _finite(reward: Reward | GroupReward, value: object) -> float:
+def _number(whose: str, value: object) -> float:
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        raise TaskError(f"{_named(reward)} returned {value!r}, which is not a number") from None
+        raise TaskError(f"{whose} {value!r}, which is not a number") from None
     if not math.isfinite(number):
-        raise TaskError(f"{_named(reward)} returned {number}, which is not finite")
+        raise TaskError(f"{whose} {number}, which is not finite")
+    if abs(number) > LARGEST_REWARD:
+        raise TaskError(f"{whose} {number:g}, which is beyond {LARGEST_REWARD:g}; scale it")
     return number
 
 

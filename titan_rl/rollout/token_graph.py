@@ -10,7 +10,7 @@
 - A node is either given or sampled, which is decided by where its tokens came from and never by what they are: a
   prompt adds given nodes only, a completion is always a node of its own, also beside an equal one.
 - Every sampled token is trained in exactly one branch, the oldest that holds it, behind exactly the tokens that it was
-  sampled behind. Every branch trains at least one token: turns in which nothing was sampled add nothing.
+  sampled behind. Every branch trains at least one token: a turn in which nothing was sampled is refused.
 
 Pure: numpy only.
 """
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from titan_rl.errors import GeneratorFailed
+from titan_rl.errors import GeneratorFailed, RequestError
 from titan_rl.types import NO_VERSION, Completion
 
 _NONE = np.zeros(0)
@@ -76,16 +76,17 @@ class TokenGraph:
     def __init__(self) -> None:
         self._root = _Node(None, np.zeros(0, np.int32), False, _NONE, _NONE)
         self.completions: list[Completion] = []
-        """Of all turns, in the order in which they were added, empty ones included."""
+        """Of all turns, in the order in which they were added."""
 
     def add(self, prompt_token_ids: Sequence[int] | np.ndarray, completion: Completion) -> None:
         """One turn.
 
         Args:
             prompt_token_ids: [T >= 1] all tokens that the engine was given.
-            completion: what it sampled; may be empty, or cut off.
+            completion: what it sampled; may be cut off.
 
         Raises:
+            RequestError: it sampled nothing, so what the policy is said to have answered could not be trained.
             GeneratorFailed: the completion's arrays differ in length.
             ValueError: the prompt is empty: a token that nothing precedes cannot be trained.
         """
@@ -98,9 +99,11 @@ class TokenGraph:
         prompt = np.asarray(prompt_token_ids, dtype=np.int32)
         if not len(prompt):
             raise ValueError(f"the prompt of {completion.request_id} is empty")
-        self.completions.append(completion)
         if not sampled:
-            return
+            raise RequestError(
+                f"{completion.generator or 'a generator'} answered {completion.request_id} with no token"
+            )
+        self.completions.append(completion)
         node, known = self._longest_known(prompt)
         if known < len(prompt):
             node = node.grow(prompt[known:], sampled=False)

@@ -1,7 +1,7 @@
 """What a publication contains. A publication is immutable: one version, one manifest, one place.
 
-`fingerprint` of a tensor is additive over its elements, weighted by global position, modulo 2**64, and taken in
-the dtype that is served; shards of any layout therefore sum to the fingerprint of the whole.
+`fingerprint` of a tensor (see `weights.fingerprint`) is additive over its elements, and taken in the dtype that is
+served; shards of any layout therefore sum to the fingerprint of the whole.
 """
 
 from __future__ import annotations

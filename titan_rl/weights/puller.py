@@ -10,6 +10,7 @@ import contextvars
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from titan_rl.errors import WeightsError
 from titan_rl.weights.manifest import Manifest, Publication
 from titan_rl.weights.shards import TensorShard
 from titan_rl.weights.transport import WeightReader, make_reader, scheme
@@ -48,8 +49,12 @@ class WeightPuller:
         return self._readers[where].tensors(publication, skip)
 
     def verify(self, publication: Publication, served: Iterable[TensorShard], group: ProcessGroup | None) -> int:
-        """See `verification.verify`. Collective."""
-        fingerprint = verify(publication, served, group)
+        """See `verification.verify`. Collective. What was refused is read from its place anew the next time."""
+        try:
+            fingerprint = verify(publication, served, group)
+        except WeightsError:
+            self.close()
+            raise
         self._verified = publication.manifest
         return fingerprint
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 from titan_rl.errors import ConfigError
 from titan_rl.importing import import_name
 from titan_rl.policy.config import LossConfig
-from titan_rl.policy.losses.base import PolicyLoss, TrainedTokens
+from titan_rl.policy.losses.base import PolicyLoss, TrainedTokens, probability_ratio
 from titan_rl.policy.losses.clipped import DecoupledPPOLoss, GRPOLoss
 from titan_rl.policy.losses.weighted import PolicyGradientLoss, TruncatedImportanceLoss
 
@@ -34,6 +34,7 @@ __all__ = [
     "TrainedTokens",
     "TruncatedImportanceLoss",
     "build_loss",
+    "probability_ratio",
 ]
 
 SHORT_NAMES = {

@@ -3,6 +3,9 @@
 The updater divides that sum by the number of trained tokens of the whole step, over all ranks and micro-batches.
 So a gradient does not depend on how the samples were packed, and a loss must not divide by what it happens to see.
 All tokens of a sample are in one micro-batch, so a loss may look at whole samples.
+
+No log ratio is exponentiated unbounded: float32 overflows at 88 nats, and where a clip then discards an infinite ratio,
+its gradient is 0 times infinity, so a finite loss would have a gradient of NaN.
 """
 
 from __future__ import annotations
@@ -14,6 +17,16 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+LARGEST_LOG_RATIO = 20.0
+"""Nats. A ratio of e^20 = 4.9e8 is beyond every clip and cap that anybody sets, and its square, which a gradient's norm
+contains, is far from float32's end. A token beyond it counts as one at it, and no longer pushes where the ratio carries
+the gradient."""
+
+
+def probability_ratio(logprobs: Tensor, before: Tensor) -> Tensor:
+    """exp(logprobs - before), never above exp(`LARGEST_LOG_RATIO`); what is not a number stays so."""
+    return (logprobs - before).clamp(max=LARGEST_LOG_RATIO).exp()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from titan_rl.errors import ConfigError
-from titan_rl.policy.losses.base import TrainedTokens
+from titan_rl.policy.losses.base import TrainedTokens, probability_ratio
 from titan_rl.policy.losses.bundled import BundledLoss
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class GRPOLoss(BundledLoss):
         self.clip_low, self.clip_high = _checked_clip(clip_low, clip_high)
 
     def surrogate(self, tokens: TrainedTokens) -> tuple[Tensor, Tensor]:
-        ratio = (tokens.logprobs - tokens.behaviour_logprobs).exp()
+        ratio = probability_ratio(tokens.logprobs, tokens.behaviour_logprobs)
         return _clipped_surrogate(ratio, tokens.advantages, self.clip_low, self.clip_high)
 
 
@@ -93,9 +93,9 @@ class DecoupledPPOLoss(BundledLoss):
         self.weight_cap = weight_cap
 
     def surrogate(self, tokens: TrainedTokens) -> tuple[Tensor, Tensor]:
-        weight = (tokens.proximal_logprobs - tokens.behaviour_logprobs).exp()
+        weight = probability_ratio(tokens.proximal_logprobs, tokens.behaviour_logprobs)
         dropped = weight > self.weight_cap
-        ratio = (tokens.logprobs - tokens.proximal_logprobs).exp()
+        ratio = probability_ratio(tokens.logprobs, tokens.proximal_logprobs)
         gains, clipped = _clipped_surrogate(ratio, tokens.advantages, self.clip_low, self.clip_high)
         return weight.masked_fill(dropped, 0.0) * gains, clipped | dropped
 

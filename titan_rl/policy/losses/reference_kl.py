@@ -13,12 +13,15 @@ for RL", arXiv:2506.09477). The gradient of KL(current || reference) is the mean
 gradient of k2; so here k1 has the value x and the gradient of k2. The gradient of k3, (1 - exp(-x)) grad logprob,
 agrees with it near x = 0 and is that of the KL the other way round far from it.
 
-No estimate is weighted for the age of a sample: on old tokens they are what they are.
+No estimate is weighted for the age of a sample: on old tokens they are what they are. k3 takes x below
+-`LARGEST_LOG_RATIO` for that: exp(-x) would overflow, and its pull drown every other token's long before.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
+
+from titan_rl.policy.losses.base import LARGEST_LOG_RATIO
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,4 +44,5 @@ def kl_penalty(estimator: Estimator, logprobs: Tensor, reference_logprobs: Tenso
         case "k2":
             return difference.square() / 2
         case "k3":
+            difference = difference.clamp(min=-LARGEST_LOG_RATIO)
             return (-difference).exp() - 1 + difference

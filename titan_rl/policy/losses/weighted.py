@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from titan_rl.errors import ConfigError
-from titan_rl.policy.losses.base import TrainedTokens
+from titan_rl.policy.losses.base import TrainedTokens, probability_ratio
 from titan_rl.policy.losses.bundled import BundledLoss
 
 if TYPE_CHECKING:
@@ -66,5 +66,5 @@ class TruncatedImportanceLoss(BundledLoss):
         self.cap = cap
 
     def surrogate(self, tokens: TrainedTokens) -> tuple[Tensor, Tensor]:
-        ratio = (tokens.logprobs - tokens.behaviour_logprobs).detach().exp()
+        ratio = probability_ratio(tokens.logprobs.detach(), tokens.behaviour_logprobs)
         return ratio.clamp(max=self.cap) * tokens.advantages * tokens.logprobs, ratio > self.cap
