@@ -53,20 +53,20 @@ def leave(main: Callable[[], object]) -> NoReturn:
     """
     code = 1
     try:
-        result = main()
-        code = result if isinstance(result, int) else 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-    except KeyboardInterrupt:  # before a run has armed its handlers
-        code = 128 + signal.SIGINT
-    except BaseException:
-        traceback.print_exc()
-    try:
+        try:
+            result = main()
+            code = result if isinstance(result, int) else 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)
+        except KeyboardInterrupt:  # before a run has armed its handlers
+            code = 128 + signal.SIGINT
+        except BaseException:
+            traceback.print_exc()
         atexit._run_exitfuncs()
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:
+    finally:  # whatever the words above met, a terminal that is gone for one
         os._exit(code)
