@@ -249,7 +249,8 @@ def test_a_package_that_is_not_installed_is_named_with_the_setting_that_needs_it
     assert f"{setting} is set, and the package {package} is not installed" in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_refused_before_an_engine_is_built(tmp_path, capsys, started):
+def test_a_port_that_is_taken_is_refused_before_an_engine_is_built(tmp_path, monkeypatch, capsys, started):
+    monkeypatch.delitem(sys.modules, "titan_rl.launch.serve", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         said = f"cannot listen on 127.0.0.1, port {port}: Address already in use"
