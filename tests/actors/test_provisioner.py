@@ -32,7 +32,7 @@ class Named(Actor):
 class Heard:
     """A provisioner with one mesh, and what it passed on: faults, and words about stopped processes."""
 
-    def __init__(self, directory: Path, name: str, ranks: int = 1) -> None:
+    def __init__(self, directory: Path, name: str, ranks: int = 1, **variables: str) -> None:
         self.faults: list[ActorFailed] = []
         self.news: asyncio.Queue[ActorFailed | str] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -46,7 +46,8 @@ class Heard:
 
         self.provisioner = Provisioner(log_directory=str(directory), imports=(), on_fault=on_fault, on_stop=on_stop)
         here = Path(__file__).resolve().parent
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])])}
+        paths = os.pathsep.join([str(here), str(here.parents[1])])
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **variables}
         place = MeshPlan(name=name, env=(environment,) * ranks, devices=(None,) * ranks, positions=("",) * ranks)
         self.mesh = self.provisioner.spawn(place)
         self.actor = self.mesh.spawn(name, Named)
@@ -133,10 +134,12 @@ async def test_a_stopped_process_is_told_and_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_after_a_stop_no_process_lives_and_none_is_missed(tmp_path: Path) -> None:
+async def test_after_a_stop_no_process_lives_and_none_is_missed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     heard = Heard(tmp_path, "one", ranks=2)
     pids = await heard.pids()
-    os.kill(pids[1], signal.SIGSTOP)  # it will not hear that it is to end
+    os.kill(pids[1], signal.SIGSTOP)  # it does not hear that it is to end before it goes on
     await heard.next()
     descriptors = [os.pidfd_open(pid) for pid in pids]
     await heard.provisioner.stop_all()
@@ -148,6 +151,13 @@ async def test_after_a_stop_no_process_lives_and_none_is_missed(tmp_path: Path) 
         loop.remove_reader(descriptor)
         os.close(descriptor)
     assert not heard.faults
+    assert "stop of mesh" not in caplog.text, "none had to be killed"
+
+
+@pytest.mark.asyncio
+async def test_the_stop_of_a_mesh_whose_processes_never_came_up_raises_nothing(tmp_path: Path) -> None:
+    heard = Heard(tmp_path, "one", PYTHONHOME="/nowhere")
+    await heard.provisioner.stop_all()
 
 
 @pytest.mark.asyncio

@@ -21,7 +21,10 @@ MONARCH_MAIN = "monarch._src.actor.bootstrap_main"
 
 def announce(pipe: str, rank: str) -> None:
     """Tell the controller this rank's process id. A pipe that nobody reads any more ends this process."""
-    descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    try:
+        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:  # no reader, or no file any more
+        sys.exit("the mesh was stopped while its process started")
     os.write(descriptor, f"{rank} {os.getpid()}\n".encode())
     os.close(descriptor)
 

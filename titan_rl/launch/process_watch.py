@@ -67,8 +67,12 @@ class ProcessWatch:
             return self._ended > 0 or any(_has_ended(descriptor) for descriptor in self._living.values())
 
     def expect_ends(self) -> None:
-        """The processes are about to be stopped."""
+        """The processes are about to be asked to end; those that were stopped go on, or they would not hear it."""
         self._expected = True
+        with self._lock:
+            for descriptor in self._living.values():
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, signal.SIGCONT)
 
     def end(self) -> None:
         """Watch no more. What still lives is killed; returns when it is gone. May take seconds."""

@@ -26,7 +26,7 @@ from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch.actor import MeshFailure, ProcMesh, this_host
 
 from titan_rl.actors.calls import bounded
-from titan_rl.errors import ActorFailed, CallTimeout, MeshFailed
+from titan_rl.errors import ActorFailed, MeshFailed
 from titan_rl.launch.placement import TORCHRUN_VARIABLES, MeshPlan
 from titan_rl.launch.process import prepare_process
 from titan_rl.launch.process_watch import ProcessWatch
@@ -85,8 +85,8 @@ class Mesh:
         self.watch.expect_ends()
         try:
             await bounded(self._processes.stop(), what=f"stop of mesh {self.name}", seconds=STOP_SECONDS)
-        except (ActorFailed, CallTimeout) as error:
-            _log.warning("%s", error)
+        except Exception as error:  # Monarch's own too, of a mesh whose start was cut off
+            _log.warning("mesh %s: %s", self.name, error)
         finally:
             await asyncio.to_thread(self.watch.end)
 
