@@ -8,15 +8,16 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import monarch.actor
 import pytest
 from monarch.actor import default_bootstrap_cmd, this_host
 
-from titan_rl.actors.calls import served
-from titan_rl.actors.connection import ConnectedActor, Connection
+from titan_rl.actors.calls import bounded, served
+from titan_rl.actors.connection import ConnectedActor, Connection, _Outbox
 from titan_rl.errors import ActorFailed, CallTimeout, RequestError
 
 SECONDS = 60.0
@@ -104,6 +105,31 @@ async def test_a_call_is_made_although_whoever_made_it_is_cancelled_at_once(conn
     abandoned = asyncio.create_task(connection.call("count", seconds=SECONDS))
     abandoned.cancel()
     assert await connection.call("count", seconds=SECONDS) == 2
+
+
+@pytest.mark.parametrize("ticks", range(5))
+async def test_a_caller_that_is_cancelled_just_when_its_outcome_comes_is_cancelled(ticks: int) -> None:
+    """Else a task of a group that ends would go on for ever, and the group would wait for it."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[int] = loop.create_future()
+    connection = Connection(None, what="nobody.{}")
+    connection._outbox = _Outbox()  # never sent
+
+    async def ends_as_told(call: Coroutine[Any, Any, int], come: Callable[[], None]) -> bool:
+        """Whether the caller ends cancelled exactly if the cancellation came before its end."""
+        caller = asyncio.create_task(call)
+        await asyncio.sleep(0)
+        come()
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        cancelled = caller.cancel()
+        await asyncio.wait([caller])
+        return cancelled == caller.cancelled()
+
+    assert await ends_as_told(bounded(outcome, what="echo", seconds=SECONDS), lambda: outcome.set_result(1))
+    call = connection.call("echo", 1, seconds=SECONDS)
+    [(_, outcome)] = connection._open.values()
+    assert await ends_as_told(call, lambda: outcome.set_result(1))
 
 
 async def test_errors_say_who_was_called_and_why_it_failed(connection: Connection) -> None:

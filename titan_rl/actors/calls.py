@@ -62,11 +62,9 @@ async def bounded(call: Awaitable[T], *, what: str, seconds: float | None) -> T:
         CallTimeout: no answer came in time.
     """
 
-    async def wait() -> T:
-        return await call
-
     try:
-        return await asyncio.wait_for(wait(), seconds)
+        async with asyncio.timeout(seconds):
+            return await call
     except ActorError as error:
         cause = error.exception
         if isinstance(cause, TitanError):

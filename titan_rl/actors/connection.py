@@ -94,7 +94,8 @@ class Connection:
 
     async def _result(self, endpoint: str, outcome: asyncio.Future[Any], seconds: float | None) -> Any:
         try:
-            result = await asyncio.wait_for(outcome, seconds)
+            async with asyncio.timeout(seconds):  # `wait_for` would lose a cancellation that comes with the outcome
+                result = await outcome
         except TimeoutError as error:
             raise CallTimeout(f"{self._what.format(endpoint)}: no answer within {seconds:g} s") from error
         if isinstance(result, TitanError):

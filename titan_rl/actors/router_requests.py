@@ -123,7 +123,8 @@ class RouterRequests:
     async def drained(self, name: str, seconds: float) -> None:
         """Wait until the generator is idle; what it still runs after `seconds` is interrupted and goes on elsewhere."""
         try:
-            await asyncio.wait_for(self._idle[name].wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._idle[name].wait()
         except TimeoutError:
             stragglers = self._dispatcher.live_on(name)
             _log.info("%s did not drain in %g s: %d go on elsewhere", name, seconds, len(stragglers))
