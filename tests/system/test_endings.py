@@ -6,6 +6,7 @@ Each run is real and small (one generator), and interrupted in another phase.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from leftovers import assert_nothing_is_left, finish, process_of, start_run, wai
 
 SMALL = ("--recipe", "copy4", "--generator.count", "1", "--loop.groups-per-step", "4", "--evaluation.prompts", "20")
 ENDLESS = (*SMALL, "--loop.steps", "100000")
+FULL = functools.partial(pytest.param, marks=pytest.mark.acceptance)  # a cell of the full matrix
 
 
 EASY = """
@@ -65,7 +67,7 @@ def signal_until_it_ends(run: subprocess.Popen[str], number: signal.Signals) -> 
             run.wait(0.1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, FULL(signal.SIGHUP)], ids=lambda number: number.name)
 def test_one_signal_after_a_step_saves_the_weights_and_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     run = start_run(*ENDLESS, runs=tmp_path)
     wait_for_line(run, "step ")
@@ -77,7 +79,7 @@ def test_one_signal_after_a_step_saves_the_weights_and_leaves_nothing(tmp_path: 
     assert_nothing_is_left(run)
 
 
-@pytest.mark.parametrize("phase", ["run directory", "4 groups per step", "held-out", "step "])
+@pytest.mark.parametrize("phase", [FULL("run directory"), "4 groups per step", FULL("held-out"), FULL("step ")])
 def test_however_often_and_early_ctrl_c_is_pressed_the_clean_up_is_complete(tmp_path: Path, phase: str) -> None:
     run = start_run(*ENDLESS, runs=tmp_path)
     wait_for_line(run, phase)
@@ -90,7 +92,7 @@ def test_however_often_and_early_ctrl_c_is_pressed_the_clean_up_is_complete(tmp_
     assert phase != "step " or (directory / "metrics.jsonl").read_text().count("train/loss") >= 1
 
 
-@pytest.mark.parametrize("victim", ["generator0", "rollout"])
+@pytest.mark.parametrize("victim", ["generator0", FULL("rollout")])
 def test_a_dead_process_is_named_and_the_weights_are_saved(tmp_path: Path, victim: str) -> None:
     run = start_run(*ENDLESS, runs=tmp_path)
     wait_for_line(run, "step ")

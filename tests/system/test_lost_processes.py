@@ -25,6 +25,7 @@ from titan_rl.weights.segment_files import sweep_dead_segments
 
 SMALL = ("--recipe", "copy4", "--generator.count", "1", "--loop.groups-per-step", "4", "--evaluation.prompts", "20")
 ENDLESS = (*SMALL, "--loop.steps", "100000", "--evaluation.every", "0")
+FULL = pytest.mark.acceptance
 LONGER_THAN_MONARCH_WAITS = 70.0
 """Seconds. By itself it takes a process that says nothing for 30 s for dead, and one ends that was not asked for 60."""
 
@@ -55,7 +56,7 @@ def test_a_killed_rank_is_named_with_the_cause(tmp_path: Path, monkeypatch: pyte
         assert [left for left in os.listdir(temporary) if not left.startswith("torchinductor_")] == []
 
 
-@pytest.mark.parametrize("born", [1, 3, 5])
+@pytest.mark.parametrize("born", [pytest.param(1, marks=FULL), 3, pytest.param(5, marks=FULL)])
 def test_a_controller_that_is_killed_while_it_starts_leaves_no_process(tmp_path: Path, born: int) -> None:
     """At its first process, in the middle, and when the last, an environment's own, is there."""
     run = start_run(*ENDLESS, runs=tmp_path)
