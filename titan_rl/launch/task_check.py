@@ -163,8 +163,8 @@ async def _play(config: RunConfig, runner: GroupRunner, info: TaskInfo, check: T
                 answers = [message.content for message in rollout.messages if message.role == "assistant"]
                 said = f" in which the policy says '{one_line(answers[-1], LONGEST_SHOWN)}'" if answers else ""
                 raise TaskError(
-                    f"a rollout of {purpose} prompt 0{said} fails: {rollout.error}; correct the code there: a run would "
-                    "lose every rollout that fails so"
+                    f"a rollout of {purpose} prompt 0{said} fails: {rollout.error}; correct the code there: "
+                    "a run would lose every rollout that fails so"
                 )
 
 

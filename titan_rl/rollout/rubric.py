@@ -90,9 +90,9 @@ class Rubric:
             for reward in rewards
             if not isinstance(reward, GroupReward)
         )
-        for reward in (*self.rewards, *self.group_rewards):
-            if not callable(reward.function):
-                raise ConfigError(f"a rubric takes reward functions, and {reward.function!r} cannot be called")
+        functions: list[object] = [*(r.function for r in self.rewards), *(r.function for r in self.group_rewards)]
+        if wrong := [function for function in functions if not callable(function)]:
+            raise ConfigError(f"a rubric takes reward functions, and {wrong[0]!r} cannot be called")
         names = [reward.label for reward in self.rewards] + [reward.label for reward in self.group_rewards]
         if not names:
             raise ConfigError("a rubric needs at least one reward function")
