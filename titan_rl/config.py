@@ -168,9 +168,12 @@ class RunConfig:
         return replace(self.trainer, deterministic=self.deterministic or self.trainer.deterministic)
 
     def __post_init__(self) -> None:
+        tiny = self.policy.tiny
+        for name, seed in (("seed", self.seed), ("policy.tiny.seed", tiny.seed if tiny else None)):
+            if not 0 <= (seed or 0) < 1 << 63:
+                raise ConfigError(f"{name} must be in 0..2**63 - 1, got {seed}")
         if self.deterministic:
             self.generator_settings()  # refuses what does not fit together
-        tiny = self.policy.tiny
         if tiny is not None:
             if self.generator.max_model_len > tiny.max_length:
                 raise ConfigError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 import sysconfig
 import traceback
@@ -22,6 +23,8 @@ from types import ModuleType
 from typing import Any
 
 from titan_rl.errors import ConfigError
+
+_LIBRARIES = ("<", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")))
 
 
 @contextmanager
@@ -39,17 +42,17 @@ def user_code(where: str) -> Iterator[None]:
         raise ConfigError(f"{_line_of(error) or where}: {type(error).__name__}: {said}") from error
 
 
+def places_of(error: BaseException) -> list[traceback.FrameSummary]:
+    """Where it passed on its way, the place where it was raised last; without libraries."""
+    return [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_LIBRARIES)]
+
+
 def _line_of(error: BaseException) -> str:
     """The last line of the user's own that ran, or that could not be parsed; empty where there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
-    paths = sysconfig.get_paths()
-    others = ("<", paths["stdlib"], paths["purelib"], paths["platlib"], str(Path(__file__).parent))
-    lines = [
-        f"{frame.filename}, line {frame.lineno}"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(others)
-    ]
+    package = str(Path(__file__).parent) + os.sep
+    lines = [f"{f.filename}, line {f.lineno}" for f in places_of(error) if not f.filename.startswith(package)]
     return lines[-1] if lines else ""
 
 

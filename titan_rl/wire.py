@@ -30,10 +30,10 @@ from titan_rl.types import (
 )
 
 
-def _offsets(arrays: Sequence[np.ndarray]) -> np.ndarray:
+def _offsets(lengths: Sequence[int]) -> np.ndarray:
     """[n + 1] int64: where each array begins in the concatenation, and where the last ends."""
-    offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
-    np.cumsum([len(array) for array in arrays], out=offsets[1:])
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
     return offsets
 
 
@@ -41,21 +41,26 @@ _KINDS = {"i": "iu", "f": "f", "b": "b"}
 """Kinds of arrays that may travel as integers, floats and booleans; their values must be the same afterwards."""
 
 
-def _concatenate(name: str, arrays: Sequence[np.ndarray], dtype: type) -> np.ndarray:
-    """All arrays in one of `dtype`. Raises ValueError where one is not one-dimensional or would lose something."""
+def _concatenate(items: Sequence[Any], name: str, dtype: type, lengths: list[int]) -> np.ndarray:
+    """The arrays `name` of all items in one of `dtype`. Raises ValueError where one is not one-dimensional, has another
+    length than `lengths` says or would lose something."""
     exact = [
         array
         if isinstance(array, np.ndarray) and array.dtype == dtype and array.ndim == 1
         else _converted(name, np.asarray(array), np.dtype(dtype))
-        for array in arrays
+        for array in (getattr(item, name) for item in items)
     ]
+    if (found := [len(array) for array in exact]) != lengths:
+        raise ValueError(f"{name} have {found} elements, and token_ids {lengths}")
     return np.concatenate(exact) if exact else np.zeros(0, dtype)
 
 
 def _converted(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if array.ndim != 1:
         raise ValueError(f"{name} has {array.ndim} dimensions; one is expected")
-    if array.dtype.kind not in _KINDS[dtype.kind] and array.size:
+    if not array.size:
+        return np.zeros(0, dtype)
+    if array.dtype.kind not in _KINDS[dtype.kind]:
         raise ValueError(f"{name} holds {array.dtype}; {dtype} is expected")
     with np.errstate(over="ignore"):  # it is found below
         converted = array.astype(dtype)
@@ -114,7 +119,7 @@ class PackedRequests(_Packed):
 
     @staticmethod
     def pack(requests: Sequence[GenerationRequest]) -> PackedRequests:
-        prompts = [request.prompt_token_ids for request in requests]
+        lengths = [len(request.prompt_token_ids) for request in requests]
         # By identity first: hashing a SamplingParams costs more than all else here, and most share one object.
         distinct: dict[SamplingParams, int] = {}
         known: dict[int, int] = {}
@@ -130,8 +135,8 @@ class PackedRequests(_Packed):
         return PackedRequests(
             request_ids=tuple(request.request_id for request in requests),
             session_ids=tuple(request.session_id for request in requests),
-            offsets=_offsets(prompts),
-            prompt_token_ids=_concatenate("prompt_token_ids", prompts, np.int32),
+            offsets=_offsets(lengths),
+            prompt_token_ids=_concatenate(requests, "prompt_token_ids", np.int32, lengths),
             seeds=_integers("seed", [request.seed for request in requests], np.int64),
             min_versions=np.array([codes[request.min_version] for request in requests], dtype=np.int64),
             sampling=tuple(distinct),
@@ -176,12 +181,13 @@ class PackedCompletions(_Packed):
 
     @staticmethod
     def pack(completions: Sequence[Completion]) -> PackedCompletions:
+        lengths = [len(completion.token_ids) for completion in completions]
         return PackedCompletions(
             request_ids=tuple(completion.request_id for completion in completions),
-            offsets=_offsets([completion.token_ids for completion in completions]),
-            token_ids=_concatenate("token_ids", [completion.token_ids for completion in completions], np.int32),
-            logprobs=_concatenate("logprobs", [completion.logprobs for completion in completions], np.float32),
-            versions=_concatenate("versions", [completion.versions for completion in completions], np.int64),
+            offsets=_offsets(lengths),
+            token_ids=_concatenate(completions, "token_ids", np.int32, lengths),
+            logprobs=_concatenate(completions, "logprobs", np.float32, lengths),
+            versions=_concatenate(completions, "versions", np.int64, lengths),
             finish_reasons=tuple(completion.finish_reason.value for completion in completions),
             generators=tuple(completion.generator for completion in completions),
             metrics=tuple(completion.metrics for completion in completions),
@@ -216,13 +222,14 @@ class PackedPieces(_Packed):
 
     @staticmethod
     def pack(pieces: Sequence[Piece]) -> PackedPieces:
+        lengths = [len(piece.token_ids) for piece in pieces]
         return PackedPieces(
             request_ids=tuple(piece.request_id for piece in pieces),
             starts=tuple(piece.offset for piece in pieces),
-            offsets=_offsets([piece.token_ids for piece in pieces]),
-            token_ids=_concatenate("token_ids", [piece.token_ids for piece in pieces], np.int32),
-            logprobs=_concatenate("logprobs", [piece.logprobs for piece in pieces], np.float32),
-            versions=_concatenate("versions", [piece.versions for piece in pieces], np.int64),
+            offsets=_offsets(lengths),
+            token_ids=_concatenate(pieces, "token_ids", np.int32, lengths),
+            logprobs=_concatenate(pieces, "logprobs", np.float32, lengths),
+            versions=_concatenate(pieces, "versions", np.int64, lengths),
         )
 
     def unpack(self) -> list[Piece]:
@@ -255,12 +262,13 @@ class PackedSamples(_Packed):
 
     @staticmethod
     def pack(samples: Sequence[TrainingSample]) -> PackedSamples:
+        lengths = [len(sample.token_ids) for sample in samples]
         return PackedSamples(
-            offsets=_offsets([sample.token_ids for sample in samples]),
-            token_ids=_concatenate("token_ids", [sample.token_ids for sample in samples], np.int32),
-            loss_mask=_concatenate("loss_mask", [sample.loss_mask for sample in samples], np.bool_),
-            logprobs=_concatenate("logprobs", [sample.logprobs for sample in samples], np.float32),
-            versions=_concatenate("versions", [sample.versions for sample in samples], np.int64),
+            offsets=_offsets(lengths),
+            token_ids=_concatenate(samples, "token_ids", np.int32, lengths),
+            loss_mask=_concatenate(samples, "loss_mask", np.bool_, lengths),
+            logprobs=_concatenate(samples, "logprobs", np.float32, lengths),
+            versions=_concatenate(samples, "versions", np.int64, lengths),
             group_ids=_integers("group_id", [sample.group_id for sample in samples], np.int64),
             sample_indices=_integers("sample", [sample.sample for sample in samples], np.int32),
             advantages=np.array([sample.advantage for sample in samples], dtype=np.float64),

@@ -33,11 +33,17 @@ class Checked(Environment):
                 raise ValueError("no data today")
             case "refuses":
                 raise ConfigError("environment.kwargs.wrong must be right")
+            case "size":
+                self.size = 0
             case "lacks":
                 raise AbsentError("there is no file of words")
 
     def example(self, index):
         match self.wrong:
+            case "example 17 raises" if index == 17:
+                raise ValueError("two lines\n" + 5000 * "x")
+            case "long":
+                return _ask(100 * "1", "1")
             case "example raises":
                 raise ValueError("no example")
             case "no example":
@@ -49,8 +55,8 @@ class Checked(Environment):
 
     def held_out(self, count):
         first = {"seed": self.seed, "chance": random.randrange(50), "call": next(COUNT)}.get(self.wrong, 0)
-        if self.wrong == "nothing":
-            return []
+        if self.wrong in ("nothing", "no list"):
+            return [] if self.wrong == "nothing" else None
         if self.wrong == "held out letters":
             return [_ask("8=", "1"), _ask("Lot", "1")]
         return [_ask(f"{first + number}=", "2") for number in range(10)]
@@ -62,10 +68,17 @@ class Checked(Environment):
         return Demonstration(prompt=(Message("user", "5="),), messages=(Message("assistant", said),))
 
     def rubric(self):
+        if self.wrong in ("no rubric", "no function"):
+            return None if self.wrong == "no rubric" else Rubric("right")
         return Rubric(
-            {"words": words, "hangs": hangs, "nan": nan, "raises": raises, "wrong hangs": wrong_hangs}.get(
-                self.wrong, right
-            )
+            {
+                "words": words,
+                "hangs": hangs,
+                "nan": nan,
+                "raises": raises,
+                "wrong hangs": wrong_hangs,
+                "huge": huge,
+            }.get(self.wrong, right)
         )
 
 
@@ -79,6 +92,10 @@ def right(example, transcript):
 
 def nan(example, transcript):
     return float("nan")
+
+
+def huge(example, transcript):
+    return 10**400
 
 
 def raises(example, transcript):

@@ -76,6 +76,12 @@ WRONG = {
     "--recipe copy4 --rollout.on_error retry": (
         "--rollout.on_error: expected one of train_rest, fail_group, got 'retry'"
     ),
+    "--recipe copy4 --trainer.loss.kwargs.entropy_bonus nan": (
+        "trainer.loss.kwargs.entropy_bonus: expected float, got nan"
+    ),
+    "--recipe copy4 --seed -1": "seed must be in 0..2**63 - 1, got -1",
+    "--recipe copy4 --policy.tiny.seed -1": "policy.tiny.seed must be in 0..2**63 - 1, got -1",
+    f"--recipe copy4 --logging.directory /tmp/{'x' * 300}": f"logging.directory: /tmp/{'x' * 300} cannot be",
     "--recipe copy4 --logging.directory /proc/runs": "logging.directory: /proc/runs cannot be written: /proc: ",
     "--recipe copy4 --logging.directory /dev/null/runs": "logging.directory: /dev/null/runs cannot be written: ",
     "--recipe copy4 --weights.transport filesystem --weights.directory /proc/w": "weights.directory: /proc/w cannot be",

@@ -33,6 +33,13 @@ WRONG = {
     "cannot be made": ("could not be made: ValueError: no data today", line('raise ValueError("no data today")')),
     "refuses": ("environment.kwargs.wrong must be right",),
     "example raises": ("ValueError: no example", line('raise ValueError("no example")')),
+    "example 17 raises": ("a look at its prompts: example(17): ValueError: two lines", line('raise ValueError("two')),
+    "size": ("size is 0; it is the number of training prompts",),
+    "no list": ("held_out gave None, which is no sequence",),
+    "no rubric": ("rubric returned NoneType, expected Rubric",),
+    "no function": ("a rubric takes reward functions, and 'right' cannot be called",),
+    "huge": ("reward huge (" + line("def huge") + ") returned inf, which is not finite",),
+    "long": ("a rollout of train prompt 0 fails: the prompt of 100 tokens leaves no room in 64",),
     "no example": ("example gave None, which is no Example",),
     "letters": ("training prompt 0 cannot be given to the policy: the tokenizer has no symbol 'L'", "policy.tiny.symb"),
     "held out letters": ("held-out prompt 1 cannot be given", "no symbol 'L', in 'Lot'", "policy.tiny.symbols"),
@@ -58,7 +65,7 @@ def test_a_task_that_works_is_not_refused():
 def test_what_is_wrong_with_a_task_is_one_sentence_that_says_where(wrong):
     (problem,) = checked(wrong)
     assert all(words in problem.sentence for words in WRONG[wrong]), problem.sentence
-    assert "\n" not in problem.sentence and problem.severity is Severity.ERROR
+    assert "\n" not in problem.sentence and len(problem.sentence) < 1000 and problem.severity is Severity.ERROR
 
 
 def test_held_out_prompts_that_chance_draws_are_refused():

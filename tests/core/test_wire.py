@@ -192,3 +192,16 @@ def test_a_version_that_does_not_fit_is_not_taken_for_another_one() -> None:
     for version in (PolicyVersion(0, 2**32), PolicyVersion(0, -1), PolicyVersion(2**31, 0)):
         with pytest.raises(ValueError, match="is no version that can be encoded"):
             version.encode()
+
+
+def test_arrays_of_one_completion_have_one_length() -> None:
+    """Otherwise its neighbour in the message would get what is too much."""
+    arrays = {
+        "token_ids": np.zeros(2, np.int32),
+        "logprobs": np.zeros(2, np.float32),
+        "versions": np.zeros(2, np.int64),
+    }
+    for name, array in arrays.items():
+        with pytest.raises(ValueError, match="elements"):
+            uneven = arrays | {name: array[:1]}
+            PackedCompletions.pack([Completion(request_id="r", finish_reason=FinishReason.STOP, **uneven)])

@@ -9,6 +9,7 @@ Imports the classes that the config names, and of the project's own nothing that
 
 from __future__ import annotations
 
+import errno
 import inspect
 import math
 import socket
@@ -256,9 +257,9 @@ def _raised(setting: str, make: Callable[[], Any]) -> list[Problem]:
 def _directory(setting: str, directory: str) -> Iterator[Problem]:
     """Whether directories can be made in `directory`, which need not exist yet. Tried, for only that tells."""
     place = Path(directory).expanduser().resolve()
-    while not place.exists() and place != place.parent:
-        place = place.parent
     try:
+        while not place.exists() and place != place.parent:
+            place = place.parent
         with tempfile.TemporaryDirectory(dir=place):
             pass
     except OSError as error:
@@ -283,8 +284,8 @@ def _address(setting: str, host: str, port: int) -> Iterator[Problem]:
             listener.bind(address)
     except OSError as error:
         yield Problem(
-            sentence=f"{setting} {port}: cannot listen on {host}, port {port}: {error.strerror}; "
-            "name another one, or 0 for any free port",
+            sentence=f"{setting} {port}: cannot listen on {host}, port {port}: {error.strerror}"
+            + "; name another one, or 0 for any free port" * (error.errno == errno.EADDRINUSE),
             severity=Severity.ABSENT,
         )
 
@@ -353,4 +354,6 @@ def _plain_types(cls: Callable[..., Any]) -> dict[str, type]:
 def _is(wanted: type, value: Any) -> bool:
     if isinstance(value, bool):
         return wanted is bool
-    return isinstance(value, (int, float) if wanted is float else wanted)
+    if wanted is float:
+        return isinstance(value, (int, float)) and math.isfinite(value)
+    return isinstance(value, wanted)

@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from titan_rl.config import RunConfig
 from titan_rl.controller.ending import train_and_save
@@ -151,7 +152,7 @@ def _conclude(config: RunConfig, summary: RunSummary, directory: Path, console: 
         f"reward of the last step {summary.reward_last:.3f}\n"
         f"{summary.steps} steps, {summary.tokens_generated:,} tokens sampled, "
         f"{total:.0f} s in all, first optimizer step after {to_first_step:.0f} s\n"
-        f"run directory {directory}",
+        f"run directory {escape(str(directory))}",
         highlight=False,
         soft_wrap=True,
     )

@@ -23,8 +23,9 @@ from titan_rl.config import RunConfig
 from titan_rl.errors import AbsentError, ConfigError, TaskError
 from titan_rl.launch.checks import Problem, Severity
 from titan_rl.launch.session import model_directory
+from titan_rl.observability.one_line import one_line
 from titan_rl.rollout.environment_process import EnvironmentProcess
-from titan_rl.rollout.environment_wire import Call, CallKind, TaskCheck, TaskInfo
+from titan_rl.rollout.environment_wire import LONGEST_SHOWN, Call, CallKind, TaskCheck, TaskInfo
 from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.rollout.renderer import Renderer
 from titan_rl.types import (
@@ -132,8 +133,7 @@ def _first_difference(first: Sequence[tuple[Message, ...]], second: Sequence[tup
 def _shown(prompts: Sequence[tuple[Message, ...]], place: int) -> str:
     if place >= len(prompts):
         return "nothing"
-    text = " ".join(message.content for message in prompts[place])
-    return repr(text if len(text) <= 80 else f"{text[:77]}...")
+    return f"'{one_line(' '.join(message.content for message in prompts[place]), LONGEST_SHOWN)}'"
 
 
 async def _play(config: RunConfig, runner: GroupRunner, info: TaskInfo, check: TaskCheck) -> None:
@@ -160,9 +160,11 @@ async def _play(config: RunConfig, runner: GroupRunner, info: TaskInfo, check: T
         result = await runner.run_group(_request(config, purpose, samples=samples), policy)
         for rollout in result.rollouts:
             if rollout.error:
+                answers = [message.content for message in rollout.messages if message.role == "assistant"]
+                said = f" in which the policy says '{one_line(answers[-1], LONGEST_SHOWN)}'" if answers else ""
                 raise TaskError(
-                    f"a rollout of {purpose} prompt 0 in which the policy says {rollout.messages[-1].content!r} fails: "
-                    f"{rollout.error}; correct the code there: a run would lose every rollout that fails so"
+                    f"a rollout of {purpose} prompt 0{said} fails: {rollout.error}; correct the code there: "
+                    "a run would lose every rollout that fails so"
                 )
 
 

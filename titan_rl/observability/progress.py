@@ -20,7 +20,7 @@ PLAIN_LINE_SECONDS = 2.0
 """Outside a terminal at most one step line per so many seconds; evaluations are always printed."""
 FAILURE_LINE_SECONDS = 10.0
 """Failures are told once per so many seconds where no step line tells them."""
-LONGEST_CAUSE = 120
+LONGEST_CAUSE = 160
 """Characters of a failure's cause; logs have all of it."""
 
 

@@ -13,19 +13,21 @@ import pickle
 import signal
 import socket
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from titan_rl.errors import AbsentError, ConfigError, TitanError
+from titan_rl.importing import places_of
+from titan_rl.observability.one_line import one_line
 from titan_rl.processes import die_with
 from titan_rl.rollout.environment_wire import FRAME_LENGTH, EnvironmentSetup, pack_frame
 
 Made = TypeVar("Made")
 
 
-_LIBRARIES = ("<", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+LONGEST_EXCEPTION = 300
+"""Characters of what an exception says that are told in one line; its traceback has all of them."""
 
 
 def describe(error: BaseException) -> str:
@@ -33,9 +35,8 @@ def describe(error: BaseException) -> str:
     if isinstance(error, TitanError):
         return str(error)
     what = f"exit({error.code!r}) was called" if isinstance(error, SystemExit) else ""
-    what = what or "".join(traceback.format_exception_only(error)).strip()
-    frames = traceback.extract_tb(error.__traceback__)
-    places = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames[-1:]
+    what = what or one_line("".join(traceback.format_exception_only(error)).strip(), LONGEST_EXCEPTION)
+    places = places_of(error) or traceback.extract_tb(error.__traceback__)[-1:]
     return f"{what} ({places[-1].filename}:{places[-1].lineno} in {places[-1].name})" if places else what
 
 

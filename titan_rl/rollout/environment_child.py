@@ -33,7 +33,7 @@ from titan_rl.rollout.environment_wire import (
     ProgressCell,
     TaskInfo,
 )
-from titan_rl.rollout.rubric import Score, is_asynchronous
+from titan_rl.rollout.rubric import Rubric, Score, is_asynchronous
 from titan_rl.rollout.task import Examples, make_environment, plain
 from titan_rl.rollout.tools import Toolbox, ToolError, checked_text
 from titan_rl.rollout.transcript import Transcript
@@ -75,6 +75,8 @@ class EnvironmentHost:
         self._environment = make_environment(setup)
         self._examples = Examples(self._environment, setup)
         self._rubric = self._environment.rubric()
+        if not isinstance(self._rubric, Rubric):
+            raise TaskError(f"rubric returned {type(self._rubric).__name__}, expected Rubric")
         self._tools = Toolbox(self._environment.tools())
         self._cell = cell
         self._step_seconds = setup.step_seconds

@@ -206,7 +206,7 @@ class EnvironmentProcess:
     def _fail(self, calls: Collection[_Pending], reason: str) -> None:
         for pending in calls:
             if not pending.future.done():
-                pending.future.set_exception(TaskError(f"{self._setup.name}: {pending.call}: {reason}"))
+                pending.future.set_exception(TaskError(f"{pending.call}: {reason}"))
 
     def _end(self, reason: str) -> None:
         """No call is answered any more."""

@@ -135,6 +135,8 @@ class Call(NamedTuple):
     group: tuple[Conversation, ...] = ()
 
     def __str__(self) -> str:
+        if self.kind is CallKind.CHECK:
+            return "a look at its prompts"
         return f"{self.kind} of {self.purpose} prompt {self.prompt_index}"
 
     @property

@@ -90,6 +90,9 @@ class Rubric:
             for reward in rewards
             if not isinstance(reward, GroupReward)
         )
+        functions: list[object] = [*(r.function for r in self.rewards), *(r.function for r in self.group_rewards)]
+        if wrong := [function for function in functions if not callable(function)]:
+            raise ConfigError(f"a rubric takes reward functions, and {wrong[0]!r} cannot be called")
         names = [reward.label for reward in self.rewards] + [reward.label for reward in self.group_rewards]
         if not names:
             raise ConfigError("a rubric needs at least one reward function")
@@ -164,6 +167,8 @@ def _number(whose: str, value: object) -> float:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise TaskError(f"{whose} {value!r}, which is not a number") from None
+    except OverflowError:  # an integer of more than 308 digits
+        number = math.inf
     if not math.isfinite(number):
         raise TaskError(f"{whose} {number}, which is not finite")
     if abs(number) > LARGEST_REWARD:

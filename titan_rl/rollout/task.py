@@ -6,12 +6,13 @@ import importlib
 import inspect
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import Environment
 from titan_rl.errors import TaskError
 from titan_rl.importing import import_file, import_name
+from titan_rl.rollout.child_side import describe
 from titan_rl.rollout.environment_wire import EnvironmentSetup, TaskCheck
 from titan_rl.types import Example, Message, Purpose, ToolCall
 
@@ -75,7 +76,10 @@ class Examples:
         self._compare_seconds = min(COMPARE_SECONDS, setup.step_seconds / 2)
         self._held_out = self._hold_out()
         self.held_out = len(self._held_out)  # how many there are
-        sizes = [size for size in (environment.size, setup.prompts) if size]
+        size = environment.size
+        if size is not None and not (isinstance(size, int) and size > 0):
+            raise TaskError(f"size is {size!r}; it is the number of training prompts, or None for an endless stream")
+        sizes = [size for size in (size, setup.prompts) if size]
         self.size = min(sizes, default=None)  # distinct training prompts; None: endless
         self._made: OrderedDict[int, Example] = OrderedDict()
 
@@ -104,8 +108,8 @@ class Examples:
         half of `step_seconds` go.
 
         Raises:
-            TaskError: something is no example.
-            Exception: whatever the environment raises.
+            TaskError: something is no example, or `example` raised.
+            Exception: whatever `held_out` raises.
         """
         until = time.monotonic() + self._compare_seconds
         held_out = tuple(plain(example.prompt) for example in self._held_out)
@@ -113,7 +117,10 @@ class Examples:
         training: list[tuple[Message, ...]] = []
         overlap = None
         for index in range(min(indices, self.size or indices)):
-            prompt = plain(self.find(Purpose.TRAIN, index).prompt)
+            try:
+                prompt = plain(self.find(Purpose.TRAIN, index).prompt)
+            except (Exception, SystemExit) as error:
+                raise TaskError(f"example({index}): {describe(error)}") from error
             if len(training) < SHOWN_PROMPTS:
                 training.append(prompt)
             if (place := places.get(repr(prompt))) is not None:
@@ -132,6 +139,8 @@ class Examples:
 
     def _hold_out(self) -> list[Example]:
         examples = self._environment.held_out(self._wanted) if self._wanted else []
+        if not isinstance(examples, Iterable):
+            raise TaskError(f"held_out gave {examples!r}, which is no sequence of examples")
         return [_checked("held_out", example) for example in examples]
 
 
