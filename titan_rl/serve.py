@@ -140,8 +140,10 @@ def _serve(config: RunConfig, gateway: GatewayConfig, imports: tuple[str, ...], 
     prepare_controller()
     from titan_rl.controller.faults import Announcer
     from titan_rl.launch.run import EXIT_FAILED, make_run_directory
+    from titan_rl.launch.signals import hold_signals
     from titan_rl.observability.logs import log_to_file
 
+    hold_signals()
     directory = make_run_directory(replace(config, recipe="serve"))
     log_to_file(directory / "logs" / "controller.log")
     announce = Announcer(lambda text: print(f"{prog}: {text}", file=sys.stderr, flush=True), stopping="closing")

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 PROGRAM = """
-import asyncio, atexit, sys
+import asyncio, atexit, signal, sys
 from titan_rl.errors import Stopped
-from titan_rl.launch.signals import StopSignals
+from titan_rl.launch.signals import StopSignals, hold_signals
 from titan_rl.processes import leave
 
 async def run():
@@ -24,6 +24,9 @@ async def run():
     return stop.exit_code
 
 def main():
+    hold_signals()
+    for early in sys.argv[1:]:
+        signal.raise_signal(int(early))
     code = asyncio.run(run())
     print("loop closed", flush=True)
     sys.stdin.readline()
@@ -54,6 +57,14 @@ def test_each_signal_is_heard_and_late_ones_kill_nothing(number):
     rest, _ = process.communicate("\n")
     assert rest == "atexit work done\n"
     assert process.returncode == 128 + number
+
+
+def test_a_signal_before_there_is_an_event_loop_waits_for_it():
+    early = [str(int(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+    process = subprocess.run([sys.executable, "-c", PROGRAM, *early], text=True, capture_output=True, input="\n")
+    armed, *heard, closed, _ = process.stdout.splitlines()
+    assert (armed, closed) == ("armed", "loop closed") and len(heard) == 2
+    assert process.stderr == "" and process.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 def test_a_run_under_nohup_does_not_hear_the_hang_up():

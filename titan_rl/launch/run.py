@@ -27,7 +27,7 @@ from titan_rl.controller.loop import TrainingLoop
 from titan_rl.controller.records import RunSummary
 from titan_rl.errors import ConfigError, Stopped
 from titan_rl.launch.session import start
-from titan_rl.launch.signals import StopSignals
+from titan_rl.launch.signals import StopSignals, hold_signals
 from titan_rl.observability.logs import log_to_file
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
@@ -46,6 +46,7 @@ _log = logging.getLogger(__name__)
 
 def run(config: RunConfig, imports: tuple[str, ...] = ()) -> int:
     """Do the whole run; returns the exit code."""
+    hold_signals()
     directory = make_run_directory(config)
     console = Console()
     announce = Announcer(

@@ -1,5 +1,6 @@
 """Signals of the controller: heard in one place, from before anything is spawned until the process's last instruction.
 
+- From `hold_signals` on they wait until `StopSignals` hears them: there is no event loop yet that could.
 - The first SIGINT, SIGTERM or SIGHUP ends the work in hand; what follows (saving the weights, closing) goes on.
 - Each further one only skips the saving. None ever interrupts the closing, and none kills this process: the handlers
   stay until `processes.leave` ends it.
@@ -17,6 +18,11 @@ from types import FrameType
 from titan_rl.errors import Stopped, TitanError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def hold_signals() -> None:
+    """Keep signals waiting until `StopSignals`. Call it in the main thread, before any process is spawned."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
 class StopSignals:
@@ -39,6 +45,7 @@ class StopSignals:
         for number in _SIGNALS:
             if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has set it
                 signal.signal(number, self._hear)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
