@@ -92,7 +92,9 @@ async def test_where_the_kernel_keeps_no_exit_status_monarch_s_words_are_told(
     """As before Linux 6.15, when Monarch reaps a process before anybody else has looked."""
 
     def too_late(pidfd: int, besides_end: int) -> tuple[int, int]:
-        select.select([pidfd], [], [])
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        poll.poll()
         raise ChildProcessError
 
     monkeypatch.setattr(process_watch, "_next_news", too_late)

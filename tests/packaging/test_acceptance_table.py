@@ -85,9 +85,11 @@ def ended(pid: int) -> bool:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
-    readable, _, _ = select.select([descriptor], [], [], 10)
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    ready = poll.poll(10_000)
     os.close(descriptor)
-    return bool(readable)
+    return bool(ready)
 
 
 def test_a_run_is_judged_by_the_summary_it_wrote(tmp_path):

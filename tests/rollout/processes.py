@@ -14,7 +14,9 @@ def ends(pid: int) -> bool:
     except ProcessLookupError:
         return True
     try:
-        return bool(select.select([pidfd], [], [], 10)[0])
+        poll = select.poll()  # `select.select` takes no descriptor above 1023
+        poll.register(pidfd, select.POLLIN)
+        return bool(poll.poll(10_000))
     finally:
         os.close(pidfd)
 

@@ -78,7 +78,9 @@ def wait_until_gone(run: int) -> None:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 descriptor = os.pidfd_open(pid)
-                ended, _, _ = select.select([descriptor], [], [], GONE_SECONDS)
+                poll = select.poll()
+                poll.register(descriptor, select.POLLIN)
+                ended = poll.poll(1000 * GONE_SECONDS)
                 os.close(descriptor)
                 assert ended, Path(f"/proc/{pid}/cmdline").read_bytes()
 
