@@ -1,5 +1,6 @@
 """Signals are heard while the event loop sleeps, and never kill the process before its last instruction."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -95,6 +96,8 @@ def test_the_words_of_a_run_whose_terminal_is_gone_are_no_errors():
     os.close(controller)
     while process.poll() is None:  # two are enough, but two at once are one
         process.send_signal(signal.SIGHUP)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.05)
     assert process.returncode == 128 + signal.SIGHUP
 
 
