@@ -22,7 +22,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from titan_rl.errors import ConfigError
+from titan_rl.errors import ConfigError, TitanError
+from titan_rl.one_line import one_line
+
+LONGEST_EXCEPTION = 300
+"""Characters of what an exception says that are told in one line; its traceback has all of them."""
 
 _LIBRARIES = ("<", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")))
 
@@ -45,6 +49,16 @@ def user_code(where: str) -> Iterator[None]:
 def places_of(error: BaseException) -> list[traceback.FrameSummary]:
     """Where it passed on its way, the place where it was raised last; without libraries."""
     return [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_LIBRARIES)]
+
+
+def describe(error: BaseException) -> str:
+    """One line: what was raised, and the last place that is not in a library; our own errors say where themselves."""
+    if isinstance(error, TitanError):
+        return str(error)
+    what = f"exit({error.code!r}) was called" if isinstance(error, SystemExit) else ""
+    what = what or one_line("".join(traceback.format_exception_only(error)).strip(), LONGEST_EXCEPTION)
+    places = places_of(error) or traceback.extract_tb(error.__traceback__)[-1:]
+    return f"{what} ({places[-1].filename}:{places[-1].lineno} in {places[-1].name})" if places else what
 
 
 def _line_of(error: BaseException) -> str:

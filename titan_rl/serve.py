@@ -24,8 +24,8 @@ from titan_rl.launch.placement import detect_host
 from titan_rl.launch.process import prepare_controller
 from titan_rl.overrides import split_options
 from titan_rl.policy.config import PolicyConfig, TrainerConfig
-from titan_rl.policy.qwen3 import read_shape
-from titan_rl.weights.segment_files import sweep_dead_segments
+from titan_rl.policy.models.qwen3 import read_shape
+from titan_rl.weights.transports.segment_files import sweep_dead_segments
 
 CHECKPOINT_RECIPE = "titan_rl.serve:checkpoint"
 LONGEST = 4096

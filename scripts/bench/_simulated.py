@@ -110,7 +110,7 @@ class SimulatedTrainer:
         from safetensors.torch import load_file
 
         from titan_rl.weights.shards import TensorShard
-        from titan_rl.weights.shared_memory import SharedMemoryPublisher
+        from titan_rl.weights.transports.shared_memory import SharedMemoryPublisher
 
         self._dtype = torch.float32
         self._publisher = SharedMemoryPublisher(

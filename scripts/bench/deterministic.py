@@ -61,7 +61,7 @@ class OneEngine(Actor):
 
     @served
     async def setup(self) -> None:
-        from titan_rl.generation.vllm_engine import VllmEngine
+        from titan_rl.generation.vllm.engine import VllmEngine
 
         self._engine = VllmEngine(self._config, self._model_path)
 

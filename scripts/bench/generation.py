@@ -72,10 +72,10 @@ class BareEngine(Actor):
     async def setup(self) -> None:
         from vllm import EngineArgs, LLMEngine
 
-        from titan_rl.generation import vllm_linear
-        from titan_rl.generation.vllm_engine import engine_arguments
+        from titan_rl.generation.vllm.engine import engine_arguments
+        from titan_rl.generation.vllm.linear import adapt_linear
 
-        vllm_linear.adapt_linear(self._config.linear)
+        adapt_linear(self._config.linear)
         arguments = engine_arguments(self._config, Path(self._model_path), "cpu")
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
 

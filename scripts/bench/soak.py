@@ -55,8 +55,8 @@ def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def watch(run: subprocess.Popen[bytes], directory: Path) -> dict[str, list[tuple[int, int]]]:
-    """(step, resident bytes) of every process, once a second while the run trains."""
+def watch(run: subprocess.Popen[bytes], directory: Path, steps: int) -> dict[str, list[tuple[int, int]]]:
+    """(step, resident bytes) of every process, once a second until the last step: then the run closes."""
     seen: dict[str, list[tuple[int, int]]] = defaultdict(list)
     named: dict[str, int] = {}
     while run.poll() is None:
@@ -67,11 +67,14 @@ def watch(run: subprocess.Popen[bytes], directory: Path) -> dict[str, list[tuple
             continue
         named = named or processes(metrics.parent / "logs", run.pid)
         step = json.loads(lines[-1])["step"]
+        if step == steps:
+            break
         for name, pid in named.items():
             try:
                 seen[name].append((step, resident_bytes(pid)))
             except (OSError, IndexError):  # it has ended
                 return seen
+    run.wait()
     return seen
 
 
@@ -84,7 +87,7 @@ def main() -> int:
         with (directory / "output.log").open("wb") as output:
             run = subprocess.Popen(command(directory, steps), stdout=output, stderr=subprocess.STDOUT)
             try:
-                seen = watch(run, directory)
+                seen = watch(run, directory, steps)
             finally:
                 run.terminate()
                 run.wait()

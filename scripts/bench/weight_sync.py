@@ -51,7 +51,7 @@ from titan_rl.types import GenerationRequest, SamplingParams
 if TYPE_CHECKING:
     from _weight_transports import Trainer
 
-    from titan_rl.generation.vllm_engine import VllmEngine
+    from titan_rl.generation.vllm.engine import VllmEngine
 
 POLICIES = {
     "100M": TinyPolicyConfig(
@@ -125,8 +125,8 @@ def measure(config: TinyPolicyConfig, transports: Sequence[str], repetitions: in
     """By transport, all with one engine."""
     from _weight_transports import make_trainer
 
-    from titan_rl.generation.vllm_engine import VllmEngine
-    from titan_rl.policy.tiny import make_tiny_policy
+    from titan_rl.generation.vllm.engine import VllmEngine
+    from titan_rl.policy.models.tiny import make_tiny_policy
 
     engine = VllmEngine(GeneratorConfig(kv_cache_bytes=64 << 20), make_tiny_policy(config, cache))
     measured = {}

@@ -68,7 +68,7 @@ class leading_engine(_CollectiveEngine):  # noqa: N801 (named like the functions
 
 def stray_engine(config: Any, model_path: Any, device: str) -> Any:
     """vLLM; rank 1 draws one number too many from a request's generator, before its sixth step."""
-    from titan_rl.generation.vllm_engine import VllmEngine
+    from titan_rl.generation.vllm.engine import VllmEngine
 
     class StrayEngine(VllmEngine):
         def step(self) -> StepOutput:
@@ -82,7 +82,7 @@ def stray_engine(config: Any, model_path: Any, device: str) -> Any:
 
 def patient_engine(config: Any, model_path: Any, device: str) -> Any:
     """vLLM, with steps that are long enough to be killed in."""
-    from titan_rl.generation.vllm_engine import VllmEngine
+    from titan_rl.generation.vllm.engine import VllmEngine
 
     class PatientEngine(VllmEngine):
         def step(self) -> StepOutput:

@@ -30,7 +30,7 @@ from titan_rl.generation.config import GeneratorConfig
 from titan_rl.launch.placement import MeshPlan
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig, TrainerConfig
-from titan_rl.policy.tiny import make_tiny_policy
+from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.rollout.report import GroupReport
 from titan_rl.types import GroupRequest, PolicyVersion, Purpose, SamplingParams
 

@@ -20,10 +20,10 @@ from titan_rl.errors import ActorFailed, TrainingError, WeightsError
 from titan_rl.launch.placement import detect_host, plan
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.policy.config import KLConfig, OptimizerConfig, TinyPolicyConfig, TrainerConfig, WarmupConfig
-from titan_rl.policy.tiny import make_tiny_policy
+from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.types import NO_VERSION, PolicyVersion, TrainingSample
 from titan_rl.weights.config import WeightsConfig
-from titan_rl.weights.segment_files import DIRECTORY
+from titan_rl.weights.transports.segment_files import DIRECTORY
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

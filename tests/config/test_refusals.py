@@ -12,7 +12,7 @@ import pytest
 from titan_rl import cli, train
 from titan_rl.launch.placement import HostFacts
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.tiny_tokenizer import make_tokenizer
+from titan_rl.policy.models.tiny_tokenizer import make_tokenizer
 
 WRONG = {
     "--recipe copy5": "--recipe copy5: there is no such recipe (did you mean copy4?)",

@@ -16,8 +16,8 @@ from rich.console import Console
 from titan_rl.errors import ConfigError, StorageError
 from titan_rl.observability.logs import log_to_file
 from titan_rl.observability.metrics import MetricsWriter
-from titan_rl.observability.one_line import one_line
 from titan_rl.observability.progress import RunDisplay
+from titan_rl.one_line import one_line
 
 
 def test_every_finished_step_is_one_line_at_once(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from titan_rl.environments.alphabet_sort import (
     sorted_names,
 )
 from titan_rl.environments.splits import is_held_out
+from titan_rl.environments.transcript import Transcript
 from titan_rl.errors import ConfigError
-from titan_rl.rollout.environment_process import EnvironmentProcess
-from titan_rl.rollout.environment_wire import Call, CallKind, EnvironmentSetup
-from titan_rl.rollout.transcript import Transcript
+from titan_rl.sandbox.environment_process import EnvironmentProcess
+from titan_rl.sandbox.environment_wire import Call, CallKind, EnvironmentSetup
 from titan_rl.types import Example, FinishReason, Message, Purpose
 
 NAMES = ["Ada Abbott", "Boris Chen", "Carlos Dahl", "Daria Evans"]

@@ -4,8 +4,8 @@ import pytest
 
 from titan_rl.environments.copy import Copy, exact_match, positions_equal
 from titan_rl.environments.splits import fold, is_held_out
+from titan_rl.environments.transcript import Transcript
 from titan_rl.errors import ConfigError
-from titan_rl.rollout.transcript import Transcript
 from titan_rl.types import Example, FinishReason, Message
 
 EXAMPLE = Example(prompt=(Message("user", "4071="),), answer="4071")

@@ -12,8 +12,8 @@ from titan_rl.environments.base import Message, Transcript
 from titan_rl.environments.gsm8k import INSTRUCTION, Gsm8k, last_box
 from titan_rl.environments.splits import is_held_out
 from titan_rl.errors import ConfigError
-from titan_rl.rollout.environment_process import EnvironmentProcess
-from titan_rl.rollout.environment_wire import Asked, Call, CallKind, EnvironmentSetup
+from titan_rl.sandbox.environment_process import EnvironmentProcess
+from titan_rl.sandbox.environment_wire import Asked, Call, CallKind, EnvironmentSetup
 from titan_rl.types import Example, FinishReason, Purpose
 
 

@@ -12,8 +12,8 @@ from titan_rl.environments.base import Message, Transcript
 from titan_rl.environments.reasoning_gym import INSTRUCTION, SOURCE_ONLY, ReasoningGym, import_gym
 from titan_rl.environments.splits import is_held_out
 from titan_rl.errors import ConfigError, TaskError
-from titan_rl.rollout.environment_process import EnvironmentProcess
-from titan_rl.rollout.environment_wire import Asked, Call, CallKind, EnvironmentSetup
+from titan_rl.sandbox.environment_process import EnvironmentProcess
+from titan_rl.sandbox.environment_wire import Asked, Call, CallKind, EnvironmentSetup
 from titan_rl.types import FinishReason, Purpose
 
 SUMS = {

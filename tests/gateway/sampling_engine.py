@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.engine import StepOutput
-from titan_rl.generation.vllm_engine import VllmEngine
+from titan_rl.generation.vllm.engine import VllmEngine
 from titan_rl.types import GenerationRequest
 
 VARIABLE = "TITAN_RL_TEST_SAMPLED"

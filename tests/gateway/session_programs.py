@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from titan_rl.chat.symbol_renderer import SymbolRenderer
 from titan_rl.rollout.session import SessionRequest
-from titan_rl.rollout.symbol_renderer import SymbolRenderer
 from titan_rl.types import (
     Completion,
     FinishReason,

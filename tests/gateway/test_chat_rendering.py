@@ -2,11 +2,11 @@
 
 import pytest
 
+from titan_rl.chat.chat_renderer import ChatRenderer
+from titan_rl.chat.symbol_renderer import SymbolRenderer
 from titan_rl.errors import TaskError
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.tiny import make_tiny_policy
-from titan_rl.rollout.chat_renderer import ChatRenderer
-from titan_rl.rollout.symbol_renderer import SymbolRenderer
+from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.types import FinishReason, Message, ToolCall, ToolSpec
 
 CALCULATOR = ToolSpec("add", "adds", {"type": "object", "properties": {"terms": {"type": "string"}}})

@@ -13,14 +13,14 @@ import httpx
 import pytest
 from session_programs import ADD, ScriptedFleet
 
+from titan_rl.chat.symbol_renderer import SymbolRenderer
+from titan_rl.gateway.access.callers import SharedKey
 from titan_rl.gateway.app import build_app
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.gateway.prompts import chat_message
-from titan_rl.gateway.protocol import AssistantMessage
-from titan_rl.gateway.visits import SharedKey
+from titan_rl.gateway.openai.protocol import AssistantMessage
+from titan_rl.gateway.openai.requests import chat_message
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.tiny import make_tiny_policy
-from titan_rl.rollout.symbol_renderer import SymbolRenderer
+from titan_rl.policy.models.tiny import make_tiny_policy
 
 BODIES = json.loads(Path(__file__).with_name("framework_bodies.json").read_text())
 HISTORY = "0<tool>3+4</tool><tool>3+4</tool><result>7</result>7<tool>4+5</tool><tool>4+5</tool><result>9</result>"

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from titan_rl.chat.symbol_renderer import SymbolRenderer
 from titan_rl.errors import ActorFailed, GeneratorFailed, RequestLost, RequestTimeout
+from titan_rl.gateway.access.callers import SharedKey
 from titan_rl.gateway.app import build_app
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.gateway.protocol import ChatCompletionRequest, CompletionRequest
-from titan_rl.gateway.visits import SharedKey
+from titan_rl.gateway.openai.protocol import ChatCompletionRequest, CompletionRequest
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.tiny import make_tiny_policy
-from titan_rl.rollout.symbol_renderer import SymbolRenderer
+from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
 
 MODEL = "policy"

@@ -18,13 +18,13 @@ from starlette.types import Message, Receive, Scope, Send
 from test_serve_command import KEY, left_of, served_checkpoint
 
 from titan_rl.actors.gateway_sessions import GatewaySessions
+from titan_rl.chat.symbol_renderer import SymbolRenderer
+from titan_rl.gateway.access.callers import SharedKey
+from titan_rl.gateway.access.rollout_keys import SessionKeys
 from titan_rl.gateway.app import build_app
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.gateway.sessions import SessionKeys
-from titan_rl.gateway.visits import SharedKey
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.tiny import make_tiny_policy
-from titan_rl.rollout.symbol_renderer import SymbolRenderer
+from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.types import Completion, GenerationRequest, Piece
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "1"}]}

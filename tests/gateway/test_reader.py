@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from titan_rl.gateway.reader import RETURN_SECONDS, Reader
+from titan_rl.gateway.render_thread import RETURN_SECONDS, Reader
 
 
 @pytest.mark.asyncio

@@ -20,7 +20,7 @@ from served_fleet import MODEL, client, say, served, until_busy
 from titan_rl.errors import ActorFailed
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.tiny import make_tiny_policy
+from titan_rl.policy.models.tiny import make_tiny_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "secret"

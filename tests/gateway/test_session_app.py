@@ -11,13 +11,13 @@ import openai
 import pytest
 from session_programs import ADD, ScriptedFleet, session_request
 
+from titan_rl.chat.symbol_renderer import SymbolRenderer
 from titan_rl.errors import GeneratorFailed, RequestError, SessionOver
+from titan_rl.gateway.access.rollout_keys import UNHEARD, SessionKeys
 from titan_rl.gateway.app import build_app
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.gateway.sessions import UNHEARD, SessionKeys
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.tiny import make_tiny_policy
-from titan_rl.rollout.symbol_renderer import SymbolRenderer
+from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.types import Endpoint, FinishReason, Message
 
 MODEL = "policy"

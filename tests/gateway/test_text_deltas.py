@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.gateway.answers import Choice, read_choice
-from titan_rl.gateway.deltas import HALF, TextDeltas, TextSoFar
-from titan_rl.gateway.errors import ApiError
-from titan_rl.gateway.protocol import ChatCompletionRequest, CompletionRequest
+from titan_rl.chat.renderer import Renderer, make_renderer
+from titan_rl.gateway.openai.deltas import HALF, TextDeltas, TextSoFar
+from titan_rl.gateway.openai.errors import ApiError
+from titan_rl.gateway.openai.protocol import ChatCompletionRequest, CompletionRequest
+from titan_rl.gateway.openai.responses import Choice, read_choice
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.tiny import make_tiny_policy
-from titan_rl.rollout.renderer import Renderer, make_renderer
+from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Message, SamplingParams, ToolSpec
 
 TOOL = ToolSpec("look_up", "Looks a word up.", {"type": "object", "properties": {"word": {"type": "string"}}})

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.simulated_engine import SimulatedEngine
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.tiny import make_tiny_policy
+from titan_rl.policy.models.tiny import make_tiny_policy
 
 SHARPER = 8.0
 """Factor on the matrices of a fresh policy, whose next-token distribution would be almost uniform otherwise."""

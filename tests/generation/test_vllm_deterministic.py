@@ -20,7 +20,7 @@ from titan_rl.errors import ConfigError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.environment import check_environment, generator_environment
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.tiny import make_tiny_policy
+from titan_rl.policy.models.tiny import make_tiny_policy
 
 Answers = dict[str, tuple[list[int], bytes]]
 Found = dict[str, dict[str, Answers]]

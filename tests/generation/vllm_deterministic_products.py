@@ -12,7 +12,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import cpu_attn
 
 from titan_rl.errors import ConfigError
-from titan_rl.generation.vllm_deterministic import (
+from titan_rl.generation.vllm.deterministic import (
     check_rows,
     halved_linear,
     one_token_each,

@@ -10,7 +10,7 @@ import vllm_deterministic_products
 from generation_examples import make_request
 
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.generation.vllm_engine import VllmEngine
+from titan_rl.generation.vllm.engine import VllmEngine
 from titan_rl.types import Completion, GenerationRequest
 
 LENGTH = 1536

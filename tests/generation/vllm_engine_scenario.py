@@ -20,7 +20,7 @@ from vllm.triton_utils.dispatcher import _rebind_kernels
 
 from titan_rl.errors import TitanError
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.generation.vllm_engine import VllmEngine
+from titan_rl.generation.vllm.engine import VllmEngine
 from titan_rl.types import Completion, GenerationRequest, PolicyVersion
 
 LONG_PROMPT = tuple(2 + index * 7 % 11 for index in range(40))

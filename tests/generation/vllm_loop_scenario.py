@@ -29,12 +29,12 @@ from titan_rl.generation.engine import Engine, StepOutput
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.gloo_channel import GlooChannel
 from titan_rl.generation.reports import PullReport
-from titan_rl.generation.vllm_engine import VllmEngine
+from titan_rl.generation.vllm.engine import VllmEngine
 from titan_rl.process_group import RENDEZVOUS
 from titan_rl.types import Completion, PolicyVersion
 from titan_rl.weights.manifest import Publication
 from titan_rl.weights.shards import TensorShard
-from titan_rl.weights.shared_memory import SharedMemoryPublisher, SharedMemoryReader
+from titan_rl.weights.transports.shared_memory import SharedMemoryPublisher, SharedMemoryReader
 from titan_rl.weights.verification import verify
 
 BOUND = 120.0

@@ -157,11 +157,11 @@ def bfloat16(model_path: str, data_parallel: int, tensor_parallel: int) -> list[
 
 def without_plain_sums(model_path: str) -> str:
     """What gloo says to FSDP's own reduction."""
-    import titan_rl.policy.titan_adaptation as adaptation
-    from titan_rl.policy.titan_adaptation import choose_device
+    import titan_rl.policy.models.titan_adaptation as adaptation
+    from titan_rl.policy.models.titan_adaptation import choose_device
 
     choose_device("cpu")
-    import titan_rl.policy.model as model
+    import titan_rl.policy.models.model as model
 
     assert model.reduce_gradients_by_plain_sums is adaptation.reduce_gradients_by_plain_sums
     with mock.patch.object(model, "reduce_gradients_by_plain_sums", lambda module: None):
@@ -175,12 +175,12 @@ def without_plain_sums(model_path: str) -> str:
 
 def with_default_backend(model_path: str) -> str:
     """What torchtitan's default SPMD backend says on two ranks."""
-    from titan_rl.policy.titan_adaptation import choose_device
+    from titan_rl.policy.models.titan_adaptation import choose_device
 
     choose_device("cpu")
     from torchtitan.distributed.utils import set_spmd_backend
 
-    import titan_rl.policy.model as model
+    import titan_rl.policy.models.model as model
 
     try:
         with mock.patch.object(model, "SPMD_BACKEND", "spmd_types"):

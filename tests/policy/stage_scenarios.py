@@ -143,10 +143,10 @@ def warm_up(model_path: str, save_to: str, data_parallel: int, tensor_parallel: 
 
 def tied_and_uneven(model_path: str, save_to: str, adapted: bool) -> float:
     """The largest difference between this rank's logprobs after a step and those of the checkpoint saved then."""
-    from titan_rl.policy.titan_adaptation import choose_device
+    from titan_rl.policy.models.titan_adaptation import choose_device
 
     choose_device("cpu")
-    import titan_rl.policy.model as model
+    import titan_rl.policy.models.model as model
 
     batch = mixed_batch()
     original = model.share_padding_of_tied_shards

@@ -11,7 +11,7 @@ from policy_ranks import Scenario, run_scenarios
 from policy_scenarios import assemble
 
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.tiny import make_tiny_policy
+from titan_rl.policy.models.tiny import make_tiny_policy
 
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),

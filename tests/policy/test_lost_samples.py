@@ -14,7 +14,7 @@ from titan_rl.data_plane.refs import SampleRef
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SampleStore
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.tiny import make_tiny_policy
+from titan_rl.policy.models.tiny import make_tiny_policy
 
 LAYOUTS = [(2, 1), (1, 2)]
 """FSDP ranks, TP ranks."""

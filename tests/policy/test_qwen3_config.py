@@ -7,7 +7,7 @@ import json
 import pytest
 
 from titan_rl.errors import ConfigError
-from titan_rl.policy.qwen3 import read_shape
+from titan_rl.policy.models.qwen3 import read_shape
 
 CONFIG = {
     "model_type": "qwen3",

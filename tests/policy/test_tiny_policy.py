@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from titan_rl.chat.renderer import make_renderer
 from titan_rl.errors import ConfigError
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.qwen3 import read_shape
-from titan_rl.policy.tiny import make_tiny_policy, tiny_shape
-from titan_rl.rollout.renderer import make_renderer
+from titan_rl.policy.models.qwen3 import read_shape
+from titan_rl.policy.models.tiny import make_tiny_policy, tiny_shape
 from titan_rl.types import Message
 
 TOOLS = ("<tool>", "</tool>", "<result>", "</result>")
@@ -129,7 +129,9 @@ def test_many_at_once_make_one_directory(tmp_path):
 
 
 def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("titan_rl.policy.tiny.save_file", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(
+        "titan_rl.policy.models.tiny.save_file", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full"))
+    )
     with pytest.raises(OSError, match="disk full"):
         make_tiny_policy(TinyPolicyConfig(), tmp_path)
     assert not list(tmp_path.iterdir())
@@ -142,7 +144,7 @@ def test_the_default_cache_follows_xdg(tmp_path, monkeypatch):
 
 def test_making_one_imports_no_torch(tmp_path):
     program = (
-        "import sys; from pathlib import Path; from titan_rl.policy.tiny import make_tiny_policy\n"
+        "import sys; from pathlib import Path; from titan_rl.policy.models.tiny import make_tiny_policy\n"
         "from titan_rl.policy.config import TinyPolicyConfig\n"
         f"make_tiny_policy(TinyPolicyConfig(), Path({str(tmp_path)!r}))\n"
         "sys.exit('torch' in sys.modules)"

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from titan_rl.errors import ConfigError
-from titan_rl.policy.titan_adaptation import choose_device
+from titan_rl.policy.models.titan_adaptation import choose_device
 
 choose_device("cpu")  # before the imports below, as in a trainer process
 
 from torchtitan.models.common.attention import VarlenAttention  # noqa: E402
 
-from titan_rl.policy.document_attention import DocumentAttention, PackedDocuments  # noqa: E402
+from titan_rl.policy.models.document_attention import DocumentAttention, PackedDocuments  # noqa: E402
 
 HEADS, KV_HEADS, SIZE = 4, 2, 32
 

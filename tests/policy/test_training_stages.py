@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from titan_rl.errors import TrainingError, WeightsError
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.tiny import make_tiny_policy
-from titan_rl.weights.segment_files import DIRECTORY
+from titan_rl.policy.models.tiny import make_tiny_policy
+from titan_rl.weights.transports.segment_files import DIRECTORY
 
 REFERENCE_LAYOUTS = [(1, 1), (2, 1), (1, 2)]
 LAYOUTS = [*REFERENCE_LAYOUTS, (2, 2)]

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from titan_rl.errors import ConfigError, TrainingError
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.tiny import make_tiny_policy
+from titan_rl.policy.models.tiny import make_tiny_policy
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 TEMPERATURE = 0.7

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from titan_rl.chat.symbol_renderer import SymbolRenderer
 from titan_rl.errors import TaskError
 from titan_rl.rollout.session import Session, SessionRequest
-from titan_rl.rollout.symbol_renderer import SymbolRenderer
 from titan_rl.types import (
     Completion,
     FinishReason,

@@ -7,13 +7,13 @@ from asking_programs import Renderer
 from processes import Heard
 
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.tiny import make_tiny_policy
+from titan_rl.policy.models.tiny import make_tiny_policy
 
 
 @pytest.fixture
 def heard():
     """What child processes print."""
-    logger = logging.getLogger("titan_rl.rollout.spawned_process")
+    logger = logging.getLogger("titan_rl.sandbox.spawned_process")
     level, handler = logger.level, Heard()
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)

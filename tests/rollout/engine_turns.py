@@ -73,7 +73,7 @@ async def play(model_path: Path, engine):
 
 
 def main() -> None:
-    from titan_rl.generation.vllm_engine import VllmEngine
+    from titan_rl.generation.vllm.engine import VllmEngine
 
     model_path, results = map(Path, sys.argv[1:])
     engine = VllmEngine(GeneratorConfig(max_model_len=64, max_num_seqs=32, kv_cache_bytes=64 << 20), model_path)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
+from titan_rl.chat.symbol_renderer import SymbolRenderer
 from titan_rl.errors import RequestError
 from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig
 from titan_rl.rollout.group_runner import GroupRunner
-from titan_rl.rollout.symbol_renderer import SymbolRenderer
 from titan_rl.types import (
     Completion,
     FinishReason,

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
+from titan_rl.chat.symbol_renderer import SymbolRenderer
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.tiny import make_tiny_policy
+from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig
 from titan_rl.rollout.group_runner import GroupRunner
-from titan_rl.rollout.symbol_renderer import SymbolRenderer
 from titan_rl.types import (
     Completion,
     FinishReason,

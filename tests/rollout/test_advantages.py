@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titan_rl.environments.rubric import LARGEST_REWARD
 from titan_rl.rollout.advantages import group_advantages
-from titan_rl.rollout.rubric import LARGEST_REWARD
 
 rewards = st.lists(st.floats(-100, 100, allow_subnormal=False), min_size=2, max_size=16)
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from titan_rl.chat.symbol_renderer import SymbolRenderer
 from titan_rl.environments.sort import Sort
 from titan_rl.errors import TaskError
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.tiny import EOS_ID, make_tiny_policy
+from titan_rl.policy.models.tiny import EOS_ID, make_tiny_policy
 from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig
 from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.rollout.samples import demonstration_sample
-from titan_rl.rollout.symbol_renderer import SymbolRenderer
 from titan_rl.types import NO_VERSION, GroupRequest, Message, PolicyVersion, Purpose, SamplingParams
 
 SHOWN = str(Path(__file__).parent / "shown_task.py") + ":Shown"

@@ -15,8 +15,8 @@ import pytest
 from processes import ends
 
 from titan_rl.errors import TaskError
-from titan_rl.rollout.environment_process import MAX_PROCESSES, EnvironmentProcess
-from titan_rl.rollout.environment_wire import Asked, Call, CallKind, EnvironmentSetup, ProgressCell
+from titan_rl.sandbox.environment_process import MAX_PROCESSES, EnvironmentProcess
+from titan_rl.sandbox.environment_wire import Asked, Call, CallKind, EnvironmentSetup, ProgressCell
 from titan_rl.types import FinishReason, Message, Purpose
 
 TASKS = Path(__file__).parent / "unruly_task.py"
@@ -265,8 +265,8 @@ def test_it_dies_with_its_parent_even_while_user_code_never_returns():
     code = textwrap.dedent(
         f"""
         import asyncio, logging, os
-        from titan_rl.rollout.environment_process import EnvironmentProcess
-        from titan_rl.rollout.environment_wire import Call, CallKind, EnvironmentSetup
+        from titan_rl.sandbox.environment_process import EnvironmentProcess
+        from titan_rl.sandbox.environment_wire import Call, CallKind, EnvironmentSetup
         from titan_rl.types import Purpose
 
         class Heard(logging.Handler):

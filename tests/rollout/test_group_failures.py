@@ -9,7 +9,7 @@ from scripted_groups import UNRULY, ScriptedPolicy, digits_but, request, runner,
 
 from titan_rl.errors import ConfigError, GeneratorFailed, RequestError
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.tiny import make_tiny_policy
+from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.rollout.config import RolloutConfig
 from titan_rl.rollout.rollouter import Rollouter
 from titan_rl.types import (

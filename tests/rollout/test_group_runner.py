@@ -7,15 +7,15 @@ import os
 import pytest
 from scripted_groups import EOS, HERE, UNRULY, ScriptedPolicy, request, runner, sample_of
 
+from titan_rl.chat.symbol_renderer import SymbolRenderer
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.tiny import make_tiny_policy
+from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig
-from titan_rl.rollout.environment_wire import EnvironmentSetup
 from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.rollout.report import report_of
 from titan_rl.rollout.rollouter import Rollouter
-from titan_rl.rollout.symbol_renderer import SymbolRenderer
+from titan_rl.sandbox.environment_wire import EnvironmentSetup
 from titan_rl.seeding import request_seed
 from titan_rl.types import (
     NO_VERSION,

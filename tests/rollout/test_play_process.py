@@ -16,8 +16,8 @@ import pytest
 from processes import ends
 
 from titan_rl.errors import TaskError
-from titan_rl.rollout.environment_wire import EnvironmentSetup
-from titan_rl.rollout.play_process import PlayProcess
+from titan_rl.sandbox.environment_wire import EnvironmentSetup
+from titan_rl.sandbox.play_process import PlayProcess
 from titan_rl.types import Endpoint, Purpose
 
 TASKS = Path(__file__).parent / "program_task.py"
@@ -177,8 +177,8 @@ def test_everything_dies_with_the_worker():
     code = textwrap.dedent(
         f"""
         import asyncio, logging, os
-        from titan_rl.rollout.environment_wire import EnvironmentSetup
-        from titan_rl.rollout.play_process import PlayProcess
+        from titan_rl.sandbox.environment_wire import EnvironmentSetup
+        from titan_rl.sandbox.play_process import PlayProcess
         from titan_rl.types import Endpoint, Purpose
 
         class Heard(logging.Handler):

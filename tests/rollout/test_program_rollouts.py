@@ -14,12 +14,12 @@ from scripted_groups import runner as unstarted_runner
 
 from titan_rl.errors import ActorFailed, ConfigError, GeneratorFailed, TaskError
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.tiny import make_tiny_policy
+from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.rollout.config import AgentsConfig, EnvironmentConfig, RolloutConfig
-from titan_rl.rollout.environment_wire import Call, CallKind
 from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.rollout.report import report_of
 from titan_rl.rollout.session import SessionCall, SessionRecord, SessionRequest
+from titan_rl.sandbox.environment_wire import Call, CallKind
 from titan_rl.types import Completion, Endpoint, FinishReason, Message, Purpose
 
 TASKS = str(Path(__file__).parent / "program_task.py")

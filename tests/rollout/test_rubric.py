@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
+from titan_rl.environments.rubric import GroupReward, Reward, Rubric
+from titan_rl.environments.transcript import Transcript
 from titan_rl.errors import ConfigError, TaskError
-from titan_rl.rollout.rubric import GroupReward, Reward, Rubric
-from titan_rl.rollout.transcript import Transcript
 from titan_rl.types import Example, FinishReason, Message
 
 EXAMPLE = Example(prompt=(Message("user", "hi"),), answer=3)

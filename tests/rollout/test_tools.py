@@ -3,8 +3,8 @@
 import pytest
 from scripted_turns import calling_policy, play, text_of
 
+from titan_rl.environments.tools import Tool, Toolbox, mismatch
 from titan_rl.errors import ConfigError
-from titan_rl.rollout.tools import Tool, Toolbox, mismatch
 from titan_rl.types import Message, ToolCall
 
 

@@ -29,7 +29,7 @@ from titan_rl.routing.config import RouterConfig
 from titan_rl.types import GenerationRequest, PolicyVersion, SamplingParams
 from titan_rl.weights.manifest import Publication
 from titan_rl.weights.shards import TensorShard
-from titan_rl.weights.shared_memory import SharedMemoryPublisher
+from titan_rl.weights.transports.shared_memory import SharedMemoryPublisher
 
 SECONDS = 200.0
 TIED = (("lm_head.weight", "model.embed_tokens.weight"),)

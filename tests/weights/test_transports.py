@@ -28,14 +28,14 @@ from transport_examples import (
 from titan_rl.errors import ConfigError, WeightsError
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.config import WeightsConfig
-from titan_rl.weights.filesystem import MANIFEST, WEIGHTS, read_publication
 from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint
 from titan_rl.weights.manifest import Publication
-from titan_rl.weights.publisher import ChannelPublisher
 from titan_rl.weights.puller import WeightPuller
 from titan_rl.weights.shards import TensorShard
-from titan_rl.weights.shared_memory import SharedMemoryReader
 from titan_rl.weights.transport import make_publisher, make_reader, scheme
+from titan_rl.weights.transports.filesystem import MANIFEST, WEIGHTS, read_publication
+from titan_rl.weights.transports.publisher import ChannelPublisher
+from titan_rl.weights.transports.shared_memory import SharedMemoryReader
 
 V1, V2 = PolicyVersion(0, 1), PolicyVersion(0, 2)
 

@@ -12,7 +12,7 @@ from titan_rl.types import PolicyVersion
 from titan_rl.weights.fingerprint import combined_fingerprint
 from titan_rl.weights.manifest import Publication
 from titan_rl.weights.shards import TensorShard
-from titan_rl.weights.shared_memory import SharedMemoryPublisher, SharedMemoryReader
+from titan_rl.weights.transports.shared_memory import SharedMemoryPublisher, SharedMemoryReader
 from titan_rl.weights.verification import verify
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

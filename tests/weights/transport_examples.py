@@ -12,12 +12,12 @@ from torch.distributed import ProcessGroup
 
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.config import WeightsConfig
-from titan_rl.weights.filesystem import FilesystemPublisher
 from titan_rl.weights.manifest import Publication
-from titan_rl.weights.publisher import ChannelPublisher
-from titan_rl.weights.rdma import RdmaPublisher
 from titan_rl.weights.shards import TensorShard
-from titan_rl.weights.shared_memory import SharedMemoryPublisher
+from titan_rl.weights.transports.filesystem import FilesystemPublisher
+from titan_rl.weights.transports.publisher import ChannelPublisher
+from titan_rl.weights.transports.rdma import RdmaPublisher
+from titan_rl.weights.transports.shared_memory import SharedMemoryPublisher
 
 TRANSPORTS = ("shared_memory", "filesystem", "rdma")
 EMBEDDING, HEAD, SCALE, EMPTY = "model.embed_tokens.weight", "lm_head.weight", "scale", "empty"

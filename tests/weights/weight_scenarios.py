@@ -18,7 +18,7 @@ from titan_rl.process_group import join_world
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Publication
 from titan_rl.weights.shards import TensorShard
-from titan_rl.weights.shared_memory import SharedMemoryPublisher, SharedMemoryReader
+from titan_rl.weights.transports.shared_memory import SharedMemoryPublisher, SharedMemoryReader
 from titan_rl.weights.verification import verify
 
 EMBEDDING, HEAD, ROW_CUT, ONE_ROW, NORM = "embed.weight", "lm_head.weight", "o_proj.weight", "one_row", "norm.weight"

@@ -18,13 +18,13 @@ from titan_rl.actors.calls import served
 from titan_rl.actors.connection import ConnectedActor, Connection
 from titan_rl.actors.router_client import GeneratorStatus
 from titan_rl.actors.transport import CompletionClient
+from titan_rl.chat.renderer import Renderer, make_renderer
 from titan_rl.errors import ActorFailed, ConfigError
+from titan_rl.gateway.access.callers import Door, SharedKey
+from titan_rl.gateway.access.limits import BoundedFraming
+from titan_rl.gateway.access.rollout_keys import SessionKeys
 from titan_rl.gateway.app import build_app
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.gateway.limits import BoundedFraming
-from titan_rl.gateway.sessions import SessionKeys
-from titan_rl.gateway.visits import Door, SharedKey
-from titan_rl.rollout.renderer import Renderer, make_renderer
 from titan_rl.rollout.session import SessionRecord, SessionRequest
 from titan_rl.types import Completion, Endpoint, GenerationRequest, Piece
 

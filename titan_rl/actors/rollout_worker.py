@@ -25,10 +25,10 @@ from titan_rl.data_plane.rdma import Exposed
 from titan_rl.data_plane.refs import RDMA, SHARED_MEMORY
 from titan_rl.data_plane.store import SampleStore
 from titan_rl.errors import ActorFailed, GroupStopped
-from titan_rl.rollout.environment_wire import TaskInfo
 from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.rollout.report import GroupReport, report_of
 from titan_rl.rollout.result import GroupResult
+from titan_rl.sandbox.environment_wire import TaskInfo
 from titan_rl.types import Completion, GenerationRequest, GroupRequest
 
 _log = logging.getLogger(__name__)

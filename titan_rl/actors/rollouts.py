@@ -20,8 +20,8 @@ from titan_rl.data_plane.arena import remove_store_files
 from titan_rl.data_plane.ledger import HeldReport
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import ActorFailed
-from titan_rl.rollout.environment_wire import TaskInfo
 from titan_rl.rollout.report import GroupReport
+from titan_rl.sandbox.environment_wire import TaskInfo
 from titan_rl.types import GroupKey, GroupRequest
 
 

@@ -22,7 +22,7 @@ from titan_rl.actors.trainer import Trainer
 from titan_rl.config import RunConfig
 from titan_rl.controller.faults import FaultBoard
 from titan_rl.types import GroupRequest, PolicyVersion, Purpose, SamplingParams
-from titan_rl.weights.segment_files import remove_segments_of
+from titan_rl.weights.transports.segment_files import remove_segments_of
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titan_rl.errors import ConfigError, SampleStoreFull
-from titan_rl.weights.segment_files import DIRECTORY, segment_path
+from titan_rl.weights.transports.segment_files import DIRECTORY, segment_path
 
 CHUNK_BYTES = 8 << 20
 """Of one file. Smaller: more files to map for a reader. Larger: a tiny run holds memory that it never fills."""

@@ -27,7 +27,7 @@ from titan_rl.data_plane.ledger import HeldReport, Ledger, StoredSample
 from titan_rl.data_plane.refs import SHARED_MEMORY, SampleRef, location_of, version_span
 from titan_rl.errors import OwnershipError, SampleStoreFull
 from titan_rl.types import TrainingSample
-from titan_rl.weights.segment_files import DIRECTORY
+from titan_rl.weights.transports.segment_files import DIRECTORY
 
 DEFAULT_MAX_BYTES = 1 << 30
 """About 60 million tokens."""

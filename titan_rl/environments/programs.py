@@ -25,8 +25,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from titan_rl.errors import ConfigError, TaskError
+from titan_rl.importing import describe
 from titan_rl.processes import ending_in_words
-from titan_rl.rollout.child_side import describe
 from titan_rl.types import Endpoint
 
 LONGEST_TAIL = 400

@@ -21,19 +21,19 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from titan_rl.chat.renderer import Renderer
 from titan_rl.errors import TitanError
-from titan_rl.gateway.answers import Answer, Choice, read_choice
+from titan_rl.gateway.access.callers import Door, Visit
+from titan_rl.gateway.access.limits import VISIT, Doorkeeper
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.gateway.errors import CLIENT_GONE, ApiError, JsonResponse, install
 from titan_rl.gateway.fleet import ClientGone, Fleet, as_finished, unless_gone
-from titan_rl.gateway.limits import VISIT, Doorkeeper
 from titan_rl.gateway.metrics import Counted, GatewayMetrics
-from titan_rl.gateway.prompts import check_length, count_prompts, prompt_works
-from titan_rl.gateway.protocol import ChatCompletionRequest, CompletionRequest
-from titan_rl.gateway.reader import Reader
-from titan_rl.gateway.streaming import EventStream, events
-from titan_rl.gateway.visits import Door, Visit
-from titan_rl.rollout.renderer import Renderer
+from titan_rl.gateway.openai.errors import CLIENT_GONE, ApiError, JsonResponse, install
+from titan_rl.gateway.openai.protocol import ChatCompletionRequest, CompletionRequest
+from titan_rl.gateway.openai.requests import check_length, count_prompts, prompt_works
+from titan_rl.gateway.openai.responses import Answer, Choice, read_choice
+from titan_rl.gateway.openai.streaming import EventStream, events
+from titan_rl.gateway.render_thread import Reader
 from titan_rl.types import Completion, GenerationRequest
 
 Sampling = AsyncGenerator[tuple[int, Completion], None]

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from titan_rl.gateway.errors import CLIENT_GONE
 from titan_rl.gateway.fleet import Member
+from titan_rl.gateway.openai.errors import CLIENT_GONE
 
 PREFIX = "titan_rl_gateway"
 SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)

@@ -26,7 +26,7 @@ from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch.gateway import set_up_gateway, spawn_gateway
 from titan_rl.launch.placement import Placement
 from titan_rl.launch.provisioner import Provisioner
-from titan_rl.weights.segment_files import sweep_dead_segments
+from titan_rl.weights.transports.segment_files import sweep_dead_segments
 
 
 async def bring_up(

@@ -35,8 +35,8 @@ from titan_rl.launch.placement import HostFacts, plan, resolve_device
 from titan_rl.overrides import did_you_mean, get_setting
 from titan_rl.policy.losses import SHORT_NAMES as LOSSES
 from titan_rl.policy.losses.base import PolicyLoss
-from titan_rl.policy.qwen3 import Qwen3Shape, read_shape
-from titan_rl.policy.tiny import tiny_shape
+from titan_rl.policy.models.qwen3 import Qwen3Shape, read_shape
+from titan_rl.policy.models.tiny import tiny_shape
 from titan_rl.rollout.rollouter import Rollouter
 from titan_rl.routing.strategies import SHORT_NAMES as STRATEGIES
 from titan_rl.routing.strategies import build_strategy

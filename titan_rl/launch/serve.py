@@ -29,7 +29,7 @@ from titan_rl.launch.gateway import gateway_ends, set_up_gateway, spawn_gateway
 from titan_rl.launch.placement import detect_host, plan
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.launch.session import model_directory
-from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segments
+from titan_rl.weights.transports.segment_files import remove_segments_of, sweep_dead_segments
 
 
 @dataclass(slots=True)
@@ -170,7 +170,7 @@ def _publish(config: RunConfig, model_path: Path) -> tuple[Any, Any]:
     import torch
 
     from titan_rl.weights.checkpoint import publish_checkpoint
-    from titan_rl.weights.shared_memory import SharedMemoryPublisher
+    from titan_rl.weights.transports.shared_memory import SharedMemoryPublisher
 
     publisher = SharedMemoryPublisher(channel="policy", owner_pid=os.getpid(), rank=0, group=None, max_live=1)
     dtype = getattr(torch, config.generator.dtype)

@@ -20,7 +20,7 @@ from titan_rl.config import RunConfig
 from titan_rl.controller.faults import FaultBoard
 from titan_rl.launch.placement import detect_host, plan
 from titan_rl.launch.process import prepare_controller
-from titan_rl.policy.tiny import make_tiny_policy
+from titan_rl.policy.models.tiny import make_tiny_policy
 
 if TYPE_CHECKING:
     from titan_rl.controller.system import System

@@ -19,15 +19,15 @@ from pathlib import Path
 
 import numpy as np
 
+from titan_rl.chat.renderer import Renderer
 from titan_rl.config import RunConfig
 from titan_rl.errors import AbsentError, ConfigError, TaskError
 from titan_rl.launch.checks import Problem, Severity
 from titan_rl.launch.session import model_directory
-from titan_rl.observability.one_line import one_line
-from titan_rl.rollout.environment_process import EnvironmentProcess
-from titan_rl.rollout.environment_wire import LONGEST_SHOWN, Call, CallKind, TaskCheck, TaskInfo
+from titan_rl.one_line import one_line
 from titan_rl.rollout.group_runner import GroupRunner
-from titan_rl.rollout.renderer import Renderer
+from titan_rl.sandbox.environment_process import EnvironmentProcess
+from titan_rl.sandbox.environment_wire import LONGEST_SHOWN, Call, CallKind, TaskCheck, TaskInfo
 from titan_rl.types import (
     Completion,
     FinishReason,

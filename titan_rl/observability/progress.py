@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from titan_rl.observability.one_line import one_line
+from titan_rl.one_line import one_line
 
 PLAIN_LINE_SECONDS = 2.0
 """Outside a terminal at most one step line per so many seconds; evaluations are always printed."""

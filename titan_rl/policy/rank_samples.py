@@ -18,7 +18,7 @@ from titan_rl.policy.packing import PackingPlan
 from titan_rl.types import TrainingSample
 
 if TYPE_CHECKING:
-    from titan_rl.policy.model import Policy
+    from titan_rl.policy.models.model import Policy
 
 
 class RankSamples:

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from titan_rl.errors import TrainingError, WeightsError
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.microbatch import MicroBatch
-from titan_rl.policy.model import Policy, build_policy
-from titan_rl.policy.qwen3 import LM_HEAD
-from titan_rl.policy.sharding import local_box
+from titan_rl.policy.models.model import Policy, build_policy
+from titan_rl.policy.models.qwen3 import LM_HEAD
+from titan_rl.policy.models.sharding import local_box
 from titan_rl.policy.token_scores import token_scores
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Publication

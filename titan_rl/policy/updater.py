@@ -31,19 +31,19 @@ from torch import Tensor
 from titan_rl.data_plane.fetch import SampleSource, SharedMemorySource
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import ConfigError, TrainingError
-from titan_rl.policy.checkpoint import load_weights, write_checkpoint
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.logprob_alarm import judge
 from titan_rl.policy.losses import PolicyLoss, TrainedTokens, build_loss
 from titan_rl.policy.losses.reference_kl import kl_penalty
 from titan_rl.policy.microbatch import MicroBatch, pack
+from titan_rl.policy.models.checkpoint import load_weights, write_checkpoint
+from titan_rl.policy.models.qwen3 import read_shape
+from titan_rl.policy.models.sharding import local_box
+from titan_rl.policy.models.titan_adaptation import choose_device
 from titan_rl.policy.packing import PackingPlan, plan_packing
-from titan_rl.policy.qwen3 import read_shape
 from titan_rl.policy.rank_samples import RankSamples
-from titan_rl.policy.sharding import local_box
 from titan_rl.policy.state_digest import digest_of
 from titan_rl.policy.step_metrics import StepMetrics
-from titan_rl.policy.titan_adaptation import choose_device
 from titan_rl.policy.token_scores import token_scores
 from titan_rl.process_group import join_world
 from titan_rl.types import PolicyVersion
@@ -102,7 +102,7 @@ class PolicyUpdater:
         self._device = _join_ranks(config.ranks, device)
         choose_device(device)
         # Only now: these import torchtitan, whose modules copy the device when they are imported.
-        from titan_rl.policy.model import build_policy
+        from titan_rl.policy.models.model import build_policy
         from titan_rl.policy.optimizer import PolicyOptimizer
         from titan_rl.policy.reference import ReferencePolicy
 

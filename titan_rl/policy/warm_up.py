@@ -18,7 +18,7 @@ from torch import Tensor
 from titan_rl.errors import TrainingError
 from titan_rl.policy.config import OptimizerConfig, WarmupConfig
 from titan_rl.policy.microbatch import MicroBatch
-from titan_rl.policy.model import Policy
+from titan_rl.policy.models.model import Policy
 from titan_rl.policy.optimizer import PolicyOptimizer
 from titan_rl.policy.token_scores import token_scores
 

@@ -17,20 +17,20 @@ from dataclasses import replace
 
 import numpy as np
 
+from titan_rl.chat.renderer import Renderer, make_renderer
+from titan_rl.environments.rubric import LARGEST_REWARD
 from titan_rl.errors import ConfigError, GeneratorFailed, TaskError, TitanError
 from titan_rl.importing import import_name
 from titan_rl.rollout.advantages import group_advantages
 from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig
-from titan_rl.rollout.environment_process import EnvironmentProcess
-from titan_rl.rollout.environment_wire import Asked, Call, CallKind, EnvironmentSetup, TaskInfo
 from titan_rl.rollout.programs import Programs
-from titan_rl.rollout.renderer import Renderer, make_renderer
 from titan_rl.rollout.result import GroupResult, Rollout
 from titan_rl.rollout.rollouter import Generate, Rollouter
-from titan_rl.rollout.rubric import LARGEST_REWARD
 from titan_rl.rollout.samples import demonstration_sample, training_samples
 from titan_rl.rollout.session import Sessions
 from titan_rl.rollout.world import World
+from titan_rl.sandbox.environment_process import EnvironmentProcess
+from titan_rl.sandbox.environment_wire import Asked, Call, CallKind, EnvironmentSetup, TaskInfo
 from titan_rl.types import GroupRequest, Purpose, TrainingSample
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ import logging
 from collections.abc import Callable
 
 from titan_rl.errors import GeneratorFailed, TaskError
-from titan_rl.rollout.environment_wire import EnvironmentSetup
-from titan_rl.rollout.play_process import PlayProcess
 from titan_rl.rollout.session import SessionRecord, SessionRequest, Sessions
+from titan_rl.sandbox.environment_wire import EnvironmentSetup
+from titan_rl.sandbox.play_process import PlayProcess
 from titan_rl.types import Endpoint
 
 Keep = Callable[[SessionRecord], None]

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from titan_rl.data_plane.refs import SampleRef
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.observability.one_line import one_line
-from titan_rl.rollout.environment_wire import LONGEST_SHOWN
+from titan_rl.one_line import one_line
 from titan_rl.rollout.result import GroupResult, Rollout
+from titan_rl.sandbox.environment_wire import LONGEST_SHOWN
 from titan_rl.types import NO_VERSION, GroupRequest, Message, Purpose
 
 LONGEST_ERROR = 600

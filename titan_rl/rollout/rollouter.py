@@ -23,8 +23,8 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 
+from titan_rl.chat.renderer import Renderer
 from titan_rl.errors import RequestError, TaskError
-from titan_rl.rollout.renderer import Renderer
 from titan_rl.rollout.result import Played, Rollout
 from titan_rl.rollout.session import SessionRequest
 from titan_rl.rollout.token_graph import TokenGraph

@@ -20,7 +20,7 @@ from itertools import groupby
 
 import numpy as np
 
-from titan_rl.rollout.renderer import Renderer
+from titan_rl.chat.renderer import Renderer
 from titan_rl.rollout.result import Rollout
 from titan_rl.rollout.token_graph import TokenGraph
 from titan_rl.types import NO_VERSION, Completion, FinishReason, Message, ToolSpec, TrainingSample

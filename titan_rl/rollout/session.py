@@ -21,10 +21,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from titan_rl.chat.renderer import Renderer
 from titan_rl.errors import SessionOver, TaskError
 from titan_rl.generation.engine import validate_request
 from titan_rl.rollout.conversations import Conversations, Place, Said
-from titan_rl.rollout.renderer import Renderer
 from titan_rl.seeding import request_seed
 from titan_rl.types import (
     Completion,

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from titan_rl.environments.base import EnvironmentReply
+from titan_rl.environments.rubric import Score
 from titan_rl.errors import TaskError
-from titan_rl.rollout.environment_process import EnvironmentProcess
-from titan_rl.rollout.environment_wire import Call, CallKind, Conversation
 from titan_rl.rollout.programs import Programs
 from titan_rl.rollout.result import Played
-from titan_rl.rollout.rubric import Score
 from titan_rl.rollout.session import SessionRecord, SessionRequest
+from titan_rl.sandbox.environment_process import EnvironmentProcess
+from titan_rl.sandbox.environment_wire import Call, CallKind, Conversation
 from titan_rl.types import FinishReason, Message, Purpose, ToolSpec
 
 

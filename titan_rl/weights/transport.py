@@ -77,7 +77,7 @@ def make_publisher(
     transfer_dtype = None if config.transfer_dtype == "same" else getattr(torch, config.transfer_dtype)
     match config.transport:
         case "shared_memory":
-            from titan_rl.weights.shared_memory import SharedMemoryPublisher
+            from titan_rl.weights.transports.shared_memory import SharedMemoryPublisher
 
             return SharedMemoryPublisher(
                 channel=channel,
@@ -89,7 +89,7 @@ def make_publisher(
                 delta=config.delta,
             )
         case "filesystem":
-            from titan_rl.weights.filesystem import FilesystemPublisher
+            from titan_rl.weights.transports.filesystem import FilesystemPublisher
 
             return FilesystemPublisher(
                 channel=channel,
@@ -101,7 +101,7 @@ def make_publisher(
                 delta=config.delta,
             )
         case "rdma":
-            from titan_rl.weights.rdma import RdmaPublisher
+            from titan_rl.weights.transports.rdma import RdmaPublisher
 
             return RdmaPublisher(
                 channel=channel,
@@ -123,14 +123,14 @@ def make_reader(publication: Publication) -> WeightReader:
     """A reader of publications of this one's scheme; for `rdma:` an actor's context must be current."""
     match scheme(publication):
         case "file":
-            from titan_rl.weights.filesystem import FilesystemReader
+            from titan_rl.weights.transports.filesystem import FilesystemReader
 
             return FilesystemReader()
         case "rdma":
-            from titan_rl.weights.rdma import RdmaReader
+            from titan_rl.weights.transports.rdma import RdmaReader
 
             return RdmaReader()
         case _:
-            from titan_rl.weights.shared_memory import SharedMemoryReader
+            from titan_rl.weights.transports.shared_memory import SharedMemoryReader
 
             return SharedMemoryReader()

@@ -1,0 +1,179 @@
+"""Chat formats, by the `renderers` library.
+
+What holds for every renderer is said in `renderer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from titan_rl.chat.tokenizer_files import PlainTokenizer, read_json, transformers_tokenizer
+from titan_rl.errors import ConfigError, TaskError
+from titan_rl.types import FinishReason, Message, ToolCall, ToolSpec
+
+CHAT_RENDERERS = {"qwen3": "qwen3"}
+"""`model_type` of a checkpoint → renderer of the `renderers` library; others run the tokenizer's chat template."""
+
+
+class ChatRenderer:
+    """Chat formats of the `renderers` library, with its next-turn bridge.
+
+    Args:
+        model_path: Hugging Face directory.
+        name: renderer of that library, or "chat": by the checkpoint's model type.
+        settings: of that renderer, such as `enable_thinking`.
+
+    Raises:
+        ConfigError: the library is not installed, or does not know the name or a setting.
+    """
+
+    def __init__(self, model_path: str | Path, name: str = "chat", settings: Mapping[str, Any] | None = None):
+        try:
+            import renderers
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"rollout.renderer {name!r} needs the package `renderers` ({error}): install it with `pip install "
+                "renderers`, or use a tokenizer of single symbols with rollout.renderer 'symbols'"
+            ) from error
+        if name == "chat":
+            name = CHAT_RENDERERS.get(read_json(Path(model_path) / "config.json").get("model_type", ""), "default")
+        values = dict(settings or {})
+        if name in CHAT_RENDERERS.values():
+            # keep earlier thinking when a user speaks again: what was sampled stays in front of the policy as it was
+            values.setdefault("thinking_retention", "all")
+        try:
+            default = renderers.config_from_name(name)
+            config = type(default)(**{**values, "name": name})
+        except (ValueError, KeyError) as error:
+            raise ConfigError(f"rollout.renderer {name!r} with rollout.renderer_kwargs {values}: {error}") from error
+        tokenizer = transformers_tokenizer(model_path) if name == "default" else PlainTokenizer(model_path)
+        self._tokenizer = tokenizer
+        self._renderer = renderers.create_renderer(tokenizer, config)
+        self.vocab_size = len(tokenizer)
+        self.longest_token = max(map(len, tokenizer.get_vocab()))  # of byte-level ones in bytes, never less
+        self.stop_token_ids = tuple(self._renderer.get_stop_token_ids())
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        return self._render(messages, tools, add_generation_prompt=True)
+
+    def extend(
+        self,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int]:
+        before = [*prompt, *completion]
+        with _writing():
+            rendered = self._renderer.bridge_to_next_turn(
+                list(prompt), list(completion), _as_dicts(messages), tools=_declared(tools)
+            )
+        if rendered is None or rendered.token_ids[: len(before)] != before:
+            raise TaskError(
+                f"this chat format cannot be extended by messages of {', '.join(message.role for message in messages)} "
+                "without rendering again what the policy sampled"
+            )
+        return list(rendered.token_ids[len(before) :])
+
+    def parse(
+        self,
+        completion: Sequence[int],
+        finish_reason: FinishReason,
+        prompt: Iterable[int] = (),
+        tools: Sequence[ToolSpec] = (),
+    ) -> Message:
+        parsed = self._renderer.parse_response(
+            list(completion), tools=_declared(tools), prompt_ids=[int(token_id) for token_id in prompt]
+        )
+        calls = tuple(map(_tool_call, parsed.tool_calls))
+        content = parsed.content if tools else parsed.content + "".join(call.raw for call in parsed.tool_calls)
+        return Message("assistant", content, calls if tools else (), reasoning=parsed.reasoning_content or "")
+
+    def say(self, message: Message) -> list[int]:
+        if not (message.tool_calls or message.reasoning):
+            return [*self.encode(message.content), self.stop_token_ids[0]]
+        asked = Message("user", "")  # whatever was asked: a turn is what a conversation gains by it
+        before = self.render([asked])
+        after = self._render([asked, message], (), add_generation_prompt=False)
+        said = after[len(before) :]
+        end = next((place for place, token_id in enumerate(said) if token_id in self.stop_token_ids), -1)
+        said = said[: end + 1]
+        tools = [ToolSpec(call.name, "", {}) for call in message.tool_calls]
+        if after[: len(before)] != before or self.parse(said, FinishReason.STOP, before, tools) != message:
+            raise TaskError(
+                "this chat format does not write a finished turn with tool calls or reasoning as the policy would say "
+                "it: it cannot be demonstrated"
+            )
+        return said
+
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, add_generation_prompt: bool
+    ) -> list[int]:
+        with _writing():
+            return list(
+                self._renderer.render_ids(
+                    _as_dicts(messages), tools=_declared(tools), add_generation_prompt=add_generation_prompt
+                )
+            )
+
+    def encode(self, text: str) -> list[int]:
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise TaskError(f"the text is not valid Unicode ({error.reason}) at {error.start}") from error
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # a chat template raises whatever it likes about messages that it does not take
+        raise TaskError(f"this chat format cannot write the messages: {type(error).__name__}: {error}") from error
+
+
+def _as_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """As chat templates expect them: the arguments of calls as objects, and nothing that is not there."""
+    return [
+        _present(
+            role=message.role,
+            name=message.name,
+            tool_call_id=message.tool_call_id,
+            reasoning_content=message.reasoning,
+            tool_calls=[
+                _present(id=call.id, type="function", function={"name": call.name, "arguments": dict(call.arguments)})
+                for call in message.tool_calls
+                if not call.problem
+            ],
+        )
+        # a call that could not be read stands where the policy wrote it
+        | {"content": message.content + "".join(call.raw for call in message.tool_calls)}
+        for message in messages
+    ]
+
+
+def _present(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value}
+
+
+def _declared(tools: Sequence[ToolSpec]) -> list[dict[str, Any]] | None:
+    return [tool._asdict() for tool in tools] or None
+
+
+def _tool_call(parsed: Any) -> ToolCall:
+    """One attempt of the policy, as the `renderers` library read it (`ParsedToolCall`)."""
+    name, arguments, problem = parsed.name or "", parsed.arguments, ""
+    if parsed.status != "ok":
+        problem = f"the tool call could not be read ({parsed.status.replace('_', ' ')}): {parsed.raw}"
+    elif not isinstance(arguments, dict):
+        problem = f"the arguments of {name} must be a JSON object: {parsed.raw}"
+    if problem:
+        return ToolCall(name, {}, problem, parsed.raw)
+    return ToolCall(name, arguments, id=parsed.id or "")

@@ -1,0 +1,127 @@
+"""Tokenizers of one token per symbol: no template, and a tool is called by a symbol of its own.
+
+What holds for every renderer is said in `renderer`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from titan_rl.chat.tokenizer_files import load_tokenizer, read_stop_token_ids
+from titan_rl.errors import TaskError
+from titan_rl.types import FinishReason, Message, ToolCall, ToolSpec
+
+CALL, CALL_END, RESULT, RESULT_END = "<tool>", "</tool>", "<result>", "</result>"
+"""Symbols by which tokenizers without a chat template call tools."""
+
+SHOWN = 40
+"""Characters of a text that an error shows before and after what is wrong."""
+
+_CALL = re.compile("<tool>((?:(?!</?tool>).)*)</tool>", re.DOTALL)
+
+
+class SymbolRenderer:
+    """Tokenizers of one token per symbol, without a chat template: messages are put one after the other.
+
+    A special token such as `<tool>` is one symbol: the longest match wins.
+
+    Where the tokenizer has the symbols `<tool>` and `</tool>`, a call of the task's only tool is its only argument
+    between them, and ends the turn: `</tool>` is a stop token. Where it has `<result>` and `</result>`, the answer of a
+    tool stands between those.
+
+    Args:
+        model_path: directory with tokenizer.json, and the stop token's name in tokenizer_config.json or its id in
+            generation_config.json or config.json.
+    """
+
+    def __init__(self, model_path: str | Path):
+        tokenizer = load_tokenizer(model_path)
+        self._ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+        self._tokens = {token_id: token for token, token_id in self._ids.items()}
+        self.vocab_size = max(self._tokens) + 1
+        self.stop_token_ids = read_stop_token_ids(Path(model_path), self._ids)
+        self._call_end: int | None = None
+        if {CALL, CALL_END} <= self._ids.keys():
+            self._call_end = self._ids[CALL_END]
+            self.stop_token_ids = (*self.stop_token_ids, self._call_end)
+        self._marks_results = {RESULT, RESULT_END} <= self._ids.keys()
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self.longest_token = len(longest_first[0])
+        self._symbol = re.compile("|".join(map(re.escape, longest_first)) + "|(.)", re.DOTALL)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        if tools:
+            self._only_argument(tools)  # is not shown to the policy, which has one way to call anything
+        return [token_id for message in messages for token_id in self.encode(self._text_of(message))]
+
+    def extend(
+        self,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int]:
+        return self.render(messages, tools)
+
+    def parse(
+        self,
+        completion: Sequence[int],
+        finish_reason: FinishReason,
+        prompt: Iterable[int] = (),
+        tools: Sequence[ToolSpec] = (),
+    ) -> Message:
+        ended_by_call = finish_reason is FinishReason.STOP and completion[-1] == self._call_end
+        kept = ended_by_call or finish_reason is not FinishReason.STOP
+        text = self.decode(completion if kept else completion[:-1])
+        if not tools:
+            return Message("assistant", text)
+        name, argument = self._only_argument(tools)
+        calls = [ToolCall(name, {argument: value}) for value in _CALL.findall(text)]
+        content = _CALL.sub("", text)
+        if content.endswith(CALL_END):
+            calls.append(ToolCall(name, {}, f"there is no {CALL} before {CALL_END}"))
+        return Message("assistant", content, tuple(calls))
+
+    def say(self, message: Message) -> list[int]:
+        token_ids = self.encode(self._text_of(message))
+        return token_ids if message.tool_calls else [*token_ids, self.stop_token_ids[0]]
+
+    def _only_argument(self, tools: Sequence[ToolSpec]) -> tuple[str, str]:
+        """Names of the only tool and of its only argument."""
+        if self._call_end is None:
+            raise TaskError(f"this tokenizer has no symbols {CALL} and {CALL_END} to call tools with")
+        arguments = tools[0].parameters.get("properties", {})
+        if len(tools) != 1 or not isinstance(arguments, Mapping) or len(arguments) != 1:
+            raise TaskError(
+                f"a tokenizer of symbols can call one tool with one argument, as {CALL}argument{CALL_END}, not "
+                f"{', '.join(tool.name for tool in tools)}"
+            )
+        return tools[0].name, next(iter(arguments))
+
+    def _text_of(self, message: Message) -> str:
+        if message.role == "tool" and self._marks_results:
+            return f"{RESULT}{message.content}{RESULT_END}"
+        return message.content + "".join(map(_written, message.tool_calls))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        # an id outside the vocabulary (padded embeddings) is shown as one symbol that no answer contains
+        return "".join([self._tokens.get(token_id, "<unknown>") for token_id in token_ids])
+
+    def encode(self, text: str) -> list[int]:
+        ids = []
+        for match in self._symbol.finditer(text):
+            if match[1] is not None:
+                near = text[max(0, match.start() - SHOWN) : match.start() + SHOWN]
+                raise TaskError(f"the tokenizer has no symbol {match[1]!r}, in {near!r}")
+            ids.append(self._ids[match[0]])
+        return ids
+
+
+def _written(call: ToolCall) -> str:
+    if call.problem:
+        return call.raw
+    if len(call.arguments) != 1:
+        raise TaskError(f"a tokenizer of symbols writes a call with one argument, not {call.name}({call.arguments})")
+    return f"{CALL}{next(iter(call.arguments.values()))}{CALL_END}"

@@ -1,0 +1,189 @@
+"""What a client may already read of a completion that is still being sampled.
+
+Always true: the deltas and the `rest` are the content of the complete answer, character by character. So nothing is
+given out that later tokens might change:
+
+- half a character (the bytes so far decode to U+FFFD), or what may become the beginning of a stop text;
+- in a chat, what may become the beginning of a call or of thinking, and white space, which a chat format may strip at
+  the end. From the first such mark on everything waits for the end, when the renderer has read the whole turn.
+
+    tokens  "Hi ", "<too", "l_call>{…"    stop text "!"
+    deltas  "Hi",  "",     "",            rest: " …", or nothing when the call is read as one
+
+Each token costs the decoding of a few, however long the completion is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from titan_rl.gateway.openai.errors import ApiError
+
+HALF = "\ufffd"
+"""What bytes that are no character (yet) decode to."""
+
+LONGEST_MARK = 80
+"""Characters of a mark such as `<tool_call>`; what is longer is text."""
+
+_THINK = r"</?(?:think|thinking|reasoning)>"
+_CALL = r"<[^<>\s]{0,80}(?:tool|call|func|invoke|arg|think|\||｜)[^<>\s]{0,80}>|\[/?[A-Z]+(?:_[A-Z]+)+\]"
+_MARK = re.compile(f"(?P<think>{_THINK})|{_CALL}", re.IGNORECASE)
+_MARK_BEGINS = re.compile(rf"(?:<[^<>\s]{{0,{LONGEST_MARK}}}|\[/?[A-Za-z_]{{0,{LONGEST_MARK}}})\Z")
+
+READ_EACH = 256
+"""Up to so many tokens a turn without content so far is read again at each piece; a longer one when it has grown by a
+sixteenth, or when a mark was closed."""
+
+
+class TextSoFar:
+    """The text of tokens as they come."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._tokens: list[int] = []
+        self._context = 0  # the first token that is decoded again, so that the next ones are not at a text's beginning
+        self._done = 0  # tokens whose text is sure
+        self.sure = ""
+        """What later tokens cannot change."""
+
+    @property
+    def tokens(self) -> list[int]:
+        return self._tokens
+
+    def whole(self) -> str:
+        """With what is not sure yet."""
+        return (
+            self.sure
+            + self._decode(self._tokens[self._context :])[len(self._decode(self._tokens[self._context : self._done])) :]
+        )
+
+    def add(self, tokens: Iterable[int]) -> None:
+        self._tokens += tokens
+        known = self._decode(self._tokens[self._context : self._done])
+        text = self._decode(self._tokens[self._context :])
+        if text.endswith(HALF) or len(text) <= len(known):
+            return
+        self.sure += text[len(known) :]
+        self._context, self._done = self._done, len(self._tokens)
+
+
+class TextDeltas:
+    """The deltas of one choice."""
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        stops: Sequence[str] = (),
+        content: Callable[[Sequence[int]], str] | None = None,
+        calls: bool = False,
+    ) -> None:
+        """
+        Args:
+            decode: text of tokens.
+            stops: texts that end the completion.
+            content: of a chat: what is content in a turn of these tokens that was cut off here. None: all text is.
+            calls: whether the policy may call tools, in some formats by a turn that is nothing but JSON.
+        """
+        self._text = TextSoFar(decode)
+        self._stops = stops
+        self._content = content
+        self._calls = calls
+        self._given: list[str] = []
+        self._begin: int | None = None if content is not None else 0  # where in the text the content begins
+        self._at = 0  # up to where it was given out; with `_begin`
+        self._searched = 0  # for stop texts
+        self._scanned = 0  # for marks
+        self._mark: int | None = None  # nothing from here on is given out before the end
+        self._read_at = 0  # tokens, when the turn was read last
+        self.ended = False
+        """A stop text was found: what is sampled from here on is not part of the answer."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """All that were added."""
+        return self._text.tokens
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """Tokens were sampled; no stop token is among them. Returns what may be read now, perhaps nothing."""
+        if self.ended:
+            return ""
+        before = len(self._text.sure)
+        self._text.add(tokens)
+        text = self._text.sure
+        limit = self._limit(text)
+        if self._content is None:
+            return self._give(text, limit)
+        begin = self._begin
+        if begin is None:
+            begin = self._find_begin(text, closes_a_mark=any(end in text[before:] for end in ">]"))
+        limit = min(limit, self._first_mark(text, begin))
+        if begin is None:
+            return ""
+        limit = begin + len(text[begin:limit].rstrip())
+        if limit <= begin or (self._calls and text[begin] in "{["):
+            return ""
+        if self._begin is None:  # for good: what was given out is not taken back
+            self._begin = self._at = begin
+        return self._give(text, limit)
+
+    def rest(self, content: str) -> str:
+        """What is still to be read of the complete answer's content.
+
+        Raises:
+            ApiError: what was given out is not its beginning; the chat format is one that this class knows too little
+                of.
+        """
+        given = "".join(self._given)
+        if not content.startswith(given):
+            raise ApiError(500, "the complete turn reads otherwise than what was streamed of it", code="internal_error")
+        return content[len(given) :]
+
+    def _give(self, text: str, limit: int) -> str:
+        if limit <= self._at:
+            return ""
+        delta = text[self._at : limit]
+        self._at = limit
+        self._given.append(delta)
+        return delta
+
+    def _limit(self, text: str) -> int:
+        """Up to where no stop text begins, or may begin."""
+        limit = len(text)
+        for stop in self._stops:
+            found = text.find(stop, max(0, self._searched - len(stop)))
+            if found >= 0:
+                self.ended = True
+                limit = min(limit, found)
+            for length in range(min(len(stop) - 1, len(text)), 0, -1):
+                if text.endswith(stop[:length]):
+                    limit = min(limit, len(text) - length)
+                    break
+        self._searched = len(text)
+        return limit
+
+    def _find_begin(self, text: str, *, closes_a_mark: bool) -> int | None:
+        """Where the content begins, as the renderer reads the turn so far."""
+        assert self._content is not None
+        count = len(self._text.tokens)
+        if count > READ_EACH and count < self._read_at * 17 // 16 and not closes_a_mark:
+            return None
+        self._read_at = count
+        whole = self._text.whole()
+        said = self._content(self._text.tokens).rstrip()
+        begin = len(whole.rstrip()) - len(said)
+        return begin if said and begin < len(text) and whole.rstrip().endswith(said) else None
+
+    def _first_mark(self, text: str, begin: int | None) -> int:
+        """Up to where no mark begins, or may begin; thinking before the content is none."""
+        if self._mark is None:
+            for mark in _MARK.finditer(text, self._scanned):
+                if mark["think"] is None or (begin is not None and mark.start() >= begin):
+                    self._mark = mark.start()
+                    return self._mark
+        if self._mark is not None:
+            return self._mark
+        begins = _MARK_BEGINS.search(text, max(0, len(text) - LONGEST_MARK - 2))
+        self._scanned = len(text) if begins is None else begins.start()
+        return self._scanned

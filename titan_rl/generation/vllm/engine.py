@@ -1,0 +1,346 @@
+"""One tensor-parallel rank of vLLM as an `Engine`.
+
+vLLM's LLMEngine is built and configured as usual; requests then go straight to its engine core, and what each step
+sampled is collected here: two list appends per token, arrays at the finish. LLMEngine's own output objects would
+cost more per token, and lose the tokens so far on abort unless they are built at every step.
+
+Every rank runs this with the same calls in the same order; vLLM's scheduler is deterministic, so the ranks stay in
+step without a word between them apart from the model's own collectives. Request ids are the caller's on all ranks.
+
+Needs the environment of `environment.generator_environment`. Run on CPU; the arguments for CUDA were never run.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm import EngineArgs, LLMEngine
+from vllm import SamplingParams as VllmSamplingParams
+from vllm.inputs.engine import tokens_input
+from vllm.v1.engine import EngineCoreOutput
+
+from titan_rl.errors import GeneratorFailed
+from titan_rl.generation.config import GeneratorConfig, refuse_more_ranks
+from titan_rl.generation.engine import COUNTERS, StepOutput, validate_request
+from titan_rl.generation.environment import check_environment
+from titan_rl.generation.vllm import adaptation, deterministic, linear, weights
+from titan_rl.process_group import RENDEZVOUS, join_world
+from titan_rl.types import NO_VERSION, Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
+from titan_rl.weights.shards import TensorShard
+
+_FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+_SLEEP_LEVEL = 1
+"""vLLM keeps the weights in host memory and discards the KV cache."""
+
+
+class _Running:
+    """What was sampled for one request so far."""
+
+    __slots__ = (
+        "request_id",
+        "prompt_length",
+        "stream_from",
+        "added_at",
+        "first_at",
+        "cached",
+        "tokens",
+        "logprobs",
+        "spans",
+        "handed_out",
+    )
+
+    def __init__(self, request: GenerationRequest, now: float) -> None:
+        self.request_id = request.request_id
+        self.prompt_length = len(request.prompt_token_ids)
+        self.stream_from = request.stream_from
+        self.added_at = now
+        self.first_at = 0.0
+        self.cached = 0
+        self.tokens: list[int] = []
+        self.logprobs: list[np.float32] = []
+        self.spans: list[tuple[int, int]] = []  # (encoded version, index of its first token)
+        self.handed_out = 0
+
+    def versions(self, start: int) -> np.ndarray:
+        """Of the tokens from `start` on; [T] int64."""
+        versions = np.empty(len(self.tokens) - start, dtype=np.int64)
+        for version, first in self.spans:
+            versions[max(first - start, 0) :] = version
+        return versions
+
+    def piece(self) -> Piece:
+        """What was not handed out yet."""
+        start, self.handed_out = self.handed_out, len(self.tokens)
+        return Piece(
+            request_id=self.request_id,
+            offset=self.stream_from + start,
+            token_ids=np.array(self.tokens[start:], dtype=np.int32),
+            logprobs=np.array(self.logprobs[start:], dtype=np.float32),
+            versions=self.versions(start),
+        )
+
+    def complete(self, reason: FinishReason, now: float) -> Completion:
+        metrics = {
+            "seconds_in_engine": now - self.added_at,
+            "prompt_tokens": float(self.prompt_length),
+            "cached_tokens": float(self.cached),
+        }
+        if self.tokens:
+            metrics["seconds_to_first_token"] = self.first_at - self.added_at
+        return Completion(
+            request_id=self.request_id,
+            token_ids=np.array(self.tokens, dtype=np.int32),
+            logprobs=np.array(self.logprobs, dtype=np.float32),
+            versions=self.versions(0),
+            finish_reason=reason,
+            metrics=metrics,
+        )
+
+
+def engine_arguments(config: GeneratorConfig, model_path: Path, device: str) -> dict[str, Any]:
+    """What EngineArgs are built from.
+
+    CPU and CUDA differ in memory, compilation and chunking only. On CPU a chunked prompt would kill the engine,
+    because every request is seeded and the CPU's random generators have no offset. The CUDA side was never run.
+    """
+    by_device: dict[str, dict[str, Any]] = {
+        "cpu": {
+            "kv_cache_memory_bytes": config.kv_cache_bytes,
+            "enforce_eager": True,
+            "enable_chunked_prefill": False,
+        },
+        "cuda": {
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "enable_sleep_mode": True,
+        },
+    }
+    return {
+        "model": str(model_path),
+        "dtype": config.dtype,
+        "tensor_parallel_size": config.tensor_parallel,
+        "distributed_executor_backend": "external_launcher",
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "block_size": config.block_size,
+        "enable_prefix_caching": config.prefix_caching,
+        "logprobs_mode": "processed_logprobs",
+        "async_scheduling": False,  # a step's tokens come back from that step: versions and lockstep rely on it
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "seed": 0,
+        **by_device[device],
+    }
+
+
+class VllmEngine:
+    """See `engine.Engine`. Build and use it in one thread.
+
+    Args:
+        config: of the generator.
+        model_path: checkpoint directory in Hugging Face format; gives the architecture and the first weights.
+        device: "cpu" or "cuda".
+        clock: seconds, for metrics.
+
+    Raises:
+        ConfigError: the process's environment is not that of a generator, `config.linear` names nothing, or
+            `config.deterministic` cannot be kept on this CPU.
+    """
+
+    def __init__(
+        self,
+        config: GeneratorConfig,
+        model_path: str | Path,
+        device: str = "cpu",
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        check_environment(device, tensor_parallel=config.tensor_parallel, deterministic=config.deterministic)
+        self._config = config
+        self._device = device
+        self._clock = clock
+        self._rank = int(os.environ["RANK"])
+        self._linears: linear.Linears | None = None  # on CPU
+        if device == "cpu":
+            if config.deterministic:
+                refuse_more_ranks(config.tensor_parallel)
+            products = linear.DETERMINISTIC if config.deterministic else config.linear
+            self._linears = linear.adapt_linear(products)
+            deterministic.adapt_attention(config.deterministic)
+            adaptation.adapt_kernel_search()
+            adaptation.adapt_group_names()
+        adaptation.adapt_progress_bars()
+        join_world("gloo" if device == "cpu" else "nccl")  # vLLM would listen on a port
+        if config.tensor_parallel > 1:
+            # A rank that is killed leaves its socket; there it goes with the run.
+            os.environ["VLLM_RPC_BASE_PATH"] = str(Path(os.environ[RENDEZVOUS]).parent)
+        arguments = EngineArgs(**engine_arguments(config, Path(model_path), device))
+        self._engine: LLMEngine | None = LLMEngine.from_engine_args(arguments)
+        self._core = self._engine.engine_core
+        self._tasks = self._engine.get_supported_tasks()
+        self._vocab_size = self._engine.model_config.get_vocab_size()
+        self._running: dict[str, _Running] = {}
+        self._streaming: dict[str, _Running] = {}  # of those
+        self._asleep = False
+        self._counters = dict.fromkeys(COUNTERS, 0.0)
+        self._core.set_weight_version(str(NO_VERSION))
+        if config.deterministic and device == "cpu":
+            deterministic.check_rows(self.model)
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """vLLM's own engine, for what this class does not do. Not for use while requests run here."""
+        if self._engine is None:
+            raise GeneratorFailed("the engine was closed")
+        return self._engine
+
+    @property
+    def model(self) -> Any:
+        """What this rank's worker computes with."""
+        return self.llm_engine.model_executor.driver_worker.get_model()
+
+    def validate(self, request: GenerationRequest) -> None:
+        validate_request(request, max_model_len=self._config.max_model_len, vocab_size=self._vocab_size)
+
+    def add(self, request: GenerationRequest) -> None:
+        sampling = request.sampling
+        params = VllmSamplingParams(
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_token_ids=list(sampling.stop_token_ids),
+            min_tokens=sampling.min_new_tokens,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            seed=request.seed,
+            logprobs=0,
+            ignore_eos=True,
+            detokenize=False,
+            skip_clone=True,
+        )
+        core_request = self.llm_engine.input_processor.process_inputs(
+            request.request_id, tokens_input(request.prompt_token_ids.tolist()), params, self._tasks
+        )
+        if sampling.min_new_tokens and core_request.sampling_params is not None:
+            # vLLM would also keep back the model's own end of sequence, which stops nothing here.
+            core_request.sampling_params.all_stop_token_ids.intersection_update(sampling.stop_token_ids)
+        # LLMEngine would add a random suffix here, a different one on every rank.
+        core_request.external_req_id = request.request_id
+        self._core.add_request(core_request)
+        running = self._running[request.request_id] = _Running(request, self._clock())
+        if request.streams:
+            self._streaming[request.request_id] = running
+        self._counters["prompt_tokens"] += len(request.prompt_token_ids)
+
+    def abort(self, request_ids: Sequence[str]) -> list[Completion]:
+        aborted = [self._end(request_id) for request_id in request_ids if request_id in self._running]
+        self._core.abort_requests([running.request_id for running in aborted])
+        now = self._clock()
+        return [running.complete(FinishReason.ABORT, now) for running in aborted]
+
+    def step(self) -> StepOutput:
+        outputs = self._core.get_output()
+        now = self._clock()
+        version = int(outputs.weight_version or NO_VERSION)
+        sampled: list[int] = []
+        finished: list[Completion] = []
+        for output in outputs.outputs:
+            running = self._running[output.request_id]
+            tokens = output.new_token_ids
+            if tokens:
+                if not running.tokens:
+                    self._first_token(running, output, now)
+                if not running.spans or running.spans[-1][0] != version:
+                    running.spans.append((version, len(running.tokens)))
+                running.tokens += tokens
+                running.logprobs += _sampled_logprobs(output)
+                sampled += tokens
+            if output.finish_reason is not None:
+                finished.append(self._finish(running, str(output.finish_reason), now))
+        self._counters["steps"] += 1
+        self._counters["sampled_tokens"] += len(sampled)
+        return StepOutput(finished, np.array(sampled, dtype=np.int32))
+
+    def take_pieces(self) -> list[Piece]:
+        return [each.piece() for each in self._streaming.values() if each.handed_out < len(each.tokens)]
+
+    def running(self) -> tuple[str, ...]:
+        return tuple(self._running)
+
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> None:
+        self.model.load_weights(tensors)
+        if self._linears is not None:
+            self._linears.renew(self.model)
+        self._core.set_weight_version(str(version.encode()))
+
+    def served_shards(self) -> Iterator[TensorShard]:
+        # A generator: what goes wrong, goes wrong where all ranks hear of it, while they verify.
+        if self._linears is not None:
+            self._linears.check(self.model)
+        yield from weights.served_shards(self.model, self._rank)
+
+    def drop_cache(self) -> None:
+        if not self._core.reset_prefix_cache(reset_running_requests=True):
+            raise GeneratorFailed("vLLM did not drop its KV cache: tokens of old weights would be reused")
+
+    def sleep(self) -> int:
+        """On CPU vLLM frees nothing, so it is not asked to. On CUDA: never run."""
+        self.drop_cache()
+        if self._device == "cpu" or self._asleep:
+            return 0
+        free_before, _ = torch.cuda.mem_get_info()
+        self.llm_engine.sleep(level=_SLEEP_LEVEL)
+        self._asleep = True
+        return torch.cuda.mem_get_info()[0] - free_before
+
+    def wake(self) -> None:
+        if self._asleep:
+            self.llm_engine.wake_up()
+            self._asleep = False
+
+    def stats(self) -> dict[str, float]:
+        return {**self._counters, "running": float(len(self._running))}
+
+    def close(self) -> None:
+        """Shuts vLLM down, and with it the process groups that it made."""
+        self._core.shutdown()
+        self._engine = None
+
+    def _first_token(self, running: _Running, output: EngineCoreOutput, now: float) -> None:
+        running.first_at = now
+        if output.prefill_stats is not None:
+            running.cached = output.prefill_stats.num_cached_tokens
+            if self._config.prefix_caching:
+                self._counters["prefix_cache_queries"] += running.prompt_length
+                self._counters["prefix_cache_hits"] += running.cached
+
+    def _end(self, request_id: str) -> _Running:
+        self._streaming.pop(request_id, None)
+        return self._running.pop(request_id)
+
+    def _finish(self, running: _Running, reason: str, now: float) -> Completion:
+        if reason not in _FINISH_REASONS:
+            raise GeneratorFailed(f"vLLM ended request {running.request_id!r} with {reason!r}")
+        self._end(running.request_id)
+        self._counters["finished"] += 1
+        return running.complete(_FINISH_REASONS[reason], now)
+
+
+def _sampled_logprobs(output: EngineCoreOutput) -> list[np.float32]:
+    logprobs = output.new_logprobs
+    if logprobs is None:
+        raise GeneratorFailed(f"vLLM gave no logprobs for request {output.request_id!r}")
+    return list(logprobs.logprobs[:, 0])

@@ -1,0 +1,110 @@
+"""Weights from and to a Hugging Face checkpoint directory.
+
+Loading is exact or refused: every tensor of the architecture must be there, in its shape, and nothing else. Saving
+leaves either the complete new directory or what was there before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from titan_rl.errors import ConfigError
+from titan_rl.policy.models.qwen3 import LM_HEAD, Qwen3Shape
+from titan_rl.policy.models.sharding import local_box
+
+if TYPE_CHECKING:
+    from titan_rl.policy.models.model import Policy
+
+_IGNORED_SUFFIX = ".rotary_emb.inv_freq"
+"""Old checkpoints store this buffer; it follows from the config."""
+
+
+def load_weights(policy: Policy, directory: Path) -> None:
+    """Fill this rank's shards from `directory/*.safetensors`, reading only its boxes. Stored dtypes are widened.
+
+    Raises:
+        ConfigError: no weights, or tensors missing, unexpected or of a wrong shape, each named.
+    """
+    files = _tensor_files(directory)
+    _check_names(directory, policy.shape, set(files))
+    tensors = policy.tensors()
+    readers = {file: safe_open(file, framework="pt") for file in sorted(set(files.values()))}
+    with torch.no_grad():
+        for name, shape in policy.shape.tensor_shapes().items():
+            stored = readers[files[name]].get_slice(name)
+            if tuple(stored.get_shape()) != shape:
+                raise ConfigError(
+                    f"{directory}: {name} has shape {tuple(stored.get_shape())}, its config.json asks for {shape}"
+                )
+            box = local_box(name, tensors[name])
+            if box.data.numel():
+                box.data.copy_(stored[box.slices])
+
+
+def _tensor_files(directory: Path) -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as reader:
+            files |= dict.fromkeys(reader.keys(), file)
+    if not files:
+        raise ConfigError(f"{directory} holds no weights: there is no *.safetensors file")
+    return files
+
+
+def _check_names(directory: Path, shape: Qwen3Shape, found: set[str]) -> None:
+    wanted = set(shape.tensor_shapes())
+    if missing := sorted(wanted - found):
+        raise ConfigError(f"{directory}: {len(missing)} tensors are missing: {_some(missing)}")
+    allowed = wanted | ({LM_HEAD} if shape.tied else set())
+    if unexpected := sorted(name for name in found - allowed if not name.endswith(_IGNORED_SUFFIX)):
+        raise ConfigError(f"{directory}: {len(unexpected)} tensors are not part of Qwen3: {_some(unexpected)}")
+
+
+def _some(names: list[str], limit: int = 5) -> str:
+    return ", ".join(names[:limit]) + (", …" if len(names) > limit else "")
+
+
+def write_checkpoint(directory: Path, source: Path, tensors: Mapping[str, Tensor], dtype: str) -> None:
+    """Write `tensors` with the config and tokenizer files of `source` as the checkpoint `directory`.
+
+    Args:
+        directory: replaced as a whole when it exists.
+        source: the checkpoint directory training started from.
+        dtype: of `tensors`, as config.json names it.
+    """
+    directory = directory.absolute()
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        for file in source.iterdir():
+            if file.is_file() and not _holds_weights(file):
+                shutil.copy(file, draft / file.name)
+        config = json.loads((source / "config.json").read_text())
+        config.pop("torch_dtype", None)  # the name of "dtype" before transformers 5; two would be one too many
+        (draft / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
+        save_file(dict(tensors), draft / "model.safetensors", metadata={"format": "pt"})
+        draft.chmod(0o755)
+        if directory.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{directory.name}-old-", dir=directory.parent))
+            os.rename(directory, old / directory.name)
+            os.rename(draft, directory)
+            shutil.rmtree(old)
+        else:
+            os.rename(draft, directory)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _holds_weights(file: Path) -> bool:
+    return file.suffix in (".safetensors", ".bin", ".pt", ".pth") or file.name.endswith(".index.json")

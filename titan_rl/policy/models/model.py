@@ -1,0 +1,202 @@
+"""A Qwen3 checkpoint directory as a torchtitan model, sharded by torchtitan's own parallelise function.
+
+Built on the meta device, then sharded (FSDP2 always, also at one rank: it is what applies the compute dtype; tensor
+parallelism where configured), then filled from safetensors, every rank reading only its own part. With separate q, k
+and v projections every Hugging Face tensor is exactly one torchtitan tensor, so names translate and layouts do not.
+
+Import this module only after `titan_adaptation.choose_device`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.distributed.utils import set_spmd_backend
+from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+from torchtitan.models.common.attention import VarlenAttention
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
+from torchtitan.models.qwen3.parallelize import parallelize_qwen3
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+
+from titan_rl.policy.config import TrainerConfig
+from titan_rl.policy.microbatch import MicroBatch
+from titan_rl.policy.models.document_attention import DocumentAttention, PackedDocuments
+from titan_rl.policy.models.qwen3 import EMBEDDING, LM_HEAD, Qwen3Shape
+from titan_rl.policy.models.titan_adaptation import reduce_gradients_by_plain_sums, share_padding_of_tied_shards
+
+SPMD_BACKEND = "partial_dtensor"
+"""torchtitan's default, spmd_types, fails on two or more ranks of torch 2.13."""
+
+# Weights come from the checkpoint; a tensor it lacks is an error, never a random one.
+_NO_INIT = {"weight": skip_param_init}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The sharded model of this rank. All ranks must call its methods alike: they are collective."""
+
+    module: nn.Module
+    dims: ParallelDims
+    shape: Qwen3Shape
+    adapter: Qwen3StateDictAdapter
+    device: torch.device
+
+    def logits(self, batch: MicroBatch) -> Tensor:
+        """[T, V / tensor_parallel] in the compute dtype: this rank's part of the vocabulary."""
+        documents = PackedDocuments.of(batch.offsets, self.device)
+        logits = self.module(batch.tokens, positions=batch.positions, attention_masks=documents)
+        return (logits.to_local() if isinstance(logits, DTensor) else logits)[0]
+
+    @property
+    def vocab_start(self) -> int:
+        """Token id of the first column of `logits` (the vocabulary is split as by torch.chunk)."""
+        return self.tensor_rank * math.ceil(self.shape.vocab / self.dims.tp)
+
+    @property
+    def tensor_group(self) -> torch.distributed.ProcessGroup | None:
+        return self.dims.get_mesh("tp").get_group() if self.dims.tp_enabled else None
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.dims.get_mesh("tp").get_local_rank() if self.dims.tp_enabled else 0
+
+    @property
+    def data_rank(self) -> int:
+        return self.dims.get_mesh("fsdp").get_local_rank()
+
+    def any_of_tensor_group(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank that computes the same samples. Collective in that group."""
+        if self.tensor_group is None:
+            return flag
+        flags = torch.tensor([flag], dtype=torch.int32, device=self.device)
+        torch.distributed.all_reduce(flags, group=self.tensor_group)
+        return bool(flags.item())
+
+    def tensors(self) -> dict[str, DTensor]:
+        """The live float32 weights by Hugging Face name, detached, sharing storage with the parameters."""
+        return self.adapter.to_hf(self.module.state_dict())
+
+    def reshard(self) -> None:
+        """Free what a forward pass without a backward pass left gathered."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    @property
+    def aliases(self) -> tuple[tuple[str, str], ...]:
+        """`(name, name of the stored tensor)` of tensors that share another's storage."""
+        return ((LM_HEAD, EMBEDDING),) if self.shape.tied else ()
+
+
+def build_policy(
+    shape: Qwen3Shape, config: TrainerConfig, device: torch.device, *, beside: Policy | None = None
+) -> Policy:
+    """The sharded model with empty weights. torch.distributed must be up with `config.ranks` ranks.
+
+    Args:
+        beside: a model of the same parallelism in this process, whose process groups are used. Groups of its own would
+            not do: DTensor takes equal meshes for the same one, so two models' collectives could mix their groups.
+
+    Raises:
+        ConfigError: tensor parallelism that does not divide the model.
+    """
+    shape.check_tensor_parallel(config.tensor_parallel)
+    parallelism = ParallelismConfig(
+        data_parallel_shard_degree=config.data_parallel,
+        tensor_parallel_degree=config.tensor_parallel,
+        # Packed rows have any length; sequence parallelism wants a multiple of the degree.
+        enable_sequence_parallel=False,
+        spmd_backend=SPMD_BACKEND,
+    )
+    set_spmd_backend(SPMD_BACKEND)
+    dims = _build_meshes(parallelism, config.ranks) if beside is None else beside.dims
+    varlen = device.type == "cuda" and config.dtype == "bfloat16"  # the kernel knows no other case
+    model_config = qwen3_model_config(shape, VarlenAttention.Config() if varlen else DocumentAttention.Config())
+    model_config.update_from_config(config=_ParallelismOnly(parallelism=parallelism))
+    with torch.device("meta"):
+        model = model_config.build()
+    parallelize_qwen3(
+        model,
+        parallel_dims=dims,
+        training=TrainingConfig(dtype="float32", mixed_precision_param=config.dtype, mixed_precision_reduce="float32"),
+        parallelism=parallelism,
+        compile_config=CompileConfig(enable=False),
+        ac_config=FullAC.Config() if config.activation_checkpointing else None,
+        dump_folder="",
+    )
+    if device.type == "cpu":
+        reduce_gradients_by_plain_sums(model)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+        share_padding_of_tied_shards(model)
+    model.train()
+    return Policy(
+        module=model, dims=dims, shape=shape, adapter=Qwen3StateDictAdapter(model_config, None), device=device
+    )
+
+
+def _build_meshes(parallelism: ParallelismConfig, ranks: int) -> ParallelDims:
+    dims = ParallelDims.from_config(parallelism, ranks)
+    dims.build_mesh()
+    if dims.tp_enabled:
+        # One collective over both axes: two in sequence may round differently on different ranks, which would give
+        # the ranks different gradient norms and let replicated weights drift apart.
+        dims.get_mesh(["fsdp", "tp"])._flatten()
+    return dims
+
+
+@dataclasses.dataclass
+class _ParallelismOnly:
+    """What `update_from_config` reads of a run that is not torchtitan's own trainer."""
+
+    parallelism: ParallelismConfig
+
+
+def qwen3_model_config(shape: Qwen3Shape, attention: VarlenAttention.Config) -> Qwen3Model.Config:
+    """torchtitan's config of a dense Qwen3 of any size, with separate q, k and v projections."""
+
+    def norm(size: int) -> RMSNorm.Config:
+        return RMSNorm.Config(normalized_shape=size, eps=shape.norm_eps, param_init=_NO_INIT)
+
+    def layer() -> Qwen3TransformerBlock.Config:
+        return Qwen3TransformerBlock.Config(
+            attention_norm=norm(shape.dim),
+            ffn_norm=norm(shape.dim),
+            attention=make_gqa_config(
+                dim=shape.dim,
+                n_heads=shape.heads,
+                n_kv_heads=shape.kv_heads,
+                head_dim=shape.head_dim,
+                wqkv_param_init=_NO_INIT,
+                wo_param_init=_NO_INIT,
+                inner_attention=dataclasses.replace(attention),
+                fuse_qkv=False,
+                rope=CosSinRoPE.Config(dim=shape.head_dim, max_seq_len=shape.max_length, theta=shape.rope_theta),
+                qk_norm=norm(shape.head_dim),
+            ),
+            feed_forward=make_ffn_config(
+                dim=shape.dim, hidden_dim=shape.ffn, w1_param_init=_NO_INIT, w2w3_param_init=_NO_INIT
+            ),
+        )
+
+    return Qwen3Model.Config(
+        vocab_size=shape.vocab,
+        dim=shape.dim,
+        norm=norm(shape.dim),
+        enable_weight_tying=shape.tied,
+        tok_embeddings=Embedding.Config(num_embeddings=shape.vocab, embedding_dim=shape.dim, param_init=_NO_INIT),
+        lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab, param_init=_NO_INIT),
+        layers=[layer() for _ in range(shape.layers)],
+    )

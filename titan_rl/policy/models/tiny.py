@@ -1,0 +1,159 @@
+"""Makes a tiny Qwen3 policy with random weights, in Hugging Face format, where no checkpoint can be had.
+
+The directory is named after everything that decides its content, appears by one rename, and is never changed
+afterwards: any number of processes may ask for the same policy at once and all read the same bytes.
+
+Needs numpy, safetensors and tokenizers, not torch: the controller process calls it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from titan_rl.errors import ConfigError
+from titan_rl.policy.config import TinyPolicyConfig
+from titan_rl.policy.models.qwen3 import Qwen3Shape
+from titan_rl.policy.models.tiny_tokenizer import CHAT_TEMPLATE, EOS_ID, PAD_ID, make_tokenizer, token_names
+
+INITIAL_STD = 0.02
+_FORMAT = 1
+"""Part of the directory's name; raise it when the files written for one config change."""
+
+
+def make_tiny_policy(config: TinyPolicyConfig, cache: Path | None = None) -> Path:
+    """The checkpoint directory of `config`, made now if it is not in `cache` yet.
+
+    Token ids are in the order of `tiny_tokenizer.token_names`.
+
+    Args:
+        config: sizes, tokens and seed; a seed of None counts as 0.
+        cache: defaults to `$XDG_CACHE_HOME/titan_rl` or `~/.cache/titan_rl`.
+
+    Raises:
+        ConfigError: a symbol or special token occurs twice, sizes that make no model, or `cache` cannot be written.
+    """
+    shape = tiny_shape(config)
+    config = dataclasses.replace(config, seed=config.seed or 0)
+    if cache is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan_rl"
+    content = json.dumps([_FORMAT, dataclasses.asdict(config)], sort_keys=True)
+    target = cache / f"tiny-{hashlib.blake2b(content.encode(), digest_size=8).hexdigest()}"
+    if target.is_dir():
+        return target
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=cache))
+    except OSError as error:
+        raise ConfigError(
+            f"policy.tiny: the policy is kept in {cache} ($XDG_CACHE_HOME), which cannot be written: {error.strerror}"
+        ) from error
+    try:
+        _write(draft, config, shape)
+        draft.chmod(0o755)
+        draft.rename(target)
+    except OSError:
+        if not target.is_dir():  # otherwise another process was first, with the same bytes
+            raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return target
+
+
+def tiny_shape(config: TinyPolicyConfig) -> Qwen3Shape:
+    """Sizes of the policy that `config` describes; raises ConfigError where they contradict each other."""
+    tokens = token_names(config)
+    if len(set(tokens)) != len(tokens):
+        twice = sorted({token for token in tokens if tokens.count(token) > 1})
+        raise ConfigError(f"policy.tiny: symbols and special_tokens name these tokens twice: {' '.join(twice)}")
+    if config.tokenizer == "symbols" and not config.symbols:
+        raise ConfigError("policy.tiny.symbols is empty")
+    for name in ("dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "max_length"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"policy.tiny.{name} must be at least 1, got {getattr(config, name)}")
+    if config.heads % config.kv_heads:
+        raise ConfigError(f"policy.tiny.kv_heads ({config.kv_heads}) must divide policy.tiny.heads ({config.heads})")
+    if config.head_dim % 2:
+        raise ConfigError(f"policy.tiny.head_dim must be even (rotary embedding), got {config.head_dim}")
+    return Qwen3Shape(
+        vocab=len(tokens),
+        dim=config.dim,
+        layers=config.layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        ffn=config.ffn,
+        max_length=config.max_length,
+        rope_theta=1e4,
+        norm_eps=1e-6,
+        tied=config.tied_embeddings,
+    )
+
+
+def _write(directory: Path, config: TinyPolicyConfig, shape: Qwen3Shape) -> None:
+    random = np.random.default_rng(config.seed)
+    weights = {
+        name: np.ones(size, np.float32)
+        if len(size) == 1
+        else (INITIAL_STD * random.standard_normal(size)).astype(np.float32)
+        for name, size in shape.tensor_shapes().items()
+    }
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    _write_json(directory / "config.json", _model_config(shape))
+    _write_json(
+        directory / "generation_config.json",
+        {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID, "do_sample": True, "temperature": 1.0},
+    )
+    make_tokenizer(config).save(str(directory / "tokenizer.json"))
+    names = token_names(config)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": names[EOS_ID],
+        "pad_token": names[PAD_ID],
+        "model_max_length": shape.max_length,
+        "clean_up_tokenization_spaces": False,
+    }
+    if config.tokenizer == "chat":
+        settings["chat_template"] = CHAT_TEMPLATE
+    _write_json(directory / "tokenizer_config.json", settings)
+
+
+def _model_config(shape: Qwen3Shape) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.dim,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": shape.max_length,
+        "rms_norm_eps": shape.norm_eps,
+        # transformers 4 reads the first, transformers 5 the second.
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "tie_word_embeddings": shape.tied,
+        "pad_token_id": PAD_ID,
+        "eos_token_id": EOS_ID,
+        "bos_token_id": None,
+        "dtype": "float32",
+    }
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n")

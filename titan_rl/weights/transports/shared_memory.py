@@ -1,0 +1,188 @@
+"""Publishes weights in shared memory of one host: all ranks write their shards into one mapping, generators read views.
+
+Segments are recycled. A fresh one costs the time of eight copies, because the kernel has to find and clear it. The
+rest of what holds is in `publisher`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from titan_rl.errors import WeightsError
+from titan_rl.types import PolicyVersion
+from titan_rl.weights.manifest import Manifest, Publication, TensorEntry
+from titan_rl.weights.shards import TensorShard
+from titan_rl.weights.transports.layout import Area, Layout, Put, box_view, entry_view, served
+from titan_rl.weights.transports.publisher import ALIGNMENT, ChannelPublisher
+from titan_rl.weights.transports.segment_files import DIRECTORY, remove_segments_of, segment_path, sweep_dead_segments
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["SharedMemoryPublisher", "SharedMemoryReader", "remove_segments_of", "sweep_dead_segments"]
+
+
+class SharedMemoryPublisher(ChannelPublisher):
+    """See `ChannelPublisher`; all ranks are on this host.
+
+    Args:
+        owner_pid: process whose death makes the files rubbish (see `segment_files`).
+        rank: rank 0 makes and removes the files.
+        directory: of the files.
+    """
+
+    def __init__(
+        self,
+        *,
+        channel: str,
+        owner_pid: int,
+        rank: int,
+        group: ProcessGroup | None,
+        max_live: int,
+        transfer_dtype: torch.dtype | None = None,
+        delta: bool = False,
+        directory: Path = DIRECTORY,
+    ) -> None:
+        super().__init__(
+            channel=channel, rank=rank, group=group, max_live=max_live, transfer_dtype=transfer_dtype, delta=delta
+        )
+        self._paths = [segment_path(directory, owner_pid, channel, slot) for slot in range(max_live)]
+        self._mapped: dict[int, Tensor] = {}  # slot -> its bytes
+
+    def _open(
+        self, what: str, version: PolicyVersion, slot: int, layout: Layout, shards: Sequence[TensorShard]
+    ) -> Area:
+        """The slot's bytes, mapped; made or replaced first where it is missing or too small (on all ranks alike)."""
+        mapped, path = self._mapped.get(slot), self._paths[slot]
+        nbytes = max(layout.nbytes, ALIGNMENT)  # an empty file cannot be mapped
+        if mapped is None or mapped.numel() < nbytes:
+            self._mapped.pop(slot, None)
+            self._ranks.together(what, lambda: _create(path, nbytes) if self._rank == 0 else None)
+            mapped = self._mapped[slot] = self._ranks.together(what, lambda: _map(path).content)
+        return _Segment(mapped)
+
+    def _seal(self, what: str, version: PolicyVersion, slot: int, manifest: Manifest) -> str:
+        return str(self._paths[slot])
+
+    def _released(self, version: PolicyVersion) -> None:
+        """The segment stays, to be written again."""
+
+    def _give_back(self) -> None:
+        """Mappings of readers stay valid."""
+        self._mapped.clear()
+        if self._rank == 0:
+            for path in self._paths:
+                path.unlink(missing_ok=True)
+
+
+class _Segment(Area):
+    """A mapping that every rank writes its boxes into."""
+
+    def __init__(self, content: Tensor) -> None:
+        self._content = content
+
+    def shard(self, shard: TensorShard, entry: TensorEntry) -> Put:
+        target = box_view(entry_view(self._content, entry), shard)
+
+        def put(row: int, rows: Tensor) -> Tensor:
+            part = target[row : row + len(rows)]
+            return part.copy_(rows)
+
+        return put
+
+    def close(self) -> None:
+        """The mapping stays: the next publication is written through it."""
+
+
+class SharedMemoryReader:
+    """A generator rank's end: zero-copy views of what was published on this host."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[str, _Mapping] = {}
+
+    def tensors(self, publication: Publication, skip: AbstractSet[str] = frozenset()) -> Iterator[tuple[str, Tensor]]:
+        """See `transport.WeightReader`. Views of the publication itself where it is stored as served: read them, never
+        write. They are good until the publication is released. A recycled segment keeps its mapping.
+
+        Raises:
+            WeightsError: at once, if the publication is gone or shorter than its manifest says.
+        """
+        content = self._content(publication)
+        return (
+            (entry.name, served(entry_view(content, entry), entry))
+            for entry in publication.manifest.entries
+            if entry.name not in skip
+        )
+
+    def close(self) -> None:
+        """Let go of all mappings; views that somebody still holds keep theirs."""
+        self._mapped.clear()
+
+    def _content(self, publication: Publication) -> Tensor:
+        path = Path(publication.location)
+        mapping = self._mapped.get(publication.location)
+        try:
+            if mapping is None or mapping.identity != _identity(os.stat(path)):
+                # A name with another file behind it: the publisher was started again, or needed more room.
+                self._mapped = {name: kept for name, kept in self._mapped.items() if os.path.exists(name)}
+                mapping = self._mapped[publication.location] = _map(path)
+        except FileNotFoundError as error:
+            raise WeightsError(f"{publication.channel} {publication.version} is gone: there is no {path}") from error
+        if mapping.content.numel() < publication.manifest.nbytes:
+            raise WeightsError(
+                f"{publication.channel} {publication.version}: {path} holds {mapping.content.numel()} bytes, "
+                f"its manifest says {publication.manifest.nbytes}"
+            )
+        return mapping.content
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapping:
+    content: Tensor  # [bytes] uint8
+    identity: tuple[int, int, int]
+    """Device, inode and size: which file the name stood for when it was mapped, and that nobody has cut it short."""
+
+
+def _create(path: Path, nbytes: int) -> None:
+    """A new file whose memory is really there, so that no write to it can fail later."""
+    path.unlink(missing_ok=True)  # of a publisher with the same owner that did not close
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        path.unlink()
+        state = os.statvfs(path.parent)
+        raise WeightsError(
+            f"a segment of {nbytes / 2**20:.0f} MiB does not fit in {path.parent}, where "
+            f"{state.f_bavail * state.f_frsize / 2**20:.0f} MiB are free ({error.strerror}); "
+            f"make it larger (containers: --shm-size) or lower weights.max_live"
+        ) from error
+    finally:
+        os.close(descriptor)
+
+
+def _map(path: Path) -> _Mapping:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        state = os.fstat(descriptor)
+        if not state.st_size:
+            raise FileNotFoundError(f"{path} is empty")
+        mapped = mmap.mmap(descriptor, state.st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    finally:
+        os.close(descriptor)
+    # The tensor keeps the mapping alive; it goes with the last view.
+    return _Mapping(torch.frombuffer(mapped, dtype=torch.uint8), _identity(state))
+
+
+def _identity(state: os.stat_result) -> tuple[int, int, int]:
+    """See `_Mapping.identity`. Reading a mapping past the end of its file kills the process."""
+    return state.st_dev, state.st_ino, state.st_size
