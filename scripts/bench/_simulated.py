@@ -11,7 +11,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
@@ -109,7 +109,7 @@ class SimulatedTrainer:
         import torch
         from safetensors.torch import load_file
 
-        from titan_rl.weights.shards import TensorShard
+        from titan_rl.weights.manifest import TensorShard
         from titan_rl.weights.transports.shared_memory import SharedMemoryPublisher
 
         self._dtype = torch.float32
@@ -149,7 +149,7 @@ class SimulatedTrainer:
     async def release(self, publication: Publication) -> None:
         self._publisher.release(publication.version)
 
-    async def freeze_reference(self, *, on_refused: Callable[[str], None]) -> None:
+    async def freeze_reference(self) -> None:
         """There is no KL term."""
 
     async def close(self) -> None:

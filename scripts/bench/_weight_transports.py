@@ -20,8 +20,7 @@ from titan_rl.policy.models.qwen3 import EMBEDDING, LM_HEAD
 from titan_rl.policy.models.tiny import tiny_shape
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.config import WeightsConfig
-from titan_rl.weights.manifest import Publication
-from titan_rl.weights.shards import TensorShard
+from titan_rl.weights.manifest import Publication, TensorShard
 from titan_rl.weights.transport import make_publisher
 from titan_rl.weights.transports.shared_memory import SharedMemoryReader
 

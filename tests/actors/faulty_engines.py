@@ -15,7 +15,7 @@ import torch.distributed as dist
 from titan_rl.generation.engine import StepOutput
 from titan_rl.generation.simulated_engine import SimulatedEngine
 from titan_rl.process_group import join_world
-from titan_rl.weights.shards import TensorShard
+from titan_rl.weights.manifest import TensorShard
 
 GATE = "steps"
 """Of a named pipe beside the model: a held engine ends a step when the test opens it."""

@@ -117,7 +117,7 @@ class ScriptedTrainer:
         await self.script.gate("save")
         return self.step
 
-    async def freeze_reference(self, *, on_refused: Callable[[str], None]) -> None:
+    async def freeze_reference(self) -> None:
         await self.script.gate("freeze")
 
 

@@ -32,8 +32,7 @@ from titan_rl.generation.reports import PullReport
 from titan_rl.generation.vllm.engine import VllmEngine
 from titan_rl.process_group import RENDEZVOUS
 from titan_rl.types import Completion, PolicyVersion
-from titan_rl.weights.manifest import Publication
-from titan_rl.weights.shards import TensorShard
+from titan_rl.weights.manifest import Publication, TensorShard
 from titan_rl.weights.transports.shared_memory import SharedMemoryPublisher, SharedMemoryReader
 from titan_rl.weights.verification import verify
 

@@ -8,32 +8,17 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from policy_scenarios import REVEALING, mixed_batch, shards_of, train, trainer, updater
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import TitanError
 from titan_rl.policy.config import KLConfig, LogprobAlarmConfig, LossConfig, OptimizerConfig, WarmupConfig
-from titan_rl.types import NO_VERSION, PolicyVersion
-from titan_rl.weights.config import WeightsConfig
+from titan_rl.policy.models.checkpoint import load_weights
+from titan_rl.types import NO_VERSION
 
 TEMPERATURE = 0.7
 COEFFICIENT = 0.5
 WARMUP = WarmupConfig(steps=6, batch=8, lr=1e-2, lr_warmup_steps=2)
-
-
-def publisher(channel: str, owner_pid: int) -> Any:
-    from titan_rl.weights.transport import make_publisher
-
-    group = dist.group.WORLD if dist.get_world_size() > 1 else None
-    return make_publisher(WeightsConfig(), channel=channel, owner_pid=owner_pid, rank=dist.get_rank(), group=group)
-
-
-def publish(channel_publisher: Any, policy: Any, step: int = 0) -> Any:
-    return channel_publisher.publish(
-        PolicyVersion(0, step), policy.local_shards(), dtype=torch.float32, aliases=policy.aliases
-    )
 
 
 def outcome(action: Any) -> Any:
@@ -44,52 +29,23 @@ def outcome(action: Any) -> Any:
 
 
 def reference(
-    model_path: str, other_path: str, data_parallel: int, tensor_parallel: int, owner_pid: int, estimators: list[str]
+    model_path: str, other_path: str, data_parallel: int, tensor_parallel: int, estimators: list[str]
 ) -> dict[str, Any]:
-    """Steps against a frozen copy of the start, gradients against another policy, and publications that go wrong."""
+    """Steps against a frozen copy of the start, and gradients against another policy."""
     result: dict[str, Any] = {}
     batch = mixed_batch()
     plain = trainer(data_parallel, tensor_parallel, kl=KLConfig(coefficient=COEFFICIENT))
 
     free = replace(plain, optimizer=OptimizerConfig(lr=1e-4), kl=KLConfig(coefficient=1e-3))
     policy = updater(model_path, free, temperature=TEMPERATURE)
-    result["without a reference"] = outcome(lambda: train(policy, batch))
-    references, policies = publisher("reference", owner_pid), publisher("policy", owner_pid)
-    frozen = publish(references, policy)
-    result["fingerprint"] = policy.pull_reference(frozen)
-    references.release(frozen.version)
-    steps = []
-    for step in range(4):
-        publication = publish(policies, policy, step)
-        steps.append(train(policy, batch))
-        policies.release(publication.version)
-    result["steps"] = steps
-
-    # The policy is at step 4 on its channel while its start is still live on the other one.
-    again = publish(references, updater(model_path, trainer(data_parallel, tensor_parallel)), 0)
-    newest = publish(policies, policy, 4)
-    result["channels"] = [(each.channel, each.version, each.location) for each in (again, newest)]
-    result["fingerprint again"] = policy.pull_reference(again)
-    result["fingerprint of step 4"] = policy.pull_reference(newest)
-    result["against itself"] = train(policy, batch)["reference_kl"]
-    policies.close()
-    result["reference outlives the policy's channel"] = policy.pull_reference(again)
-
-    dist.barrier()
-    if dist.get_rank() == 0:
-        with open(again.location, "r+b") as file:
-            file.seek(again.manifest.entries[0].offset)
-            file.write(b"\x01\x02\x03")
-    dist.barrier()
     before = shards_of(policy)
-    result["damaged"] = outcome(lambda: policy.pull_reference(again))
-    result["after damage"] = outcome(lambda: train(policy, batch))
+    result["without a reference"] = outcome(lambda: train(policy, batch))
     result["untouched"] = all((old[1] == new[1]).all() for old, new in zip(before, shards_of(policy), strict=True))
-    references.close()
-    result["gone"] = outcome(lambda: policy.pull_reference(again))
+    policy.freeze_reference()
+    result["steps"] = [train(policy, batch) for _ in range(4)]
+    policy.freeze_reference()
+    result["against itself"] = train(policy, batch)["reference_kl"]
 
-    elsewhere = publisher("elsewhere", owner_pid)
-    other = publish(elsewhere, updater(other_path, trainer(data_parallel, tensor_parallel)))
     for estimator in estimators:
         config = replace(
             plain,
@@ -97,12 +53,12 @@ def reference(
             loss=LossConfig(name="policy_gradient"),
             kl=KLConfig(coefficient=COEFFICIENT, estimator=estimator),
         )
-        policy = updater(model_path, config, temperature=TEMPERATURE)
+        policy = updater(other_path, config, temperature=TEMPERATURE)
+        policy.freeze_reference()
+        load_weights(policy._policy, Path(model_path))
         result["loaded"] = shards_of(policy)
-        policy.pull_reference(other)
         result[estimator, "metrics"] = train(policy, batch)
         result[estimator, "weights"] = shards_of(policy)
-    elsewhere.close()
     return result
 
 
@@ -137,7 +93,7 @@ def warm_up(model_path: str, save_to: str, data_parallel: int, tensor_parallel: 
     result["fresh trained"] = shards_of(fresh)
     cold = updater(model_path, trainer(data_parallel, tensor_parallel))
     result["not configured"] = outcome(lambda: cold.warm_up_step(batch, cold.plan(batch)))
-    result["no reference configured"] = outcome(lambda: cold.pull_reference(None))
+    result["no reference configured"] = outcome(cold.freeze_reference)
     return result
 
 
@@ -160,13 +116,13 @@ def tied_and_uneven(model_path: str, save_to: str, adapted: bool) -> float:
 
 
 def one_rank(model_path: str) -> dict[str, Any]:
-    """The alarm, and the proximal policy of the decoupled loss."""
+    """The alarm, and the decoupled loss."""
     result: dict[str, Any] = {}
     batch = mixed_batch()
     config = trainer(1, 1, optimizer=REVEALING, loss=LossConfig(name="decoupled_ppo", kwargs={"weight_cap": 2.0}))
     policy = updater(model_path, config, temperature=TEMPERATURE)
     result["loaded"] = shards_of(policy)
-    result["proximal"] = policy.logprobs(batch)
+    result["scored"] = policy.logprobs(batch)
     result["decoupled", "metrics"] = train(policy, batch)
     result["decoupled", "weights"] = shards_of(policy)
 

@@ -19,7 +19,6 @@ def tokens(ratio: list[float], advantage: list[float], logprob: float = -1.0) ->
         logprobs=torch.full((count,), logprob, requires_grad=True),
         entropies=torch.full((count,), 2.0, requires_grad=True),
         behaviour_logprobs=logprob - torch.tensor(ratio).log(),
-        proximal_logprobs=torch.full((count,), logprob),
         advantages=torch.tensor(advantage),
         samples=torch.zeros(count, dtype=torch.int64),
         global_count=count,

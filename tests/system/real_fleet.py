@@ -27,8 +27,7 @@ from titan_rl.launch.session import model_directory
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig
 from titan_rl.routing.config import RouterConfig
 from titan_rl.types import GenerationRequest, PolicyVersion, SamplingParams
-from titan_rl.weights.manifest import Publication
-from titan_rl.weights.shards import TensorShard
+from titan_rl.weights.manifest import Publication, TensorShard
 from titan_rl.weights.transports.shared_memory import SharedMemoryPublisher
 
 SECONDS = 200.0

@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.console import Console
 
-from titan_rl.actors.trainer import POLICY_CHANNEL, REFERENCE_CHANNEL
 from titan_rl.config import EvaluationConfig, RunConfig
 from titan_rl.config_registry import copy4
 from titan_rl.controller.loop import TrainingLoop
@@ -18,7 +17,6 @@ from titan_rl.controller.system import System
 from titan_rl.launch.session import start
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
-from titan_rl.policy.config import KLConfig
 from titan_rl.weights.manifest import Publication
 
 STEPS = 2
@@ -31,7 +29,6 @@ def small() -> RunConfig:
         loop=dataclasses.replace(recipe.loop, steps=STEPS, groups_per_step=4),
         rollout=dataclasses.replace(recipe.rollout, samples_per_group=4),
         evaluation=EvaluationConfig(every=0, prompts=10),
-        trainer=dataclasses.replace(recipe.trainer, kl=KLConfig(coefficient=0.01)),
         generator=dataclasses.replace(recipe.generator, count=2),
     )
 
@@ -51,8 +48,8 @@ def damaging(system: System, *names: str) -> list[str]:
     published: list[str] = []
     push = system.trainer.push_model_state_dict
 
-    async def push_model_state_dict(channel: str = POLICY_CHANNEL) -> Publication:
-        publication = await push(channel)
+    async def push_model_state_dict() -> Publication:
+        publication = await push()
         name = f"{publication.channel} {publication.version}"
         if name in names and name not in published:
             damage(publication)
@@ -68,15 +65,14 @@ async def test_weights_that_every_generator_refuses_are_published_again(tmp_path
     display = RunDisplay(steps=STEPS, live=False, console=Console(file=said, width=1000))
     with caplog.at_level(logging.WARNING, "titan_rl.controller"):
         async with start(small(), log_directory=tmp_path / "logs") as system:
-            published = damaging(system, f"{REFERENCE_CHANNEL} v0", f"{POLICY_CHANNEL} v1")
+            published = damaging(system, "policy v1")
             loop = TrainingLoop(system, display=display, metrics=MetricsWriter(tmp_path, tensorboard=False))
             summary = await loop.run()
             fleet = await system.router.fleet_status()
     assert summary.steps == STEPS
-    assert published == ["reference v0", "reference v0", "policy v0", "policy v1", "policy v1", "policy v2"]
+    assert published == ["policy v0", "policy v1", "policy v1", "policy v2"]
     assert [(status.state, status.version) for status in fleet] == [("serving", "v2")] * 2
     for text in (said.getvalue(), caplog.text):
         lines = [line for line in text.splitlines() if "is not what was published" in line]
-        assert sum("reference v0 is not what" in line and "publishes it again" in line for line in lines) == 1
         (refused,) = (line for line in lines if "v1 is served by nobody" in line)
         assert "generator0: " in refused and "generator1: " in refused and "publishes its weights again" in refused

@@ -40,8 +40,8 @@ class Trained(NamedTuple):
 
 class Outcome(NamedTuple):
     steps: list[Trained]
-    state: list[str]
-    """Digest of weights, optimizer and schedule, by rank."""
+    weights: bytes
+    """Of the last step."""
     next_prompt: int
 
 
@@ -86,7 +86,7 @@ async def by_script(config: RunConfig, directory: Path) -> Outcome:
         steps = record(system)
         await minimal_loop.train(system, config)
         prompts = config.loop.steps * config.loop.groups_per_step
-        return Outcome(steps, await system.trainer.state_digest(), prompts)
+        return Outcome(steps, await weights_of(system, directory), prompts)
 
 
 async def by_loop(config: RunConfig, directory: Path) -> Outcome:
@@ -95,7 +95,12 @@ async def by_loop(config: RunConfig, directory: Path) -> Outcome:
         steps = record(system)
         loop = TrainingLoop(system, display=display, metrics=MetricsWriter(directory, tensorboard=False))
         await loop.run()
-        return Outcome(steps, await system.trainer.state_digest(), loop.prompts.next_index)
+        return Outcome(steps, await weights_of(system, directory), loop.prompts.next_index)
+
+
+async def weights_of(system: System, directory: Path) -> bytes:
+    await system.trainer.save(directory / "end")
+    return (directory / "end" / "model.safetensors").read_bytes()
 
 
 def load(path: Path) -> Any:
@@ -107,7 +112,7 @@ def load(path: Path) -> Any:
 
 
 async def test_at_staleness_0_the_loop_trains_what_the_plain_script_trains(tmp_path: Path) -> None:
-    """Token ids, logprobs, versions, rewards, advantages, weights, optimizer and the place in the stream of prompts."""
+    """Token ids, logprobs, versions, rewards, advantages, weights and the place in the stream of prompts."""
     loop = await by_loop(small(), tmp_path / "loop")
     script = await by_script(small(), tmp_path / "script")
     assert len(loop.steps) == 6
@@ -126,4 +131,4 @@ async def test_the_same_seed_twice_is_the_same_run_and_another_seed_is_not(tmp_p
         await by_loop(config(seed), tmp_path / name) for seed, name in ((0, "a"), (0, "b"), (1, "c"))
     ]
     assert first == again
-    assert other.state != first.state
+    assert other.weights != first.weights

@@ -18,7 +18,7 @@ from titan_rl.actors.calls import served
 from titan_rl.errors import WeightsError
 from titan_rl.process_group import join_world
 from titan_rl.weights.manifest import Publication
-from titan_rl.weights.puller import WeightPuller
+from titan_rl.weights.transport import WeightPuller
 from titan_rl.weights.transports.publisher import ChannelPublisher
 from titan_rl.weights.transports.rdma import RdmaReader
 

@@ -16,9 +16,8 @@ from torch import Tensor
 from titan_rl.errors import ConfigError, WeightsError
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.fingerprint import shard_fingerprint
-from titan_rl.weights.manifest import Publication
-from titan_rl.weights.shards import TensorShard
-from titan_rl.weights.transports import layout
+from titan_rl.weights.manifest import Publication, TensorShard
+from titan_rl.weights.transports import publisher as publishing
 from titan_rl.weights.transports.segment_files import remove_segments_of, sweep_dead_segments
 from titan_rl.weights.transports.shared_memory import SharedMemoryPublisher, SharedMemoryReader
 
@@ -171,7 +170,7 @@ def test_a_writer_that_dies_half_way_harms_no_live_publication(
 
     publisher, reader = publisher_in(directory), SharedMemoryReader()
     first = publisher.publish(V1, shards_of(weights(1)), dtype=torch.float32)
-    monkeypatch.setattr(layout, "shard_fingerprint", dying)
+    monkeypatch.setattr(publishing, "shard_fingerprint", dying)
     with pytest.raises(Died):
         publisher.publish(V2, shards_of(weights(2)), dtype=torch.float32)
     monkeypatch.undo()

@@ -10,8 +10,7 @@ from torch import Tensor
 from titan_rl.errors import WeightsError
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.fingerprint import combined_fingerprint
-from titan_rl.weights.manifest import Publication
-from titan_rl.weights.shards import TensorShard
+from titan_rl.weights.manifest import Publication, TensorShard
 from titan_rl.weights.transports.shared_memory import SharedMemoryPublisher, SharedMemoryReader
 from titan_rl.weights.verification import verify
 

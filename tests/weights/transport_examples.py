@@ -12,8 +12,7 @@ from torch.distributed import ProcessGroup
 
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.config import WeightsConfig
-from titan_rl.weights.manifest import Publication
-from titan_rl.weights.shards import TensorShard
+from titan_rl.weights.manifest import Publication, TensorShard
 from titan_rl.weights.transports.filesystem import FilesystemPublisher
 from titan_rl.weights.transports.publisher import ChannelPublisher
 from titan_rl.weights.transports.rdma import RdmaPublisher
@@ -52,14 +51,9 @@ def publisher_of(
     rank: int = 0,
     group: ProcessGroup | None = None,
     max_live: int = 2,
-    transfer_dtype: torch.dtype | None = None,
-    delta: bool = False,
 ) -> ChannelPublisher:
     """As `transport.make_publisher`, with everything below `directory`."""
-    common = {
-        "channel": channel, "rank": rank, "group": group, "max_live": max_live, "transfer_dtype": transfer_dtype,
-        "delta": delta,
-    }  # fmt: skip
+    common = {"channel": channel, "rank": rank, "group": group, "max_live": max_live}
     if transport == "shared_memory":
         return SharedMemoryPublisher(owner_pid=1, directory=directory, **common)  # type: ignore[arg-type]
     if transport == "filesystem":

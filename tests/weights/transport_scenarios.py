@@ -26,10 +26,9 @@ from transport_examples import (
 
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.fingerprint import combined_fingerprint
-from titan_rl.weights.manifest import Publication
-from titan_rl.weights.puller import WeightPuller
-from titan_rl.weights.shards import TensorShard
-from titan_rl.weights.transports import layout
+from titan_rl.weights.manifest import Publication, TensorShard
+from titan_rl.weights.transport import WeightPuller
+from titan_rl.weights.transports import publisher as publishing
 from titan_rl.weights.transports.publisher import ChannelPublisher
 
 CUT_SHAPES = {name: shape for name, shape in SHAPES.items() if name != SCALE} | {"one_row": (1, 3), "odd": (5, 7)}
@@ -106,7 +105,7 @@ def publish_first(transport: str, rank: int, directory: Path) -> tuple[ChannelPu
 def die_publishing(publisher: ChannelPublisher, rank: int) -> dict[str, str]:
     """Rank 1 kills itself when it has written a part of v2. On rank 0: what publishing came to."""
     if rank == 1:
-        fingerprint, written = layout.shard_fingerprint, 0
+        fingerprint, written = publishing.shard_fingerprint, 0
 
         def dying(*args: Any) -> int:
             nonlocal written
@@ -115,7 +114,7 @@ def die_publishing(publisher: ChannelPublisher, rank: int) -> dict[str, str]:
                 os.kill(os.getpid(), signal.SIGKILL)
             return fingerprint(*args)
 
-        layout.shard_fingerprint = dying
+        publishing.shard_fingerprint = dying
     try:
         second = publisher.publish(V2, fsdp_shards(rank, policy(2)), dtype=torch.float32, aliases=ALIASES)
     except Exception as error:  # gloo's own: the other rank is gone

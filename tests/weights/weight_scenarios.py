@@ -16,8 +16,7 @@ from transport_scenarios import parallelism_pairs
 from titan_rl.errors import WeightsError
 from titan_rl.process_group import join_world
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.manifest import Publication
-from titan_rl.weights.shards import TensorShard
+from titan_rl.weights.manifest import Publication, TensorShard
 from titan_rl.weights.transports.shared_memory import SharedMemoryPublisher, SharedMemoryReader
 from titan_rl.weights.verification import verify
 

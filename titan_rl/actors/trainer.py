@@ -11,10 +11,8 @@ import contextvars
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,7 +24,7 @@ from titan_rl.actors.connection import ConnectedActor, Connection
 from titan_rl.data_plane.fetch import SampleSources, SharedMemorySource
 from titan_rl.data_plane.refs import RDMA, SHARED_MEMORY
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.errors import TrainingError, WeightsError
+from titan_rl.errors import TrainingError
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.packing import PackingPlan, plan_packing
 from titan_rl.types import PolicyVersion
@@ -35,18 +33,14 @@ from titan_rl.weights.manifest import Publication
 
 if TYPE_CHECKING:
     from titan_rl.policy.updater import PolicyUpdater
-    from titan_rl.weights.transport import WeightPublisher
+    from titan_rl.weights.transports.publisher import ChannelPublisher
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-POLICY_CHANNEL = "policy"
-"""Channel on which the trained policy is published for generators: in their dtype, as the config says."""
-
-REFERENCE_CHANNEL = "reference"
-"""Channel from which the trainer mesh takes the weights that its KL term compares with. What is published on this or
-any other channel but the policy's is exactly what the trainer computes with, in its own dtype."""
+CHANNEL = "policy"
+"""On which the trained policy is published."""
 
 
 class CallQueue:
@@ -83,7 +77,7 @@ class CallQueue:
 
 class PolicyTrainer(ConnectedActor):
     """One rank. Endpoints: `setup`, `attach_stores`, `warm_up_step`, `train_step`, `push_model_state_dict`, `release`,
-    `pull_reference`, `logprobs`, `state_digest`, `save`, `close`."""
+    `freeze_reference`, `logprobs`, `save`, `close`."""
 
     def __init__(
         self,
@@ -117,8 +111,7 @@ class PolicyTrainer(ConnectedActor):
         self._rank = int(current_rank().rank)
         self._calls = CallQueue(rank=self._rank)
         self._updater: PolicyUpdater | None = None
-        self._publishers: dict[str, WeightPublisher] = {}  # by channel
-        self._live: Counter[str] = Counter()  # publications by channel
+        self._publisher: ChannelPublisher | None = None
         self._context = contextvars.Context()
         self._sources = SampleSources({SHARED_MEMORY: SharedMemorySource()})
 
@@ -151,29 +144,24 @@ class PolicyTrainer(ConnectedActor):
         return metrics
 
     @served
-    async def push_model_state_dict(self, sequence: int, channel: str) -> Publication:
-        """Publish the current weights on a channel; returns when they can be pulled."""
-        return await self._run(sequence, lambda: self._publish(channel))
+    async def push_model_state_dict(self, sequence: int) -> Publication:
+        """Publish the current weights; returns when they can be pulled."""
+        return await self._run(sequence, self._publish)
 
     @served
-    async def release(self, sequence: int, channel: str, version: PolicyVersion) -> None:
+    async def release(self, sequence: int, version: PolicyVersion) -> None:
         """Nobody needs this publication any more."""
-        await self._run(sequence, lambda: self._release(channel, version))
+        await self._run(sequence, lambda: self._ready_publisher().release(version))
 
     @served
-    async def pull_reference(self, sequence: int, publication: Publication) -> int:
-        """Take these weights for the KL term; see `PolicyUpdater.pull_reference`."""
-        return await self._run(sequence, lambda: self._ready().pull_reference(publication))
+    async def freeze_reference(self, sequence: int) -> None:
+        """Compare the policy from now on with its weights as they are now; see `PolicyUpdater.freeze_reference`."""
+        await self._run(sequence, lambda: self._ready().freeze_reference())
 
     @served
     async def logprobs(self, sequence: int, batch: SampleBatch) -> dict[tuple[int, int], np.ndarray]:
         """This rank's share of the batch scored under the current weights, by (group id, sample)."""
         return await self._run(sequence, lambda: self._ready().logprobs(batch))
-
-    @served
-    async def state_digest(self, sequence: int) -> str:
-        """Of this rank's part of the training state; see `PolicyUpdater.state_digest`."""
-        return await self._run(sequence, lambda: self._ready().state_digest())
 
     @served
     async def save(self, sequence: int, directory: str) -> int:
@@ -197,7 +185,10 @@ class PolicyTrainer(ConnectedActor):
 
     def _build(self) -> int:
         # Imported here: the controller imports this module and has no use for torch.
+        import torch.distributed as dist
+
         from titan_rl.policy.updater import PolicyUpdater
+        from titan_rl.weights.transport import make_publisher
 
         self._updater = PolicyUpdater(
             self._config,
@@ -208,50 +199,34 @@ class PolicyTrainer(ConnectedActor):
             seed=self._seed,
             samples=self._sources,
         )
-        self._publishers[POLICY_CHANNEL] = self._make_publisher(POLICY_CHANNEL)
-        return os.getpid()
-
-    def _make_publisher(self, channel: str) -> WeightPublisher:
-        import torch.distributed as dist
-
-        from titan_rl.weights.transport import make_publisher
-
-        exact = replace(self._weights, transfer_dtype="same", delta=False)
-        return make_publisher(
-            self._weights if channel == POLICY_CHANNEL else exact,
-            channel=channel,
+        self._publisher = make_publisher(
+            self._weights,
+            channel=CHANNEL,
             owner_pid=self._owner_pid,
             rank=self._rank,
             group=dist.group.WORLD if self._config.ranks > 1 else None,
         )
+        return os.getpid()
 
-    def _publish(self, channel: str) -> Publication:
+    def _publish(self) -> Publication:
         import torch
 
         updater = self._ready()
-        if channel not in self._publishers:
-            self._publishers[channel] = self._make_publisher(channel)
-        publication = self._publishers[channel].publish(
+        return self._ready_publisher().publish(
             PolicyVersion(updater.incarnation, updater.step),
             updater.local_shards(),
-            dtype=getattr(torch, self._served_dtype if channel == POLICY_CHANNEL else self._config.dtype),
+            dtype=getattr(torch, self._served_dtype),
             aliases=updater.aliases,
         )
-        self._live[channel] += 1
-        return publication
 
-    def _release(self, channel: str, version: PolicyVersion) -> None:
-        if channel not in self._publishers:
-            raise WeightsError(f"{channel} {version} cannot be released: nothing was published on this channel")
-        self._publishers[channel].release(version)
-        self._live[channel] -= 1
-        if channel != POLICY_CHANNEL and not self._live[channel]:
-            # The policy's room is written again after every step; another channel's would lie idle.
-            self._publishers.pop(channel).close()
+    def _ready_publisher(self) -> ChannelPublisher:
+        if self._publisher is None:
+            raise TrainingError("the trainer was called before setup")
+        return self._publisher
 
     def _close(self) -> None:
-        for publisher in self._publishers.values():
-            publisher.close()
+        if self._publisher is not None:
+            self._publisher.close()
 
 
 class Trainer:
@@ -305,46 +280,20 @@ class Trainer:
         metrics: list[dict[str, float]] = await self._call_each("warm_up_step", self._shares(batch))
         return metrics[0]
 
-    async def push_model_state_dict(self, channel: str = POLICY_CHANNEL) -> Publication:
-        """Publish the current weights on a channel: the policy's for generators to pull."""
-        publications: list[Publication] = await self._call("push_model_state_dict", channel)
+    async def push_model_state_dict(self) -> Publication:
+        """Publish the current weights for generators to pull."""
+        publications: list[Publication] = await self._call("push_model_state_dict")
         return publications[0]
 
-    async def freeze_reference(self, *, on_refused: Callable[[str], None] = _log.warning) -> int | None:
-        """Make the current weights those that the KL term compares with. Does nothing where the config has no KL term.
-
-        They go through the channel `REFERENCE_CHANNEL` and are verified by every rank like a generator's; the
-        publication is released and its memory given back before this returns. What a rank refuses is published again,
-        once.
-
-        Args:
-            on_refused: told why.
-
-        Returns:
-            The combined fingerprint; None without a KL term.
-
-        Raises:
-            WeightsError: what a rank loaded is not what was published; there is no reference now.
-        """
-        if not self._config.kl.coefficient:
-            return None
-        try:
-            return await self._pull_reference()
-        except WeightsError as error:
-            on_refused(f"{error}; the trainer publishes it again")
-        return await self._pull_reference()
-
-    async def _pull_reference(self) -> int:
-        publication = await self.push_model_state_dict(REFERENCE_CHANNEL)
-        try:
-            fingerprints: list[int] = await self._call("pull_reference", publication)
-        finally:
-            await self.release(publication)
-        return fingerprints[0]
+    async def freeze_reference(self) -> None:
+        """Make the current weights those that the KL term compares with: every rank copies its own shards. Does
+        nothing where the config has no KL term."""
+        if self._config.kl.coefficient:
+            await self._call("freeze_reference")
 
     async def release(self, publication: Publication) -> None:
         """Free a publication that nobody pulls any more."""
-        await self._call("release", publication.channel, publication.version)
+        await self._call("release", publication.version)
 
     async def logprobs(self, batch: SampleBatch) -> dict[tuple[int, int], np.ndarray]:
         """Score a batch under the current weights: (group id, sample) → [L] float32, position 0 is 0."""
@@ -352,10 +301,6 @@ class Trainer:
         for part in await self._call("logprobs", batch):
             merged.update(part)
         return merged
-
-    async def state_digest(self) -> list[str]:
-        """Of every rank: equal exactly if weights, optimizer and schedule are bitwise equal."""
-        return await self._call("state_digest")
 
     async def save(self, directory: Path) -> int:
         """Write a Hugging Face checkpoint; returns after which step its weights are."""

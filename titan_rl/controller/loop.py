@@ -112,7 +112,7 @@ class TrainingLoop:
         try:
             await warm_up(system, self._display, on_step=lambda what: self._watchdog.works("warm-up", what))
             self._watchdog.works("warm-up", "freezing the reference policy")
-            await system.trainer.freeze_reference(on_refused=self._warn)
+            await system.trainer.freeze_reference()
             self._watchdog.ends("warm-up")
             await self._publish()
             async with asyncio.TaskGroup() as tasks:

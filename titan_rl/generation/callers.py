@@ -40,7 +40,6 @@ class PullCaller:
                 seconds_verifying=pull.seconds_verifying,
                 bytes=pull.publication.manifest.nbytes,
                 requests_in_flight=pull.requests_in_flight,
-                skipped_bytes=pull.skipped_bytes,
             )
         )
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from titan_rl.errors import RequestError
 from titan_rl.types import Completion, GenerationRequest, Piece, PolicyVersion
-from titan_rl.weights.shards import TensorShard
+from titan_rl.weights.manifest import TensorShard
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -47,7 +47,6 @@ class EngineLoop:
         channel: carries decisions from rank 0 to the others.
         load_publication: reads a publication; see `lockstep.LoadPublication`.
         verify: checks what the engine serves; see `lockstep.Verify`.
-        skipped_bytes: what the last `load_publication` left out; see `Lockstep`.
         keep_cache: whether a pull leaves the KV of older weights in use; see `GeneratorConfig.keep_prefix_cache`.
         on_completions: rank 0 gets finished and aborted requests here, in the engine thread (in the thread that
             calls `abort` for a request that never reached the engine). It must be quick and must not raise.
@@ -71,7 +70,6 @@ class EngineLoop:
         on_completions: Callable[[list[Completion]], None],
         on_pieces: Callable[[list[Piece]], None],
         on_fatal: Callable[[BaseException], None],
-        skipped_bytes: Callable[[], int] = lambda: 0,
         keep_cache: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -81,7 +79,6 @@ class EngineLoop:
         self._channel = channel
         self._load_publication = load_publication
         self._verify = verify
-        self._skipped_bytes = skipped_bytes
         self._keep_cache = keep_cache
         self._on_completions = on_completions
         self._on_pieces = on_pieces
@@ -247,7 +244,6 @@ class EngineLoop:
             channel=self._channel,
             load_publication=self._load_publication,
             verify=self._verify,
-            skipped_bytes=self._skipped_bytes,
             keep_cache=self._keep_cache,
             clock=self._clock,
         )

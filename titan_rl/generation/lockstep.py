@@ -36,8 +36,6 @@ class PullOutcome:
 
     publication: Publication
     requests_in_flight: int
-    skipped_bytes: int = 0
-    """Of the publication, on this rank: served already, so they were not loaded again."""
     seconds_copied: float = 0.0
     seconds_verifying: float = 0.0
     error: WeightsError | None = None
@@ -66,13 +64,11 @@ class Lockstep:
         channel: DecisionChannel,
         load_publication: LoadPublication,
         verify: Verify,
-        skipped_bytes: Callable[[], int] = lambda: 0,
         keep_cache: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
-            skipped_bytes: of the publication that `load_publication` read last, what it left out as unchanged.
             keep_cache: whether KV of older weights stays in use after a pull; see `GeneratorConfig.keep_prefix_cache`.
         """
         self._engine = engine
@@ -80,7 +76,6 @@ class Lockstep:
         self._channel = channel
         self._load_publication = load_publication
         self._verify = verify
-        self._skipped_bytes = skipped_bytes
         self._keep_cache = keep_cache
         self._clock = clock
         self._digest = RunningDigest()
@@ -148,7 +143,6 @@ class Lockstep:
         pull.error = self._together(publication, lambda: self._load(publication))
         copied = self._clock()
         pull.seconds_copied = copied - started
-        pull.skipped_bytes = self._skipped_bytes()
         fingerprint: int | None = None
         if pull.error is None:
 

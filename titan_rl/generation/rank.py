@@ -14,7 +14,7 @@ from titan_rl.generation.gloo_channel import GlooChannel
 from titan_rl.importing import import_name
 from titan_rl.types import Completion, Piece
 from titan_rl.weights.manifest import Publication
-from titan_rl.weights.puller import WeightPuller
+from titan_rl.weights.transport import WeightPuller
 
 
 def make_engine_loop(
@@ -47,7 +47,6 @@ def make_engine_loop(
         channel=channel,
         load_publication=puller.tensors,
         verify=check,
-        skipped_bytes=lambda: puller.skipped_bytes,
         keep_cache=config.keep_prefix_cache,
         on_completions=on_completions,
         on_pieces=on_pieces,

@@ -25,8 +25,6 @@ class PullReport:
     """Of the publication."""
     requests_in_flight: int
     """Requests that go on under the new weights with the tokens they have."""
-    skipped_bytes: int = 0
-    """Of `bytes`: served before and not loaded again, because their fingerprints say that they did not change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from titan_rl.errors import ConfigError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.engine import COUNTERS, StepOutput, validate_request
 from titan_rl.types import NO_VERSION, Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
-from titan_rl.weights.shards import TensorShard
+from titan_rl.weights.manifest import TensorShard
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -176,8 +176,7 @@ def _shape(config: RunConfig, host: HostFacts, shape: Qwen3Shape) -> Iterator[Pr
 def _shared_memory(config: RunConfig, host: HostFacts, shape: Qwen3Shape, *, serving: bool) -> Iterator[Problem]:
     """Whether /dev/shm holds what will be published and sampled."""
     weights, rollout = config.weights, config.rollout
-    dtype = config.generator.dtype if serving or weights.transfer_dtype == "same" else weights.transfer_dtype
-    one = sum(map(math.prod, shape.tensor_shapes().values())) * _ITEM_BYTES[dtype]
+    one = sum(map(math.prod, shape.tensor_shapes().values())) * _ITEM_BYTES[config.generator.dtype]
     live = 1 if serving else weights.max_live if weights.transport == "shared_memory" else 0
     least = most = 0  # bytes of samples
     if not serving:

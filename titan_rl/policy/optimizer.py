@@ -1,4 +1,4 @@
-"""AdamW, its schedule and gradient clipping, all three torchtitan's.
+"""AdamW, its schedule and gradient clipping, all three torchtitan's; one for RL, and one of its own for the warm-up.
 
 Import this module only after `titan_adaptation.choose_device`.
 """
@@ -6,13 +6,12 @@ Import this module only after `titan_adaptation.choose_device`.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from torch import nn
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.distributed.utils import clip_grad_norm_
 
-from titan_rl.policy.config import OptimizerConfig
+from titan_rl.policy.config import OptimizerConfig, WarmupConfig
 
 
 class PolicyOptimizer:
@@ -44,13 +43,18 @@ class PolicyOptimizer:
             self._remaining -= 1
         return lr
 
-    def state(self) -> dict[str, Any]:
-        """This rank's moments, counts and place in the schedule, as torch's state dicts."""
-        return {
-            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers.optimizers],
-            "schedulers": [scheduler.state_dict() for scheduler in self._schedulers.schedulers],
-            "remaining": self._remaining,
-        }
-
     def discard_gradients(self) -> None:
         self._optimizers.zero_grad()
+
+
+def warm_up_optimizer(config: WarmupConfig, module: nn.Module) -> PolicyOptimizer:
+    """A second optimizer over the same weights, whose moments and schedule end with the warm-up."""
+    rates = OptimizerConfig(
+        lr=config.lr,
+        betas=config.betas,
+        max_grad_norm=config.max_grad_norm,
+        warmup_steps=config.lr_warmup_steps,
+        decay_ratio=(config.steps - config.lr_warmup_steps) / config.steps,
+        min_lr_factor=config.min_lr_factor,
+    )
+    return PolicyOptimizer(rates, module, config.steps)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_rl.errors import TrainingError
+from titan_rl.policy.config import LogprobAlarmConfig
 
 _SUMS = (
     "tokens",
@@ -46,7 +48,6 @@ _MAXIMA = ("weight_max", "logprob_difference_max")
 
 RATIO_BAND = (0.9, 1.1)
 """Probability ratios of trainer and engine outside of it are counted as disagreement."""
-
 
 _LARGEST_LOG_WEIGHT = 300.0
 """Nats, to both sides; a token beyond counts as one at it. Its square, e^600, and a sum of many stay below float64's
@@ -192,3 +193,39 @@ class StepMetrics:
             **{name: total[name] / tokens for name in self._means},
             **{name: top[name] for name in self._tops},
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`warning` is empty where all is well; `fatal` ends the run."""
+
+    warning: str = ""
+    fatal: bool = False
+
+
+def judge(config: LogprobAlarmConfig, *, mean: float, outside_share: float) -> Verdict:
+    """What a disagreement between trainer and engine about one step's on-policy tokens is worth.
+
+    Every rank sees the same reduced numbers, so every rank comes to the same verdict. What is not a number is the worst
+    disagreement there is, also where a limit is off.
+
+    Args:
+        mean: of |logprob of the trainer - logprob of the engine|, nats.
+        outside_share: share of tokens whose probability ratio is outside `RATIO_BAND`, 0..1.
+    """
+    found = []
+    if math.isnan(mean) or 0 < config.mean < mean:
+        found.append(f"their mean logprob difference is {mean:.3g} nats (trainer.logprob_alarm.mean {config.mean:g})")
+    if 0 < config.outside_share < outside_share:
+        found.append(
+            f"{outside_share:.1%} of the ratios are off by more than a tenth "
+            f"(trainer.logprob_alarm.outside_share {config.outside_share:.0%})"
+        )
+    fatal = math.isnan(mean) or 0 < config.stop_mean < mean
+    if fatal and not found:
+        found.append(f"their mean logprob difference is {mean:.3g} nats")
+    if not found:
+        return Verdict()
+    limit = f"; trainer.logprob_alarm.stop_mean is {config.stop_mean:g}" if fatal and config.stop_mean else ""
+    sentence = f"trainer and generators disagree about tokens that this very version sampled: {'; '.join(found)}{limit}"
+    return Verdict(sentence, fatal)

@@ -32,7 +32,6 @@ from titan_rl.data_plane.fetch import SampleSource, SharedMemorySource
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import ConfigError, TrainingError
 from titan_rl.policy.config import TrainerConfig
-from titan_rl.policy.logprob_alarm import judge
 from titan_rl.policy.losses import PolicyLoss, TrainedTokens, build_loss
 from titan_rl.policy.losses.reference_kl import kl_penalty
 from titan_rl.policy.microbatch import MicroBatch, pack
@@ -42,17 +41,17 @@ from titan_rl.policy.models.sharding import local_box
 from titan_rl.policy.models.titan_adaptation import choose_device
 from titan_rl.policy.packing import PackingPlan, plan_packing
 from titan_rl.policy.rank_samples import RankSamples
-from titan_rl.policy.state_digest import digest_of
-from titan_rl.policy.step_metrics import StepMetrics
-from titan_rl.policy.token_scores import token_scores
+from titan_rl.policy.step_metrics import StepMetrics, judge
 from titan_rl.process_group import join_world
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.manifest import Publication
-from titan_rl.weights.shards import TensorShard
+from titan_rl.weights.manifest import TensorShard
 
 if TYPE_CHECKING:
-    from titan_rl.policy.reference import ReferencePolicy
-    from titan_rl.policy.warm_up import WarmUp
+    from titan_rl.policy.models.model import Policy
+    from titan_rl.policy.optimizer import PolicyOptimizer
+
+WARM_UP_TEMPERATURE = 1.0
+"""Of the cross entropy, whatever RL samples with: the demonstrations are taught to the policy as it is."""
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +103,6 @@ class PolicyUpdater:
         # Only now: these import torchtitan, whose modules copy the device when they are imported.
         from titan_rl.policy.models.model import build_policy
         from titan_rl.policy.optimizer import PolicyOptimizer
-        from titan_rl.policy.reference import ReferencePolicy
 
         torch.manual_seed(seed)
         torch.use_deterministic_algorithms(config.deterministic)
@@ -115,10 +113,9 @@ class PolicyUpdater:
         self._policy = build_policy(shape, config, self._device)
         load_weights(self._policy, model_path)
         self._optimizer = PolicyOptimizer(config.optimizer, self._policy.module, total_steps)
-        self._reference: ReferencePolicy | None = None
-        if config.kl.coefficient:
-            self._reference = ReferencePolicy(self._policy, config, temperature=temperature)
-        self._warm_up: WarmUp | None = None
+        self._reference: Policy | None = None
+        self._warm_up: PolicyOptimizer | None = None
+        self._warm_up_steps = 0
         self.step = 0
         self.incarnation = incarnation
         self.aliases = self._policy.aliases
@@ -133,9 +130,9 @@ class PolicyUpdater:
         )
 
     def warm_up_step(self, batch: SampleBatch, plan: PackingPlan) -> dict[str, float]:
-        """One supervised step on demonstrations; `step` and the versions do not change.
+        """One supervised step on demonstrations: cross entropy of their responses. No policy version.
 
-        The first call makes an optimizer of its own (see `warm_up`), the first `train_step` throws it away.
+        The first call makes an optimizer of its own, the first `train_step` throws it away.
 
         Args:
             batch: demonstrations, or references to them, all or this rank's; of their fields token ids and loss mask
@@ -143,42 +140,36 @@ class PolicyUpdater:
             plan: of this batch.
 
         Returns:
-            loss (cross entropy in nats per response token), grad_norm (before clipping), lr, trained_tokens, tokens and
-            imbalance.
+            loss (nats per response token), grad_norm (before clipping), lr, trained_tokens, tokens and imbalance.
 
         Raises:
-            SamplesLost: samples are missing or damaged (on all ranks; the weights are untouched).
-            TrainingError: as `train_step`; also when RL has begun, or `trainer.warmup.steps` is 0.
+            SamplesLost, TrainingError: as `train_step`; also when RL has begun, or `trainer.warmup.steps` is 0.
         """
-        from titan_rl.policy.warm_up import WarmUp
+        from titan_rl.policy.optimizer import warm_up_optimizer
 
         if self.step:
             raise TrainingError(f"a warm-up step was asked for after {self.step} RL steps")
-        trained = self._check(plan)
+        if not self._config.warmup.steps:
+            raise TrainingError("a warm-up step was asked for, but trainer.warmup.steps is 0")
         if self._warm_up is None:
-            self._warm_up = WarmUp(self._config.warmup, self._policy)
-        samples = RankSamples(self._samples, self._policy, batch, plan)
-        total = self._warm_up.accumulate(self._packed(samples), trained)
-        self._raise_if_lost(samples, f"warm-up step {self._warm_up.steps}")
-        return self._warm_up.apply(total, trained) | {
-            "trained_tokens": float(trained),
-            "tokens": float(plan.tokens),
-            "imbalance": plan.imbalance,
-        }
+            self._warm_up = warm_up_optimizer(self._config.warmup, self._policy.module)
+        metrics = self._optimize(batch, plan, self._warm_up, warm_up=True)
+        self._warm_up_steps += 1
+        told = ("loss", "grad_norm", "lr", "trained_tokens", "tokens", "imbalance")
+        return {name: metrics[name] for name in told}
 
-    def pull_reference(self, publication: Publication) -> int:
-        """Take these weights as those that the KL term compares with, verified on all ranks.
-
-        Returns:
-            The combined fingerprint of what was loaded.
+    def freeze_reference(self) -> None:
+        """Compare the policy from now on with its weights as they are now: the KL term of the loss.
 
         Raises:
-            TrainingError: `trainer.kl.coefficient` is 0, so there is no reference.
-            WeightsError: on all ranks: the publication cannot be read, or was not loaded as published.
+            TrainingError: `trainer.kl.coefficient` is 0.
         """
-        if self._reference is None:
-            raise TrainingError("there is no reference policy to load: trainer.kl.coefficient is 0")
-        return self._reference.load(publication)
+        from titan_rl.policy.models.model import frozen_copy
+
+        if not self._config.kl.coefficient:
+            raise TrainingError("there is no reference policy to freeze: trainer.kl.coefficient is 0")
+        self._reference = None  # its memory goes before the next one's is taken
+        self._reference = frozen_copy(self._policy, self._config)
 
     def train_step(self, batch: SampleBatch, plan: PackingPlan) -> dict[str, float]:
         """One optimizer step on a batch; every rank computes its own part.
@@ -198,35 +189,15 @@ class PolicyUpdater:
         Raises:
             SamplesLost: samples are missing or damaged (on all ranks; the weights are untouched).
             TrainingError: NaN or inf in loss or gradient, or an engine beyond `trainer.logprob_alarm.stop_mean` (on all
-                ranks; the weights are untouched), a batch with no trained token, or a sample that is too long.
+                ranks; the weights are untouched), a batch with no trained token, a sample that is too long, or a KL
+                term without a reference.
         """
-        began = time.perf_counter()
-        trained = self._check(plan)
+        if self._config.kl.coefficient and self._reference is None:
+            raise TrainingError("the KL term has no reference: freeze_reference was not called")
         self._warm_up = None
-        metrics = StepMetrics(self._loss.metrics, counted=self._policy.tensor_rank == 0)
-        samples = RankSamples(self._samples, self._policy, batch, plan)
-        for microbatch in self._packed(samples):
-            loss = self._round_loss(microbatch, trained, metrics)
-            (loss / trained).backward()
-        self._raise_if_lost(samples, f"step {self.step}")
-        grad_norm = self._optimizer.clip_gradients()
-        metrics.reduce_sums(gradient_finite=math.isfinite(grad_norm))
-        if not metrics.finite:
-            self._optimizer.discard_gradients()
-            raise TrainingError(
-                f"step {self.step}: {metrics.describe_failure(grad_norm)}; the weights were not changed"
-            )
-        alarmed = self._look_at_engine(metrics)
-        lr = self._optimizer.step()
+        metrics = self._optimize(batch, plan, self._optimizer, warm_up=False)
         self.step += 1
-        return metrics.report(seconds=time.perf_counter() - began) | {
-            "grad_norm": grad_norm,
-            "lr": lr,
-            "logprob_alarm": float(alarmed),
-            "trained_tokens": float(trained),
-            "tokens": float(plan.tokens),
-            "imbalance": plan.imbalance,
-        }
+        return metrics
 
     def logprobs(self, batch: SampleBatch) -> dict[tuple[int, int], np.ndarray]:
         """Logprobs under the current weights of this data-parallel rank's samples, by (group_id, sample).
@@ -242,14 +213,15 @@ class PolicyUpdater:
             microbatch = pack(samples, self._device)
             with torch.no_grad():
                 logits = self._policy.logits(microbatch)[:-1]
-                scores, _ = self._scores(logits, microbatch.tokens[0, 1:])
+                scores, _ = self._policy.scores(logits, microbatch.tokens[0, 1:], temperature=self._temperature)
             row = np.concatenate([np.zeros(1, np.float32), scores.cpu().numpy()])
             for sample, start in zip(samples, microbatch.offsets, strict=False):
                 values = row[start : start + len(sample.token_ids)].copy()
                 values[0] = 0.0
                 result[sample.group_id, sample.sample] = values
         self._policy.reshard()
-        self._raise_if_lost(mine, f"logprobs at step {self.step}")
+        if (error := mine.losses(f"logprobs at step {self.step}")) is not None:
+            raise error
         return result
 
     def local_shards(self) -> Iterator[TensorShard]:
@@ -264,10 +236,6 @@ class PolicyUpdater:
                     offset=box.offset,
                     counted=box.counted,
                 )
-
-    def state_digest(self) -> str:
-        """Of this rank's weights, optimizer and schedule: equal exactly if all of them are bitwise equal."""
-        return digest_of([self.step, *self._policy.tensors().items(), self._optimizer.state()])
 
     def save_hf(self, directory: Path) -> None:
         """Write a complete Hugging Face checkpoint in the compute dtype; returns on every rank when it is there.
@@ -291,26 +259,40 @@ class PolicyUpdater:
         if failure[0]:
             raise TrainingError(f"step {self.step}: the checkpoint {directory} could not be written: {failure[0]}")
 
-    def _check(self, plan: PackingPlan) -> int:
-        """The batch's trained tokens; raises TrainingError unless it can be trained."""
+    def _optimize(
+        self, batch: SampleBatch, plan: PackingPlan, optimizer: PolicyOptimizer, *, warm_up: bool
+    ) -> dict[str, float]:
+        """One step of RL, or of the warm-up."""
+        began = time.perf_counter()
+        what = f"warm-up step {self._warm_up_steps}" if warm_up else f"step {self.step}"
         trained, longest = plan.trained_tokens, plan.longest
         if not trained:
-            raise TrainingError(f"step {self.step}: none of the batch's {plan.samples} samples has a trained token")
-        if longest > self._policy.shape.max_length:
-            raise TrainingError(
-                f"step {self.step}: a sample has {longest} tokens, "
-                f"the policy has {self._policy.shape.max_length} positions"
-            )
-        return trained
-
-    def _packed(self, samples: RankSamples) -> Iterator[MicroBatch]:
-        return (pack(each, self._device) for each in samples.rounds())
-
-    def _raise_if_lost(self, samples: RankSamples, what: str) -> None:
-        """Collective. Raises on every rank if any rank lost a sample."""
+            raise TrainingError(f"{what}: none of the batch's {plan.samples} samples has a trained token")
+        if longest > (positions := self._policy.shape.max_length):
+            raise TrainingError(f"{what}: a sample has {longest} tokens, the policy has {positions} positions")
+        metrics = StepMetrics({} if warm_up else self._loss.metrics, counted=self._policy.tensor_rank == 0)
+        samples = RankSamples(self._samples, self._policy, batch, plan)
+        for each in samples.rounds():
+            loss = self._round_loss(pack(each, self._device), trained, metrics, warm_up=warm_up)
+            (loss / trained).backward()
         if (error := samples.losses(what)) is not None:
-            self._optimizer.discard_gradients()
+            optimizer.discard_gradients()
             raise error
+        grad_norm = optimizer.clip_gradients()
+        metrics.reduce_sums(gradient_finite=math.isfinite(grad_norm))
+        if not metrics.finite:
+            optimizer.discard_gradients()
+            raise TrainingError(f"{what}: {metrics.describe_failure(grad_norm)}; the weights were not changed")
+        alarmed = not warm_up and self._look_at_engine(metrics)
+        lr = optimizer.step()
+        return metrics.report(seconds=time.perf_counter() - began) | {
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "logprob_alarm": float(alarmed),
+            "trained_tokens": float(trained),
+            "tokens": float(plan.tokens),
+            "imbalance": plan.imbalance,
+        }
 
     def _look_at_engine(self, metrics: StepMetrics) -> bool:
         """Whether trainer and generators disagree, the same on every rank; raises TrainingError where that is fatal."""
@@ -323,50 +305,52 @@ class PolicyUpdater:
             _log.warning("step %d: %s", self.step, verdict.warning)
         return bool(verdict.warning)
 
-    def _scores(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return token_scores(
-            logits,
-            targets,
-            temperature=self._temperature,
-            vocab_start=self._policy.vocab_start,
-            group=self._policy.tensor_group,
-        )
-
-    def _round_loss(self, microbatch: MicroBatch, trained: int, metrics: StepMetrics) -> Tensor:
+    def _round_loss(self, microbatch: MicroBatch, trained: int, metrics: StepMetrics, *, warm_up: bool) -> Tensor:
         """The summed loss of one micro-batch; where nothing is trained, a zero that still has a gradient."""
-        reference_kl: Tensor | None = None
+        temperature = WARM_UP_TEMPERATURE if warm_up else self._temperature
         # Every rank takes part in every forward pass, also with nothing to train.
-        reference_logprobs = None if self._reference is None else self._reference.logprobs(microbatch)
+        reference_logprobs = None if warm_up else self._reference_logprobs(microbatch)
         logits = self._policy.logits(microbatch)
-        logprobs, entropies = self._scores(logits[microbatch.rows], microbatch.targets)
+        logprobs, entropies = self._policy.scores(logits[microbatch.rows], microbatch.targets, temperature=temperature)
         if not len(microbatch.rows):
             return logprobs.sum()
-        seen = logprobs.detach()
-        loss, loss_metrics = self._loss(
-            TrainedTokens(
-                logprobs=logprobs,
-                entropies=entropies,
-                behaviour_logprobs=microbatch.behaviour_logprobs,
-                # A batch is one optimizer step, so what a pass over it before the step would give is this very number.
-                proximal_logprobs=seen,
-                advantages=microbatch.advantages,
-                samples=microbatch.samples,
-                global_count=trained,
+        loss_metrics: dict[str, Tensor] = {}
+        reference_kl: Tensor | None = None
+        if warm_up:
+            loss = -logprobs.sum()
+        else:
+            loss, loss_metrics = self._loss(
+                TrainedTokens(
+                    logprobs=logprobs,
+                    entropies=entropies,
+                    behaviour_logprobs=microbatch.behaviour_logprobs,
+                    advantages=microbatch.advantages,
+                    samples=microbatch.samples,
+                    global_count=trained,
+                )
             )
-        )
         if reference_logprobs is not None:
             reference_kl = kl_penalty(self._config.kl.estimator, logprobs, reference_logprobs)
             loss = loss + self._config.kl.coefficient * reference_kl.sum()
-        on_policy = microbatch.versions == PolicyVersion(self.incarnation, self.step).encode()
         metrics.add(
             loss=loss.detach(),
             loss_metrics=loss_metrics,
             entropies=entropies.detach(),
-            log_ratio=seen - microbatch.behaviour_logprobs,
-            on_policy=on_policy,
+            log_ratio=logprobs.detach() - microbatch.behaviour_logprobs,
+            on_policy=microbatch.versions == PolicyVersion(self.incarnation, self.step).encode(),
             reference_kl=None if reference_kl is None else reference_kl.detach(),
         )
         return loss
+
+    def _reference_logprobs(self, microbatch: MicroBatch) -> Tensor | None:
+        """[N] float32, of the trained tokens; None without a KL term."""
+        if self._reference is None:
+            return None
+        with torch.no_grad():
+            logits = self._reference.logits(microbatch)[microbatch.rows]
+            logprobs, _ = self._reference.scores(logits, microbatch.targets, temperature=self._temperature)
+        self._reference.reshard()
+        return logprobs
 
 
 def _join_ranks(ranks: int, device: str) -> torch.device:

@@ -15,14 +15,13 @@ from safetensors import safe_open
 
 from titan_rl.errors import WeightsError
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.manifest import Publication
-from titan_rl.weights.shards import TensorShard
-from titan_rl.weights.transport import WeightPublisher
+from titan_rl.weights.manifest import Publication, TensorShard
+from titan_rl.weights.transports.publisher import ChannelPublisher
 
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def publish_checkpoint(directory: Path, publisher: WeightPublisher, *, dtype: torch.dtype) -> Publication:
+def publish_checkpoint(directory: Path, publisher: ChannelPublisher, *, dtype: torch.dtype) -> Publication:
     """Publish the weights of a Hugging Face directory as version v0.
 
     Args:

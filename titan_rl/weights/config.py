@@ -10,8 +10,8 @@ from titan_rl.errors import ConfigError
 
 @dataclass(kw_only=True, slots=True)
 class WeightsConfig:
-    """How new weights travel from the trainer mesh to the generators. Generators need none of it: a publication says
-    itself how it is read."""
+    """How new weights travel from the trainer mesh to the generators. Generators need none of these settings: a
+    publication says where it is."""
 
     transport: Literal["shared_memory", "filesystem", "rdma"] = "shared_memory"
     """`shared_memory`: every trainer rank writes its own shard into one mapping, no gather; one host.
@@ -24,12 +24,6 @@ class WeightsConfig:
     max_live: int = 2
     """Publications that may exist at once: the one that is served, the one that is being pulled, and those that an
     evaluation keeps. A trainer that wants one more waits, and the watchdog says for whom. At least 2."""
-    transfer_dtype: Literal["same", "bfloat16"] = "same"
-    """`bfloat16`: half the bytes travel when engines compute in float32, and the engines serve the rounded weights:
-    float32(bfloat16(trained)), bit for bit. `same`: what travels is what is served."""
-    delta: bool = False
-    """A generator does not fetch and load again what did not change since the version that it serves. Pays where parts
-    of the policy are frozen; all weights are still verified after every pull."""
 
     def __post_init__(self) -> None:
         if self.max_live < 2:

@@ -1,4 +1,5 @@
-"""What a publication contains. A publication is immutable: one version, one manifest, one place.
+"""What a publication contains, and the shards it is made of. A publication is immutable: one version, one manifest,
+one place.
 
 `fingerprint` of a tensor (see `weights.fingerprint`) is additive over its elements, and taken in the dtype that is
 served; shards of any layout therefore sum to the fingerprint of the whole.
@@ -7,8 +8,29 @@ served; shards of any layout therefore sum to the fingerprint of the whole.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from titan_rl.types import PolicyVersion
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorShard:
+    """A box of a global tensor, held by this rank.
+
+    Over all ranks the shards with `counted=True` of one name cover every element exactly once.
+    """
+
+    name: str
+    """Hugging Face name."""
+    data: Tensor  # the local box; a view of live weights, not a copy
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    """Global index of the box's first element, one entry per dimension."""
+    counted: bool = True
+    """False on a replica whose box another rank already counts (it is written once and checked locally)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,20 +40,12 @@ class TensorEntry:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """"float32" or "bfloat16": what is served."""
+    """"float32" or "bfloat16"."""
     offset: int
     """Bytes from the start of the publication."""
     nbytes: int
-    """Of the published bytes."""
     fingerprint: int
     """Unsigned 64-bit."""
-    stored: str = ""
-    """Dtype of the published bytes where they are narrower than what is served: "bfloat16"; else empty."""
-
-    @property
-    def stored_dtype(self) -> str:
-        """Dtype of the published bytes."""
-        return self.stored or self.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +64,8 @@ class Publication:
     """Weights that can be pulled."""
 
     channel: str
+    """Names the policy among those that are published."""
     version: PolicyVersion
     manifest: Manifest
     location: str
     """For the transport to read: a path in shared memory, or another scheme's (`file:`, `rdma:`)."""
-    delta: bool = False
-    """Readers may leave out tensors whose fingerprint is that of the version they serve."""

@@ -1,4 +1,4 @@
-"""The one interface of all transports, and which one is used.
+"""The one interface of all transports, which one is used, and a generator rank's side of a pull.
 
 A publisher is chosen by the config; a reader by the publication, which says where it is:
 
@@ -7,48 +7,28 @@ A publisher is chosen by the config; a reader by the publication, which says whe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
+import contextvars
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import Tensor
-
-from titan_rl.types import PolicyVersion
+from titan_rl.errors import WeightsError
 from titan_rl.weights.config import WeightsConfig
-from titan_rl.weights.manifest import Publication
-from titan_rl.weights.shards import TensorShard
+from titan_rl.weights.manifest import Publication, TensorShard
+from titan_rl.weights.verification import verify
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
-
-class WeightPublisher(Protocol):
-    """One trainer rank's end of a channel. All ranks make the same calls in the same order."""
-
-    def publish(
-        self,
-        version: PolicyVersion,
-        shards: Iterable[TensorShard],
-        *,
-        dtype: torch.dtype,
-        aliases: Sequence[tuple[str, str]] = (),
-    ) -> Publication:
-        """See `publisher.ChannelPublisher.publish`."""
-
-    def release(self, version: PolicyVersion) -> None:
-        """Nobody reads this version any more. Raises WeightsError if it is not live."""
-
-    def close(self) -> None:
-        """Give back what the transport holds."""
+    from titan_rl.weights.transports.publisher import ChannelPublisher
 
 
 class WeightReader(Protocol):
-    """One generator rank's end; reads publications of any channel."""
+    """Reads publications of any channel; one per generator rank and scheme."""
 
-    def tensors(self, publication: Publication, skip: AbstractSet[str] = frozenset()) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole tensor, in the dtype that is served, of every entry but those in `skip`; aliases left out.
+    def tensors(self, publication: Publication) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole tensor of every entry; aliases are left out.
 
         Never write to them. They are good until the publication is released or the next one of its channel is read.
 
@@ -62,7 +42,7 @@ class WeightReader(Protocol):
 
 def make_publisher(
     config: WeightsConfig, *, channel: str, owner_pid: int, rank: int, group: ProcessGroup | None
-) -> WeightPublisher:
+) -> ChannelPublisher:
     """This rank's publisher of a channel; with `rdma` an actor's context must be current.
 
     Args:
@@ -74,43 +54,20 @@ def make_publisher(
     Raises:
         ConfigError: a channel that is no plain word.
     """
-    transfer_dtype = None if config.transfer_dtype == "same" else getattr(torch, config.transfer_dtype)
+    common: dict[str, Any] = {"channel": channel, "rank": rank, "group": group, "max_live": config.max_live}
     match config.transport:
         case "shared_memory":
             from titan_rl.weights.transports.shared_memory import SharedMemoryPublisher
 
-            return SharedMemoryPublisher(
-                channel=channel,
-                owner_pid=owner_pid,
-                rank=rank,
-                group=group,
-                max_live=config.max_live,
-                transfer_dtype=transfer_dtype,
-                delta=config.delta,
-            )
+            return SharedMemoryPublisher(owner_pid=owner_pid, **common)
         case "filesystem":
             from titan_rl.weights.transports.filesystem import FilesystemPublisher
 
-            return FilesystemPublisher(
-                channel=channel,
-                directory=Path(config.directory),
-                rank=rank,
-                group=group,
-                max_live=config.max_live,
-                transfer_dtype=transfer_dtype,
-                delta=config.delta,
-            )
+            return FilesystemPublisher(directory=Path(config.directory), **common)
         case "rdma":
             from titan_rl.weights.transports.rdma import RdmaPublisher
 
-            return RdmaPublisher(
-                channel=channel,
-                rank=rank,
-                group=group,
-                max_live=config.max_live,
-                transfer_dtype=transfer_dtype,
-                delta=config.delta,
-            )
+            return RdmaPublisher(**common)
 
 
 def scheme(publication: Publication) -> str:
@@ -134,3 +91,35 @@ def make_reader(publication: Publication) -> WeightReader:
             from titan_rl.weights.transports.shared_memory import SharedMemoryReader
 
             return SharedMemoryReader()
+
+
+class WeightPuller:
+    """Reads publications of any transport, and verifies what was loaded from them.
+
+    Belongs to one thread. Make it where an actor's context is current, which `rdma:` publications need.
+    """
+
+    def __init__(self) -> None:
+        self._context = contextvars.copy_context()
+        self._readers: dict[str, WeightReader] = {}
+
+    def tensors(self, publication: Publication) -> Iterator[tuple[str, Tensor]]:
+        """What an engine must load to compute with this publication; see `WeightReader.tensors`."""
+        where = scheme(publication)
+        if where not in self._readers:
+            self._readers[where] = self._context.run(make_reader, publication)
+        return self._readers[where].tensors(publication)
+
+    def verify(self, publication: Publication, served: Iterable[TensorShard], group: ProcessGroup | None) -> int:
+        """See `verification.verify`. Collective. What was refused is read from its place anew the next time."""
+        try:
+            return verify(publication, served, group)
+        except WeightsError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of everything that was read."""
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()

@@ -16,9 +16,8 @@ import torch
 
 from titan_rl.errors import WeightsError
 from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint, signed, unsigned
-from titan_rl.weights.manifest import Manifest, Publication, TensorEntry
+from titan_rl.weights.manifest import Manifest, Publication, TensorEntry, TensorShard
 from titan_rl.weights.ranks import Ranks
-from titan_rl.weights.shards import TensorShard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

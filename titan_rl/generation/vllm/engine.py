@@ -33,7 +33,7 @@ from titan_rl.generation.environment import check_environment
 from titan_rl.generation.vllm import adaptation, deterministic, linear, weights
 from titan_rl.process_group import RENDEZVOUS, join_world
 from titan_rl.types import NO_VERSION, Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
-from titan_rl.weights.shards import TensorShard
+from titan_rl.weights.manifest import TensorShard
 
 _FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _SLEEP_LEVEL = 1

@@ -4,7 +4,7 @@
     grpo              min(r A, clip(r) A)                                 stop pushing past the clip
     policy_gradient   A log p                                             are taken for new (for comparison)
     tis               min(r, cap) A log p                                 weigh at most `cap`
-    decoupled_ppo     w min(u A, clip(u) A), w u = r                      weigh w, or nothing above `weight_cap`
+    decoupled_ppo     r A log p where r <= weight_cap, else 0             weigh r, or nothing above `weight_cap`
 
 Each of them drops whole samples whose mean ratio leaves a band when `sequence_low` or `sequence_high` is set.
 
@@ -23,8 +23,12 @@ from titan_rl.errors import ConfigError
 from titan_rl.importing import import_name
 from titan_rl.policy.config import LossConfig
 from titan_rl.policy.losses.base import PolicyLoss, TrainedTokens, probability_ratio
-from titan_rl.policy.losses.clipped import DecoupledPPOLoss, GRPOLoss
-from titan_rl.policy.losses.weighted import PolicyGradientLoss, TruncatedImportanceLoss
+from titan_rl.policy.losses.bundled import (
+    DecoupledPPOLoss,
+    GRPOLoss,
+    PolicyGradientLoss,
+    TruncatedImportanceLoss,
+)
 
 __all__ = [
     "DecoupledPPOLoss",

@@ -36,7 +36,6 @@ class TrainedTokens:
     logprobs: Tensor  # [N] float32, under the current weights, at the sampling temperature; carries gradient
     entropies: Tensor  # [N] float32, in nats, of the distribution each token was drawn from; carries gradient
     behaviour_logprobs: Tensor  # [N] float32, under the weights that sampled the token
-    proximal_logprobs: Tensor  # [N] float32, under the trainer's weights at the start of this step; no gradient
     advantages: Tensor  # [N] float32, the sample's advantage, repeated
     samples: Tensor  # [N] int64, which sample of the micro-batch a token belongs to (for sequence-level losses)
     global_count: int
@@ -48,7 +47,6 @@ class TrainedTokens:
             logprobs=self.logprobs[mask],
             entropies=self.entropies[mask],
             behaviour_logprobs=self.behaviour_logprobs[mask],
-            proximal_logprobs=self.proximal_logprobs[mask],
             advantages=self.advantages[mask],
             samples=self.samples[mask],
             global_count=self.global_count,

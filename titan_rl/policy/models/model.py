@@ -34,6 +34,7 @@ from titan_rl.policy.microbatch import MicroBatch
 from titan_rl.policy.models.document_attention import DocumentAttention, PackedDocuments
 from titan_rl.policy.models.qwen3 import EMBEDDING, LM_HEAD, Qwen3Shape
 from titan_rl.policy.models.titan_adaptation import reduce_gradients_by_plain_sums, share_padding_of_tied_shards
+from titan_rl.policy.token_scores import token_scores
 
 SPMD_BACKEND = "partial_dtensor"
 """torchtitan's default, spmd_types, fails on two or more ranks of torch 2.13."""
@@ -58,10 +59,11 @@ class Policy:
         logits = self.module(batch.tokens, positions=batch.positions, attention_masks=documents)
         return (logits.to_local() if isinstance(logits, DTensor) else logits)[0]
 
-    @property
-    def vocab_start(self) -> int:
-        """Token id of the first column of `logits` (the vocabulary is split as by torch.chunk)."""
-        return self.tensor_rank * math.ceil(self.shape.vocab / self.dims.tp)
+    def scores(self, logits: Tensor, targets: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies [N] of `targets` under rows of `logits`; see `token_scores`."""
+        # The vocabulary is split as by torch.chunk.
+        first = self.tensor_rank * math.ceil(self.shape.vocab / self.dims.tp)
+        return token_scores(logits, targets, temperature=temperature, vocab_start=first, group=self.tensor_group)
 
     @property
     def tensor_group(self) -> torch.distributed.ProcessGroup | None:
@@ -145,6 +147,20 @@ def build_policy(
     return Policy(
         module=model, dims=dims, shape=shape, adapter=Qwen3StateDictAdapter(model_config, None), device=device
     )
+
+
+def frozen_copy(policy: Policy, config: TrainerConfig) -> Policy:
+    """A policy of its own, sharded like this one, with its weights as they are now, bit for bit. It never learns: no
+    gradient, no optimizer."""
+    # Nothing is kept for a backward pass, so there is nothing to recompute in one.
+    config = dataclasses.replace(config, activation_checkpointing=False)
+    frozen = build_policy(policy.shape, config, policy.device, beside=policy)
+    frozen.module.eval().requires_grad_(False)
+    copies = frozen.tensors()
+    with torch.no_grad():
+        for name, tensor in policy.tensors().items():
+            copies[name].to_local().copy_(tensor.to_local())
+    return frozen
 
 
 def _build_meshes(parallelism: ParallelismConfig, ranks: int) -> ParallelDims:

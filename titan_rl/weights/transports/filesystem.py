@@ -1,20 +1,17 @@
 """Publishes weights as safetensors files: for generators that share a filesystem, for other programs, for inspection.
 
     directory/channel/v7/model.safetensors      whole tensors, under Hugging Face names
-    directory/channel/v7/manifest.json          everything that a `Publication` says
 
 - A version's directory appears complete, by one rename; until then it has a name that begins with a dot, and a
   writer that dies leaves only that, which the channel's next publisher removes.
 - Every rank writes its own shards into the one file, at their places; no rank holds more than a chunk besides them.
 - Released versions are removed; a reader that has one open keeps its bytes. What is live when the run ends stays.
 
-Nothing is synced to the disk: after a power failure a version may be there with rubbish in it, which the fingerprints
-of `manifest.json` show.
+Nothing is synced to the disk: after a power failure a version may be there with rubbish in it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import math
@@ -22,7 +19,6 @@ import mmap
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,17 +27,15 @@ from torch import Tensor
 
 from titan_rl.errors import WeightsError
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.manifest import Manifest, Publication, TensorEntry
-from titan_rl.weights.shards import TensorShard
-from titan_rl.weights.transports.layout import Area, Layout, Put, entry_view, served
-from titan_rl.weights.transports.publisher import ALIGNMENT, ChannelPublisher
+from titan_rl.weights.manifest import Publication, TensorEntry, TensorShard
+from titan_rl.weights.transports.publisher import ALIGNMENT, ChannelPublisher, Layout, Put, aligned, entry_view
 from titan_rl.weights.transports.segment_files import check_channel
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 SCHEME = "file"
-WEIGHTS, MANIFEST = "model.safetensors", "manifest.json"
+WEIGHTS = "model.safetensors"
 
 _DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 """As safetensors calls them."""
@@ -57,29 +51,20 @@ class FilesystemPublisher(ChannelPublisher):
         rank: rank 0 makes, renames and removes directories.
     """
 
-    alignment = None  # safetensors allows no gaps; all tensors have one dtype, so each is aligned to its elements
+    alignment = 1  # safetensors allows no gaps; all tensors have one dtype, so each is aligned to its elements
 
-    def __init__(
-        self,
-        *,
-        channel: str,
-        directory: Path,
-        rank: int,
-        group: ProcessGroup | None,
-        max_live: int,
-        transfer_dtype: torch.dtype | None = None,
-        delta: bool = False,
-    ) -> None:
-        super().__init__(
-            channel=channel, rank=rank, group=group, max_live=max_live, transfer_dtype=transfer_dtype, delta=delta
-        )
+    def __init__(self, *, channel: str, directory: Path, rank: int, group: ProcessGroup | None, max_live: int) -> None:
+        super().__init__(channel=channel, rank=rank, group=group, max_live=max_live)
         self._directory = directory.absolute() / check_channel(channel)
+        self._file = -1  # descriptor of the file that is being written
+        self._start = 0  # bytes of its header
 
     def _open(
         self, what: str, version: PolicyVersion, slot: int, layout: Layout, shards: Sequence[TensorShard]
-    ) -> Area:
+    ) -> None:
         file = self._partial(version) / WEIGHTS
         header = _header(layout)
+        self._start = len(header)
 
         def create() -> None:
             self._remove_partials()
@@ -89,32 +74,53 @@ class FilesystemPublisher(ChannelPublisher):
                 created.truncate(len(header) + layout.nbytes)
 
         self._ranks.together(what, lambda: create() if self._rank == 0 else None)
-        return self._ranks.together(what, lambda: _SharedFile(file, len(header)))
+        self._file = self._ranks.together(what, lambda: os.open(file, os.O_WRONLY | os.O_CLOEXEC))
 
-    def _seal(self, what: str, version: PolicyVersion, slot: int, manifest: Manifest) -> str:
+    def _place(self, slot: int, shard: TensorShard, entry: TensorEntry) -> Put:
+        """Written, not mapped: a full disk is an error, not a signal."""
+        dtype = getattr(torch, entry.dtype)
+        shape, offset = (shard.global_shape, shard.offset) if shard.global_shape else ((1,), (0,))
+
+        def put(row: int, rows: Tensor) -> Tensor:
+            stored = rows.to("cpu", dtype).contiguous()
+            content = stored.view(-1).view(torch.uint8).numpy().data
+            firsts, run = _runs(tuple(stored.shape), shape, (offset[0] + row, *offset[1:]))
+            nbytes = run * dtype.itemsize
+            for index, first in enumerate(firsts):
+                place = self._start + entry.offset + first * dtype.itemsize
+                _write_all(self._file, content[index * nbytes : (index + 1) * nbytes], place)
+            return stored
+
+        return put
+
+    def _write(self, slot: int, layout: Layout, shards: Sequence[TensorShard]) -> Tensor:
+        try:
+            return super()._write(slot, layout, shards)
+        finally:
+            # Before the ranks meet: a network filesystem shows others what was written only after the file was closed.
+            os.close(self._file)
+
+    def _seal(self, what: str, version: PolicyVersion, slot: int) -> str:
         final = self._directory / str(version)
-        location = f"{SCHEME}:{final}"
 
         def seal() -> None:
-            publication = Publication(
-                channel=self._channel, version=version, manifest=manifest, location=location, delta=self._delta
-            )
-            (self._partial(version) / MANIFEST).write_text(json.dumps(dataclasses.asdict(publication), indent=1))
             if final.exists():  # of a run before this one, in the same directory
                 _remove(final)
             self._partial(version).rename(final)
 
         self._ranks.together(what, lambda: seal() if self._rank == 0 else None)
-        return location
-
-    def _released(self, version: PolicyVersion) -> None:
-        if self._rank == 0:
-            _remove(self._directory / str(version))
+        return f"{SCHEME}:{final}"
 
     def _give_back(self) -> None:
         """Live versions stay, for whoever comes later."""
         if self._rank == 0:
             self._remove_partials()
+
+    def release(self, version: PolicyVersion) -> None:
+        """Its directory is removed."""
+        super().release(version)
+        if self._rank == 0:
+            _remove(self._directory / str(version))
 
     def _partial(self, version: PolicyVersion) -> Path:
         return self._directory / f".{version}.partial"
@@ -127,67 +133,13 @@ class FilesystemPublisher(ChannelPublisher):
 class FilesystemReader:
     """A generator rank's end, or anybody's: views of a version's file, read when they are looked at."""
 
-    def tensors(self, publication: Publication, skip: AbstractSet[str] = frozenset()) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, publication: Publication) -> Iterator[tuple[str, Tensor]]:
         """See `transport.WeightReader`; what was read once stays good after the version is released."""
         content = _content(publication)
-        return (
-            (entry.name, served(entry_view(content, entry), entry))
-            for entry in publication.manifest.entries
-            if entry.name not in skip
-        )
+        return ((entry.name, entry_view(content, entry)) for entry in publication.manifest.entries)
 
     def close(self) -> None:
         """Nothing is held: a mapping goes with its last view."""
-
-
-def read_publication(directory: Path) -> Publication:
-    """The publication in a version's directory (`…/channel/v7`), wherever the directory was moved since.
-
-    Raises:
-        WeightsError: there is none, or its manifest cannot be read.
-    """
-    try:
-        told: dict[str, Any] = json.loads((directory / MANIFEST).read_text())
-        manifest = told["manifest"]
-        entries = tuple(TensorEntry(**entry | {"shape": tuple(entry["shape"])}) for entry in manifest["entries"])
-        aliases = tuple((alias, name) for alias, name in manifest["aliases"])
-        return Publication(
-            channel=told["channel"],
-            version=PolicyVersion(*told["version"]),
-            manifest=Manifest(entries=entries, aliases=aliases, nbytes=manifest["nbytes"]),
-            location=f"{SCHEME}:{directory.absolute()}",
-            delta=told["delta"],
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise WeightsError(f"{directory} is no publication: {type(error).__name__}: {error}") from error
-
-
-class _SharedFile(Area):
-    """A file that every rank writes its boxes into. Written, not mapped: a full disk is an error, not a signal."""
-
-    def __init__(self, path: Path, start: int) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        self._start = start
-
-    def shard(self, shard: TensorShard, entry: TensorEntry) -> Put:
-        dtype = getattr(torch, entry.stored_dtype)
-        shape, offset = (shard.global_shape, shard.offset) if shard.global_shape else ((1,), (0,))
-
-        def put(row: int, rows: Tensor) -> Tensor:
-            stored = rows.to("cpu", dtype).contiguous()
-            content = stored.view(-1).view(torch.uint8).numpy().data
-            firsts, run = _runs(tuple(stored.shape), shape, (offset[0] + row, *offset[1:]))
-            nbytes = run * dtype.itemsize
-            for index, first in enumerate(firsts):
-                place = self._start + entry.offset + first * dtype.itemsize
-                _write_all(self._descriptor, content[index * nbytes : (index + 1) * nbytes], place)
-            return stored
-
-        return put
-
-    def close(self) -> None:
-        # Before the ranks meet: a network filesystem shows others what was written only after the file was closed.
-        os.close(self._descriptor)
 
 
 def _runs(shape: tuple[int, ...], global_shape: tuple[int, ...], offset: tuple[int, ...]) -> tuple[Iterator[int], int]:
@@ -213,14 +165,14 @@ def _write_all(descriptor: int, content: memoryview, place: int) -> None:
 def _header(layout: Layout) -> bytes:
     """Of the safetensors file, its length included; padded so that the tensors start aligned."""
     tensors: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for entry in layout.entries:
-        tensors[entry.name] = {
-            "dtype": _DTYPES[entry.stored_dtype],
+    for name, entry in layout.entries.items():
+        tensors[name] = {
+            "dtype": _DTYPES[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [entry.offset, entry.offset + entry.nbytes],
         }
     text = json.dumps(tensors, separators=(",", ":")).encode()
-    text += b" " * (-(_LENGTH_BYTES + len(text)) % ALIGNMENT)
+    text = text.ljust(aligned(_LENGTH_BYTES + len(text), ALIGNMENT) - _LENGTH_BYTES)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 

@@ -8,30 +8,52 @@ What always holds:
   rank that dies or raises half-way leaves a free slot with rubbish in it and every live publication as it was.
 - The bytes of a live publication do not change. A slot is written only while it is free.
 - All ranks agree: names, shapes, slot and version are compared before the first byte is written.
-- A channel knows nothing of other channels.
+- Fingerprints are taken of what was stored, read back from where it was put, in the dtype that is served.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch import Tensor
 
 from titan_rl.errors import WeightsError
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.fingerprint import BITS
-from titan_rl.weights.manifest import Manifest, Publication
+from titan_rl.weights.fingerprint import BITS, check_box, shard_fingerprint, signed, unsigned
+from titan_rl.weights.manifest import Manifest, Publication, TensorEntry, TensorShard
 from titan_rl.weights.ranks import Ranks
-from titan_rl.weights.shards import TensorShard
-from titan_rl.weights.transports.layout import Aliases, Area, Layout, Shapes, merged_layout, shapes_of, write_shards
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+Shapes = dict[str, tuple[int, ...]]
+"""Global shape of each tensor that a rank holds a part of."""
+Aliases = tuple[tuple[str, str], ...]
+Put = Callable[[int, Tensor], Tensor]
+"""`put(row, rows)`: store these rows of a shard from its row `row` on, cast to the entry's dtype; returns them as they
+were stored, good until the next call."""
+
 ALIGNMENT = 64
 """Bytes; what tensors in memory start at a multiple of (a cache line, and what vector loads like)."""
+
+_CHUNK_BYTES = 1 << 20
+"""Written and fingerprinted at a time: small enough that the fingerprint finds the bytes still in the cache (it would
+cost half a copy more otherwise), large enough that the call does not matter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each tensor of a publication lies, agreed by all ranks before anything is written."""
+
+    entries: dict[str, TensorEntry]
+    """By name, in order of name and offset; fingerprints are 0."""
+    aliases: Aliases
+    nbytes: int
 
 
 class ChannelPublisher(ABC):
@@ -42,29 +64,16 @@ class ChannelPublisher(ABC):
         rank: of this process in `group`.
         group: the trainer's ranks; its backend must take CPU tensors. None: one rank.
         max_live: publications that may exist at once; room for that many is kept.
-        transfer_dtype: what the bytes are stored in where it is narrower than what is served; None: as served.
-        delta: readers may leave out what did not change.
     """
 
-    alignment: ClassVar[int | None] = ALIGNMENT
-    """See `layout.merged_layout`."""
+    alignment: ClassVar[int] = ALIGNMENT
+    """Bytes, of every tensor's offset."""
 
-    def __init__(
-        self,
-        *,
-        channel: str,
-        rank: int,
-        group: ProcessGroup | None,
-        max_live: int,
-        transfer_dtype: torch.dtype | None = None,
-        delta: bool = False,
-    ) -> None:
+    def __init__(self, *, channel: str, rank: int, group: ProcessGroup | None, max_live: int) -> None:
         self._channel = channel
         self._rank = rank
         self._ranks = Ranks(group)
         self._max_live = max_live
-        self._transfer_dtype = transfer_dtype
-        self._delta = delta
         self._live: dict[PolicyVersion, int] = {}  # version -> slot
         self._layout: Layout | None = None
         self._layout_of: object = None
@@ -97,27 +106,24 @@ class ChannelPublisher(ABC):
             mine = list(shards)
             if dtype not in BITS:
                 raise WeightsError(f"{dtype} is not served; served are {', '.join(map(str, BITS))}")
-            return slot, mine, shapes_of(mine)
+            return slot, mine, _shapes_of(mine)
 
         slot, mine, shapes = self._ranks.together(what, prepare, equal=lambda result: (version, result[0]))
         layout = self._agreed_layout(what, shapes, dtype, tuple(aliases))
-        area = self._open(what, version, slot, layout, mine)
-        sums = self._ranks.together(what, lambda: write_shards(mine, layout, area))
+        written = [shard for shard in mine if shard.counted and shard.data.numel()]
+        self._open(what, version, slot, layout, written)
+        sums = self._ranks.together(what, lambda: self._write(slot, layout, written))
         self._ranks.add(sums)
-        fingerprints, elements = sums.tolist()
-        manifest = layout.manifest(what, fingerprints, elements)
-        location = self._seal(what, version, slot, manifest)
+        manifest = _manifest(what, layout, *sums.tolist())
+        location = self._seal(what, version, slot)
         self._live[version] = slot
-        return Publication(
-            channel=self._channel, version=version, manifest=manifest, location=location, delta=self._delta
-        )
+        return Publication(channel=self._channel, version=version, manifest=manifest, location=location)
 
     def release(self, version: PolicyVersion) -> None:
         """Nobody reads this version any more: its room may be used again. Raises WeightsError if not live."""
         if version not in self._live:
             raise WeightsError(f"{self._channel} {version} cannot be released: live are {self._live_names()}")
         del self._live[version]
-        self._released(version)
 
     def close(self) -> None:
         """Give back what the transport holds; nothing can be published any more."""
@@ -128,16 +134,16 @@ class ChannelPublisher(ABC):
     @abstractmethod
     def _open(
         self, what: str, version: PolicyVersion, slot: int, layout: Layout, shards: Sequence[TensorShard]
-    ) -> Area:
-        """Room for this rank's shards in a free slot, invisible to readers of anything that is live. Collective."""
+    ) -> None:
+        """Make room for this rank's shards in a free slot, invisible to readers of anything live. Collective."""
 
     @abstractmethod
-    def _seal(self, what: str, version: PolicyVersion, slot: int, manifest: Manifest) -> str:
+    def _place(self, slot: int, shard: TensorShard, entry: TensorEntry) -> Put:
+        """How the rows of this shard are stored."""
+
+    @abstractmethod
+    def _seal(self, what: str, version: PolicyVersion, slot: int) -> str:
         """All ranks wrote everything: the publication's location, the same on all ranks. Collective."""
-
-    @abstractmethod
-    def _released(self, version: PolicyVersion) -> None:
-        """This version was live until now."""
 
     @abstractmethod
     def _give_back(self) -> None:
@@ -162,11 +168,99 @@ class ChannelPublisher(ABC):
         described = (shapes, dtype, aliases)
         if self._ranks.any(self._layout_of != described):
             told = self._ranks.gather(described)
-            narrower = self._transfer_dtype is not None and self._transfer_dtype.itemsize < dtype.itemsize
-            stored = self._transfer_dtype if self._transfer_dtype is not None and narrower else dtype
-            self._layout = self._ranks.together(
-                what, lambda: merged_layout(told, stored=stored, alignment=self.alignment)
-            )
+            self._layout = self._ranks.together(what, lambda: _merged_layout(told, self.alignment))
             self._layout_of = described
         assert self._layout is not None
         return self._layout
+
+    def _write(self, slot: int, layout: Layout, shards: Sequence[TensorShard]) -> Tensor:
+        """Store the shards; returns [2, entries] int64: their fingerprints, and how many elements they have."""
+        sums = torch.zeros(2, len(layout.entries), dtype=torch.int64)
+        fingerprints, elements = sums.numpy()  # writes through; an index into an array is cheaper than into a tensor
+        indices = {name: index for index, name in enumerate(layout.entries)}
+        for shard in shards:
+            index = indices[shard.name]
+            written = _write_shard(shard, self._place(slot, shard, layout.entries[shard.name]))
+            fingerprints[index] = signed(int(fingerprints[index]) + written)
+            elements[index] += shard.data.numel()
+        return sums
+
+
+def aligned(nbytes: int, alignment: int) -> int:
+    """The next multiple of `alignment`."""
+    return -(-nbytes // alignment) * alignment
+
+
+def entry_view(content: Tensor, entry: TensorEntry) -> Tensor:
+    """The published tensor in the bytes of a publication."""
+    piece = content[entry.offset : entry.offset + entry.nbytes]
+    return piece.view(getattr(torch, entry.dtype)).view(entry.shape)
+
+
+def box_view(whole: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """The place of a box in the whole tensor."""
+    return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+
+
+def _shapes_of(shards: Iterable[TensorShard]) -> Shapes:
+    """Raises WeightsError for a shard outside its tensor or a name with two shapes."""
+    shapes: Shapes = {}
+    for shard in shards:
+        shape = tuple(shard.global_shape)
+        if shapes.setdefault(shard.name, shape) != shape:
+            raise WeightsError(f"{shard.name} comes as {shapes[shard.name]} and as {shape}")
+        try:
+            check_box(shard.data.shape, shape, shard.offset)
+        except WeightsError as error:
+            raise WeightsError(f"{shard.name}: {error}") from None
+    return shapes
+
+
+def _merged_layout(told: list[tuple[Shapes, torch.dtype, Aliases]], alignment: int) -> Layout:
+    """One layout from what every rank has; the same on each, because all are told the same."""
+    shapes: Shapes = {}
+    _, dtype, aliases = told[0]
+    for rank, (theirs, their_dtype, their_aliases) in enumerate(told):
+        if (their_dtype, their_aliases) != (dtype, aliases):
+            raise WeightsError(f"rank {rank} serves {their_dtype} {their_aliases}, rank 0 {dtype} {aliases}")
+        for name, shape in theirs.items():
+            if shapes.setdefault(name, shape) != shape:
+                raise WeightsError(f"{name} is {shape} on rank {rank} and {shapes[name]} on a lower one")
+    if not shapes:
+        raise WeightsError("there are no tensors")
+    for alias, name in aliases:
+        if alias in shapes or name not in shapes:
+            raise WeightsError(f"alias {alias} of {name}: the first must be no tensor of its own, the second one")
+    entries = {}
+    offset = 0
+    for name, shape in sorted(shapes.items()):
+        nbytes = math.prod(shape) * dtype.itemsize
+        text = str(dtype).removeprefix("torch.")
+        entries[name] = TensorEntry(name=name, shape=shape, dtype=text, offset=offset, nbytes=nbytes, fingerprint=0)
+        offset += aligned(nbytes, alignment)
+    return Layout(entries, aliases, nbytes=offset)
+
+
+def _manifest(what: str, layout: Layout, fingerprints: list[int], elements: list[int]) -> Manifest:
+    """The manifest once all is written; `elements` were written of each entry, over all ranks."""
+    entries = []
+    gaps = []
+    for entry, fingerprint, written in zip(layout.entries.values(), fingerprints, elements, strict=True):
+        if written != math.prod(entry.shape):
+            gaps.append(f"{written} of {math.prod(entry.shape)} elements of {entry.name}")
+        entries.append(replace(entry, fingerprint=unsigned(fingerprint)))
+    if gaps:
+        raise WeightsError(f"{what}: the ranks' shards hold {', '.join(gaps)}")
+    return Manifest(entries=tuple(entries), aliases=layout.aliases, nbytes=layout.nbytes)
+
+
+def _write_shard(shard: TensorShard, put: Put) -> int:
+    """Store a shard and return its fingerprint, a cacheful at a time."""
+    source, shape, offset = shard.data.detach(), shard.global_shape, shard.offset
+    if not shape:
+        source, shape, offset = source.reshape(1), (1,), (0,)
+    rows = max(1, _CHUNK_BYTES * len(source) // (source.numel() * source.itemsize))
+    fingerprint = 0
+    for row in range(0, len(source), rows):
+        fingerprint += shard_fingerprint(put(row, source[row : row + rows]), shape, (offset[0] + row, *offset[1:]))
+    return fingerprint

@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,16 +18,12 @@ from torch import Tensor
 
 from titan_rl.errors import WeightsError
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.manifest import Manifest, Publication, TensorEntry
-from titan_rl.weights.shards import TensorShard
-from titan_rl.weights.transports.layout import Area, Layout, Put, box_view, entry_view, served
-from titan_rl.weights.transports.publisher import ALIGNMENT, ChannelPublisher
-from titan_rl.weights.transports.segment_files import DIRECTORY, remove_segments_of, segment_path, sweep_dead_segments
+from titan_rl.weights.manifest import Publication, TensorEntry, TensorShard
+from titan_rl.weights.transports.publisher import ALIGNMENT, ChannelPublisher, Layout, Put, box_view, entry_view
+from titan_rl.weights.transports.segment_files import DIRECTORY, segment_path
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-__all__ = ["SharedMemoryPublisher", "SharedMemoryReader", "remove_segments_of", "sweep_dead_segments"]
 
 
 class SharedMemoryPublisher(ChannelPublisher):
@@ -48,33 +43,30 @@ class SharedMemoryPublisher(ChannelPublisher):
         rank: int,
         group: ProcessGroup | None,
         max_live: int,
-        transfer_dtype: torch.dtype | None = None,
-        delta: bool = False,
         directory: Path = DIRECTORY,
     ) -> None:
-        super().__init__(
-            channel=channel, rank=rank, group=group, max_live=max_live, transfer_dtype=transfer_dtype, delta=delta
-        )
+        super().__init__(channel=channel, rank=rank, group=group, max_live=max_live)
         self._paths = [segment_path(directory, owner_pid, channel, slot) for slot in range(max_live)]
         self._mapped: dict[int, Tensor] = {}  # slot -> its bytes
 
     def _open(
         self, what: str, version: PolicyVersion, slot: int, layout: Layout, shards: Sequence[TensorShard]
-    ) -> Area:
-        """The slot's bytes, mapped; made or replaced first where it is missing or too small (on all ranks alike)."""
+    ) -> None:
+        """Map the slot; made or replaced first where it is missing or too small (on all ranks alike)."""
         mapped, path = self._mapped.get(slot), self._paths[slot]
         nbytes = max(layout.nbytes, ALIGNMENT)  # an empty file cannot be mapped
         if mapped is None or mapped.numel() < nbytes:
             self._mapped.pop(slot, None)
             self._ranks.together(what, lambda: _create(path, nbytes) if self._rank == 0 else None)
-            mapped = self._mapped[slot] = self._ranks.together(what, lambda: _map(path).content)
-        return _Segment(mapped)
+            self._mapped[slot] = self._ranks.together(what, lambda: _map(path).content)
 
-    def _seal(self, what: str, version: PolicyVersion, slot: int, manifest: Manifest) -> str:
+    def _place(self, slot: int, shard: TensorShard, entry: TensorEntry) -> Put:
+        whole = entry_view(self._mapped[slot], entry)
+        target = box_view(whole, shard.offset, shard.data.shape) if entry.shape else whole.reshape(1)
+        return lambda row, rows: target[row : row + len(rows)].copy_(rows)
+
+    def _seal(self, what: str, version: PolicyVersion, slot: int) -> str:
         return str(self._paths[slot])
-
-    def _released(self, version: PolicyVersion) -> None:
-        """The segment stays, to be written again."""
 
     def _give_back(self) -> None:
         """Mappings of readers stay valid."""
@@ -84,44 +76,20 @@ class SharedMemoryPublisher(ChannelPublisher):
                 path.unlink(missing_ok=True)
 
 
-class _Segment(Area):
-    """A mapping that every rank writes its boxes into."""
-
-    def __init__(self, content: Tensor) -> None:
-        self._content = content
-
-    def shard(self, shard: TensorShard, entry: TensorEntry) -> Put:
-        target = box_view(entry_view(self._content, entry), shard)
-
-        def put(row: int, rows: Tensor) -> Tensor:
-            part = target[row : row + len(rows)]
-            return part.copy_(rows)
-
-        return put
-
-    def close(self) -> None:
-        """The mapping stays: the next publication is written through it."""
-
-
 class SharedMemoryReader:
     """A generator rank's end: zero-copy views of what was published on this host."""
 
     def __init__(self) -> None:
         self._mapped: dict[str, _Mapping] = {}
 
-    def tensors(self, publication: Publication, skip: AbstractSet[str] = frozenset()) -> Iterator[tuple[str, Tensor]]:
-        """See `transport.WeightReader`. Views of the publication itself where it is stored as served: read them, never
-        write. They are good until the publication is released. A recycled segment keeps its mapping.
+    def tensors(self, publication: Publication) -> Iterator[tuple[str, Tensor]]:
+        """See `transport.WeightReader`. Views of the publication itself; a recycled segment keeps its mapping.
 
         Raises:
             WeightsError: at once, if the publication is gone or shorter than its manifest says.
         """
         content = self._content(publication)
-        return (
-            (entry.name, served(entry_view(content, entry), entry))
-            for entry in publication.manifest.entries
-            if entry.name not in skip
-        )
+        return ((entry.name, entry_view(content, entry)) for entry in publication.manifest.entries)
 
     def close(self) -> None:
         """Let go of all mappings; views that somebody still holds keep theirs."""
