@@ -27,6 +27,10 @@ class RequestError(TitanError):
     """A generation request cannot be served (over-long, empty, out of vocabulary, …). Only that request fails."""
 
 
+class RequestTooLong(RequestError):
+    """Prompt and completion together would be longer than the generators' `max_model_len`."""
+
+
 class RequestTimeout(RequestError):
     """A request was not finished within `router.request_seconds`. Says nothing about the generator that served it."""
 

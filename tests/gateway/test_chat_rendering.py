@@ -12,12 +12,6 @@ from titan_rl.types import FinishReason, Message, ToolCall, ToolSpec
 CALCULATOR = ToolSpec("add", "adds", {"type": "object", "properties": {"terms": {"type": "string"}}})
 
 
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory):
-    config = TinyPolicyConfig(symbols="0123456789+=", special_tokens=("<tool>", "</tool>", "<result>", "</result>"))
-    return SymbolRenderer(make_tiny_policy(config, tmp_path_factory.mktemp("tiny")))
-
-
 def call(**arguments):
     return Message("assistant", "", (ToolCall("add", arguments, id="1"),))
 

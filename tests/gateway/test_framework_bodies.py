@@ -11,33 +11,19 @@ from pathlib import Path
 
 import httpx
 import pytest
-from session_programs import ADD, ScriptedFleet
+from support.gateway import ADD, ScriptedFleet, app_over, http_client, policy_of
 
 from titan_rl.chat.symbol_renderer import SymbolRenderer
-from titan_rl.gateway.access.callers import SharedKey
-from titan_rl.gateway.app import build_app
-from titan_rl.gateway.config import GatewayConfig
 from titan_rl.gateway.openai.protocol import AssistantMessage
-from titan_rl.gateway.openai.requests import chat_message
-from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.models.tiny import make_tiny_policy
 
 BODIES = json.loads(Path(__file__).with_name("framework_bodies.json").read_text())
 HISTORY = "0<tool>3+4</tool><tool>3+4</tool><result>7</result>7<tool>4+5</tool><tool>4+5</tool><result>9</result>"
 
 
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory):
-    symbols = ("<tool>", "</tool>", "<result>", "</result>")
-    policy = TinyPolicyConfig(symbols="0123456789+=", special_tokens=symbols)
-    return SymbolRenderer(make_tiny_policy(policy, tmp_path_factory.mktemp("tiny")))
-
-
 async def post(renderer: SymbolRenderer, body: dict) -> tuple[httpx.Response, list[str]]:
     """The answer, and the prompts that the engines were asked to go on from."""
     fleet = ScriptedFleet(renderer, "9$")
-    app = build_app(GatewayConfig(), fleet, renderer, SharedKey("", renderer, max_model_len=256), max_model_len=256)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:
+    async with http_client(app_over(fleet, policy_of(renderer, 256))) as http:
         answer = await http.post("/v1/chat/completions", json=body)
     return answer, [renderer.decode(request.prompt_token_ids.tolist()) for request in fleet.asked]
 
@@ -108,4 +94,4 @@ async def test_a_message_given_back_may_have_fields_that_only_its_client_knows(r
 def test_a_call_without_arguments_may_have_an_empty_text_for_them():
     call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": ""}}
     message = AssistantMessage.model_validate({"role": "assistant", "tool_calls": [call]})
-    assert chat_message(message).tool_calls[0].arguments == {}
+    assert message.message().tool_calls[0].arguments == {}

@@ -11,8 +11,8 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
-from gateway_engines import ENDLESS
-from served_fleet import MODEL, client, say, served, until_busy, until_idle
+from support.gateway import MODEL, client, say, served, until_busy, until_idle
+from support.gateway_engines import ENDLESS
 
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch.serve import Serving

@@ -11,18 +11,12 @@ import httpx
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from support.gateway import MODEL, app_over, http_client, policy_of
 
 from titan_rl.chat.symbol_renderer import SymbolRenderer
 from titan_rl.errors import ActorFailed, GeneratorFailed, RequestLost, RequestTimeout
-from titan_rl.gateway.access.callers import SharedKey
-from titan_rl.gateway.app import build_app
-from titan_rl.gateway.config import GatewayConfig
 from titan_rl.gateway.openai.protocol import ChatCompletionRequest, CompletionRequest
-from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
-
-MODEL = "policy"
 
 
 class PlayedFleet:
@@ -63,16 +57,8 @@ class PlayedFleet:
         return []
 
 
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory):
-    return SymbolRenderer(make_tiny_policy(TinyPolicyConfig(symbols="01"), tmp_path_factory.mktemp("tiny")))
-
-
 def http(fleet: PlayedFleet, renderer: SymbolRenderer) -> httpx.AsyncClient:
-    app = build_app(
-        GatewayConfig(model=MODEL), fleet, renderer, SharedKey("", renderer, max_model_len=32), max_model_len=32
-    )
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://gateway")
+    return http_client(app_over(fleet, policy_of(renderer, 32)))
 
 
 async def complete(fleet: PlayedFleet, renderer: SymbolRenderer, **options) -> httpx.Response:
@@ -139,9 +125,8 @@ async def test_a_failure_after_the_first_tokens_is_an_event_before_the_streams_e
 
 
 async def test_a_model_whose_name_has_a_slash_is_found(renderer):
-    config = GatewayConfig(model="org/policy")
-    app = build_app(config, PlayedFleet([]), renderer, SharedKey("", renderer, max_model_len=32), max_model_len=32)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as http:
+    app = app_over(PlayedFleet([]), policy_of(renderer, 32, "org/policy"))
+    async with http_client(app) as http:
         for name in ("org/policy", "org%2Fpolicy"):
             assert (await http.get(f"/v1/models/{name}")).json()["id"] == "org/policy"
         missing = await http.get("/v1/models/org/other")
@@ -208,7 +193,7 @@ async def test_a_fleet_without_generators_is_not_healthy(renderer):
 async def test_every_call_is_counted_by_what_became_of_it(renderer):
     fleet = PlayedFleet([ValueError("oops"), GeneratorFailed("x")])
     async with http(fleet, renderer) as client:
-        for prompt in ("01", "01", "01", "2"):
+        for prompt in ("01", "01", "01", "x"):
             await client.post("/v1/completions", json={"model": MODEL, "prompt": prompt})
         await client.get("/v1/guess")
         metrics = (await client.get("/metrics")).text

@@ -11,20 +11,28 @@ from collections.abc import AsyncGenerator
 import httpx
 import openai
 import pytest
-from gateway_engines import ENDLESS
-from served_fleet import ENGINE, LENGTH, MODEL, client, served, until_busy
-from session_programs import ScriptedFleet, session_request
 from starlette.types import Message, Receive, Scope, Send
+from support.gateway import (
+    ENGINE,
+    LENGTH,
+    MODEL,
+    ScriptedFleet,
+    app_over,
+    client,
+    http_client,
+    policy_of,
+    served,
+    session_request,
+    until_busy,
+)
+from support.gateway_engines import ENDLESS
 from test_serve_command import KEY, left_of, served_checkpoint
 
-from titan_rl.actors.gateway_sessions import GatewaySessions
+from titan_rl.actors.gateway import GatewayClient
 from titan_rl.chat.symbol_renderer import SymbolRenderer
-from titan_rl.gateway.access.callers import SharedKey
-from titan_rl.gateway.access.rollout_keys import SessionKeys
-from titan_rl.gateway.app import build_app
+from titan_rl.gateway.access.callers import ApiKeys
+from titan_rl.gateway.access.rollout_keys import RolloutKeys
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.types import Completion, GenerationRequest, Piece
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "1"}]}
@@ -40,20 +48,13 @@ class HalfSaid(ScriptedFleet):
             yield each
 
 
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory):
-    return SymbolRenderer(make_tiny_policy(TinyPolicyConfig(symbols="01"), tmp_path_factory.mktemp("tiny")))
-
-
 async def opened(renderer: SymbolRenderer, fleet: ScriptedFleet, *, sessions: bool):
-    """A door, an HTTP client whose key it knows, and an event: a body has begun to be sent."""
-    key = ""
+    """Keys, an HTTP client with one of them, and an event: a body has begun to be sent."""
+    key, policy = "", policy_of(renderer, 32)
+    keys = RolloutKeys(policy, base_url="", run_seed=1) if sessions else ApiKeys(policy)
     if sessions:
-        door = SessionKeys(renderer, base_url="", model=MODEL, run_seed=1, max_model_len=32)
-        key = (await door.open(session_request("s"))).api_key
-    else:
-        door = SharedKey("", renderer, max_model_len=32)
-    app = build_app(GatewayConfig(model=MODEL), fleet, renderer, door, max_model_len=32)
+        key = (await keys.open(session_request("s"))).api_key
+    app = app_over(fleet, policy, keys)
     begun = asyncio.Event()
 
     async def watched(scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,20 +65,17 @@ async def opened(renderer: SymbolRenderer, fleet: ScriptedFleet, *, sessions: bo
 
         await app(scope, receive, told)
 
-    http = httpx.AsyncClient(
-        transport=httpx.ASGITransport(watched), base_url="http://gateway", headers={"authorization": f"Bearer {key}"}
-    )
-    return door, http, begun
+    return keys, http_client(watched, key), begun
 
 
 @pytest.mark.parametrize("sessions", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_open_call_is_a_503_that_may_be_tried_again(renderer, sessions, stream):
     fleet = ScriptedFleet(renderer, None)
-    door, http, _ = await opened(renderer, fleet, sessions=sessions)
+    keys, http, _ = await opened(renderer, fleet, sessions=sessions)
     call = asyncio.ensure_future(http.post("/v1/chat/completions", json={**CHAT, "stream": stream}))
     await fleet.until(1)
-    door.close_all()
+    keys.end_all()
     answer = await call
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "gateway_closing"
@@ -86,7 +84,7 @@ async def test_an_open_call_is_a_503_that_may_be_tried_again(renderer, sessions,
 
 
 async def test_a_call_whose_body_is_still_coming_is_a_503_too(renderer):
-    door, http, _ = await opened(renderer, ScriptedFleet(renderer), sessions=False)
+    keys, http, _ = await opened(renderer, ScriptedFleet(renderer), sessions=False)
     reading = asyncio.Event()
 
     async def pieces() -> AsyncGenerator[bytes, None]:
@@ -96,7 +94,7 @@ async def test_a_call_whose_body_is_still_coming_is_a_503_too(renderer):
 
     call = asyncio.ensure_future(http.post("/v1/chat/completions", content=pieces()))
     await reading.wait()
-    door.close_all()
+    keys.end_all()
     answer = await call
     assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "true")
 
@@ -104,10 +102,10 @@ async def test_a_call_whose_body_is_still_coming_is_a_503_too(renderer):
 @pytest.mark.parametrize("sessions", [False, True])
 async def test_a_stream_ends_with_the_reason(renderer, sessions):
     fleet = HalfSaid(renderer, "01")
-    door, http, begun = await opened(renderer, fleet, sessions=sessions)
+    keys, http, begun = await opened(renderer, fleet, sessions=sessions)
     call = asyncio.ensure_future(http.post("/v1/chat/completions", json={**CHAT, "stream": True}))
     await begun.wait()
-    door.close_all()
+    keys.end_all()
     *_, reason, end = [line.removeprefix("data: ") for line in (await call).text.split("\n") if line]
     assert json.loads(reason)["error"]["code"] == "gateway_closing"
     assert end == "[DONE]"
@@ -116,10 +114,10 @@ async def test_a_stream_ends_with_the_reason(renderer, sessions):
 
 async def test_a_stream_of_a_rollout_that_has_ended_says_so(renderer):
     fleet = HalfSaid(renderer, "01")
-    door, http, begun = await opened(renderer, fleet, sessions=True)
+    keys, http, begun = await opened(renderer, fleet, sessions=True)
     call = asyncio.ensure_future(http.post("/v1/chat/completions", json={**CHAT, "stream": True}))
     await begun.wait()
-    await door.close("s")
+    await keys.close("s")
     *_, reason, end = [line.removeprefix("data: ") for line in (await call).text.split("\n") if line]
     assert (json.loads(reason)["error"]["code"], end) == ("rollout_over", "[DONE]")
 
@@ -135,7 +133,7 @@ async def test_a_gateway_that_is_closed_answers_what_is_open(sessions):
     async with served(generators=1, gateway=GatewayConfig(port=0, model=MODEL, sessions=sessions)) as up:
         key = "none"
         if sessions:
-            endpoint = await GatewaySessions(up.gateway, seconds=300).open(session_request("s", tokens=ENDLESS))
+            endpoint = await GatewayClient(up.gateway, seconds=300).open(session_request("s", tokens=ENDLESS))
             key = endpoint.api_key
         ai = client(up, key).with_options(max_retries=0)
         whole, begun = (endless(ai, MODEL, stream=stream) for stream in (False, True))

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import json
-import re
+from support.fuzzing import fuzz
+from support.gateway import MODEL, client, say, served, session_request
 
-import httpx
-from fuzzing import fuzz, with_the_right_model
-from served_fleet import MODEL, client, say, served, until_idle
+from titan_rl.actors.gateway import GatewayClient
+from titan_rl.gateway.config import GatewayConfig
 
 LENGTH = 64
 """Of prompt and completion: what a fuzzer asks for is soon answered."""
 
 
 async def test_no_request_that_a_fuzzer_makes_up_is_a_server_error(tmp_path):
-    async with served(generators=1, length=LENGTH) as up, httpx.AsyncClient(base_url=up.url) as http:
-        description = tmp_path / "openapi.json"
-        description.write_text(json.dumps(with_the_right_model((await http.get("/openapi.json")).json())))
-        run = await asyncio.to_thread(functools.partial(fuzz, up.url, description))
-        assert run.returncode == 0, run.stdout + run.stderr
-        await until_idle(up)
-        metrics = (await http.get("/metrics")).text
-        assert not re.search(r'status="5', metrics)
-        for path in ("/v1/chat/completions", "/v1/completions"):
-            for status in ("200", "400"):  # it got through, and it was refused
-                assert f'calls_total{{path="{path}",status="{status}"}}' in metrics, metrics
+    async with served(generators=1, length=LENGTH) as up:
+        await fuzz(up, tmp_path)
         answer = await client(up).chat.completions.create(model=MODEL, messages=say("1"))
         assert answer.choices[0].message.content == "1"
+
+
+async def test_no_request_that_a_fuzzer_makes_up_in_a_session_is_a_server_error(tmp_path):
+    async with served(generators=2, gateway=GatewayConfig(port=0, model=MODEL, sessions=True)) as up:
+        sessions = GatewayClient(up.gateway, seconds=300)
+        endpoint = await sessions.open(session_request("fuzzed", tokens=8, max_turns=1 << 30))
+        await fuzz(up, tmp_path, endpoint.api_key)
+        record = await sessions.close("fuzzed")
+        assert record.failure == ""
+        assert record.calls

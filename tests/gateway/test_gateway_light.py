@@ -30,13 +30,13 @@ def loaded_after(program: str) -> set[str]:
 
 
 def test_the_gateways_process_loads_no_engine():
-    loaded = loaded_after("import titan_rl.actors.gateway")
-    assert {"fastapi", "uvicorn", "monarch"} <= loaded
+    loaded = loaded_after("import titan_rl.actors.gateway, titan_rl.gateway.server")
     assert not loaded & {"torch", "vllm", "torchtitan", "transformers"}
 
 
-def test_the_app_can_be_built_without_actors():
-    assert not loaded_after("import titan_rl.gateway.app") & {"torch", "vllm", "monarch"}
+def test_the_server_runs_without_actors_and_the_actors_client_without_a_server():
+    assert "monarch" not in loaded_after("import titan_rl.gateway.server")
+    assert not loaded_after("import titan_rl.actors.gateway") & {"fastapi", "uvicorn"}
 
 
 def test_the_command_is_refused_before_anything_heavy_is_loaded():

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from gateway_engines import ENDLESS
-from served_fleet import MODEL, client, say, served, until_idle
+from support.gateway import MODEL, client, in_flight, say, served, until_idle
+from support.gateway_engines import ENDLESS
 
 from titan_rl.launch.serve import Serving
 
@@ -27,10 +27,6 @@ GOES_ON: dict[str, Any] = {"max_tokens": ENDLESS, "extra_body": {"ignore_eos": T
 async def up() -> AsyncIterator[Serving]:
     async with served(generators=2) as serving:
         yield serving
-
-
-async def in_flight(up: Serving) -> int:
-    return sum(member.in_flight for member in await up.router.fleet_status())
 
 
 async def collected(stream: Any) -> dict[int, dict[str, Any]]:

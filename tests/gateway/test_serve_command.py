@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from served_fleet import MODEL, client, say, served, until_busy
+from support.gateway import MODEL, client, say, served, until_busy
 
 from titan_rl.errors import ActorFailed
 from titan_rl.gateway.config import GatewayConfig

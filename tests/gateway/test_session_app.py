@@ -5,31 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 
-import httpx
 import numpy as np
 import openai
 import pytest
-from session_programs import ADD, ScriptedFleet, session_request
+from support.gateway import ADD, MODEL, ScriptedFleet, app_over, http_client, policy_of, session_request
 
 from titan_rl.chat.symbol_renderer import SymbolRenderer
 from titan_rl.errors import GeneratorFailed, RequestError, SessionOver
-from titan_rl.gateway.access.rollout_keys import UNHEARD, SessionKeys
-from titan_rl.gateway.app import build_app
-from titan_rl.gateway.config import GatewayConfig
-from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.models.tiny import make_tiny_policy
+from titan_rl.gateway.access.rollout_keys import RolloutKeys
 from titan_rl.types import Endpoint, FinishReason, Message
 
-MODEL = "policy"
 URL = "http://gateway/v1"
 LENGTH = 256
-SYMBOLS = ("<tool>", "</tool>", "<result>", "</result>")
-
-
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory):
-    policy = TinyPolicyConfig(symbols="0123456789+=", special_tokens=SYMBOLS)
-    return SymbolRenderer(make_tiny_policy(policy, tmp_path_factory.mktemp("tiny")))
 
 
 class Gateway:
@@ -37,17 +24,15 @@ class Gateway:
 
     def __init__(self, renderer: SymbolRenderer, *texts: str | Exception | None) -> None:
         self.fleet = ScriptedFleet(renderer, *texts)
-        self.sessions = SessionKeys(renderer, base_url=URL, model=MODEL, run_seed=1, max_model_len=LENGTH)
-        self.app = build_app(
-            GatewayConfig(model=MODEL, sessions=True), self.fleet, renderer, self.sessions, max_model_len=LENGTH
-        )
+        policy = policy_of(renderer, LENGTH)
+        self.sessions = RolloutKeys(policy, base_url=URL, run_seed=1)
+        self.app = app_over(self.fleet, policy, self.sessions)
 
     async def open(self, session_id: str = "s", **options) -> openai.AsyncOpenAI:
         return self.client((await self.sessions.open(session_request(session_id, **options))).api_key)
 
     def client(self, key: str) -> openai.AsyncOpenAI:
-        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        return openai.AsyncOpenAI(base_url=URL, api_key=key, http_client=httpx.AsyncClient(transport=transport))
+        return openai.AsyncOpenAI(base_url=URL, api_key=key, http_client=http_client(self.app))
 
 
 def user(text: str) -> dict:
@@ -72,7 +57,7 @@ async def test_an_endpoint_is_what_openais_clients_read(renderer):
 async def test_no_other_key_is_good(renderer, key):
     gateway = Gateway(renderer, "1$")
     await gateway.open()
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(gateway.app), base_url="http://gateway") as http:
+    async with http_client(gateway.app) as http:
         header = f"Bearer {key}".encode(errors="surrogateescape")
         for method, path in (("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/metrics")):
             answer = await http.request(method, path, headers={b"authorization": header})
@@ -94,7 +79,7 @@ async def test_a_key_is_good_until_its_session_is_closed(renderer):
 async def test_a_key_must_be_a_bearers(renderer):
     gateway = Gateway(renderer)
     key = (await gateway.open()).api_key
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(gateway.app), base_url="http://gateway") as http:
+    async with http_client(gateway.app) as http:
         for header, status in ((key, 401), (f"Basic {key}", 401), (f"Bearer {key}", 200)):
             assert (await http.get("/v1/models", headers={"authorization": header})).status_code == status
 
@@ -240,11 +225,10 @@ async def test_a_program_is_not_refused_for_its_habits_and_the_run_samples_as_it
     await ask(client, user("1"), **habits, extra_body=more)
     sampling = gateway.fleet.asked[0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.depends_on_output) == (1.0, 1.0, -1, False)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(gateway.app), base_url="http://gateway") as http:
+    async with http_client(gateway.app) as http:
         metrics = (await http.get("/metrics", headers={"authorization": f"Bearer {client.api_key}"})).text
-    for option in UNHEARD:
-        assert f'unheard_options_total{{option="{option}"}} 1.0' in metrics
-    assert habits.keys() | more.keys() == set(UNHEARD)
+    for option in habits.keys() | {"top_k", "min_new_tokens", "repetition_penalty"}:
+        assert f'ignored_options_total{{option="{option}"}} 1.0' in metrics
 
 
 @pytest.mark.parametrize(

@@ -7,23 +7,21 @@ import os
 import pickle
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
-from sampling_engine import VARIABLE
-from served_fleet import MODEL, served
-from session_programs import ADD, session_request
+from support import sampling_engine
+from support.gateway import ADD, MODEL, served, session_request
 
-from titan_rl.actors.gateway_sessions import GatewaySessions
+from titan_rl.actors.gateway import GatewayClient
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.rollout.session import SessionRecord
 from titan_rl.rollout.token_graph import TokenGraph
 from titan_rl.types import Endpoint, FinishReason
 
-ENGINE = f"{Path(__file__).with_name('sampling_engine.py')}:sampling_engine"
+ENGINE = f"{sampling_engine.__file__}:sampling_engine"
 PROGRAMS = 16
 LENGTH = 256
 TOKENS = 12
@@ -94,7 +92,7 @@ def played(tmp_path_factory) -> Iterator[tuple[list[Agent], list[SessionRecord],
     file = tmp_path_factory.mktemp("sampled") / "sampled.pkl"
     file.touch()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VARIABLE, str(file))
+        patch.setenv(sampling_engine.VARIABLE, str(file))
         agents, records = asyncio.run(play())
     sampled = []
     with open(file, "rb") as stream:
@@ -106,7 +104,7 @@ def played(tmp_path_factory) -> Iterator[tuple[list[Agent], list[SessionRecord],
 async def play() -> tuple[list[Agent], list[SessionRecord]]:
     gateway = GatewayConfig(port=0, model=MODEL, sessions=True)
     async with served(generators=1, gateway=gateway, length=LENGTH, engine=ENGINE) as up:
-        sessions = GatewaySessions(up.gateway, seconds=300)
+        sessions = GatewayClient(up.gateway, seconds=300)
         names = [f"session{number}" for number in range(PROGRAMS)]
         requests = [session_request(name, tokens=TOKENS, sample=number) for number, name in enumerate(names)]
         endpoints = await asyncio.gather(*map(sessions.open, requests))

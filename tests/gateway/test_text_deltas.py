@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.chat.renderer import Renderer, make_renderer
-from titan_rl.gateway.openai.deltas import HALF, TextDeltas, TextSoFar
-from titan_rl.gateway.openai.errors import ApiError
-from titan_rl.gateway.openai.protocol import ChatCompletionRequest, CompletionRequest
-from titan_rl.gateway.openai.responses import Choice, read_choice
+from titan_rl.gateway.calls import Call, Chat, Choice
+from titan_rl.gateway.choices import HALF, ChoiceReader, TextDeltas, TextSoFar
+from titan_rl.gateway.errors import ApiError
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Message, SamplingParams, ToolSpec
@@ -74,7 +73,7 @@ def cut_at(tokens: Sequence[int], cuts: Sequence[int]) -> list[list[int]]:
 
 
 def whole(
-    tokens: Sequence[int], renderer: Renderer, body: CompletionRequest | ChatCompletionRequest, prompt: list[int]
+    tokens: Sequence[int], renderer: Renderer, asked: Chat | str, prompt: list[int], stops: Sequence[str] = ()
 ) -> Choice:
     """What a client that does not stream gets."""
     request = GenerationRequest(
@@ -90,14 +89,11 @@ def whole(
         versions=np.zeros(len(tokens), np.int64),
         finish_reason=FinishReason.LENGTH,
     )
-    return read_choice(0, request, completion, body, renderer)
+    return ChoiceReader(0, request, Call(id="c", prompts=[asked], stop=stops), renderer).read(completion)
 
 
-def chat_body(stops: list[str], *, tools: bool) -> ChatCompletionRequest:
-    declared = [{"type": "function", "function": TOOL._asdict()}] if tools else None
-    return ChatCompletionRequest.model_validate(
-        {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stop": stops, "tools": declared}
-    )
+def chat_of(*, tools: bool) -> Chat:
+    return Chat([Message("user", "hi")], [TOOL] if tools else [])
 
 
 def deltas_of(renderer: Renderer, prompt: list[int], stops: Sequence[str], tools: Sequence[ToolSpec]) -> TextDeltas:
@@ -125,7 +121,7 @@ def test_what_is_streamed_of_a_chat_is_its_content(
     said = ("<think>\nlet me see</think>\n\n" if thinking else "") + "".join(fragments)
     tokens = chat.encode(said.encode("utf-8", "ignore").decode())
     tokens = tokens[: len(tokens) - end]  # perhaps in the middle of a character
-    expected = whole(tokens, chat, chat_body(stops, tools=tools), prompt)
+    expected = whole(tokens, chat, chat_of(tools=tools), prompt, stops)
     assert expected.message is not None
     deltas = deltas_of(chat, prompt, stops, [TOOL] if tools else [])
     given_out = [deltas.add(piece) for piece in cut_at(tokens, cuts)]
@@ -145,8 +141,7 @@ def test_what_is_streamed_of_a_text_is_that_text_also_where_it_is_no_unicode(
     chat: Renderer, token_bytes: list[int], text: str, cuts: list[int], stops: list[str]
 ) -> None:
     tokens = [*chat.encode(text.encode("utf-8", "ignore").decode()), *token_bytes]
-    body = CompletionRequest.model_validate({"model": "m", "prompt": "hi", "stop": stops})
-    expected = whole(tokens, chat, body, [5])
+    expected = whole(tokens, chat, "hi", [5], stops)
     deltas = TextDeltas(chat.decode, stops=stops)
     given_out = "".join([deltas.add(piece) for piece in cut_at(tokens, cuts)])
     assert given_out + deltas.rest(expected.text) == expected.text
@@ -159,7 +154,7 @@ def test_what_is_streamed_of_a_text_is_that_text_also_where_it_is_no_unicode(
 def test_what_is_streamed_of_symbols_is_their_content(
     symbols: Renderer, tokens: list[int], cuts: list[int], tools: bool
 ) -> None:
-    expected = whole(tokens, symbols, chat_body([], tools=tools), [5])
+    expected = whole(tokens, symbols, chat_of(tools=tools), [5])
     assert expected.message is not None
     deltas = deltas_of(symbols, [5], [], [TOOL] if tools else [])
     given_out = [deltas.add(piece) for piece in cut_at(tokens, cuts)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from titan_rl.actors.gateway_sessions import GatewaySessions
+from titan_rl.actors.gateway import GatewayClient
 from titan_rl.config_registry import copy4
 from titan_rl.controller.faults import FaultBoard
 from titan_rl.errors import ActorFailed
@@ -31,7 +31,7 @@ async def test_programs_play_in_a_run_whose_weights_they_sample_and_which_ends_w
     board = FaultBoard()
     async with start(config, log_directory=tmp_path / "logs", faults=board) as system:
         await system.router.pull_model_state_dict(await system.trainer.push_model_state_dict())
-        sessions = GatewaySessions(system.gateway, seconds=300)
+        sessions = GatewayClient(system.gateway, seconds=300)
         group = system.train_group(3, PolicyVersion(0, 0))
         request = SessionRequest(session_id="s", group=group, sample=1, max_turns=2, max_sampled_tokens=0)
         endpoint = await sessions.open(request)

@@ -16,7 +16,7 @@ from monarch.actor import current_rank
 
 from titan_rl.actors.calls import served
 from titan_rl.actors.connection import ConnectedActor
-from titan_rl.actors.gateway_sessions import GatewaySessions
+from titan_rl.actors.gateway import GatewayClient
 from titan_rl.actors.transport import CompletionClient
 from titan_rl.config import RunConfig
 from titan_rl.data_plane.layout import encoded_size
@@ -86,7 +86,7 @@ class RolloutWorker(ConnectedActor):
         """
         seconds = self._config.placement.step_seconds
         self._completions = CompletionClient(router, name="router")
-        sessions = None if gateway is None else GatewaySessions(gateway, seconds=seconds)
+        sessions = None if gateway is None else GatewayClient(gateway, seconds=seconds)
         return os.getpid(), self._store.name, await self._runner.start(sessions)
 
     @served

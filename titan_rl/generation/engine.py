@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from titan_rl.errors import RequestError
+from titan_rl.errors import RequestError, RequestTooLong
 from titan_rl.types import Completion, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import TensorShard
 
@@ -146,9 +146,9 @@ def validate_request(request: GenerationRequest, *, max_model_len: int, vocab_si
     if sampling.max_new_tokens < 1:
         refuse(f"max_new_tokens must be at least 1, got {sampling.max_new_tokens}")
     if len(prompt) + sampling.max_new_tokens > max_model_len:
-        refuse(
-            f"{len(prompt)} prompt tokens and up to {sampling.max_new_tokens} new ones are more than max_model_len "
-            f"({max_model_len})"
+        raise RequestTooLong(
+            f"request {request.request_id!r}: {len(prompt)} prompt tokens and up to {sampling.max_new_tokens} new ones "
+            f"are more than max_model_len ({max_model_len})"
         )
     temperature = sampling.temperature
     if not math.isfinite(temperature) or temperature < 0 or 0 < temperature < LOWEST_TEMPERATURE:

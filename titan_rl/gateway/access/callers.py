@@ -1,126 +1,133 @@
-"""Whose call it is. A door lets a call in by its key; the visit that it gets decides what the engines are asked for it.
+"""Whose call it is. An API key finds its caller, who decides what the engines are asked for a call.
 
-There are two doors: one key for everybody, who decide how they sample (here), and a key per rollout of a run, whose
-calls become that rollout (`sessions`). The app treats both alike.
+There are two kinds: one key for everybody, who decide how they sample (here), and a key per rollout of a run, whose
+calls become that rollout (`rollout_keys`). The app treats both alike.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Protocol
+import secrets
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import numpy as np
 
-from titan_rl.chat.renderer import Renderer
 from titan_rl.errors import GatewayClosing, TitanError
-from titan_rl.gateway.openai.protocol import ChatCompletionRequest, CompletionRequest
-from titan_rl.gateway.openai.requests import build_requests
-from titan_rl.gateway.openai.responses import Choice
+from titan_rl.gateway.calls import Call, Chat, Choice, ServedPolicy
+from titan_rl.generation.engine import validate_request
 from titan_rl.rollout.session import Prompt
-from titan_rl.types import Completion, GenerationRequest, Message, ToolSpec
+from titan_rl.seeding import derive_seed
+from titan_rl.types import GenerationRequest
 
-CLOSED = "the gateway is being closed; the call was aborted"
+T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 
 
-class Visit(AbstractContextManager[None], Protocol):
-    """One HTTP call, for as long as it is open."""
+class Caller:
+    """Whoever has the key of a server: samples as it likes, and nothing is remembered of it."""
 
-    @property
-    def over(self) -> asyncio.Future[TitanError]:
-        """Done when the call must end, whatever it waits for, with what its client is told."""
+    def __init__(self, policy: ServedPolicy) -> None:
+        """Must be made within a loop."""
+        self._policy = policy
+        self.ended: asyncio.Future[TitanError] = asyncio.get_running_loop().create_future()
+        """Done when all open calls must end, with what their clients are told."""
 
-    def prompt_of_chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Prompt:
-        """Called by the renderer's thread. Raises TaskError where the renderer cannot write the messages."""
+    def end(self, reason: TitanError) -> None:
+        if not self.ended.done():
+            self.ended.set_result(reason)
 
-    def prompt_of_tokens(self, token_ids: Sequence[int]) -> Prompt:
-        """Called by the renderer's thread."""
+    @contextmanager
+    def call_open(self) -> Iterator[None]:
+        """For as long as a call is open."""
+        yield
 
-    def requests(
-        self, call_id: str, prompts: Sequence[Prompt], body: CompletionRequest | ChatCompletionRequest
-    ) -> list[GenerationRequest]:
+    def prompt(self, asked: Chat | str | list[int]) -> Prompt:
+        """Runs in the render thread. Raises TaskError where the renderer cannot write it."""
+        renderer = self._policy.renderer
+        if isinstance(asked, Chat):
+            return self._prompt_of_chat(asked)
+        return self._prompt_of_tokens(renderer.encode(asked) if isinstance(asked, str) else asked)
+
+    def requests(self, call: Call, prompts: Sequence[Prompt], stops: tuple[int, ...]) -> list[GenerationRequest]:
         """One request per choice: the choices of the first prompt, then those of the second, …
 
         Raises:
-            RequestError: no engine can serve it, or the caller may not ask for so much; the sentence says why.
+            RequestError: no engine can serve it, or the caller may not ask for so much.
         """
+        policy = self._policy
+        requests: list[GenerationRequest] = []
+        seed = secrets.randbits(62) if call.seed is None else call.seed
+        for number, prompt in enumerate(prompts):
+            for choice in range(call.choices):
+                request = GenerationRequest(
+                    request_id=f"{call.id}-{len(requests)}",
+                    prompt_token_ids=prompt.token_ids,
+                    sampling=call.sampling(len(prompt.token_ids), stops, policy),
+                    seed=derive_seed("gateway", seed, number, choice),
+                )
+                validate_request(request, max_model_len=policy.max_model_len, vocab_size=policy.renderer.vocab_size)
+                requests.append(request)
+        return requests
 
-    def unheard(self, body: CompletionRequest | ChatCompletionRequest) -> Sequence[str]:
-        """Fields of the body that are set and not used."""
+    def ignored(self, call: Call) -> Sequence[str]:
+        """Options that the client set and that are not used."""
+        return ()
 
-    def answered(self, choice: Choice, completion: Completion) -> None:
+    def answered(self, choice: Choice) -> None:
         """A choice is about to be handed out. Raises SessionOver when nobody may have it any more."""
 
     def failed(self, error: Exception) -> None:
-        """The engines did not answer."""
+        """A call was not answered."""
+
+    def dropped(self, requests: Sequence[GenerationRequest]) -> None:
+        """Those of them that were not answered will not be."""
+
+    def _prompt_of_chat(self, chat: Chat) -> Prompt:
+        return self._prompt_of_tokens(self._policy.renderer.render(chat.messages, chat.tools))
+
+    def _prompt_of_tokens(self, token_ids: Sequence[int]) -> Prompt:
+        return Prompt(token_ids=np.asarray(token_ids, dtype=np.int32))
 
 
-class Door(Protocol):
-    def admit(self, authorization: str) -> Visit | None:
-        """The visit of a call with this header; None: its key is missing or wrong."""
+class ApiKeys:
+    """One key for everybody, or none."""
 
-    def close_all(self) -> None:
-        """The gateway closes: every visit is over."""
-
-
-class SharedKey:
-    """The door of a server: everybody has the same key, or needs none."""
-
-    def __init__(self, api_key: str, renderer: Renderer, *, max_model_len: int) -> None:
+    def __init__(self, policy: ServedPolicy, api_key: str = "") -> None:
         """Must be made within a loop.
 
         Args:
             api_key: empty: none is asked for.
-            max_model_len: longest prompt and completion together, in tokens.
         """
+        self.anybody = Caller(policy)
+        """Who needs no key."""
         self._authorization = f"Bearer {api_key}".encode() if api_key else b""
-        self._guest = Guest(renderer, max_model_len=max_model_len)
 
-    def admit(self, authorization: str) -> Guest | None:
+    def caller(self, authorization: str) -> Caller | None:
+        """Who sends this header; None: the key is missing or wrong."""
         right = not self._authorization or hmac.compare_digest(authorization.encode("latin-1"), self._authorization)
-        return self._guest if right else None
+        return self.anybody if right else None
 
-    def close_all(self) -> None:
-        if not self._guest.over.done():
-            self._guest.over.set_result(GatewayClosing(CLOSED))
+    def end_all(self) -> None:
+        """The gateway closes: all calls end."""
+        self.anybody.end(GatewayClosing("the gateway is being closed; the call was aborted"))
 
 
-class Guest:
-    """A call of nobody in particular; nothing is remembered of it."""
+async def unless(work: Awaitable[T], end: asyncio.Future[E]) -> T:
+    """The result of `work`; if `end` is done first, `work` is cancelled and the result of `end` is raised."""
+    task = asyncio.ensure_future(_awaited(work))
+    try:
+        either: set[asyncio.Future[Any]] = {task, end}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise end.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
-    def __init__(self, renderer: Renderer, *, max_model_len: int) -> None:
-        self.over: asyncio.Future[TitanError] = asyncio.get_running_loop().create_future()
-        self._renderer = renderer
-        self._max_model_len = max_model_len
 
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        return None
-
-    def prompt_of_chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Prompt:
-        return self.prompt_of_tokens(self._renderer.render(messages, tools))
-
-    def prompt_of_tokens(self, token_ids: Sequence[int]) -> Prompt:
-        return Prompt(token_ids=np.asarray(token_ids, dtype=np.int32))
-
-    def requests(
-        self, call_id: str, prompts: Sequence[Prompt], body: CompletionRequest | ChatCompletionRequest
-    ) -> list[GenerationRequest]:
-        ids = [prompt.token_ids for prompt in prompts]
-        return build_requests(call_id, ids, body, self._renderer, max_model_len=self._max_model_len)
-
-    def unheard(self, body: CompletionRequest | ChatCompletionRequest) -> Sequence[str]:
-        return ()
-
-    def answered(self, choice: Choice, completion: Completion) -> None:
-        return None
-
-    def failed(self, error: Exception) -> None:
-        return None
+async def _awaited(work: Awaitable[T]) -> T:
+    return await work

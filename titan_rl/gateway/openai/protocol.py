@@ -7,6 +7,7 @@
 - A list is read up to its first wrong entry (`fail_fast`): to name a million of them would take a minute.
 - Types are strict: no number is read out of a text, no flag out of a number.
 - Fields that are here and can only have one meaning (`response_format`, `echo`, …) take that value alone.
+- What a body asks for is its `call`, in terms of the policy.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from titan_rl.gateway.calls import Call, Chat
+from titan_rl.types import Message, ToolSpec
+from titan_rl.types import ToolCall as SaidCall
+
 MOST_FIELDS = 64
 """Of one object: each that is unknown has a sentence in the refusal."""
 LARGEST_INTEGER = 2**63 - 1
@@ -23,6 +28,10 @@ MOST_STOPS = 16
 MOST_TOOLS = 128
 MOST_MESSAGES = 4096
 """Also parts of one message."""
+DEFAULT_COMPLETION_TOKENS = 16
+"""Of text completions, as OpenAI has it."""
+DRAWING = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "repetition_penalty")
+"""Options that change how tokens are drawn, besides `min_tokens` and `seed`."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -92,6 +101,24 @@ class Sampling(Hints):
     """Add `prompt_token_ids` and every choice's `token_ids` to the answer."""
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
 
+    def _call(self, call_id: str, prompts: list[Chat | str | list[int]], max_new_tokens: int | None) -> Call:
+        drawing = {name: value for name in DRAWING if (value := getattr(self, name)) is not None}
+        if self.top_k == 0:
+            drawing["top_k"] = -1
+        if self.min_tokens is not None:
+            drawing["min_new_tokens"] = self.min_tokens
+        return Call(
+            id=call_id,
+            prompts=prompts,
+            choices=self.n or 1,
+            max_new_tokens=max_new_tokens,
+            stop=[self.stop] if isinstance(self.stop, str) else self.stop or (),
+            stop_token_ids=self.stop_token_ids or (),
+            ignore_eos=bool(self.ignore_eos),
+            seed=self.seed,
+            drawing=drawing,
+        )
+
 
 class FunctionDeclaration(Strict):
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -100,6 +127,9 @@ class FunctionDeclaration(Strict):
     """JSON schema of the arguments."""
     strict: bool | None = None
     """A hint: decoding is not constrained by the schema, so arguments may break it."""
+
+    def spec(self) -> ToolSpec:
+        return ToolSpec(self.name, self.description or "", self.parameters or {})
 
 
 class Tool(Strict):
@@ -139,16 +169,27 @@ class TextPart(Strict):
 Content = str | Annotated[list[TextPart], Field(max_length=MOST_MESSAGES, fail_fast=True)]
 
 
+def _text(content: Content | None) -> str:
+    return content or "" if isinstance(content, str | None) else "".join(part.text for part in content)
+
+
 class SystemMessage(Strict):
     role: Literal["system", "developer"]
+    """"developer" is what newer clients call it."""
     content: Content
     name: str | None = None
+
+    def message(self) -> Message:
+        return Message("system", _text(self.content), name=self.name or "")
 
 
 class UserMessage(Strict):
     role: Literal["user"]
     content: Content
     name: str | None = None
+
+    def message(self) -> Message:
+        return Message("user", _text(self.content), name=self.name or "")
 
 
 class AssistantMessage(GivenBack):
@@ -163,12 +204,23 @@ class AssistantMessage(GivenBack):
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
 
+    def message(self) -> Message:
+        calls = tuple(
+            SaidCall(call.function.name, json.loads(call.function.arguments), id=call.id)
+            for call in self.tool_calls or ()
+        )
+        reasoning = self.reasoning_content or ""
+        return Message("assistant", _text(self.content), calls, reasoning=reasoning, name=self.name or "")
+
 
 class ToolMessage(Strict):
     role: Literal["tool"]
     content: Content
     tool_call_id: str
     name: str | None = None
+
+    def message(self) -> Message:
+        return Message("tool", _text(self.content), tool_call_id=self.tool_call_id, name=self.name or "")
 
 
 ChatMessage = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
@@ -194,6 +246,11 @@ class ChatCompletionRequest(Sampling):
     response_format: TextFormat | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
 
+    def call(self, call_id: str) -> Call:
+        tools = [] if self.tool_choice == "none" else [tool.function.spec() for tool in self.tools or ()]
+        chat = Chat([message.message() for message in self.messages], tools)
+        return self._call(call_id, [chat], self.max_completion_tokens or self.max_tokens)
+
 
 class CompletionRequest(Sampling):
     prompt: (
@@ -210,3 +267,9 @@ class CompletionRequest(Sampling):
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
+
+    def call(self, call_id: str) -> Call:
+        asked = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        ids = [each for each in asked if isinstance(each, int)]
+        prompts = [ids] if ids else [each for each in asked if not isinstance(each, int)]
+        return self._call(call_id, [*prompts], self.max_tokens or DEFAULT_COMPLETION_TOKENS)

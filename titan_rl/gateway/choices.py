@@ -1,11 +1,11 @@
-"""What a client may already read of a completion that is still being sampled.
+"""What a client may read of a completion, while it is being sampled and after.
 
-Always true: the deltas and the `rest` are the content of the complete answer, character by character. So nothing is
-given out that later tokens might change:
+The deltas of a choice, put together with its `rest`, are the content of the complete choice, character by character.
+So nothing is given out that later tokens might change:
 
 - half a character (the bytes so far decode to U+FFFD), or what may become the beginning of a stop text;
 - in a chat, what may become the beginning of a call or of thinking, and white space, which a chat format may strip at
-  the end. From the first such mark on everything waits for the end, when the renderer has read the whole turn.
+  the end. From the first such mark on, everything waits for the end, when the renderer has read the whole turn.
 
     tokens  "Hi ", "<too", "l_call>{…"    stop text "!"
     deltas  "Hi",  "",     "",            rest: " …", or nothing when the call is read as one
@@ -17,9 +17,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
-from titan_rl.gateway.openai.errors import ApiError
+from titan_rl.chat.renderer import Renderer
+from titan_rl.gateway.calls import Call, Chat, Choice, Delta
+from titan_rl.gateway.errors import ApiError
+from titan_rl.types import Completion, FinishReason, GenerationRequest, Message, Piece
 
+LOWEST_LOGPROB = -9999.0
+"""JSON has no infinity; OpenAI's API uses this value for it."""
 HALF = "\ufffd"
 """What bytes that are no character (yet) decode to."""
 
@@ -187,3 +193,134 @@ class TextDeltas:
         begins = _MARK_BEGINS.search(text, max(0, len(text) - LONGEST_MARK - 2))
         self._scanned = len(text) if begins is None else begins.start()
         return self._scanned
+
+
+class ChoiceReader:
+    """Reads one completion, whole or as it is sampled. Used by the render thread."""
+
+    def __init__(self, index: int, request: GenerationRequest, call: Call, renderer: Renderer) -> None:
+        self._index = index
+        self._request_id = request.request_id
+        self._prompt: list[int] = request.prompt_token_ids.tolist()
+        self._asked = call.prompts[index // call.choices]
+        self._stop = call.stop
+        self._renderer = renderer
+        chat = self._asked if isinstance(self._asked, Chat) else None
+        self._deltas = TextDeltas(
+            renderer.decode,
+            stops=call.stop,
+            content=None if chat is None else lambda tokens: self._said(tokens, FinishReason.LENGTH).content,
+            calls=chat is not None and bool(chat.tools),
+        )
+        self._pieces: list[Piece] = []
+        self._told = 0  # pieces
+
+    @property
+    def ended(self) -> bool:
+        """What was sampled holds a stop text: the choice is complete."""
+        return self._deltas.ended
+
+    def add(self, piece: Piece) -> Delta | None:
+        """What may be told now that these tokens were sampled; None: nothing."""
+        self._pieces.append(piece)
+        text = self._deltas.add(piece.token_ids.tolist())
+        if self.ended or (self._told and not text):
+            return None
+        new = Piece.join(self._pieces[self._told :])
+        delta = self._delta(text, new.token_ids.tolist(), _finite(new.logprobs.tolist()))
+        self._told = len(self._pieces)
+        return delta
+
+    def finish(self, completion: Completion | None = None) -> Delta:
+        """The choice, and what is still to be told of it.
+
+        Args:
+            completion: None: what was added so far.
+
+        Raises:
+            ApiError: what was told is not the beginning of the complete answer.
+        """
+        choice = self.read(completion or self._so_far())
+        told = self._pieces[self._told - 1].end if self._told else 0
+        rest = self._deltas.rest(choice.text if choice.message is None else choice.message.content)
+        return self._delta(rest, choice.tokens[told:], choice.logprobs[told:], choice)
+
+    def read(self, completion: Completion) -> Choice:
+        """Find the end of a completion, and in a chat what was said."""
+        tokens: list[int] = completion.token_ids.tolist()
+        stopped = completion.finish_reason is FinishReason.STOP
+        said = tokens[:-1] if stopped else tokens
+        text = self._renderer.decode(said)
+        cut = self._first_stop(text)
+        if cut < len(text):
+            kept = self._tokens_until_stop(said)
+            tokens, said, text, stopped = tokens[:kept], said[:kept], text[:cut], True
+            completion = replace(
+                completion,
+                token_ids=completion.token_ids[:kept],
+                logprobs=completion.logprobs[:kept],
+                versions=completion.versions[:kept],
+                finish_reason=FinishReason.LENGTH,  # its last token is no stop token
+            )
+        message = None
+        if isinstance(self._asked, Chat):
+            # Without its stop token a turn is read as one that was cut, which is what it is after a stop text.
+            ended = len(tokens) > len(said) and tokens[-1] in self._renderer.stop_token_ids
+            message = self._said(tokens if ended else said, FinishReason.STOP if ended else FinishReason.LENGTH)
+            content = message.content + "".join(call.raw for call in message.tool_calls)
+            message = message._replace(
+                content=content[: self._first_stop(content)],
+                tool_calls=tuple(call for call in message.tool_calls if not call.problem),
+            )
+        return Choice(
+            index=self._index,
+            prompt=self._prompt,
+            completion=completion,
+            tokens=tokens,
+            logprobs=_finite(completion.logprobs.tolist()),
+            text=text,
+            stopped=stopped,
+            message=message,
+        )
+
+    def _said(self, tokens: Sequence[int], reason: FinishReason) -> Message:
+        assert isinstance(self._asked, Chat)
+        return self._renderer.parse(tokens, reason, self._prompt, self._asked.tools)
+
+    def _delta(self, text: str, tokens: list[int], logprobs: list[float], choice: Choice | None = None) -> Delta:
+        return Delta(
+            index=self._index,
+            first=not self._told,
+            prompt=self._prompt,
+            text=text,
+            tokens=tokens,
+            logprobs=logprobs,
+            choice=choice,
+        )
+
+    def _so_far(self) -> Completion:
+        sampled = Piece.join(self._pieces)
+        return Completion(
+            request_id=self._request_id,
+            token_ids=sampled.token_ids,
+            logprobs=sampled.logprobs,
+            versions=sampled.versions,
+            finish_reason=FinishReason.LENGTH,
+        )
+
+    def _first_stop(self, text: str) -> int:
+        """Where the first stop text begins; the text's length where there is none."""
+        return min((place for stop in self._stop if (place := text.find(stop)) >= 0), default=len(text))
+
+    def _tokens_until_stop(self, tokens: Sequence[int]) -> int:
+        """The least number of tokens whose text holds a stop text."""
+        low, high = 1, len(tokens)
+        while low < high:
+            middle = (low + high) // 2
+            text = self._renderer.decode(tokens[:middle])
+            low, high = (low, middle) if self._first_stop(text) < len(text) else (middle + 1, high)
+        return low
+
+
+def _finite(logprobs: Sequence[float]) -> list[float]:
+    return [max(each, LOWEST_LOGPROB) for each in logprobs]

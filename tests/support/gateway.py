@@ -1,14 +1,29 @@
-"""What tests of sessions have in common: requests for them, and a fleet that says what the test wants."""
+"""Gateways of tests: over a real router and engines that say what a prompt tells them to (own processes), and the
+app alone, over a fleet that says what the test wants.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import httpx
 import numpy as np
+from openai import AsyncOpenAI
 
 from titan_rl.chat.symbol_renderer import SymbolRenderer
+from titan_rl.config import RunConfig
+from titan_rl.gateway.access.callers import ApiKeys
+from titan_rl.gateway.app import build_app
+from titan_rl.gateway.calls import Fleet, ServedPolicy
+from titan_rl.gateway.config import GatewayConfig
+from titan_rl.generation.config import GeneratorConfig
+from titan_rl.launch.serve import Serving, serve
+from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig, TrainerConfig
 from titan_rl.rollout.session import SessionRequest
 from titan_rl.types import (
     Completion,
@@ -21,6 +36,12 @@ from titan_rl.types import (
     SamplingParams,
 )
 
+MODEL = "policy"
+LENGTH = 2_000_000
+ENGINE = f"{Path(__file__).with_name('gateway_engines.py')}:obedient_engine"
+SYMBOLS = "0123456789+="
+TOOL_SYMBOLS = ("<tool>", "</tool>", "<result>", "</result>")
+
 ADD = {
     "type": "function",
     "function": {
@@ -29,6 +50,63 @@ ADD = {
         "parameters": {"type": "object", "properties": {"terms": {"type": "string"}}, "required": ["terms"]},
     },
 }
+
+
+@asynccontextmanager
+async def served(
+    *, generators: int, gateway: GatewayConfig | None = None, length: int = LENGTH, engine: str = ENGINE
+) -> AsyncIterator[Serving]:
+    config = RunConfig(
+        policy=PolicyConfig(
+            tiny=TinyPolicyConfig(symbols=SYMBOLS, special_tokens=TOOL_SYMBOLS, max_length=length, seed=5)
+        ),
+        generator=GeneratorConfig(count=generators, engine=engine, max_model_len=length, max_num_batched_tokens=length),
+        trainer=TrainerConfig(max_tokens_per_microbatch=length),
+    )
+    async with serve(config, gateway or GatewayConfig(port=0, model=MODEL)) as up:
+        yield up
+
+
+def client(up: Serving, key: str = "none") -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{up.url}/v1", api_key=key)
+
+
+def say(text: str) -> list[Any]:
+    """A conversation that the engine answers with `text`."""
+    return [{"role": "user", "content": f"+{text}"}]
+
+
+async def until_idle(up: Serving) -> None:
+    """Returns when no generator runs a request; each look is an answer of the router."""
+    while await in_flight(up):
+        pass
+
+
+async def until_busy(up: Serving, requests: int) -> None:
+    while await in_flight(up) < requests:
+        pass
+
+
+async def in_flight(up: Serving) -> int:
+    return sum(member.in_flight for member in await up.router.fleet_status())
+
+
+# The app alone.
+
+
+def policy_of(renderer: SymbolRenderer, length: int, name: str = MODEL) -> ServedPolicy:
+    return ServedPolicy(name=name, renderer=renderer, max_model_len=length)
+
+
+def app_over(fleet: Fleet, policy: ServedPolicy, keys: ApiKeys | None = None) -> Any:
+    """Must be called within a loop."""
+    return build_app(GatewayConfig(model=policy.name), fleet, policy, keys or ApiKeys(policy))
+
+
+def http_client(app: Any, key: str = "") -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=headers)
 
 
 def session_request(session_id: str, *, tokens: int = 40, **options) -> SessionRequest:

@@ -1,0 +1,50 @@
+"""schemathesis against a gateway's own OpenAPI description."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+
+from support.gateway import MODEL, until_idle
+from titan_rl.launch.serve import Serving
+
+EXAMPLES = 40
+"""Per operation."""
+SECONDS = 400
+
+
+async def fuzz(up: Serving, directory: Path, key: str = "") -> str:
+    """No request is a server error or leaves work behind, and some get through. Returns the metrics afterwards.
+
+    Args:
+        directory: schemathesis keeps there what it found.
+    """
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    async with httpx.AsyncClient(base_url=up.url, headers=headers) as http:
+        description = (await http.get("/openapi.json")).json()
+        for name in ("ChatCompletionRequest", "CompletionRequest"):  # with another model a request gets no further
+            description["components"]["schemas"][name]["properties"]["model"] = {"type": "string", "enum": [MODEL]}
+        file = directory / "openapi.json"
+        file.write_text(json.dumps(description))
+        command = [
+            *(sys.executable, "-m", "schemathesis.cli", "run", str(file), "--url", up.url),
+            *("--checks", "not_a_server_error", "--mode", "all", "--phases", "examples,coverage,fuzzing"),
+            *(word for name, value in headers.items() for word in ("--header", f"{name}: {value}")),
+            *("--max-examples", str(EXAMPLES), "--seed", "6", "--request-timeout", str(SECONDS)),
+        ]
+        run = functools.partial(subprocess.run, command, cwd=directory, capture_output=True, text=True, timeout=SECONDS)
+        ended = await asyncio.to_thread(run)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        await until_idle(up)
+        metrics = (await http.get("/metrics")).text
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        for status in ("200", "400"):  # it got through, and it was refused
+            assert f'calls_total{{path="{path}",status="{status}"}}' in metrics, metrics
+    assert 'status="5' not in metrics
+    return metrics

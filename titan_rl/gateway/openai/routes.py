@@ -1,0 +1,229 @@
+"""OpenAI's chat and text completions: a body in, a body or a stream of chunks out.
+
+- The chunks of a choice, put together, are the choice that a client gets that does not stream.
+- The first event waits for the first token, so a failure until then has a status of its own.
+- A stream that has begun ends with `[DONE]`, whatever happens to it. An error is the event before.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, ClassVar
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from titan_rl.errors import TitanError
+from titan_rl.gateway.access.callers import Caller
+from titan_rl.gateway.access.middleware import CALLER
+from titan_rl.gateway.calls import Choice, Delta, ServedPolicy
+from titan_rl.gateway.errors import ApiError, api_error
+from titan_rl.gateway.openai.protocol import ChatCompletionRequest, CompletionRequest
+from titan_rl.gateway.responses import EventStream, JsonResponse, to_json
+from titan_rl.gateway.sampling import Sampler
+from titan_rl.types import Message
+
+Json = dict[str, Any]
+DONE = b"data: [DONE]\n\n"
+
+
+def routes(sampler: Sampler) -> APIRouter:
+    router = APIRouter(prefix="/v1")
+    name = sampler.policy.name
+    listed = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "titan_rl"}
+
+    def check_model(asked: str) -> None:
+        if asked != name:
+            problem = f"there is no model {asked!r}; this gateway serves {name!r}"
+            raise ApiError(404, problem, param="model", code="model_not_found")
+
+    async def answered(answer: Answer, caller: Caller) -> Response:
+        check_model(answer.body.model)
+        if answer.body.stream:
+            events = _events(sampler, answer, caller)
+            return EventStream(await anext(events), events)
+        choices = await sampler.whole(answer.call, caller, answer.choice)
+        return JsonResponse(answer.whole(choices))
+
+    @router.post("/chat/completions")
+    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+        """What the policy says next in a conversation."""
+        return await answered(ChatAnswer(body, sampler.policy), request.scope[CALLER])
+
+    @router.post("/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """How the policy goes on with texts or token ids."""
+        return await answered(TextAnswer(body, sampler.policy), request.scope[CALLER])
+
+    @router.get("/models")
+    async def models() -> Response:
+        """The one model there is."""
+        return JsonResponse({"object": "list", "data": [listed]})
+
+    @router.get("/models/{model:path}")
+    async def model(model: str) -> Response:
+        """The one model there is."""
+        check_model(model)
+        return JsonResponse(listed)
+
+    return router
+
+
+async def _events(sampler: Sampler, answer: Answer, caller: Caller) -> AsyncGenerator[bytes, None]:
+    begun = False
+    try:
+        async with aclosing(sampler.stream(answer.call, caller, answer.chunks)) as sampled:
+            async for chunks in sampled:
+                yield b"".join(map(_event, chunks))
+                begun = True
+        if answer.body.stream_options is not None and answer.body.stream_options.include_usage:
+            yield _event({**answer.chunk([]), "usage": answer.usage})
+    except (ApiError, TitanError) as error:
+        if not begun:
+            raise
+        yield _event(error_object(api_error(error)))
+    yield DONE
+
+
+def _event(content: Json) -> bytes:
+    return b"data: " + to_json(content) + b"\n\n"
+
+
+def error_object(error: ApiError) -> Json:
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    kind = "authentication_error" if error.status == 401 else kind
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+class Answer(ABC):
+    """Writes the answer to one call. `choice` and `chunks` decode tokens, so they run in the render thread."""
+
+    kinds: ClassVar[tuple[str, str, str]]
+    """What an answer, a chunk and the call's id are called."""
+
+    def __init__(self, body: ChatCompletionRequest | CompletionRequest, policy: ServedPolicy) -> None:
+        self.body = body
+        self.call = body.call(f"{self.kinds[2]}-{uuid.uuid4().hex}")
+        self.usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+        """Tokens of every prompt once, and of every choice that was written."""
+        self._head = {"id": self.call.id, "created": int(time.time()), "model": policy.name}
+        self._decode = policy.renderer.decode
+
+    def whole(self, choices: Sequence[Json]) -> Json:
+        return {**self._head, "object": self.kinds[0], "choices": choices, "usage": self.usage}
+
+    def chunk(self, choices: Sequence[Json]) -> Json:
+        return {**self._head, "object": self.kinds[1], "choices": choices}
+
+    @abstractmethod
+    def choice(self, delta: Delta) -> Json:
+        """What a delta adds to its choice; the whole choice where it is the only one."""
+
+    def chunks(self, delta: Delta) -> list[Json]:
+        return [self.chunk([self.choice(delta)])]
+
+    def _written(self, delta: Delta, content: Json, logprobs: Json | None) -> Json:
+        reason = None if delta.choice is None else _finish_reason(delta.choice)
+        written = {"index": delta.index, **content, "logprobs": logprobs, "finish_reason": reason}
+        return {**written, "token_ids": delta.tokens} if self.body.return_token_ids else written
+
+    def _count(self, choice: Choice | None) -> None:
+        if choice is not None:
+            first = choice.index % self.call.choices == 0
+            self.usage["prompt_tokens"] += len(choice.prompt) if first else 0
+            self.usage["completion_tokens"] += len(choice.tokens)
+            self.usage["total_tokens"] = self.usage["prompt_tokens"] + self.usage["completion_tokens"]
+
+
+class TextAnswer(Answer):
+    kinds = ("text_completion", "text_completion", "cmpl")
+
+    def __init__(self, body: CompletionRequest, policy: ServedPolicy) -> None:
+        super().__init__(body, policy)
+        self._offsets: dict[int, int] = {}
+        """Of each choice: length of the text of the tokens that were written, each by itself."""
+
+    def choice(self, delta: Delta) -> Json:
+        self._count(delta.choice)
+        content: Json = {"text": delta.text}
+        if delta.first and self.body.return_token_ids:
+            content["prompt_token_ids"] = delta.prompt
+        return self._written(delta, content, None if self.body.logprobs is None else self._logprobs(delta))
+
+    def _logprobs(self, delta: Delta) -> Json:
+        texts = [self._decode([token]) for token in delta.tokens]
+        *offsets, end = accumulate(map(len, texts), initial=self._offsets.get(delta.index, 0))
+        self._offsets[delta.index] = end
+        return {"tokens": texts, "token_logprobs": delta.logprobs, "top_logprobs": None, "text_offset": offsets}
+
+
+class ChatAnswer(Answer):
+    kinds = ("chat.completion", "chat.completion.chunk", "chatcmpl")
+    _prompt: Sequence[int] = ()
+
+    def whole(self, choices: Sequence[Json]) -> Json:
+        more = {"prompt_token_ids": self._prompt} if self.body.return_token_ids else {}
+        return {**super().whole(choices), **more}
+
+    def choice(self, delta: Delta) -> Json:
+        assert delta.choice is not None and delta.choice.message is not None
+        self._count(delta.choice)
+        self._prompt = delta.prompt
+        said = delta.choice.message
+        content = {"role": "assistant", "content": said.content, "refusal": None, **self._more(delta.index, said)}
+        if said.tool_calls and not said.content:
+            content["content"] = None
+        return self._written(delta, {"message": content}, self._logprobs(delta))
+
+    def chunks(self, delta: Delta) -> list[Json]:
+        content: Json = {"role": "assistant", "content": ""} if delta.first else {}
+        if delta.text:
+            content["content"] = delta.text
+        if delta.choice is None or delta.choice.message is None:
+            return [self._chunk(delta, content)]
+        self._count(delta.choice)
+        content |= self._more(delta.index, delta.choice.message)
+        for number, call in enumerate(content.get("tool_calls", ())):
+            call["index"] = number
+        last = self._chunk(replace(delta, tokens=[], logprobs=[]), {})
+        return [self._chunk(replace(delta, choice=None), content), last] if content or delta.tokens else [last]
+
+    def _chunk(self, delta: Delta, content: Json) -> Json:
+        return self.chunk([self._written(delta, {"delta": content}, self._logprobs(delta))])
+
+    def _more(self, index: int, said: Message) -> Json:
+        """Tool calls and reasoning, where there are any."""
+        calls = [
+            {
+                "id": call.id or f"call-{self.call.id}-{index}-{number}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+            }
+            for number, call in enumerate(said.tool_calls)
+        ]
+        reasoning = {"reasoning_content": said.reasoning} if said.reasoning else {}
+        return {**({"tool_calls": calls} if calls else {}), **reasoning}
+
+    def _logprobs(self, delta: Delta) -> Json | None:
+        if not self.body.logprobs:
+            return None
+        texts = [self._decode([token]) for token in delta.tokens]
+        return {
+            "content": [
+                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+                for text, logprob in zip(texts, delta.logprobs, strict=True)
+            ]
+        }
+
+
+def _finish_reason(choice: Choice) -> str:
+    if choice.message is not None and choice.message.tool_calls:
+        return "tool_calls"
+    return "stop" if choice.stopped else "length"

@@ -1,0 +1,213 @@
+"""What the engines sample for a call, as its client may read it.
+
+- A call ends its engine work: answered, failed, or aborted because its client hung up or its caller must stop.
+- Every request has an id of its own, and is sent once.
+- Nothing bounds the time of an answer but `router.request_seconds`. A dead fleet fails its requests, and a client that
+  has waited long enough hangs up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import TypeVar
+
+from titan_rl.errors import GeneratorFailed, TitanError
+from titan_rl.gateway.access.callers import Caller
+from titan_rl.gateway.calls import Call, Choice, Delta, Fleet, ServedPolicy
+from titan_rl.gateway.choices import ChoiceReader
+from titan_rl.gateway.errors import ApiError
+from titan_rl.gateway.metrics import GatewayMetrics
+from titan_rl.gateway.render_thread import RenderThread
+from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
+
+T = TypeVar("T")
+
+
+class Sampler:
+    """Turns calls into choices. Belongs to one event loop."""
+
+    def __init__(self, fleet: Fleet, policy: ServedPolicy, metrics: GatewayMetrics, *, max_choices: int) -> None:
+        self.policy = policy
+        self._fleet = fleet
+        self._metrics = metrics
+        self._max_choices = max_choices
+        self._thread = RenderThread()
+
+    async def whole(self, call: Call, caller: Caller, write: Callable[[Delta], T]) -> list[T]:
+        """Every choice, once all are sampled.
+
+        Args:
+            write: what the client gets of a choice; runs in the render thread, where tokens may be decoded.
+
+        Raises:
+            ApiError, TitanError: the call is refused, or failed.
+        """
+        async with self._sampled(call, caller, stream=False) as (readers, sampled):
+            completions = {index: each async for index, each in sampled if isinstance(each, Completion)}
+
+            def finish() -> tuple[list[Delta], list[T]]:
+                deltas = [reader.finish(completions[index]) for index, reader in enumerate(readers)]
+                return deltas, [write(delta) for delta in deltas]
+
+            deltas, written = await self._thread.run(finish)
+            choices = [delta.choice for delta in deltas if delta.choice is not None]
+            for choice in choices:
+                caller.answered(choice)
+        self._count(call, choices)
+        return written
+
+    async def stream(self, call: Call, caller: Caller, write: Callable[[Delta], T]) -> AsyncGenerator[T, None]:
+        """Every delta, as tokens come; a choice whose stop text was found is not sampled any further. As `whole`."""
+        choices: list[Choice] = []
+        async with self._sampled(call, caller, stream=True) as (readers, sampled):
+
+            def read(reader: ChoiceReader, what: Piece | Completion) -> tuple[Choice | None, list[T]]:
+                delta = reader.add(what) if isinstance(what, Piece) else reader.finish(what)
+                if delta is None and reader.ended:
+                    delta = reader.finish()
+                return (None, []) if delta is None else (delta.choice, [write(delta)])
+
+            async for index, what in sampled:
+                choice, written = await self._thread.run(functools.partial(read, readers[index], what))
+                if choice is not None:
+                    await sampled.end(index)
+                    caller.answered(choice)
+                    choices.append(choice)
+                for each in written:
+                    yield each
+        self._count(call, choices)
+
+    @asynccontextmanager
+    async def _sampled(
+        self, call: Call, caller: Caller, *, stream: bool
+    ) -> AsyncIterator[tuple[list[ChoiceReader], Sampled]]:
+        """A reader per choice, and what is sampled for them; the caller hears of what fails inside."""
+        count = len(call.prompts) * call.choices
+        if count > self._max_choices:
+            problem = f"{len(call.prompts)} prompts × n = {call.choices} are more than {self._max_choices} completions"
+            raise ApiError(400, problem, param="n")
+        call.check_length(self.policy)
+        requests: list[GenerationRequest] = []
+        try:
+            prompts = [await self._thread.run(functools.partial(caller.prompt, each)) for each in call.prompts]
+            stops = await self._thread.run(functools.partial(call.stop_tokens, self.policy.renderer))
+            requests = caller.requests(call, prompts, stops)
+            for option in caller.ignored(call):
+                self._metrics.ignored_options.labels(option).inc()
+            readers = [ChoiceReader(index, each, call, self.policy.renderer) for index, each in enumerate(requests)]
+            async with aclosing(Sampled(self._fleet, requests, stream=stream, ended=caller.ended)) as sampled:
+                yield readers, sampled
+        except Exception as error:
+            caller.failed(error)
+            raise
+        finally:
+            caller.dropped(requests)
+
+    def _count(self, call: Call, choices: Sequence[Choice]) -> None:
+        prompts = sum(len(choice.prompt) for choice in choices if choice.index % call.choices == 0)
+        self._metrics.prompt_tokens.inc(prompts)
+        self._metrics.completion_tokens.inc(sum(len(choice.tokens) for choice in choices))
+
+
+class Sampled:
+    """What the engines sample for several requests, as it comes, with the position of each request. A request's
+    completion is the last of it. The first failure ends the iteration; `aclose` aborts what is left.
+
+    Pieces that wait for a slow reader are joined with each other or with the completion, so a reader is never further
+    behind than what was sampled while it was busy.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        requests: Sequence[GenerationRequest],
+        *,
+        stream: bool,
+        ended: asyncio.Future[TitanError],
+    ) -> None:
+        """
+        Args:
+            stream: pieces come too; else completions only.
+            ended: its result fails the iteration.
+        """
+        self._waiting: deque[tuple[int, Piece | Completion]] = deque()
+        self._failure: BaseException | None = None
+        self._came = asyncio.Event()
+        self._ended = ended
+        ended.add_done_callback(self._caller_ended)
+        self._open: dict[int, asyncio.Task[None]] = {}
+        for index, request in enumerate(requests):
+            task = asyncio.ensure_future(self._sample(fleet, index, request, stream=stream))
+            self._open[index] = task
+            task.add_done_callback(functools.partial(self._sampled, index))
+
+    def __aiter__(self) -> Sampled:
+        return self
+
+    async def __anext__(self) -> tuple[int, Piece | Completion]:
+        """
+        Raises:
+            TitanError: as `Fleet.stream`, and for a completion that somebody else aborted.
+        """
+        while not self._waiting:
+            if self._failure is not None:
+                raise self._failure
+            if not self._open:
+                raise StopAsyncIteration
+            self._came.clear()
+            await self._came.wait()
+        index, what = self._waiting.popleft()
+        pieces: list[Piece] = []
+        while isinstance(what, Piece):
+            pieces.append(what)
+            if not self._waiting or self._waiting[0][0] != index:
+                return index, Piece.join(pieces)
+            what = self._waiting.popleft()[1]
+        return index, what
+
+    async def end(self, index: int) -> None:
+        """Nothing more is wanted of this request."""
+        self._waiting = deque(each for each in self._waiting if each[0] != index)
+        if index in self._open:
+            await _cancelled([self._open[index]])
+
+    async def aclose(self) -> None:
+        """Nothing more is wanted."""
+        self._ended.remove_done_callback(self._caller_ended)
+        await _cancelled(list(self._open.values()))
+
+    async def _sample(self, fleet: Fleet, index: int, request: GenerationRequest, *, stream: bool) -> None:
+        if not stream:
+            self._add(index, await fleet.generate(request))
+            return
+        async with aclosing(fleet.stream(request)) as pieces:
+            async for each in pieces:
+                self._add(index, each)
+
+    def _add(self, index: int, what: Piece | Completion) -> None:
+        if isinstance(what, Completion) and what.finish_reason is FinishReason.ABORT:
+            tokens = len(what.token_ids)
+            raise GeneratorFailed(f"the completion was aborted after {tokens} tokens: the fleet is being stopped")
+        self._waiting.append((index, what))
+        self._came.set()
+
+    def _sampled(self, index: int, task: asyncio.Task[None]) -> None:
+        del self._open[index]
+        if not task.cancelled():
+            self._failure = self._failure or task.exception()
+        self._came.set()
+
+    def _caller_ended(self, ended: asyncio.Future[TitanError]) -> None:
+        self._waiting.clear()
+        self._failure = ended.result()
+        self._came.set()
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
