@@ -37,13 +37,20 @@ LOCK = locked()
 PROJECT = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
+PYTHONS = [{"python_version": f"3.{minor}", "python_full_version": f"3.{minor}.1"} for minor in (11, 12, 13)]
+
+
 def requirements_of(name: str, extras: frozenset[str]) -> list[Requirement]:
-    """Those that apply on this platform with these extras."""
-    requirements = [Requirement(text) for text in importlib.metadata.requires(name) or []]
+    """Those that apply on this platform with these extras, under any Python. torch for CUDA brings CUDA itself."""
     return [
         each
-        for each in requirements
-        if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in ("", *extras))
+        for each in map(Requirement, importlib.metadata.requires(name) or [])
+        if not each.name.startswith(("nvidia-", "cuda-"))
+        and any(
+            each.marker is None or each.marker.evaluate({"extra": extra, **python})
+            for extra in ("", *extras)
+            for python in PYTHONS
+        )
     ]
 
 

@@ -6,6 +6,7 @@ The wheels lie in a folder that pip's own configuration points to, so the tests 
 import base64
 import fcntl
 import hashlib
+import importlib
 import importlib.util
 import os
 import shutil
@@ -16,7 +17,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from uv import find_uv_bin
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
@@ -32,8 +32,6 @@ def build_editable(directory, config_settings=None, metadata_directory=None):
         wheel.writestr(f"{info}/RECORD", "")
     return name
 """
-
-THE_UV_OF_THESE_TESTS = f"import os, sys\nos.execv({find_uv_bin()!r}, ['uv', *sys.argv[1:]])\n"
 
 LOCK = "torch==1\nuv==1\nprobe-a==1\nprobe-b==1\n"
 
@@ -81,7 +79,8 @@ class Clone:
             '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
             '[project]\nname = "probe-project"\nversion = "1"\n'
         )
-        write_wheel(self.wheels, "uv", "1", THE_UV_OF_THESE_TESTS)
+        uv = importlib.import_module("uv").find_uv_bin()
+        write_wheel(self.wheels, "uv", "1", f"import os, sys\nos.execv({uv!r}, ['uv', *sys.argv[1:]])\n")
         write_wheel(self.wheels, "torch", "1+cpu", "build = 'CPU'\n")
         for name in ("probe_a", "probe_b"):
             write_wheel(self.wheels, name, "1")
