@@ -20,8 +20,7 @@ from titan_rl.types import GenerationRequest, PolicyVersion, SamplingParams
 from titan_rl.weights.manifest import Publication
 
 prepare_controller()
-from titan_rl.actors.calls import bounded  # noqa: E402
-from titan_rl.actors.generator import Generator  # noqa: E402
+from titan_rl.actors.generator import Generator, GeneratorMesh  # noqa: E402
 from titan_rl.actors.router import GeneratorRouter  # noqa: E402
 from titan_rl.actors.router_client import Router  # noqa: E402
 from titan_rl.launch.placement import MeshPlan, detect_host, plan  # noqa: E402
@@ -92,7 +91,7 @@ class Fleet:
         self.checkpoint = Checkpoint(self.model_path)
         self.generators: dict[str, Any] = {}
         """Name → handle of rank 0."""
-        self._meshes: list[Any] = []
+        self._meshes: list[GeneratorMesh] = []
         self._router_mesh: Any = None
         self._routers: list[Router] = []
 
@@ -103,11 +102,9 @@ class Fleet:
             mesh = self.provisioner.spawn(self.places[name]).spawn(
                 name, Generator, name, self.config.generator, model_path=str(self.model_path), device="cpu"
             )
-            self._meshes.append(mesh)
-            self.generators[name] = mesh.slice(ranks=0)
-        await asyncio.gather(
-            *(bounded(mesh.setup.call(mesh.slice(ranks=0)), what="setup", seconds=SECONDS) for mesh in self._meshes)
-        )
+            self._meshes.append(GeneratorMesh(mesh, name, ranks=self.config.generator.tensor_parallel))
+            self.generators[name] = self._meshes[-1].rank0
+        await asyncio.gather(*(mesh.setup(seconds=SECONDS) for mesh in self._meshes))
 
     def router(self, name: str, config: RouterConfig, generators: int | None = None) -> Router:
         """One more router over the first `generators` of the fleet (None: all), in the routers' process."""
@@ -120,7 +117,7 @@ class Fleet:
         for router in self._routers:
             await router.close()
         for mesh in self._meshes:
-            await bounded(mesh.close.call(), what="close", seconds=SECONDS)
+            await mesh.close()
 
 
 @asynccontextmanager

@@ -8,9 +8,10 @@ import time
 from typing import Any
 
 import numpy as np
-from monarch.actor import Actor
 
 from titan_rl.actors.calls import served
+from titan_rl.actors.connection import ConnectedActor
+from titan_rl.actors.sample_stores import RemoteStore
 from titan_rl.data_plane.fetch import SampleSources, SharedMemorySource
 from titan_rl.data_plane.layout import encoded_size
 from titan_rl.data_plane.rdma import Exposed, RdmaSource
@@ -20,7 +21,7 @@ from titan_rl.data_plane.store import SampleStore
 from titan_rl.types import TrainingSample
 
 
-class Store(Actor):
+class Store(ConnectedActor):
     """A rollout worker without rollouts."""
 
     def __init__(self, name: str, transport: str, owner_pid: int) -> None:
@@ -63,7 +64,7 @@ class Store(Actor):
         await asyncio.to_thread(self._exposed.pop(token).drop)
 
 
-class Rank(Actor):
+class Rank(ConnectedActor):
     """A trainer rank without a policy."""
 
     def __init__(self) -> None:
@@ -71,7 +72,7 @@ class Rank(Actor):
 
     @served
     async def attach(self, stores: dict[str, Any]) -> None:
-        self._source.add(RDMA, RdmaSource(stores))
+        self._source.add(RDMA, RdmaSource({name: RemoteStore(store, name) for name, store in stores.items()}))
 
     @served
     async def copy(self, nbytes: int) -> float:

@@ -79,6 +79,12 @@ class Echo(ConnectedActor):
         """No endpoint."""
 
 
+class Other(ConnectedActor):
+    @served
+    async def hidden(self) -> None:
+        """`Echo` has no endpoint of this name."""
+
+
 @pytest.fixture
 async def connection() -> AsyncIterator[Connection]:
     monarch.actor.unhandled_fault_hook = lambda failure: None  # a fault may be heard after its test
@@ -93,18 +99,18 @@ async def connection() -> AsyncIterator[Connection]:
 
 
 async def test_calls_have_their_own_outcomes_in_any_order_of_their_ends(connection: Connection) -> None:
-    slow = asyncio.create_task(connection.call("never", seconds=None))
-    values = await asyncio.gather(*(connection.call("echo", value, seconds=SECONDS) for value in range(100)))
+    slow = asyncio.create_task(connection.call(None, Echo.never))
+    values = await asyncio.gather(*(connection.call(SECONDS, Echo.echo, value) for value in range(100)))
     assert values == list(range(100))
     slow.cancel()
-    assert await connection.call("echo", "after", seconds=SECONDS) == "after"
+    assert await connection.call(SECONDS, Echo.echo, value="after") == "after"
 
 
 async def test_a_call_is_made_although_whoever_made_it_is_cancelled_at_once(connection: Connection) -> None:
     """A trainer's calls are numbered, and its ranks run them in the order of the numbers: none may be missing."""
-    abandoned = asyncio.create_task(connection.call("count", seconds=SECONDS))
+    abandoned = asyncio.create_task(connection.call(SECONDS, Echo.count))
     abandoned.cancel()
-    assert await connection.call("count", seconds=SECONDS) == 2
+    assert await connection.call(SECONDS, Echo.count) == 2
 
 
 @pytest.mark.parametrize("ticks", range(5))
@@ -127,31 +133,31 @@ async def test_a_caller_that_is_cancelled_just_when_its_outcome_comes_is_cancell
         return cancelled == caller.cancelled()
 
     assert await ends_as_told(bounded(outcome, what="echo", seconds=SECONDS), lambda: outcome.set_result(1))
-    call = connection.call("echo", 1, seconds=SECONDS)
+    call = connection.call(SECONDS, Echo.echo, 1)
     [(_, outcome)] = connection._open.values()
     assert await ends_as_told(call, lambda: outcome.set_result(1))
 
 
 async def test_errors_say_who_was_called_and_why_it_failed(connection: Connection) -> None:
     with pytest.raises(RequestError, match="^not this one$"):
-        await connection.call("refuse", seconds=SECONDS)
+        await connection.call(SECONDS, Echo.refuse)
     with pytest.raises(ActorFailed, match="^echo.break_down of rank 0 raised ValueError: seven$"):
-        await connection.call("break_down", seconds=SECONDS)
+        await connection.call(SECONDS, Echo.break_down)
     with pytest.raises(ActorFailed, match="^Echo has no endpoint hidden$"):
-        await connection.call("hidden", seconds=SECONDS)
+        await connection.call(SECONDS, Other.hidden)
     with pytest.raises(CallTimeout, match="^echo.never of rank 0: no answer within 0.01 s$"):
-        await connection.call("never", seconds=0.01)
+        await connection.call(0.01, Echo.never)
 
 
 async def test_open_and_new_calls_fail_when_the_process_is_gone(connection: Connection) -> None:
-    pid = await connection.call("pid", seconds=SECONDS)
-    waiting = asyncio.create_task(connection.call("never", seconds=None))
-    await connection.call("echo", 0, seconds=SECONDS)  # `never` has arrived before
+    pid = await connection.call(SECONDS, Echo.pid)
+    waiting = asyncio.create_task(connection.call(None, Echo.never))
+    await connection.call(SECONDS, Echo.echo, 0)  # `never` has arrived before
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ActorFailed, match="^echo.never of rank 0: the process or actor is gone"):
         await asyncio.wait_for(waiting, SECONDS)
     with pytest.raises(ActorFailed, match="^echo.echo of rank 0: the process or actor is gone"):
-        await connection.call("echo", 0, seconds=SECONDS)
+        await connection.call(SECONDS, Echo.echo, 0)
 
 
 async def test_nothing_is_kept_of_calls_that_are_over(connection: Connection) -> None:
@@ -159,10 +165,10 @@ async def test_nothing_is_kept_of_calls_that_are_over(connection: Connection) ->
 
     async def calls(count: int) -> None:
         for _ in range(count // 100):
-            await asyncio.gather(*(connection.call("echo", 0, seconds=SECONDS) for _ in range(100)))
+            await asyncio.gather(*(connection.call(SECONDS, Echo.echo, 0) for _ in range(100)))
 
     await calls(5_000)
-    here, there = allocated_bytes(), await connection.call("allocated", seconds=SECONDS)
+    here, there = allocated_bytes(), await connection.call(SECONDS, Echo.allocated)
     await calls(30_000)
     assert (allocated_bytes() - here) / 30_000 < 150
-    assert (await connection.call("allocated", seconds=SECONDS) - there) / 30_000 < 100
+    assert (await connection.call(SECONDS, Echo.allocated) - there) / 30_000 < 100

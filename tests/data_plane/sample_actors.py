@@ -8,10 +8,11 @@ import os
 from typing import Any
 
 import numpy as np
-from monarch.actor import Actor
 from sample_examples import bits
 
 from titan_rl.actors.calls import served
+from titan_rl.actors.connection import ConnectedActor
+from titan_rl.actors.sample_stores import RemoteStore
 from titan_rl.data_plane.fetch import SampleSources, SharedMemorySource, prefetched
 from titan_rl.data_plane.rdma import Exposed, RdmaSource
 from titan_rl.data_plane.refs import RDMA, SHARED_MEMORY
@@ -21,7 +22,7 @@ from titan_rl.errors import SampleError
 from titan_rl.types import TrainingSample
 
 
-class Keeper(Actor):
+class Keeper(ConnectedActor):
     """What a rollout worker is to a trainer rank: a store whose samples can be exposed."""
 
     def __init__(self, name: str, scheme: str, owner_pid: int) -> None:
@@ -66,12 +67,17 @@ class Keeper(Actor):
         self._store.close()
 
 
-class Fetcher(Actor):
+class Fetcher(ConnectedActor):
     """What a trainer rank is: it fetches in threads, in this actor's context."""
 
     @served
     async def attach(self, stores: dict[str, Any]) -> None:
-        self._source = SampleSources({SHARED_MEMORY: SharedMemorySource(), RDMA: RdmaSource(stores)})
+        self._source = SampleSources(
+            {
+                SHARED_MEMORY: SharedMemorySource(),
+                RDMA: RdmaSource({name: RemoteStore(store, name) for name, store in stores.items()}),
+            }
+        )
 
     @served
     async def bits(self, batch: SampleBatch) -> list[tuple[object, ...]]:

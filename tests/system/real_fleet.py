@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from titan_rl.actors.calls import bounded
-from titan_rl.actors.generator import Generator
+from titan_rl.actors.generator import Generator, GeneratorMesh
 from titan_rl.actors.router import GeneratorRouter
 from titan_rl.actors.router_client import Router
 from titan_rl.config import RunConfig
@@ -37,7 +36,7 @@ TIED = (("lm_head.weight", "model.embed_tokens.weight"),)
 class RealFleet:
     """What a test works with."""
 
-    def __init__(self, router: Router, generators: dict[str, Any], model_path: Path) -> None:
+    def __init__(self, router: Router, generators: dict[str, GeneratorMesh], model_path: Path) -> None:
         self.router = router
         self.generators = generators
         self.pids: dict[str, list[int]] = {}
@@ -98,22 +97,21 @@ async def real_fleet(router: RouterConfig, *, tensor_parallel: int = 1) -> Async
     )
     try:
         generators = {
-            name: provisioner.spawn(meshes[name]).spawn(
-                name, Generator, name, config.generator, model_path=str(model_path), device="cpu"
+            name: GeneratorMesh(
+                provisioner.spawn(meshes[name]).spawn(
+                    name, Generator, name, config.generator, model_path=str(model_path), device="cpu"
+                ),
+                name,
+                ranks=tensor_parallel,
             )
             for name in ("generator0", "generator1")
         }
-        rank0 = {name: handle.slice(ranks=0) for name, handle in generators.items()}
-        ready = await asyncio.gather(
-            *(
-                bounded(handle.setup.call(rank0[name]), what=f"{name}.setup", seconds=SECONDS)
-                for name, handle in generators.items()
-            )
-        )
+        rank0 = {name: generator.rank0 for name, generator in generators.items()}
+        ready = await asyncio.gather(*(generator.setup(seconds=SECONDS) for generator in generators.values()))
         actor = provisioner.spawn(meshes["router"]).spawn("router", GeneratorRouter, router, rank0)
         fleet = RealFleet(Router(actor.slice(ranks=0), seconds=SECONDS), generators, model_path)
         for name, pids in zip(generators, ready, strict=True):
-            fleet.pids[name] = [pid for _, pid in pids.items()]
+            fleet.pids[name] = pids
         await fleet.pull(0)
         yield fleet
         await fleet.router.close()

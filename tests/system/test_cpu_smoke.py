@@ -5,6 +5,7 @@ One system is brought up (about 30 s); each test looks at one thing that flowed 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from titan_rl import config_registry
-from titan_rl.actors.calls import bounded
+from titan_rl.actors.generator import Generator, GeneratorMesh
 from titan_rl.data_plane.fetch import SharedMemorySource
 from titan_rl.data_plane.sample_batch import Residence, SampleBatch
 from titan_rl.generation.reports import LoopStatus
@@ -75,16 +76,15 @@ async def flow() -> AsyncIterator[Flow]:
             previous, publication = publication, await system.trainer.push_model_state_dict()
             await system.router.pull_model_state_dict(publication)
             await system.trainer.release(previous)
-        statuses = {name: await settled_status(handle) for name, handle in system.generators.items()}
+        statuses = {name: await settled_status(generator) for name, generator in system.generators.items()}
         fleet = await system.router.fleet_status()
     yield Flow(steps, statuses, fleet)
 
 
-async def settled_status(handle: Any) -> list[LoopStatus]:
+async def settled_status(generator: GeneratorMesh) -> list[LoopStatus]:
     """Every rank's status after the same number of decisions (a heartbeat may fall between two answers)."""
     while True:
-        values = await bounded(handle.status.call(), what="status", seconds=60)
-        statuses = [status for _, status in values.items()]
+        statuses = list(await asyncio.gather(*(rank.call(60, Generator.status) for rank in generator.ranks)))
         if len({status.decisions for status in statuses}) == 1:
             return statuses
 

@@ -9,43 +9,43 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, concurrent_endpoint
 
 from titan_rl.errors import ActorFailed, CallTimeout, GeneratorFailed, GeneratorNotServing, TitanError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def served(method: Callable[..., Coroutine[Any, Any, T]]) -> Any:
-    """An endpoint that runs beside the actor's other messages and always answers.
+class Endpoint(Generic[P, T]):
+    """A method that other actors may call: `connection.call(seconds, Actor.method, ...)` checks its arguments."""
+
+    answer: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
+    """The method, for a call within the actor's own process."""
+
+
+def served(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Endpoint[P, T]:
+    """Make a method an endpoint, which runs beside the actor's other messages and always answers.
 
     `CancelledError` and other `BaseException`s that escape an endpoint leave its caller waiting for ever, so they
     become `ActorFailed` here.
     """
 
     @functools.wraps(method)
-    async def answer(*args: Any, **kwargs: Any) -> T:
+    async def answer(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return await method(*args, **kwargs)
+            return await method(self, *args, **kwargs)
         except Exception:
             raise
         except BaseException as error:
             raise ActorFailed(f"{method.__qualname__} was interrupted by {type(error).__name__}: {error}") from error
 
     endpoint = concurrent_endpoint(answer)
-    endpoint.answer = answer  # for `method_of`
-    return endpoint
-
-
-def method_of(actor: type[Any], endpoint: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-    """The method behind an endpoint that `served` made. Raises ActorFailed: there is none of that name."""
-    answer = getattr(getattr(actor, endpoint, None), "answer", None)
-    if answer is None:
-        raise ActorFailed(f"{actor.__name__} has no endpoint {endpoint}")
-    return answer
+    endpoint.answer = answer
+    return cast("Endpoint[P, T]", endpoint)
 
 
 async def bounded(call: Awaitable[T], *, what: str, seconds: float | None) -> T:

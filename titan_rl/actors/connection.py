@@ -6,8 +6,7 @@
     client ◀── [(number, outcome), …] ─────────────     the outcomes of one tick in one message
 
 Monarch's own `call_one` opens a reply port for every call. Monarch 0.7 never forgets such a port: about 1 KB stays in
-the caller (a split port) and 0.3 KB in the actor (a sequence number), gigabytes in a run of a million groups. Only what
-is called once in a run (`setup`, `close`) may use it.
+the caller (a split port) and 0.3 KB in the actor (a sequence number), gigabytes in a run of a million groups.
 """
 
 from __future__ import annotations
@@ -19,14 +18,17 @@ import pickle
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import cloudpickle
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import Actor, Channel
 
-from titan_rl.actors.calls import gone, method_of, served
+from titan_rl.actors.calls import Endpoint, gone, served
 from titan_rl.errors import ActorFailed, CallTimeout, TitanError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -69,13 +71,19 @@ class Connection:
         self._actor = actor
         self._what = what
         self._numbers = itertools.count()
-        self._open: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # with the endpoint
+        self._open: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # with the endpoint's name
         self._outbox: _Outbox | None = None
         self._connected: asyncio.Task[None] | None = None
 
-    def call(self, endpoint: str, *args: Any, seconds: float | None) -> Coroutine[Any, Any, Any]:
-        """What the endpoint returns. The call is made now, not when its outcome is first waited for: whoever numbers
+    def call(
+        self, seconds: float | None, endpoint: Endpoint[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> Coroutine[Any, Any, T]:
+        """What the endpoint returns. The call is made now, not when its outcome is first awaited: whoever numbers
         calls may be cancelled in between. A call that is cancelled or late is not ended in the actor.
+
+        Args:
+            seconds: bound on the answer; None: only the end of the process bounds it.
+            endpoint: by its class, as in `Generator.sleep`. Any actor with a served method of that name answers.
 
         Raises:
             TitanError: the endpoint raised one; it comes through as it is.
@@ -85,23 +93,23 @@ class Connection:
         if self._outbox is None:
             self._outbox = _Outbox()
             self._connected = asyncio.get_running_loop().create_task(self._connect(self._outbox))
-        number = next(self._numbers)
-        self._outbox.put(pickle.dumps((number, endpoint, args)))
+        number, name = next(self._numbers), endpoint.answer.__name__
+        self._outbox.put(pickle.dumps((number, name, args, kwargs)))
         outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._open[number] = (endpoint, outcome)
+        self._open[number] = (name, outcome)
         outcome.add_done_callback(lambda _: self._open.pop(number))
-        return self._result(endpoint, outcome, seconds)
+        return self._result(self._what.format(name), outcome, seconds)
 
-    async def _result(self, endpoint: str, outcome: asyncio.Future[Any], seconds: float | None) -> Any:
+    async def _result(self, what: str, outcome: asyncio.Future[Any], seconds: float | None) -> Any:
         try:
             async with asyncio.timeout(seconds):  # `wait_for` would lose a cancellation that comes with the outcome
                 result = await outcome
         except TimeoutError as error:
-            raise CallTimeout(f"{self._what.format(endpoint)}: no answer within {seconds:g} s") from error
+            raise CallTimeout(f"{what}: no answer within {seconds:g} s") from error
         if isinstance(result, TitanError):
             raise result
         if isinstance(result, _Raised):
-            raise ActorFailed(f"{self._what.format(endpoint)} {result.text}")
+            raise ActorFailed(f"{what} {result.text}")
         return result
 
     async def _connect(self, outbox: _Outbox) -> None:
@@ -165,14 +173,17 @@ class _Outbox:
 
 async def _answer(actor: Actor, call: bytes, outcomes: _Outbox) -> None:
     """Run one call in the actor."""
-    number, endpoint, args = pickle.loads(call)
+    number, name, args, kwargs = pickle.loads(call)
     outcome: Any
     try:
-        outcome = await method_of(type(actor), endpoint)(actor, *args)
+        answer = getattr(getattr(type(actor), name, None), "answer", None)
+        if answer is None:
+            raise ActorFailed(f"{type(actor).__name__} has no endpoint {name}")
+        outcome = await answer(actor, *args, **kwargs)
     except TitanError as error:
         outcome = error
     except Exception as error:
-        _log.exception("%s.%s raised", type(actor).__name__, endpoint)
+        _log.exception("%s.%s raised", type(actor).__name__, name)
         outcome = _Raised(f"raised {type(error).__name__}: {error}")
     outcomes.put(pickle.dumps((number, outcome)))
 

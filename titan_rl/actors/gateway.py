@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from titan_rl.actors.calls import served
 from titan_rl.actors.connection import ConnectedActor, Connection
-from titan_rl.actors.router_client import GeneratorStatus
+from titan_rl.actors.router import GeneratorRouter
+from titan_rl.actors.router_reports import GeneratorStatus
 from titan_rl.actors.transport import CompletionClient
 from titan_rl.errors import ActorFailed
 from titan_rl.gateway.config import GatewayConfig
@@ -134,7 +135,7 @@ class _RouterFleet:
         return self.completions.stream(request)
 
     async def fleet_status(self) -> list[GeneratorStatus]:
-        return await self._router.call("fleet_status", seconds=STATUS_SECONDS)
+        return await self._router.call(STATUS_SECONDS, GeneratorRouter.fleet_status)
 
 
 class GatewayClient:
@@ -150,10 +151,10 @@ class GatewayClient:
         self._seconds = seconds
 
     async def open(self, request: SessionRequest) -> Endpoint:
-        return await self._gateway.call("open_session", request, seconds=self._seconds)
+        return await self._gateway.call(self._seconds, Gateway.open_session, request)
 
     async def idle(self, session_id: str, seconds: float) -> None:
-        await self._gateway.call("idle", session_id, seconds, seconds=None)
+        await self._gateway.call(None, Gateway.idle, session_id, seconds)
 
     async def close(self, session_id: str) -> SessionRecord:
-        return await self._gateway.call("close_session", session_id, seconds=self._seconds)
+        return await self._gateway.call(self._seconds, Gateway.close_session, session_id)

@@ -23,10 +23,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import cloudpickle
 from monarch.actor import Channel, current_rank
 
-from titan_rl.actors.calls import bounded, served
-from titan_rl.actors.connection import ConnectedActor
+from titan_rl.actors.calls import served
+from titan_rl.actors.connection import ConnectedActor, Connection
 from titan_rl.actors.reply_desk import Reply, ReplyDesk
 from titan_rl.errors import GeneratorFailed, TitanError
 from titan_rl.generation.config import GeneratorConfig
@@ -58,7 +59,7 @@ class Generator(ConnectedActor):
         self._rank = int(current_rank().rank)
         self._desk = ReplyDesk()
         self._loop: EngineLoop | None = None
-        self._rank0: Any = None
+        self._rank0: Connection | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._farewell: asyncio.Task[None] | None = None
         self._dismissed: asyncio.Task[None] | None = None  # on a follower: waits for rank 0's word
@@ -78,7 +79,7 @@ class Generator(ConnectedActor):
         """
         from titan_rl.generation.rank import make_engine_loop
 
-        self._rank0 = rank0
+        self._rank0 = Connection(rank0, what=f"{self._name}.{{}} of rank 0")
         self._event_loop = asyncio.get_running_loop()
         self._loop = make_engine_loop(
             self._config,
@@ -92,7 +93,7 @@ class Generator(ConnectedActor):
             port, receiver = Channel[str].open()
             self._dismissed = asyncio.get_running_loop().create_task(self._leave_when_told(receiver))
             # Rank 0 may still be importing; the whole of `setup` has its caller's bound.
-            await bounded(rank0.enlist.call_one(port), what=f"{self._name}.enlist", seconds=None)
+            await self._rank0.call(None, Generator.enlist, cloudpickle.dumps(port))
         started = time.monotonic()
         await self._outcome(self._loop.start())
         _log.info("%s rank %d is ready after %.1f s", self._name, self._rank, time.monotonic() - started)
@@ -157,9 +158,9 @@ class Generator(ConnectedActor):
         return status if self._lost is None else replace(status, failure=str(self._lost))
 
     @served
-    async def enlist(self, follower: Any) -> None:
-        """A follower says where it waits for its dismissal; called on rank 0."""
-        self._followers.append(follower)
+    async def enlist(self, follower: bytes) -> None:
+        """A follower says at which pickled port it waits for its dismissal; called on rank 0."""
+        self._followers.append(cloudpickle.loads(follower))
 
     @served
     async def peer_failed(self, rank: int, reason: str) -> None:
@@ -270,12 +271,33 @@ class Generator(ConnectedActor):
 
     async def _tell_rank0(self, reason: str) -> None:
         try:
-            await bounded(
-                self._rank0.peer_failed.call_one(self._rank, reason), what="peer_failed", seconds=PEER_REPORT_SECONDS
-            )
+            assert self._rank0 is not None
+            await self._rank0.call(PEER_REPORT_SECONDS, Generator.peer_failed, self._rank, reason)
         except TitanError as error:
             _log.error("rank 0 could not be told: %s", error)
         finally:
             # A rank that lost lockstep must not stay in any collective; its exit breaks rank 0's at once.
             logging.shutdown()
             os._exit(FATAL_EXIT_CODE)
+
+
+class GeneratorMesh:
+    """All ranks of one generator as one object. Belongs to one event loop."""
+
+    def __init__(self, mesh: Any, name: str, *, ranks: int) -> None:
+        """
+        Args:
+            mesh: handle of all ranks.
+        """
+        self.rank0 = mesh.slice(ranks=0)
+        """Handle of the rank that takes requests and pulls: what a router is given."""
+        self.ranks = [Connection(mesh.slice(ranks=rank), what=f"{name}.{{}} of rank {rank}") for rank in range(ranks)]
+
+    async def setup(self, *, seconds: float) -> list[int]:
+        """Build the engine on every rank; returns their process ids. The first rank that fails ends the wait, while the
+        others still wait for it."""
+        return await asyncio.gather(*(rank.call(seconds, Generator.setup, self.rank0) for rank in self.ranks))
+
+    async def close(self) -> None:
+        """End the engine loop on every rank. The caller bounds it."""
+        await asyncio.gather(*(rank.call(None, Generator.close) for rank in self.ranks))

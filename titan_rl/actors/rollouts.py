@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from titan_rl.actors.calls import bounded
+from titan_rl.actors.calls import Endpoint
 from titan_rl.actors.connection import Connection
+from titan_rl.actors.rollout_worker import RolloutWorker
 from titan_rl.data_plane.arena import remove_store_files
 from titan_rl.data_plane.ledger import HeldReport
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import ActorFailed
 from titan_rl.rollout.report import GroupReport
-from titan_rl.sandbox.environment_wire import TaskInfo
 from titan_rl.types import GroupKey, GroupRequest
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Held(NamedTuple):
@@ -63,15 +66,8 @@ class Rollouts:
             router: handle of the `GeneratorRouter`.
             gateway: handle of the `Gateway`; None: there is none.
         """
-        answers: list[tuple[int, str, TaskInfo]] = await asyncio.gather(
-            *(
-                bounded(
-                    actor.setup.call_one(router, gateway),
-                    what=f"rollout.setup of worker {rank}",
-                    seconds=self._start_seconds,
-                )
-                for rank, actor in enumerate(self._actors)
-            )
+        answers = await asyncio.gather(
+            *(worker.call(self._start_seconds, RolloutWorker.setup, router, gateway) for worker in self._workers)
         )
         self.pids = [pid for pid, _, _ in answers]
         self._by_store = {store: worker for worker, (_, store, _) in enumerate(answers)}
@@ -88,7 +84,7 @@ class Rollouts:
             raise ValueError(f"{request} is being played already")
         worker = min(range(len(self._workers)), key=lambda worker: self._playing[worker])
         self._playing[worker] += 1
-        call = self._workers[worker].call("play", request, seconds=None)
+        call = self._workers[worker].call(None, RolloutWorker.play, request)
         play = self._open[request.key] = asyncio.get_running_loop().create_task(call)
         try:
             return await asyncio.shield(play)
@@ -116,15 +112,16 @@ class Rollouts:
 
     async def stop_playing(self) -> None:
         """End all groups that are being played: each `play` raises `GroupStopped`, or returns if it was just over."""
-        await self._all("stop_playing")
+        await self._all(RolloutWorker.stop_playing)
 
     async def lease(self, batch: SampleBatch, consumer: str) -> None:
         """Keep a batch's samples for `consumer`, for at least as long as one step may take."""
-        await self._each(batch, "lease", consumer, 2 * self._step_seconds)
+        await self._each(batch, RolloutWorker.lease, consumer, 2 * self._step_seconds)
 
     async def end_leases(self, batch: SampleBatch, consumer: str) -> None:
         """End `consumer`'s leases in the stores of a batch; the samples stay with their owner."""
-        await self._each(batch, "end_leases", consumer, by_id=False)
+        stores = [self._workers[self._by_store[store]] for store in batch.stored_ids]
+        await asyncio.gather(*(store.call(self._step_seconds, RolloutWorker.end_leases, consumer) for store in stores))
 
     async def release(self, batch: SampleBatch, consumer: str = "") -> Held:
         """Give a batch's samples up, once; and all leases of `consumer` in their stores.
@@ -132,12 +129,12 @@ class Rollouts:
         Returns:
             What these stores still hold.
         """
-        left = await self._each(batch, "release", consumer)
+        left = await self._each(batch, RolloutWorker.release, consumer)
         return Held(samples=sum(samples for samples, _ in left), nbytes=sum(nbytes for _, nbytes in left))
 
     async def held(self) -> list[HeldReport]:
         """What every store holds now."""
-        return await self._all("held")
+        return await self._all(RolloutWorker.held)
 
     async def close(self) -> None:
         """End the workers' children and remove their stores, also those of workers that are gone.
@@ -147,7 +144,7 @@ class Rollouts:
         """
         for play in self._open.values():
             play.cancel()
-        closing = self._calls("close", seconds=self._start_seconds)
+        closing = [worker.call(self._start_seconds, RolloutWorker.close) for worker in self._workers]
         errors = {
             worker: outcome
             for worker, outcome in enumerate(await asyncio.gather(*closing, return_exceptions=True))
@@ -166,18 +163,20 @@ class Rollouts:
             self._releases.add(release)
             release.add_done_callback(self._releases.discard)
 
-    async def _each(self, batch: SampleBatch, endpoint: str, *args: Any, by_id: bool = True) -> list[Any]:
+    async def _each(
+        self,
+        batch: SampleBatch,
+        endpoint: Endpoint[Concatenate[tuple[int, ...], P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[T]:
+        """The answer of each store that holds samples of the batch, asked with the ids of those."""
         return await asyncio.gather(
             *(
-                self._workers[self._by_store[store]].call(
-                    endpoint, *([ids] if by_id else []), *args, seconds=self._step_seconds
-                )
+                self._workers[self._by_store[store]].call(self._step_seconds, endpoint, ids, *args, **kwargs)
                 for store, ids in batch.stored_ids.items()
             )
         )
 
-    async def _all(self, endpoint: str) -> list[Any]:
-        return await asyncio.gather(*self._calls(endpoint, seconds=self._step_seconds))
-
-    def _calls(self, endpoint: str, *, seconds: float) -> list[Coroutine[Any, Any, Any]]:
-        return [worker.call(endpoint, seconds=seconds) for worker in self._workers]
+    async def _all(self, endpoint: Endpoint[[], T]) -> list[T]:
+        return await asyncio.gather(*(worker.call(self._step_seconds, endpoint) for worker in self._workers))

@@ -21,8 +21,8 @@ from typing import Any
 
 from titan_rl.actors.calls import served
 from titan_rl.actors.connection import ConnectedActor
-from titan_rl.actors.router_client import FleetPull, GeneratorStatus
 from titan_rl.actors.router_pulls import RouterPulls
+from titan_rl.actors.router_reports import FleetPull, GeneratorStatus
 from titan_rl.actors.router_requests import RouterRequests
 from titan_rl.errors import ActorFailed, GeneratorFailed, TitanError
 from titan_rl.generation.reports import PullReport
@@ -113,7 +113,7 @@ class GeneratorRouter(ConnectedActor):
         """Take a generator out of service until `wake_up`; what it runs goes on elsewhere. Returns the bytes freed."""
         self._gate.sleep(name)
         self._advance()
-        return await self._pulls.call(name, "sleep")
+        return await self._pulls.sleep(name)
 
     @served
     async def wake_up(self, name: str) -> PullReport:

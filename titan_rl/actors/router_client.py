@@ -3,57 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+from titan_rl.actors.calls import Endpoint
 from titan_rl.actors.connection import Connection
+from titan_rl.actors.router import GeneratorRouter
+from titan_rl.actors.router_reports import FleetPull, GeneratorStatus
 from titan_rl.actors.transport import CompletionClient
-from titan_rl.errors import WeightsError
 from titan_rl.generation.reports import PullReport
 from titan_rl.types import Completion, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import Publication
 
-
-@dataclass(frozen=True, slots=True)
-class GeneratorStatus:
-    """One generator as the router sees it; plain numbers and words."""
-
-    name: str
-    state: str
-    """A `routing.fleet.GeneratorState`."""
-    version: str
-    load: int
-    """Estimated tokens in flight."""
-    in_flight: int
-    """Requests that it runs or is about to run."""
-    served: int
-    """Completions given to callers whose last part came from here."""
-    failed: int
-    """Attempts that ended in an error."""
-    last_error: str
-    """Why it is stale or dead."""
-
-
-@dataclass(frozen=True, slots=True)
-class FleetPull:
-    """How one pull went, over the whole fleet."""
-
-    version: PolicyVersion
-    reports: dict[str, PullReport]
-    """Of the generators that serve the version, or a newer one that overtook it."""
-    failures: dict[str, str]
-    """Of those that do not: why."""
-
-    def require_served(self) -> FleetPull:
-        """This pull, if anybody serves the version.
-
-        Raises:
-            WeightsError: nobody does; names every generator and why.
-        """
-        if not self.reports:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.failures.items())
-            raise WeightsError(f"{self.version} is served by nobody: {reasons}")
-        return self
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Router:
@@ -84,16 +46,16 @@ class Router:
         Raises:
             WeightsError: nobody serves it, or it is older than what was asked for before.
         """
-        pull: FleetPull = await self._call("pull_model_state_dict", publication)
+        pull = await self._call(GeneratorRouter.pull_model_state_dict, publication)
         return pull.require_served()
 
     async def sleep(self, generator: str) -> int:
         """Take a generator out of service; returns the bytes it gave up."""
-        return await self._call("sleep", generator)
+        return await self._call(GeneratorRouter.sleep, generator)
 
     async def wake_up(self, generator: str) -> PullReport:
         """Bring it back with the newest weights."""
-        return await self._call("wake_up", generator)
+        return await self._call(GeneratorRouter.wake_up, generator)
 
     async def pin(self, version: PolicyVersion) -> str:
         """Lease a generator for evaluation: it stays at exactly this version and serves only requests with its name
@@ -103,32 +65,32 @@ class Router:
             GeneratorNotServing: nobody serves exactly this version now, or nobody else would serve; then evaluate by
                 ordinary requests, before the next pull.
         """
-        return await self._call("pin", version)
+        return await self._call(GeneratorRouter.pin, version)
 
     async def unpin(self, generator: str) -> PullReport:
         """End a lease: the generator finishes what it has, takes the newest weights and serves everybody again."""
-        return await self._call("unpin", generator)
+        return await self._call(GeneratorRouter.unpin, generator)
 
     def end_sessions(self, session_ids: Sequence[str]) -> None:
         """These conversations are over; see `CompletionClient.end_sessions`."""
         self._client().end_sessions(session_ids)
 
     async def fleet_status(self) -> list[GeneratorStatus]:
-        return await self._call("fleet_status")
+        return await self._call(GeneratorRouter.fleet_status)
 
     async def generator_lost(self, generator: str, reason: str) -> None:
         """A process of this generator has ended: it serves nobody any more."""
-        await self._call("generator_lost", generator, reason)
+        await self._call(GeneratorRouter.generator_lost, generator, reason)
 
     async def close(self) -> None:
         if self._completions is not None:
             await self._completions.close()
-        await self._call("close")
+        await self._call(GeneratorRouter.close)
 
     def _client(self) -> CompletionClient:
         if self._completions is None:
             self._completions = CompletionClient(self.actor, name="router")
         return self._completions
 
-    async def _call(self, endpoint: str, *args: Any) -> Any:
-        return await self._connection.call(endpoint, *args, seconds=self._seconds)
+    async def _call(self, endpoint: Endpoint[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._connection.call(self._seconds, endpoint, *args, **kwargs)

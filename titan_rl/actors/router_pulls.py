@@ -15,7 +15,8 @@ from typing import Any
 
 from titan_rl.actors.calls import is_fatal
 from titan_rl.actors.connection import Connection
-from titan_rl.actors.router_client import FleetPull
+from titan_rl.actors.generator import Generator
+from titan_rl.actors.router_reports import FleetPull
 from titan_rl.errors import CallTimeout, GeneratorFailed, TitanError, WeightsError
 from titan_rl.generation.reports import PullReport
 from titan_rl.routing.config import RouterConfig
@@ -99,9 +100,9 @@ class RouterPulls:
             raise outcome
         return outcome
 
-    async def call(self, name: str, endpoint: str, *args: Any) -> Any:
-        """One call of a generator's rank 0. Nothing but the end of its process bounds it."""
-        return await self._generators[name].call(endpoint, *args, seconds=None)
+    async def sleep(self, name: str) -> int:
+        """Put a generator to sleep, which the gate has let go; returns the bytes freed."""
+        return await self._generators[name].call(None, Generator.sleep)
 
     def begin(self) -> None:
         """Start every generator's change of weights that may start now."""
@@ -135,8 +136,8 @@ class RouterPulls:
             publication = self._publication
             assert publication is not None and publication.version == version
             waited = loop.time() - started
-            endpoint = "wake_up" if self._gate.wakes(name) else "pull_model_state_dict"
-            report: PullReport = await self.call(name, endpoint, publication)
+            endpoint = Generator.wake_up if self._gate.wakes(name) else Generator.pull_model_state_dict
+            report = await self._generators[name].call(None, endpoint, publication)  # bounded by its process's end
             self._gate.verified(name, report.version)
             self._outcomes[name] = replace(report, seconds_waited=waited + report.seconds_waited)
         except Exception as why:  # whatever it is, it is about this generator only

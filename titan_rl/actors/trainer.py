@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from monarch.actor import current_rank
 
-from titan_rl.actors.calls import served
+from titan_rl.actors.calls import Endpoint, served
 from titan_rl.actors.connection import ConnectedActor, Connection
 from titan_rl.data_plane.fetch import SampleSources, SharedMemorySource
 from titan_rl.data_plane.refs import RDMA, SHARED_MEMORY
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from titan_rl.policy.updater import PolicyUpdater
     from titan_rl.weights.transports.publisher import ChannelPublisher
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
@@ -127,9 +128,11 @@ class PolicyTrainer(ConnectedActor):
     @served
     async def attach_stores(self, sequence: int, stores: dict[str, Any]) -> None:
         """Samples whose location says so are fetched through Monarch from these workers, by the name of their store."""
+        from titan_rl.actors.sample_stores import RemoteStore
         from titan_rl.data_plane.rdma import RdmaSource
 
-        await self._run(sequence, lambda: self._sources.add(RDMA, RdmaSource(stores)))
+        source = RdmaSource({name: RemoteStore(worker, name) for name, worker in stores.items()})
+        await self._run(sequence, lambda: self._sources.add(RDMA, source))
 
     @served
     async def warm_up_step(self, sequence: int, batch: SampleBatch, plan: PackingPlan) -> dict[str, float]:
@@ -245,11 +248,11 @@ class Trainer:
 
     async def setup(self) -> None:
         """Build the policy on every rank."""
-        self.pids = await self._call("setup", seconds=self._start_seconds)
+        self.pids = await self._call(self._start_seconds, PolicyTrainer.setup)
 
     async def attach_stores(self, stores: dict[str, Any]) -> None:
         """Let every rank fetch samples through Monarch from these workers, by the name of their store."""
-        await self._call("attach_stores", stores)
+        await self._call(self._step_seconds, PolicyTrainer.attach_stores, stores)
 
     async def train_step(self, batch: SampleBatch) -> dict[str, float]:
         """Train one optimizer step on the batch.
@@ -265,7 +268,7 @@ class Trainer:
             TrainingError: NaN or inf; the weights are untouched.
             ActorFailed: a rank is gone or did not answer.
         """
-        metrics: list[dict[str, float]] = await self._call_each("train_step", self._shares(batch))
+        metrics = await self._call_each(PolicyTrainer.train_step, self._shares(batch))
         return metrics[0]
 
     async def warm_up_step(self, batch: SampleBatch) -> dict[str, float]:
@@ -277,38 +280,38 @@ class Trainer:
         Raises:
             SamplesLost, TrainingError, ActorFailed: as `train_step`.
         """
-        metrics: list[dict[str, float]] = await self._call_each("warm_up_step", self._shares(batch))
+        metrics = await self._call_each(PolicyTrainer.warm_up_step, self._shares(batch))
         return metrics[0]
 
     async def push_model_state_dict(self) -> Publication:
         """Publish the current weights for generators to pull."""
-        publications: list[Publication] = await self._call("push_model_state_dict")
+        publications = await self._call(self._step_seconds, PolicyTrainer.push_model_state_dict)
         return publications[0]
 
     async def freeze_reference(self) -> None:
         """Make the current weights those that the KL term compares with: every rank copies its own shards. Does
         nothing where the config has no KL term."""
         if self._config.kl.coefficient:
-            await self._call("freeze_reference")
+            await self._call(self._step_seconds, PolicyTrainer.freeze_reference)
 
     async def release(self, publication: Publication) -> None:
         """Free a publication that nobody pulls any more."""
-        await self._call("release", publication.version)
+        await self._call(self._step_seconds, PolicyTrainer.release, publication.version)
 
     async def logprobs(self, batch: SampleBatch) -> dict[tuple[int, int], np.ndarray]:
         """Score a batch under the current weights: (group id, sample) → [L] float32, position 0 is 0."""
         merged: dict[tuple[int, int], np.ndarray] = {}
-        for part in await self._call("logprobs", batch):
+        for part in await self._call(self._step_seconds, PolicyTrainer.logprobs, batch):
             merged.update(part)
         return merged
 
     async def save(self, directory: Path) -> int:
         """Write a Hugging Face checkpoint; returns after which step its weights are."""
-        steps: list[int] = await self._call("save", str(directory))
+        steps = await self._call(self._step_seconds, PolicyTrainer.save, str(directory))
         return steps[0]
 
     async def close(self) -> None:
-        await self._call("close")
+        await self._call(self._step_seconds, PolicyTrainer.close)
 
     def _shares(self, batch: SampleBatch) -> list[tuple[SampleBatch, PackingPlan]]:
         """For every rank its samples and their plan; tensor-parallel ranks, which lie together, have the same."""
@@ -321,17 +324,28 @@ class Trainer:
         shares = [plan.share(rank // self._config.tensor_parallel) for rank in range(self._config.ranks)]
         return [(batch.select(positions), share) for positions, share in shares]
 
-    async def _call(self, endpoint: str, *args: Any, seconds: float | None = None) -> list[Any]:
-        """Every rank's answer to the same question; see `_call_each`."""
-        return await self._call_each(endpoint, [args] * len(self._ranks), seconds=seconds)
+    async def _call(
+        self, seconds: float, endpoint: Endpoint[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]:
+        """Every rank's answer to the same question. The first rank that fails ends the wait: the others may be in a
+        collective with it."""
+        sequence = self._next_call()
+        return await asyncio.gather(*(rank.call(seconds, endpoint, sequence, *args, **kwargs) for rank in self._ranks))
 
     async def _call_each(
-        self, endpoint: str, args: Sequence[tuple[Any, ...]], *, seconds: float | None = None
-    ) -> list[Any]:
-        """Every rank's answer. The first rank that fails ends the wait: the others may be in a collective with it."""
-        sequence = self._sequence
-        self._sequence += 1
-        seconds = self._step_seconds if seconds is None else seconds
+        self,
+        endpoint: Endpoint[[int, SampleBatch, PackingPlan], T],
+        shares: Sequence[tuple[SampleBatch, PackingPlan]],
+    ) -> list[T]:
+        """The same, each rank with a share of its own."""
+        sequence = self._next_call()
         return await asyncio.gather(
-            *(rank.call(endpoint, sequence, *own, seconds=seconds) for rank, own in zip(self._ranks, args, strict=True))
+            *(
+                rank.call(self._step_seconds, endpoint, sequence, batch, plan)
+                for rank, (batch, plan) in zip(self._ranks, shares, strict=True)
+            )
         )
+
+    def _next_call(self) -> int:
+        self._sequence += 1
+        return self._sequence - 1

@@ -15,12 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from titan_rl.actors.calls import bounded
+from titan_rl.actors.connection import Connection
+from titan_rl.actors.gateway import Gateway
+from titan_rl.actors.generator import GeneratorMesh
 from titan_rl.actors.rollouts import Rollouts
 from titan_rl.actors.router_client import Router
 from titan_rl.actors.trainer import Trainer
 from titan_rl.config import RunConfig
 from titan_rl.controller.faults import FaultBoard
+from titan_rl.errors import CallTimeout
 from titan_rl.types import GroupRequest, PolicyVersion, Purpose, SamplingParams
 from titan_rl.weights.transports.segment_files import remove_segments_of
 
@@ -47,8 +50,8 @@ class System:
     trainer: Trainer
     router: Router
     rollouts: Rollouts
-    generators: dict[str, Any]
-    """Name → handle of all ranks of that generator."""
+    generators: dict[str, GeneratorMesh]
+    """By name."""
     gateway: Any = None
     """Handle of the `Gateway` actor; None where the config starts none."""
     pids: dict[str, list[int]] = field(default_factory=dict)
@@ -98,10 +101,11 @@ async def close(system: System | None, spawner: Spawner, faults: FaultBoard) -> 
             "router": system.router.close,
             "rollout": system.rollouts.close,
             "trainer": system.trainer.close,
-            **{name: handle.close.call for name, handle in system.generators.items()},
+            **{name: generator.close for name, generator in system.generators.items()},
         }
         if system.gateway is not None:
-            parts["gateway"] = system.gateway.close.call_one
+            gateway = Connection(system.gateway, what="gateway.{}")
+            parts["gateway"] = lambda: gateway.call(None, Gateway.close)
         await close_parts(parts, faults)
     await spawner.stop_all()
     remove_segments_of(os.getpid())
@@ -111,7 +115,11 @@ async def close_parts(parts: Mapping[str, Callable[[], Awaitable[Any]]], faults:
     """Close all of these at once, each by the name of its mesh. Never raises: their processes are stopped next."""
 
     async def ask(mesh: str, close: Callable[[], Awaitable[Any]]) -> None:
-        await bounded(close(), what=f"{mesh}.close", seconds=CLOSE_SECONDS)
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await close()
+        except TimeoutError:
+            raise CallTimeout(f"{mesh}.close: no answer within {CLOSE_SECONDS:g} s") from None
 
     async def close_one(mesh: str, close: Callable[[], Awaitable[Any]]) -> None:
         started = time.monotonic()

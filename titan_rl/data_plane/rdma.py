@@ -6,7 +6,7 @@
 The copy makes a fetch independent of what the store does meanwhile, and one operation of many samples. Nothing stays
 registered between two fetches. As everywhere, what arrived is verified in the reader's own memory.
 
-Monarch's calls need an actor's context: a source takes the one that is current when it is made.
+Monarch's transfers need an actor's context: a source takes the one that is current when it is made.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from __future__ import annotations
 import contextvars
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Protocol
 
 import numpy as np
-from monarch.actor import ActorError
 from monarch.rdma import RDMABuffer
 
 from titan_rl.data_plane.layout import decode
@@ -43,14 +42,26 @@ class Exposed:
         self.handle.drop().get(timeout=FETCH_SECONDS)
 
 
+class ExposingStore(Protocol):
+    """A store on any host. Both methods block, for a bounded time, and raise when it is gone."""
+
+    def expose(self, ids: tuple[int, ...]) -> tuple[RDMABuffer, int]:
+        """Make samples readable: a buffer of their encodings one after the other, and a token for `withdraw`."""
+        ...
+
+    def withdraw(self, token: int) -> None:
+        """The reader is through."""
+        ...
+
+
 class RdmaSource:
     """Reads stores wherever they are.
 
     Args:
-        stores: by name of the store, the handle of an actor with the endpoints `expose` and `withdraw`.
+        stores: by name.
     """
 
-    def __init__(self, stores: Mapping[str, Any]) -> None:
+    def __init__(self, stores: Mapping[str, ExposingStore]) -> None:
         self._stores = dict(stores)
         self._context = contextvars.copy_context()
 
@@ -73,8 +84,8 @@ class RdmaSource:
         try:
             # In a context of its own: prefetching threads come and go, and one context serves one thread at a time.
             self._context.copy().run(self._read, store, tuple(distinct), content)
-        except Exception as error:  # whatever Monarch raises about a process that is gone
-            reason = f"store {store} could not be read: {_reason(error)}"
+        except Exception as error:  # whatever is raised about a process that is gone, Monarch's traceback cut off
+            reason = f"store {store} could not be read: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise SampleError(reason, batch.refs[0].group_id, batch.refs[0].sample) from error
         samples = {
             sample_id: decode(
@@ -85,16 +96,8 @@ class RdmaSource:
         return [samples[ref.sample_id] for ref in batch.refs]
 
     def _read(self, store: str, ids: tuple[int, ...], content: np.ndarray) -> None:
-        worker = self._stores[store]
-        buffer, token = worker.expose.call_one(ids).get(timeout=FETCH_SECONDS)
+        buffer, token = self._stores[store].expose(ids)
         try:
             buffer.read_into(content.data, timeout=FETCH_SECONDS).get(timeout=FETCH_SECONDS)
         finally:
-            worker.withdraw.call_one(token).get(timeout=FETCH_SECONDS)
-
-
-def _reason(error: Exception) -> str:
-    """Without the store's traceback, which Monarch makes a part of its message."""
-    cause = error.exception if isinstance(error, ActorError) else error
-    first_line = (str(cause).strip().splitlines() or [""])[0]
-    return f"{type(cause).__name__}: {first_line}"
+            self._stores[store].withdraw(token)

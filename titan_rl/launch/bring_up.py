@@ -13,8 +13,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from titan_rl.actors.calls import bounded
-from titan_rl.actors.generator import Generator
+from titan_rl.actors.generator import Generator, GeneratorMesh
 from titan_rl.actors.rollout_worker import RolloutWorker
 from titan_rl.actors.rollouts import Rollouts
 from titan_rl.actors.router import GeneratorRouter
@@ -71,12 +70,16 @@ async def bring_up(
     )
     names = [name for name in plans if name.startswith("generator")]
     generators = {
-        name: meshes[name].spawn(
-            name, Generator, name, config.generator_settings(), model_path=str(model_path), device=placement.device
+        name: GeneratorMesh(
+            meshes[name].spawn(
+                name, Generator, name, config.generator_settings(), model_path=str(model_path), device=placement.device
+            ),
+            name,
+            ranks=config.generator.tensor_parallel,
         )
         for name in names
     }
-    rank0 = {name: handle.slice(ranks=0) for name, handle in generators.items()}
+    rank0 = {name: generator.rank0 for name, generator in generators.items()}
     router_actor = meshes["router"].spawn("router", GeneratorRouter, config.router, rank0).slice(ranks=0)
     gateway = None
     if "gateway" in meshes:
@@ -112,8 +115,7 @@ async def bring_up(
         return result
 
     async def generator_setup(name: str) -> None:
-        ranks = config.generator.tensor_parallel
-        system.pids[name] = await set_up_generator(name, generators[name], ranks=ranks, seconds=start_seconds)
+        system.pids[name] = await generators[name].setup(seconds=start_seconds)
 
     async def gateway_setup(handle: Any) -> None:
         pid, _ = await set_up_gateway(handle, seconds=start_seconds)
@@ -131,14 +133,3 @@ async def bring_up(
     system.pids["rollout"] = system.rollouts.pids
     on_mesh("router", "ready")
     return system
-
-
-async def set_up_generator(name: str, mesh: Any, *, ranks: int, seconds: float) -> list[int]:
-    """Build the engine on every rank; returns their process ids.
-
-    One call per rank: the first rank that fails ends the start, while the others still wait for it.
-    """
-    calls = [mesh.slice(ranks=rank).setup.call_one(mesh.slice(ranks=0)) for rank in range(ranks)]
-    return await asyncio.gather(
-        *(bounded(call, what=f"{name}.setup of rank {rank}", seconds=seconds) for rank, call in enumerate(calls))
-    )

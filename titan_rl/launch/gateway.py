@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from titan_rl.actors.calls import bounded
+from titan_rl.actors.connection import Connection
+from titan_rl.actors.gateway import Gateway
 from titan_rl.config import RunConfig
 from titan_rl.errors import ActorFailed
 from titan_rl.gateway.config import GatewayConfig
@@ -19,8 +20,6 @@ def spawn_gateway(mesh: Any, gateway: GatewayConfig, config: RunConfig, router: 
         router: handle of the `GeneratorRouter`.
         model_path: directory with the tokenizer.
     """
-    from titan_rl.actors.gateway import Gateway  # with a server's libraries, which runs without a gateway do not load
-
     spawned = mesh.spawn(
         "gateway",
         Gateway,
@@ -37,12 +36,12 @@ def spawn_gateway(mesh: Any, gateway: GatewayConfig, config: RunConfig, router: 
 
 async def set_up_gateway(gateway: Any, *, seconds: float) -> tuple[int, str]:
     """Let it listen. Returns its process id, and its URL without `/v1`."""
-    return await bounded(gateway.setup.call_one(), what="gateway.setup", seconds=seconds)
+    return await Connection(gateway, what="gateway.{}").call(seconds, Gateway.setup)
 
 
 async def gateway_ends(gateway: Any) -> None:
     """Wait for its end; raises ActorFailed when it ends by itself or its process is gone."""
-    await bounded(gateway.serve.call_one(), what="gateway.serve", seconds=None)
+    await Connection(gateway, what="gateway.{}").call(None, Gateway.serve)
 
 
 async def report_end(gateway: Any, report: Callable[[ActorFailed], None]) -> None:

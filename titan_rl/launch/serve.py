@@ -16,7 +16,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from titan_rl.actors.generator import Generator
+from titan_rl.actors.connection import Connection
+from titan_rl.actors.gateway import Gateway
+from titan_rl.actors.generator import Generator, GeneratorMesh
 from titan_rl.actors.router import GeneratorRouter
 from titan_rl.actors.router_client import Router
 from titan_rl.config import RunConfig
@@ -24,7 +26,6 @@ from titan_rl.controller.faults import FaultBoard
 from titan_rl.controller.system import close_parts
 from titan_rl.errors import ActorFailed, MeshFailed
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.launch.bring_up import set_up_generator
 from titan_rl.launch.gateway import gateway_ends, set_up_gateway, spawn_gateway
 from titan_rl.launch.placement import detect_host, plan
 from titan_rl.launch.provisioner import Provisioner
@@ -118,17 +119,20 @@ async def serve(
         names = [name for name in meshes if name.startswith("generator")]
         settings = config.generator_settings()
         generators = {
-            name: meshes[name].spawn(
-                name, Generator, name, settings, model_path=str(model_path), device=placement.device
+            name: GeneratorMesh(
+                meshes[name].spawn(
+                    name, Generator, name, settings, model_path=str(model_path), device=placement.device
+                ),
+                name,
+                ranks=config.generator.tensor_parallel,
             )
             for name in names
         }
-        for name, handle in generators.items():
-            polite[name] = handle.close.call
+        polite.update({name: generator.close for name, generator in generators.items()})
         # No version comes after the first, so an interrupted completion (its generator died) can start over and give
         # the same tokens; only then are penalties and min_tokens possible.
         router_config = replace(config.router, resume=False)
-        rank0 = {name: handle.slice(ranks=0) for name, handle in generators.items()}
+        rank0 = {name: generator.rank0 for name, generator in generators.items()}
         router_actor = meshes["router"].spawn("router", GeneratorRouter, router_config, rank0).slice(ranks=0)
         router = Router(router_actor, seconds=step_seconds)
         polite["router"] = router.close
@@ -137,9 +141,7 @@ async def serve(
 
         async def generator_setup(name: str) -> None:
             on_mesh(name, "building the engine")
-            serving.pids[name] = await set_up_generator(
-                name, generators[name], ranks=config.generator.tensor_parallel, seconds=start_seconds
-            )
+            serving.pids[name] = await generators[name].setup(seconds=start_seconds)
             on_mesh(name, "ready")
 
         published, *_ = await asyncio.gather(
@@ -148,7 +150,7 @@ async def serve(
         publisher, publication = published
         polite["publication"] = lambda: asyncio.to_thread(publisher.close)
         await router.pull_model_state_dict(publication)
-        polite["gateway"] = gateway.close.call_one
+        polite["gateway"] = lambda: Connection(gateway, what="gateway.{}").call(None, Gateway.close)
         _, serving.url = await set_up_gateway(gateway, seconds=start_seconds)
         on_mesh("gateway", "listening")
         return serving
