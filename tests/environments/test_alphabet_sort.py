@@ -16,8 +16,8 @@ from titan_rl.environments.alphabet_sort import (
 from titan_rl.environments.splits import is_held_out
 from titan_rl.environments.transcript import Transcript
 from titan_rl.errors import ConfigError
-from titan_rl.sandbox.environment_process import EnvironmentProcess
-from titan_rl.sandbox.environment_wire import Call, CallKind, EnvironmentSetup
+from titan_rl.sandbox.sandbox import Sandbox
+from titan_rl.sandbox.wire import Call, CallKind, EnvironmentSetup
 from titan_rl.types import Example, FinishReason, Message, Purpose
 
 NAMES = ["Ada Abbott", "Boris Chen", "Carlos Dahl", "Daria Evans"]
@@ -176,7 +176,7 @@ async def test_a_conversation_is_answered_and_scored_in_a_process_of_its_own():
     )
     example = AlphabetSort(**{**TURNS, "min_turns": 2}, seed=3).example(5)
     targets = example.answer.targets()
-    process = EnvironmentProcess(setup)
+    process = Sandbox(setup)
     info = await process.start()
     try:
         assert info.multi_turn

@@ -12,8 +12,8 @@ from titan_rl.environments.base import Message, Transcript
 from titan_rl.environments.gsm8k import INSTRUCTION, Gsm8k, last_box
 from titan_rl.environments.splits import is_held_out
 from titan_rl.errors import ConfigError
-from titan_rl.sandbox.environment_process import EnvironmentProcess
-from titan_rl.sandbox.environment_wire import Asked, Call, CallKind, EnvironmentSetup
+from titan_rl.sandbox.sandbox import Sandbox
+from titan_rl.sandbox.wire import Asked, Call, CallKind, EnvironmentSetup
 from titan_rl.types import Example, FinishReason, Purpose
 
 
@@ -241,7 +241,7 @@ async def test_a_group_is_asked_and_scored_in_a_process_of_its_own(files):
         name="gsm8k", kwargs=files, run_seed=3, step_seconds=60.0, start_seconds=120.0, held_out=100
     )
     task = Gsm8k(**files, seed=3)
-    process = EnvironmentProcess(setup)
+    process = Sandbox(setup)
     info = await process.start()
     try:
         assert (info.size, info.held_out, info.multi_turn) == (60, 20, False)

@@ -12,8 +12,8 @@ from titan_rl.environments.base import Message, Transcript
 from titan_rl.environments.reasoning_gym import INSTRUCTION, SOURCE_ONLY, ReasoningGym, import_gym
 from titan_rl.environments.splits import is_held_out
 from titan_rl.errors import ConfigError, TaskError
-from titan_rl.sandbox.environment_process import EnvironmentProcess
-from titan_rl.sandbox.environment_wire import Asked, Call, CallKind, EnvironmentSetup
+from titan_rl.sandbox.sandbox import Sandbox
+from titan_rl.sandbox.wire import Asked, Call, CallKind, EnvironmentSetup
 from titan_rl.types import FinishReason, Purpose
 
 SUMS = {
@@ -234,7 +234,7 @@ async def test_a_task_that_walks_sets_asks_the_same_in_another_process(name):
     )
     prompts = []
     for _ in range(2):
-        process = EnvironmentProcess(setup)
+        process = Sandbox(setup)
         await process.start()
         try:
             calls = [Call(CallKind.EXAMPLE, Purpose.TRAIN, index) for index in range(4)]
@@ -250,7 +250,7 @@ async def test_a_group_is_asked_and_scored_in_a_process_of_its_own():
         name="reasoning_gym", kwargs=kwargs, run_seed=3, step_seconds=60.0, start_seconds=120.0, held_out=4
     )
     task = ReasoningGym(**kwargs, seed=3)
-    process = EnvironmentProcess(setup)
+    process = Sandbox(setup)
     info = await process.start()
     try:
         assert (info.size, info.held_out, info.multi_turn) == (10_000, 4, False)

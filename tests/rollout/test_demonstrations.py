@@ -1,21 +1,17 @@
 """Demonstrations from user code to training samples, through the environment's process (6 s)."""
 
-from contextlib import asynccontextmanager
-from pathlib import Path
-
 import pytest
+from support.rollouts import TASKS, runner
 
 from titan_rl.chat.symbol_renderer import SymbolRenderer
 from titan_rl.environments.sort import Sort
 from titan_rl.errors import TaskError
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import EOS_ID, make_tiny_policy
-from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig
-from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.rollout.samples import demonstration_sample
 from titan_rl.types import NO_VERSION, GroupRequest, Message, PolicyVersion, Purpose, SamplingParams
 
-SHOWN = str(Path(__file__).parent / "shown_task.py") + ":Shown"
+SHOWN = f"{TASKS / 'shown.py'}:Shown"
 
 
 @pytest.fixture(scope="module")
@@ -26,23 +22,6 @@ def digits(tmp_path_factory):
 @pytest.fixture(scope="module")
 def letters(tmp_path_factory):
     return make_tiny_policy(TinyPolicyConfig(symbols="abcdefghij="), tmp_path_factory.mktemp("tiny"))
-
-
-@asynccontextmanager
-async def runner(model_path, name, *, max_model_len=64, **kwargs):
-    group_runner = GroupRunner(
-        EnvironmentConfig(name=name, kwargs=kwargs),
-        RolloutConfig(),
-        model_path=str(model_path),
-        run_seed=11,
-        max_model_len=max_model_len,
-        imports=(name.rpartition(":")[0],) if ".py:" in name else (),
-    )
-    try:
-        await group_runner.start()
-        yield group_runner
-    finally:
-        await group_runner.close()
 
 
 def demonstrations(group_id: int, samples: int) -> GroupRequest:
@@ -95,7 +74,7 @@ async def test_only_the_policys_turns_are_taught(digits):
     ],
 )
 async def test_a_demonstration_that_goes_wrong_fails_its_group_by_name(digits, wrong, word):
-    async with runner(digits, SHOWN, wrong=wrong) as group_runner:
+    async with runner(digits, SHOWN, kwargs={"wrong": wrong}) as group_runner:
         with pytest.raises(TaskError, match=word):
             await group_runner.run_group(demonstrations(0, 4), nothing_is_sampled)
         assert len((await group_runner.run_group(demonstrations(1, 4), nothing_is_sampled)).samples) == 4

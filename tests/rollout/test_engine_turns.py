@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine_turns import GROUPS, SAMPLES
-from scripted_turns import calling_policy
+from support.rollouts import calling_policy
 
 from titan_rl.generation.environment import generator_environment
 

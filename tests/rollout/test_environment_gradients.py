@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scripted_turns import calling_policy, play
+from support.rollouts import calling_policy, play
 
 from titan_rl.rollout.result import Rollout
 from titan_rl.rollout.samples import training_samples

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scripted_groups import UNRULY, ScriptedPolicy, digits_but, request, runner, sample_of
+from support.rollouts import UNRULY, ScriptedPolicy, digits_but, request, runner, sample_of
 
 from titan_rl.errors import ConfigError, GeneratorFailed, RequestError
 from titan_rl.policy.config import TinyPolicyConfig
@@ -25,9 +25,11 @@ def model_path(tmp_path_factory):
 
 @pytest.mark.parametrize("how", ["raise", "exit", "crash", "hang"])
 async def test_a_grader_that_fails_costs_its_own_group_only(model_path, how):
-    kwargs = {"behaviour": {"1": how}}
     policy = ScriptedPolicy(model_path)
-    async with runner(model_path, f"{UNRULY}:Unruly", kwargs=kwargs, step_seconds=0.5) as group_runner:
+    limit = 5.0 if how == "hang" else 60.0  # the good grader's too: far more than it needs
+    async with runner(
+        model_path, f"{UNRULY}:Unruly", kwargs={"behaviour": {"1": how}}, step_seconds=limit
+    ) as group_runner:
         bad, good = await asyncio.gather(
             group_runner.run_group(request(1, samples=2), policy), group_runner.run_group(request(2, samples=2), policy)
         )

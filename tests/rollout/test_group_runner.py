@@ -5,7 +5,7 @@ import functools
 import os
 
 import pytest
-from scripted_groups import EOS, HERE, UNRULY, ScriptedPolicy, request, runner, sample_of
+from support.rollouts import EOS, TASKS, UNRULY, ScriptedPolicy, request, runner, sample_of
 
 from titan_rl.chat.symbol_renderer import SymbolRenderer
 from titan_rl.errors import ConfigError, TaskError
@@ -15,7 +15,8 @@ from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig
 from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.rollout.report import report_of
 from titan_rl.rollout.rollouter import Rollouter
-from titan_rl.sandbox.environment_wire import EnvironmentSetup
+from titan_rl.sandbox.host_process import ForkedProcess
+from titan_rl.sandbox.wire import EnvironmentSetup
 from titan_rl.seeding import request_seed
 from titan_rl.types import (
     NO_VERSION,
@@ -70,13 +71,21 @@ async def test_a_request_says_all_that_routing_and_sampling_need(model_path):
 async def test_thirty_two_groups_cost_two_messages_to_user_code(model_path, monkeypatch):
     patient = functools.partial(EnvironmentSetup, slow_seconds=100.0)
     monkeypatch.setattr("titan_rl.rollout.group_runner.EnvironmentSetup", patient)
+    lists, send = [], ForkedProcess.send
+
+    def sent(process, calls):
+        lists.append(len(calls))
+        send(process, calls)
+
+    monkeypatch.setattr(ForkedProcess, "send", sent)
     policy = ScriptedPolicy(model_path)
     async with runner(model_path, step_seconds=400.0) as group_runner:
         results = await asyncio.gather(
             *(group_runner.run_group(request(index, samples=8), policy) for index in range(32))
         )
-        assert group_runner.environment.batches_sent == 2  # all prompts, then all rewards
     assert sum(len(result.samples) for result in results) == 256
+    assert lists[0] == 32 and sum(lists) == 32 + 256  # all prompts, then all rewards
+    assert len(lists) < 32
 
 
 async def test_evaluation_plays_the_held_out_list_and_trains_nothing(model_path):
@@ -98,7 +107,7 @@ async def test_evaluation_plays_the_held_out_list_and_trains_nothing(model_path)
 
 async def test_the_report_of_an_evaluation_shows_what_was_asked_said_and_wanted(model_path):
     policy = ScriptedPolicy(model_path, lambda a_request: "7")
-    async with runner(model_path, f"{HERE / 'double_task.py'}:Double", held_out=50) as group_runner:
+    async with runner(model_path, f"{TASKS / 'double.py'}:Double", held_out=50) as group_runner:
         asked = request(3, purpose=Purpose.EVALUATE, samples=1)
         evaluated = report_of(asked, await group_runner.run_group(asked, policy), ())
         trained = report_of(request(3), await group_runner.run_group(request(3), policy), ())
@@ -179,14 +188,14 @@ async def test_a_process_that_dies_between_turns_loses_no_conversation(model_pat
 
     async def policy(a_request):
         if a_request.request_id.split("-")[3] == "1" and not killed:
-            killed.append(group_runner.environment.pid)
+            killed.append(group_runner.sandbox.pid)
             os.kill(killed[0], 9)
         return await scripted(a_request)
 
     scripted = ScriptedPolicy(model_path, lambda a_request: "7")
     async with runner(model_path, f"{UNRULY}:Countdown") as group_runner:
         result = await group_runner.run_group(request(4, samples=2), policy)
-        assert group_runner.environment.restarts == 1
+        assert group_runner.sandbox.restarts > 0
     assert [(rollout.error, rollout.reward) for rollout in result.rollouts] == [("", 3.0)] * 2
 
 
@@ -218,7 +227,7 @@ async def test_a_users_task_is_one_file(model_path):
         number = int("".join(str(token - 2) for token in a_request.prompt_token_ids[:-1]))
         return str(3 * number) if sample_of(a_request) % 2 else "0"
 
-    async with runner(model_path, f"{HERE / 'double_task.py'}:Double", kwargs={"factor": 3}) as group_runner:
+    async with runner(model_path, f"{TASKS / 'double.py'}:Double", kwargs={"factor": 3}) as group_runner:
         result = await group_runner.run_group(request(7), ScriptedPolicy(model_path, answer))
     assert result.rollouts[1].messages == (Message("user", "107="), Message("assistant", "321"))
     assert [rollout.reward for rollout in result.rollouts] == pytest.approx([0.05, 1.025, 0.05, 1.025])

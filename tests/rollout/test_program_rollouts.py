@@ -4,39 +4,29 @@ import asyncio
 import os
 import signal
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import ends
-from scripted_groups import request
-from scripted_groups import runner as unstarted_runner
+from support.processes import ends
+from support.rollouts import TASKS, UNRULY, completion, request
+from support.rollouts import runner as any_runner
 
-from titan_rl.errors import ActorFailed, ConfigError, GeneratorFailed, TaskError
+from titan_rl.errors import ActorFailed, ConfigError, GeneratorFailed
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
-from titan_rl.rollout.config import AgentsConfig, EnvironmentConfig, RolloutConfig
-from titan_rl.rollout.group_runner import GroupRunner
+from titan_rl.rollout.config import AgentsConfig
 from titan_rl.rollout.report import report_of
 from titan_rl.rollout.session import SessionCall, SessionRecord, SessionRequest
-from titan_rl.sandbox.environment_wire import Call, CallKind
-from titan_rl.types import Completion, Endpoint, FinishReason, Message, Purpose
+from titan_rl.sandbox.wire import Call, CallKind
+from titan_rl.types import Endpoint, Message, Purpose
 
-TASKS = str(Path(__file__).parent / "program_task.py")
 ASKED, ANSWERED, ADDED, ENDED = [3, 12], [4, 1], [5, 12], [6, 1]
 CONVERSATION = (Message("user", "1="), Message("assistant", "2"), Message("user", "3="), Message("assistant", "4"))
 
 
-def call(prompt, sampled, finish_reason=FinishReason.STOP) -> SessionCall:
+def call(prompt, sampled) -> SessionCall:
     return SessionCall(
-        prompt_token_ids=np.array(prompt, dtype=np.int32),
-        completion=Completion(
-            request_id="of a program",
-            token_ids=np.array(sampled, dtype=np.int32),
-            logprobs=np.full(len(sampled), -0.5, dtype=np.float32),
-            versions=np.zeros(len(sampled), dtype=np.int64),
-            finish_reason=finish_reason,
-        ),
+        prompt_token_ids=np.array(prompt, dtype=np.int32), completion=completion("of a program", sampled)
     )
 
 
@@ -96,24 +86,11 @@ class ScriptedSessions:
 
 
 @asynccontextmanager
-async def runner(model_path, sessions, *, cls="Programs", behaviour=None, step_seconds=20.0, held_out=0, **rollout):
-    group_runner = GroupRunner(
-        EnvironmentConfig(name=f"{TASKS}:{cls}", kwargs={"behaviour": behaviour or {}}, step_seconds=step_seconds),
-        RolloutConfig(**rollout),
-        model_path=str(model_path),
-        run_seed=11,
-        max_model_len=64,
-        held_out=held_out,
-        imports=(TASKS,),
-    )
-    try:
-        await group_runner.start(sessions)
+async def runner(model_path, sessions, *, cls="Programs", behaviour=None, **options):
+    name, kwargs = f"{TASKS / 'programs.py'}:{cls}", {"behaviour": behaviour or {}}
+    async with any_runner(model_path, name, kwargs=kwargs, sessions=sessions, **options) as group_runner:
         yield group_runner
-    finally:
-        host = group_runner.programs and group_runner.programs.pid
-        await group_runner.close()
-        assert sessions is None or sessions.all_closed_once()
-        assert not host or not Path(f"/proc/{host}").exists()
+    assert sessions.all_closed_once()
 
 
 async def nobody_is_asked(a_request):
@@ -239,7 +216,7 @@ async def test_a_rollout_that_waits_for_its_turn_loses_no_time(model_path, heard
         first = asyncio.ensure_future(play(group_runner, 0, samples=1))
         await heard.numbers("burning")
         second = asyncio.ensure_future(play(group_runner, 1, samples=1))
-        await group_runner.environment.call(Call(CallKind.EXAMPLE, Purpose.TRAIN, 2))  # made after the second's prompt
+        await group_runner.sandbox.call(Call(CallKind.EXAMPLE, Purpose.TRAIN, 2))  # made after the second's prompt
         assert len(rollout_limits) == 1
         rollout_limits[0].reschedule(asyncio.get_running_loop().time())
         errors = [(await each).rollouts[0].error for each in (first, second)]
@@ -253,8 +230,7 @@ async def test_a_conversation_past_the_rollouts_limit_keeps_its_turns(model_path
             await asyncio.Event().wait()
         return call(a_request.prompt_token_ids, ANSWERED).completion
 
-    unruly = str(Path(__file__).parent / "unruly_task.py")
-    async with unstarted_runner(model_path, f"{unruly}:Countdown", seconds=4321.0) as group_runner:
+    async with any_runner(model_path, f"{UNRULY}:Countdown", seconds=4321.0) as group_runner:
         result = await group_runner.run_group(request(4, samples=1), policy)
     (rollout,) = result.rollouts
     assert rollout.error == "was not over within rollout.seconds (4321 s)"
@@ -332,41 +308,13 @@ async def test_programs_whose_host_dies_fail_and_later_ones_play(model_path, hea
     async with runner(model_path, ScriptedSessions(), behaviour={"0": "burn"}) as group_runner:
         playing = asyncio.ensure_future(play(group_runner, samples=1))
         await heard.numbers("burning")
-        os.kill(group_runner.programs.pid, signal.SIGKILL)
+        os.kill(group_runner.sandbox.pid, signal.SIGKILL)
         (rollout,) = (await playing).rollouts
         assert "the process that it was forked from was killed by signal 9 (SIGKILL)" in rollout.error
         assert [each.error for each in (await play(group_runner, 1)).rollouts] == ["", ""]
 
 
 async def test_programs_without_a_gateway_are_refused_at_the_start(model_path):
-    with pytest.raises(ConfigError, match=r"program_task.py:Programs plays .*: set rollout.agents.gateway = true"):
+    with pytest.raises(ConfigError, match=r"programs.py:Programs plays .*: set rollout.agents.gateway = true"):
         async with runner(model_path, None):
             pass
-
-
-async def test_an_environment_without_programs_has_no_process_for_them(model_path):
-    async with unstarted_runner(model_path) as group_runner:
-        assert group_runner.programs is None
-
-
-async def test_a_program_that_cannot_be_made_says_why(model_path, tmp_path):
-    task = tmp_path / "once.py"
-    task.write_text(
-        f"from pathlib import Path\n"
-        f"from titan_rl.environments.base import Environment, Rubric\n"
-        f"class Once(Environment):\n"
-        f"    def __init__(self):\n"
-        f"        Path({str(tmp_path / 'made')!r}).touch(exist_ok=False)\n"
-        f"    def example(self, index): ...\n"
-        f"    def held_out(self, count): ...\n"
-        f"    def rubric(self): return Rubric(len)\n"
-        f"    def play(self, example, endpoint): ...\n"
-    )
-    group_runner = GroupRunner(
-        EnvironmentConfig(name=f"{task}:Once"), RolloutConfig(), model_path=str(model_path), run_seed=0
-    )
-    try:
-        with pytest.raises(TaskError, match="could not be made: FileExistsError"):
-            await group_runner.start(ScriptedSessions())
-    finally:
-        await group_runner.close()

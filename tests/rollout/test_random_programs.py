@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from asking_programs import ADD, UNEXTENDABLE, Program, Renderer, prompt_of, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.sessions import ADD, UNEXTENDABLE, Program, Renderer, prompt_of, user
 
 from titan_rl.errors import RequestError, SessionOver, TaskError
 from titan_rl.rollout.session import SessionRecord

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from asking_programs import ADD, LENGTH, RUN_SEED, UNEXTENDABLE, VERSION, Program, prompt_of, user
+from support.sessions import ADD, LENGTH, RUN_SEED, UNEXTENDABLE, VERSION, Program, prompt_of, user
 
 from titan_rl.errors import RequestError, SessionOver
 from titan_rl.seeding import request_seed

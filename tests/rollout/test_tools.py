@@ -1,7 +1,7 @@
 """Tools: declared, called by the policy, executed within limits, and answered in every case (8 s)."""
 
 import pytest
-from scripted_turns import calling_policy, play, text_of
+from support.rollouts import calling_policy, play, text_of
 
 from titan_rl.environments.tools import Tool, Toolbox, mismatch
 from titan_rl.errors import ConfigError

@@ -28,7 +28,7 @@ from titan_rl.errors import ActorFailed, GroupStopped
 from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.rollout.report import GroupReport, report_of
 from titan_rl.rollout.result import GroupResult
-from titan_rl.sandbox.environment_wire import TaskInfo
+from titan_rl.sandbox.wire import TaskInfo
 from titan_rl.types import Completion, GenerationRequest, GroupRequest
 
 _log = logging.getLogger(__name__)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from titan_rl.environments.transcript import Transcript
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.types import Example
+
+T = TypeVar("T")
 
 RewardFunction = Callable[[Example, Transcript], float | Awaitable[float]]
 
@@ -74,6 +76,16 @@ def is_asynchronous(function: Callable[..., object]) -> bool:
     )
 
 
+def run_plain(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that waits for nothing, without an event loop. Raises TaskError where it waits."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    coroutine.close()
+    raise TaskError("a plain function gave an awaitable: make it `async def`")
+
+
 class Rubric:
     """Scores conversations.
 
@@ -102,34 +114,29 @@ class Rubric:
         self.group_asynchronous = any(is_asynchronous(reward.function) for reward in self.group_rewards)
 
     def score(self, example: Example, transcript: Transcript) -> Score:
-        """The score, where every reward function is plain.
-
-        Raises:
-            TaskError: a function returned something else than a number up to `LARGEST_REWARD`, or an awaitable.
-            Exception: whatever a reward function raises.
-        """
-        return self._add_up({reward.label: reward.function(example, transcript) for reward in self.rewards})
+        """`score_async` for rewards that wait for nothing."""
+        return run_plain(self.score_async(example, transcript))
 
     async def score_async(self, example: Example, transcript: Transcript) -> Score:
-        """The score, one function after the other, those that are `async def` awaited."""
+        """The score: one function after the other, those that are `async def` awaited.
+
+        Raises:
+            TaskError: a function returned something else than a number up to `LARGEST_REWARD`.
+            Exception: whatever a reward function raises.
+        """
         parts: dict[str, object] = {}
         for reward in self.rewards:
             value = reward.function(example, transcript)
             parts[reward.label] = await value if inspect.isawaitable(value) else value
         return self._add_up(parts)
 
-    def score_group(self, example: Example, transcripts: Sequence[Transcript]) -> list[Score]:
-        """What the group rewards add to each transcript's score, where every one of them is plain.
+    async def score_group_async(self, example: Example, transcripts: Sequence[Transcript]) -> list[Score]:
+        """What the group rewards add to each transcript's score.
 
         Raises:
             TaskError: a function returned something else than one number up to `LARGEST_REWARD` per transcript.
             Exception: whatever a reward function raises.
         """
-        values = {reward.label: reward.function(example, transcripts) for reward in self.group_rewards}
-        return self._add_up_group(values, len(transcripts))
-
-    async def score_group_async(self, example: Example, transcripts: Sequence[Transcript]) -> list[Score]:
-        """The same, one function after the other, those that are `async def` awaited."""
         values: dict[str, object] = {}
         for reward in self.group_rewards:
             value = reward.function(example, transcripts)

@@ -77,20 +77,21 @@ class Toolbox:
             return f"there is no tool {call.name!r}; there are {', '.join(self._tools)}"
         return mismatch(self._tools[call.name][1].parameters, call.arguments)
 
-    def run(self, call: ToolCall) -> str | Awaitable[str]:
-        """Make a call that has no `problem`. Raises what the function raises."""
-        return self._tools[call.name][0].function(**call.arguments)
+    async def run(self, call: ToolCall) -> str:
+        """The answer of a tool.
 
-    async def run_async(self, call: ToolCall) -> str:
-        result = self.run(call)
-        return checked_text(call, await result if inspect.isawaitable(result) else result)
-
-
-def checked_text(call: ToolCall, result: object) -> str:
-    """What a tool returned. Raises TaskError unless it is text."""
-    if not isinstance(result, str):
-        raise TaskError(f"tool {call.name} returned {type(result).__name__}, expected str")
-    return result
+        Raises:
+            ToolError: the call cannot be made, or the tool refuses.
+            TaskError: the tool returned no text.
+            Exception: whatever the function raises.
+        """
+        if problem := self.problem(call):
+            raise ToolError(problem)
+        result = self._tools[call.name][0].function(**call.arguments)
+        answer = await result if inspect.isawaitable(result) else result
+        if not isinstance(answer, str):
+            raise TaskError(f"tool {call.name} returned {type(answer).__name__}, expected str")
+        return answer
 
 
 def mismatch(schema: Mapping[str, Any], value: Any, where: str = "the arguments") -> str:

@@ -26,8 +26,8 @@ from titan_rl.launch.checks import Problem, Severity
 from titan_rl.launch.session import model_directory
 from titan_rl.one_line import one_line
 from titan_rl.rollout.group_runner import GroupRunner
-from titan_rl.sandbox.environment_process import EnvironmentProcess
-from titan_rl.sandbox.environment_wire import LONGEST_SHOWN, Call, CallKind, TaskCheck, TaskInfo
+from titan_rl.sandbox.sandbox import Sandbox
+from titan_rl.sandbox.wire import LONGEST_SHOWN, Call, CallKind, TaskCheck, TaskInfo
 from titan_rl.types import (
     Completion,
     FinishReason,
@@ -52,7 +52,7 @@ def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
         imports: the user's modules.
     """
     # what user code prints and how its processes end is in the problem, if it matters
-    logging.getLogger("titan_rl.rollout").addHandler(logging.NullHandler())
+    logging.getLogger("titan_rl.sandbox").addHandler(logging.NullHandler())
     name = config.environment.name
     try:
         asyncio.run(_try(config, imports))
@@ -84,14 +84,14 @@ async def _try(config: RunConfig, imports: tuple[str, ...]) -> None:
         prompts=config.loop.prompts,
         imports=imports,
     )
-    other = EnvironmentProcess(replace(runner.setup, run_seed=config.seed + 1))
+    other = Sandbox(replace(runner.setup, run_seed=config.seed + 1))
     try:
         async with asyncio.TaskGroup() as tasks:
-            started = tasks.create_task(runner.start(programs=False) if tokenizer else runner.environment.start())
+            started = tasks.create_task(runner.start(programs=False) if tokenizer else runner.sandbox.start())
             tasks.create_task(other.start())
         indices = min(config.loop.steps * config.loop.groups_per_step, MOST_COMPARED)
         check, others = await asyncio.gather(
-            runner.environment.call(Call(CallKind.CHECK, Purpose.TRAIN, indices)),
+            runner.sandbox.call(Call(CallKind.CHECK, Purpose.TRAIN, indices)),
             other.call(Call(CallKind.CHECK, Purpose.TRAIN, 0)),
         )
         _check_held_out(config, check, others)

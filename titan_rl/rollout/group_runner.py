@@ -3,7 +3,7 @@
 - Every sample asked for comes back as a rollout, with a reward or with an error.
 - Advantages are taken over the rollouts that were graded; only they, and only in training groups, become samples; none
   of the group where one failed and `rollout.on_error` is "fail_group".
-- Groups and rollouts run concurrently; their calls to user code coalesce into few messages (`EnvironmentProcess`).
+- Groups and rollouts run concurrently; their calls to user code coalesce into few messages (`Sandbox`).
 - A generator's failure fails the group as a whole, after its other rollouts were cancelled.
 """
 
@@ -29,8 +29,8 @@ from titan_rl.rollout.rollouter import Generate, Rollouter
 from titan_rl.rollout.samples import demonstration_sample, training_samples
 from titan_rl.rollout.session import Sessions
 from titan_rl.rollout.world import World
-from titan_rl.sandbox.environment_process import EnvironmentProcess
-from titan_rl.sandbox.environment_wire import Asked, Call, CallKind, EnvironmentSetup, TaskInfo
+from titan_rl.sandbox.sandbox import Sandbox
+from titan_rl.sandbox.wire import Asked, Call, CallKind, EnvironmentSetup, TaskInfo
 from titan_rl.types import GroupRequest, Purpose, TrainingSample
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class GroupRunner:
             held_out=held_out,
             prompts=prompts,
         )
-        self.environment = EnvironmentProcess(self.setup)
+        self.sandbox = Sandbox(self.setup)
         self.programs: Programs | None = None
         self._turns: AbstractAsyncContextManager[None] = nullcontext()  # to be played
         self._info: TaskInfo | None = None
@@ -84,11 +84,11 @@ class GroupRunner:
         self._rollouter: Rollouter
 
     async def start(self, sessions: Sessions | None = None, *, programs: bool = True) -> TaskInfo:
-        """Load the tokenizer, start the environment's process and, if need be, its programs', make the rollouter.
+        """Load the tokenizer, make the environment and the rollouter.
 
         Args:
             sessions: the gateway that programs talk to; None: there is none.
-            programs: False: an environment's programs are not started, and its rollouts cannot be played.
+            programs: False: rollouts of an environment that is played by programs cannot be played.
 
         Raises:
             ConfigError: renderer or rollouter cannot be made from the config, or programs have no gateway.
@@ -107,23 +107,22 @@ class GroupRunner:
             max_sampled_tokens=self._rollout.max_sampled_tokens,
             max_model_len=self._max_model_len,
         )
-        info = await self.environment.start()
+        info = await self.sandbox.start()
         if info.plays and programs:
             if sessions is None:
                 raise ConfigError(
                     f"environment {self.setup.name} plays its rollouts by programs: set rollout.agents.gateway = true"
                 )
-            self.programs = Programs(self.setup, sessions)
+            self.programs = Programs(self.sandbox, sessions, idle_seconds=self.setup.step_seconds)
             self._turns = asyncio.Semaphore(self._rollout.agents.at_once)
-            await self.programs.start()
         self._info = info
         return info
 
     async def close(self) -> None:
-        """End the environment's process and its programs; groups still running fail."""
+        """End all user code; groups still running fail."""
+        await self.sandbox.close()
         if self.programs is not None:
             await self.programs.close()
-        await self.environment.close()
 
     async def run_group(self, request: GroupRequest, generate: Generate) -> GroupResult:
         """Play all rollouts of a group; of one whose purpose is to demonstrate, make the demonstrations instead.
@@ -137,7 +136,7 @@ class GroupRunner:
         if request.purpose is Purpose.DEMONSTRATE:
             return await self._demonstrate(request, self._info)
         try:
-            asked: Asked = await self.environment.call(Call(CallKind.EXAMPLE, request.purpose, request.group_id))
+            asked: Asked = await self.sandbox.call(Call(CallKind.EXAMPLE, request.purpose, request.group_id))
             rendered = [] if self._info.plays else self.renderer.render(asked.prompt, self._info.tools)
         except TaskError as error:
             failed = tuple(Rollout(sample=sample, error=str(error)) for sample in range(request.samples))
@@ -146,7 +145,7 @@ class GroupRunner:
         info = self._info
         worlds = [
             World(
-                self.environment,
+                self.sandbox,
                 purpose=request.purpose,
                 index=request.group_id,
                 prompt=asked.prompt,
@@ -185,7 +184,7 @@ class GroupRunner:
             return rollouts
         call = Call(CallKind.SCORE_GROUP, request.purpose, request.group_id, group=tuple(graded.values()))
         try:
-            scores = dict(zip(graded, await self.environment.call(call), strict=True))
+            scores = dict(zip(graded, await self.sandbox.call(call), strict=True))
         except TaskError as error:
             return tuple(
                 replace(rollout, error=str(error)) if rollout.sample in graded else rollout for rollout in rollouts
@@ -202,7 +201,7 @@ class GroupRunner:
     async def _demonstrate(self, request: GroupRequest, info: TaskInfo) -> GroupResult:
         first = request.group_id * request.samples
         calls = (
-            self.environment.call(Call(CallKind.DEMONSTRATE, request.purpose, number))
+            self.sandbox.call(Call(CallKind.DEMONSTRATE, request.purpose, number))
             for number in range(first, first + request.samples)
         )
         samples = []
@@ -250,7 +249,7 @@ class GroupRunner:
                 for rollout, advantage in zip(graded, advantages.tolist(), strict=True)
                 for sample in training_samples(request.group_id, rollout, advantage=advantage, rollouts=request.samples)
             )
-        restarts = self.environment.restarts + (self.programs.restarts if self.programs is not None else 0)
+        restarts = self.sandbox.restarts
         told, self._restarts_told = self._restarts_told, restarts
         return GroupResult(
             group_id=request.group_id,

@@ -15,8 +15,7 @@ from collections.abc import Callable
 
 from titan_rl.errors import GeneratorFailed, TaskError
 from titan_rl.rollout.session import SessionRecord, SessionRequest, Sessions
-from titan_rl.sandbox.environment_wire import EnvironmentSetup
-from titan_rl.sandbox.play_process import PlayProcess
+from titan_rl.sandbox.sandbox import Sandbox
 from titan_rl.types import Endpoint
 
 Keep = Callable[[SessionRecord], None]
@@ -27,33 +26,14 @@ logger = logging.getLogger(__name__)
 class Programs:
     """Plays one worker's rollouts by programs."""
 
-    def __init__(self, setup: EnvironmentSetup, sessions: Sessions):
-        self._idle_seconds = setup.step_seconds
+    def __init__(self, sandbox: Sandbox, sessions: Sessions, *, idle_seconds: float):
+        self._sandbox = sandbox
         self._sessions = sessions
-        self._process = PlayProcess(setup)
+        self._idle_seconds = idle_seconds
         self._running: set[asyncio.Task[bytes | None]] = set()
 
-    async def start(self) -> None:
-        """Start the process that programs are forked from.
-
-        Raises:
-            TaskError: the environment cannot be made.
-        """
-        await self._process.start()
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of what programs are forked from."""
-        return self._process.pid
-
-    @property
-    def restarts(self) -> int:
-        """How often that process died and was replaced."""
-        return self._process.restarts
-
     async def close(self) -> None:
-        """End the programs; returns when their sessions are closed."""
-        await self._process.close()
+        """Returns when the sessions of all programs, which have ended, are closed."""
         if self._running:
             await asyncio.wait(self._running)
 
@@ -98,7 +78,7 @@ class Programs:
 
     async def _until_over(self, request: SessionRequest, endpoint: Endpoint, abandoned: asyncio.Event) -> bytes | None:
         group = request.group
-        playing = asyncio.ensure_future(self._process.play(group.purpose, group.group_id, endpoint))
+        playing = asyncio.ensure_future(self._sandbox.play(group.purpose, group.group_id, endpoint))
         idle = asyncio.ensure_future(self._sessions.idle(request.session_id, self._idle_seconds))
         left = asyncio.ensure_future(abandoned.wait())
         try:

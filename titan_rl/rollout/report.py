@@ -15,7 +15,7 @@ from titan_rl.data_plane.refs import SampleRef
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.one_line import one_line
 from titan_rl.rollout.result import GroupResult, Rollout
-from titan_rl.sandbox.environment_wire import LONGEST_SHOWN
+from titan_rl.sandbox.wire import LONGEST_SHOWN
 from titan_rl.types import NO_VERSION, GroupRequest, Message, Purpose
 
 LONGEST_ERROR = 600

@@ -11,7 +11,7 @@ import numpy as np
 
 from titan_rl.environments.rubric import Score
 from titan_rl.rollout.token_graph import TokenGraph
-from titan_rl.sandbox.environment_wire import Asked
+from titan_rl.sandbox.wire import Asked
 from titan_rl.types import Completion, FinishReason, Message, Purpose, TrainingSample
 
 

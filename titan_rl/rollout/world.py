@@ -16,8 +16,8 @@ from titan_rl.errors import TaskError
 from titan_rl.rollout.programs import Programs
 from titan_rl.rollout.result import Played
 from titan_rl.rollout.session import SessionRecord, SessionRequest
-from titan_rl.sandbox.environment_process import EnvironmentProcess
-from titan_rl.sandbox.environment_wire import Call, CallKind, Conversation
+from titan_rl.sandbox.sandbox import Sandbox
+from titan_rl.sandbox.wire import Call, CallKind, Conversation
 from titan_rl.types import FinishReason, Message, Purpose, ToolSpec
 
 
@@ -26,7 +26,7 @@ class World:
 
     def __init__(
         self,
-        process: EnvironmentProcess,
+        sandbox: Sandbox,
         *,
         purpose: Purpose,
         index: int,
@@ -41,7 +41,7 @@ class World:
         self.plays = programs is not None  # whether a program plays the rollout; the prompt is then not rendered
         self.multi_turn = multi_turn  # whether the environment answers the policy
         self.tools = tools  # what the policy may call
-        self._process = process
+        self._sandbox = sandbox
         self._programs = programs
         self._purpose = purpose
         self._index = index
@@ -104,6 +104,6 @@ class World:
         return Score(*await self._call(CallKind.SCORE, messages, finish_reasons))
 
     async def _call(self, kind: CallKind, messages: Sequence[Message], finish_reasons: Sequence[FinishReason]):
-        return await self._process.call(
+        return await self._sandbox.call(
             Call(kind, self._purpose, self._index, tuple(messages), tuple(finish_reasons), self._state)
         )

@@ -1,4 +1,4 @@
-"""A task in a child process: its environment as the setup names it, and its examples by purpose and number."""
+"""A task as the setup names it: its environment, and its examples by purpose and number."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import Environment
 from titan_rl.errors import TaskError
-from titan_rl.importing import import_file, import_name
-from titan_rl.sandbox.child_side import describe
-from titan_rl.sandbox.environment_wire import EnvironmentSetup, TaskCheck
+from titan_rl.importing import describe, import_file, import_name
+from titan_rl.sandbox.wire import EnvironmentSetup, TaskCheck
 from titan_rl.types import Example, Message, Purpose, ToolCall
 
 COMPARE_SECONDS = 2.0

@@ -6,6 +6,8 @@ import os
 import re
 import select
 
+import pytest
+
 
 def ends(pid: int) -> bool:
     """Whether a process, of any parent, is gone or ends within seconds."""
@@ -41,3 +43,15 @@ class Heard(logging.Handler):
                     return [int(number) for number in re.findall(r"\d+", line)]
             self._more.clear()
             await self._more.wait()
+
+
+@pytest.fixture
+def heard():
+    """What child processes print."""
+    logger = logging.getLogger("titan_rl.sandbox.host_process")
+    level, handler = logger.level, Heard()
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+    logger.setLevel(level)

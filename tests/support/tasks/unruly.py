@@ -1,9 +1,12 @@
-"""Tasks that misbehave where their kwargs say so; named by tests as `unruly_task.py:Class`."""
+"""Tasks that misbehave where their kwargs say so; named by tests as `unruly.py:Class`."""
 
 import asyncio
+import multiprocessing
 import os
+import signal
 import subprocess
 import time
+from pathlib import Path
 
 from titan_rl.environments.base import Environment, EnvironmentReply, Example, GroupReward, Message, Reward, Rubric
 
@@ -17,7 +20,7 @@ def misbehave(how: str) -> None:
         case "crash":
             os._exit(7)
         case "hang":
-            print("hanging")
+            print(f"hanging {os.getpid()}")
             while True:
                 pass
         case "print":
@@ -32,9 +35,14 @@ def misbehave(how: str) -> None:
             child = subprocess.Popen(["sleep", "60"])
             print(f"orphan {child.pid}", flush=True)
             os._exit(7)
+        case "stop":  # goes on where it was when somebody says so
+            print(f"stopped {os.getpid()}", flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def obedient(example, transcript):
+    if example.answer == "who":
+        return os.getpid()
     misbehave(example.answer)
     return float(transcript.stopped)
 
@@ -97,6 +105,31 @@ class Compared(Unruly):
 
 class ComparedAsync(Compared):
     function = staticmethod(shorter_async)
+
+
+class Meeting(Unruly):
+    """The rewards of the first `parties` prompts wait for each other."""
+
+    def __init__(self, parties: int):
+        super().__init__()
+        self.parties, self.barrier = parties, multiprocessing.Barrier(parties)
+
+    def rubric(self):
+        return Rubric(self.meet)
+
+    def meet(self, example, transcript):
+        if int(example.prompt[0].content.removesuffix("=")) < self.parties:
+            self.barrier.wait()
+        return 1.0
+
+
+class Counted(Unruly):
+    """Writes down where it was made, so that a test sees how often."""
+
+    def __init__(self, path: str, behaviour: dict[str, str]):
+        super().__init__(behaviour)
+        with Path(path).open("a") as file:
+            print(os.getpid(), file=file)
 
 
 class UnrulyAsync(Unruly):

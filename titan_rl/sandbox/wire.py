@@ -1,40 +1,57 @@
-"""What travels between a rollout worker and the child process that runs its user code.
+"""What travels between a rollout worker, the host of its environment, and the processes forked from that host.
 
 - A frame is its length (8 bytes, little endian) and a pickle. Frames hold plain data of this package only: whatever
-  user code made (a state, an error) crosses as bytes or text, so the worker never runs or imports user code to read
-  one.
-- One batch of calls is under way at a time. Its answers come in any order, over any number of frames; the frame None
-  ends it. Calls that it was late for are not begun and get no answer.
-- The progress cell is written by the child on every change of what it runs and read by the worker only when it
-  doubts the child: it names the call to blame without a message per call.
+  user code made (a state, an exception) crosses as bytes or text, so the worker never imports user code to read one.
+- Worker → host: `EnvironmentSetup`, then `Fork` and `Kill`. Host → worker: `TaskInfo` or an error, then `Ended`.
+- Worker → forked process: lists of `(number, Call)`. Back: one `Answer` per call as soon as it is there, and None after
+  each list whose calls run one after the other.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import pickle
 import struct
-import time
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from titan_rl.types import FinishReason, Message, Purpose, ToolSpec
+from titan_rl.types import Endpoint, FinishReason, Message, Purpose, ToolSpec
 
-FRAME_LENGTH = struct.Struct("<Q")
 LONGEST_SHOWN = 160
 """Characters of a prompt, an answer or a wanted answer that a person is shown."""
+
+_LENGTH = struct.Struct("<Q")
 
 
 def pack_frame(message: Any) -> bytes:
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    return FRAME_LENGTH.pack(len(body)) + body
+    return _LENGTH.pack(len(body)) + body
+
+
+class Frames:
+    """Bytes in, whole messages out."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        """The messages that `data` completes."""
+        self._received += data
+        messages, start = [], 0
+        while len(self._received) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._received, start)
+            end = start + _LENGTH.size + length
+            if len(self._received) < end:
+                break
+            messages.append(pickle.loads(self._received[start + _LENGTH.size : end]))
+            start = end
+        del self._received[:start]
+        return messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSetup:
-    """Everything a child needs to make the environment; a restarted child gets the same."""
+    """Everything that is needed to make the environment; a host that is started anew gets the same."""
 
     name: str
     """Short name, `pkg.mod:Class` or `file.py:Class`."""
@@ -44,8 +61,8 @@ class EnvironmentSetup:
     """Modules and files to import first."""
     step_seconds: float = 30.0
     start_seconds: float = 300.0
-    slow_seconds: float = 1.0
-    """A batch that lasts longer begins no further call: what is left of it goes to another process."""
+    slow_seconds: float = 0.25
+    """After a call that takes longer, what waits behind it goes to another process."""
     held_out: int = 0
     """Held-out prompts to ask for."""
     prompts: int = 0
@@ -54,23 +71,6 @@ class EnvironmentSetup:
     def __post_init__(self) -> None:
         # well below the time limit, so that calls that reach it have run together and not one after the other
         object.__setattr__(self, "slow_seconds", min(self.slow_seconds, self.step_seconds / 4))
-
-
-class TaskInfo(NamedTuple):
-    """What a child says about its environment once it is made."""
-
-    size: int | None
-    """Distinct training prompts; None: endless."""
-    held_out: int
-    """Held-out prompts there are, at most as many as were asked for."""
-    multi_turn: bool
-    """Whether the environment answers the policy, so that `respond` has to be called."""
-    tools: tuple[ToolSpec, ...] = ()
-    """What the policy may call."""
-    scores_groups: bool = False
-    """Whether the rubric compares the rollouts of a group, so that `SCORE_GROUP` has to be called."""
-    plays: bool = False
-    """Whether a program of the environment plays its rollouts, so that `play` has to be called."""
 
 
 class CallKind(StrEnum):
@@ -88,6 +88,27 @@ class CallKind(StrEnum):
     """→ TaskCheck, for which `prompt_index` training prompts are compared with the held-out ones."""
     DEMONSTRATE = "demonstrate"
     """→ (prompt, messages that follow it), two tuples of Message. `prompt_index` is the demonstration's number."""
+    PLAY = "play"
+    """→ the pickled state that the program returned; None where it returned None."""
+
+
+class TaskInfo(NamedTuple):
+    """What a host says about its environment once it is made."""
+
+    size: int | None
+    """Distinct training prompts; None: endless."""
+    held_out: int
+    """Held-out prompts there are, at most as many as were asked for."""
+    multi_turn: bool
+    """Whether the environment answers the policy, so that `respond` has to be called."""
+    tools: tuple[ToolSpec, ...] = ()
+    """What the policy may call."""
+    scores_groups: bool = False
+    """Whether the rubric compares the rollouts of a group, so that `SCORE_GROUP` has to be called."""
+    plays: bool = False
+    """Whether a program of the environment plays its rollouts, so that `play` has to be called."""
+    asynchronous: frozenset[CallKind] = frozenset()
+    """Kinds of calls that run `async def` functions, many at a time in one process."""
 
 
 class Asked(NamedTuple):
@@ -118,7 +139,7 @@ class Conversation(NamedTuple):
     messages: tuple[Message, ...]
     finish_reasons: tuple[FinishReason, ...]
     state: bytes | None
-    """Pickled by the child that made it."""
+    """Pickled by the process that made it."""
 
 
 class Call(NamedTuple):
@@ -131,8 +152,10 @@ class Call(NamedTuple):
     messages: tuple[Message, ...] = ()
     finish_reasons: tuple[FinishReason, ...] = ()
     state: bytes | None = None
-    """Pickled by the child that made it."""
+    """Pickled by the process that made it."""
     group: tuple[Conversation, ...] = ()
+    endpoint: Endpoint | None = None
+    """Where a program that plays finds the policy."""
 
     def __str__(self) -> str:
         if self.kind is CallKind.CHECK:
@@ -144,46 +167,41 @@ class Call(NamedTuple):
         return self.purpose, self.prompt_index
 
 
+class Failure(NamedTuple):
+    """An exception of user code as text."""
+
+    place: str
+    """The same for exceptions of one type from one line."""
+    description: str
+    """One line."""
+    traceback: str
+
+
 class Answer(NamedTuple):
-    """What came of the call at `position` of the batch."""
+    """What came of a call."""
 
-    position: int
-    error: str
-    """Non-empty when user code failed."""
+    number: int
     value: Any = None
+    failure: Failure | None = None
+    """Not None when user code failed."""
 
 
-class ProgressCell:
-    """Two words of memory shared by worker and child: which call runs, and since when.
+class Fork(NamedTuple):
+    """Make a process that answers calls on the socket that comes along with this frame; answered by one `Ended`."""
 
-    The clock is CLOCK_MONOTONIC, the same in all processes of a host.
-    """
+    number: int
+    """Names the process; never used again."""
 
-    NOBODY = -1
-    _BYTES = 16
 
-    def __init__(self, fd: int):
-        self.fd = fd
-        self._memory = mmap.mmap(fd, self._BYTES)
-        self._words = memoryview(self._memory).cast("q")
+class Kill(NamedTuple):
+    """End a process; of one that has ended already, nothing. Its `Ended` comes all the same."""
 
-    @classmethod
-    def create(cls) -> ProgressCell:
-        fd = os.memfd_create("titan_rl_progress")
-        os.ftruncate(fd, cls._BYTES)
-        return cls(fd)
+    number: int
 
-    def mark(self, position: int) -> None:
-        """The call at `position` (or `NOBODY`) runs from now on."""
-        # the time first: a reader in between sees an old position that seems young, and lets it be
-        self._words[1] = time.monotonic_ns()
-        self._words[0] = position
 
-    def read(self) -> tuple[int, float]:
-        """(position, seconds since it was marked)."""
-        return self._words[0], (time.monotonic_ns() - self._words[1]) / 1e9
+class Ended(NamedTuple):
+    """A process is gone, and all that it started."""
 
-    def close(self) -> None:
-        self._words.release()
-        self._memory.close()
-        os.close(self.fd)
+    number: int
+    how: str
+    """In words, such as "exited with code 3"."""

@@ -1,4 +1,4 @@
-"""A task with tools of every temper; named by tests as `calling_task.py:Class`."""
+"""A task with tools of every temper; named by tests as `calling.py:Class`."""
 
 import asyncio
 

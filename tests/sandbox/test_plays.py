@@ -13,23 +13,24 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from processes import ends
+from support.processes import ends
+from support.rollouts import TASKS
 
 from titan_rl.errors import TaskError
-from titan_rl.sandbox.environment_wire import EnvironmentSetup
-from titan_rl.sandbox.play_process import PlayProcess
+from titan_rl.sandbox.sandbox import Sandbox
+from titan_rl.sandbox.wire import EnvironmentSetup
 from titan_rl.types import Endpoint, Purpose
 
-TASKS = Path(__file__).parent / "program_task.py"
+PROGRAMS = TASKS / "programs.py"
 ENDPOINT = Endpoint(base_url="http://127.0.0.1:9/v1", api_key="key of a rollout", model="policy")
 
 
 def setup(cls="Programs", *, held_out=0, start_seconds=60.0, **kwargs) -> EnvironmentSetup:
     return EnvironmentSetup(
-        name=f"{TASKS}:{cls}",
+        name=f"{PROGRAMS}:{cls}",
         kwargs=kwargs,
         run_seed=5,
-        imports=(str(TASKS),),
+        imports=(str(PROGRAMS),),
         start_seconds=start_seconds,
         held_out=held_out,
     )
@@ -48,7 +49,7 @@ def descriptors() -> set[str]:
 async def programs(cls="Programs", **kwargs):
     await asyncio.sleep(0)
     children_before, descriptors_before = children(), descriptors()
-    process = PlayProcess(setup(cls, **kwargs))
+    process = Sandbox(setup(cls, **kwargs))
     try:
         await process.start()
         yield process
@@ -87,7 +88,7 @@ async def test_what_a_play_returns_comes_back_pickled(cls):
 @pytest.mark.parametrize("cls", ["Programs", "AsyncPrograms"])
 async def test_a_play_that_fails_costs_only_itself_and_says_why(cls):
     reasons = {
-        "raise": r"ValueError: boom \(.*program_task\.py:\d+ in misbehave\)",
+        "raise": r"ValueError: boom \(.*programs\.py:\d+ in misbehave\)",
         "exit": r"exit\(3\) was called",
         "crash": r"exited with code 3 and returned nothing",
         "vanish": r"exited with code 0 and returned nothing",
@@ -177,8 +178,8 @@ def test_everything_dies_with_the_worker():
     code = textwrap.dedent(
         f"""
         import asyncio, logging, os
-        from titan_rl.sandbox.environment_wire import EnvironmentSetup
-        from titan_rl.sandbox.play_process import PlayProcess
+        from titan_rl.sandbox.wire import EnvironmentSetup
+        from titan_rl.sandbox.sandbox import Sandbox
         from titan_rl.types import Endpoint, Purpose
 
         class Heard(logging.Handler):
@@ -191,8 +192,8 @@ def test_everything_dies_with_the_worker():
 
         async def main():
             global process
-            process = PlayProcess(EnvironmentSetup(
-                name={f"{TASKS}:Programs"!r}, kwargs={{"behaviour": {{"0": "stubborn family"}}}}, run_seed=0
+            process = Sandbox(EnvironmentSetup(
+                name={f"{PROGRAMS}:Programs"!r}, kwargs={{"behaviour": {{"0": "stubborn family"}}}}, run_seed=0
             ))
             await process.start()
             await process.play(Purpose.TRAIN, 0, Endpoint(base_url="", api_key="", model=""))
@@ -229,4 +230,4 @@ async def test_an_environment_that_cannot_be_made_says_why():
 
 async def test_a_door_that_was_not_opened_says_so():
     with pytest.raises(TaskError, match="not started"):
-        await PlayProcess(setup()).play(Purpose.TRAIN, 0, ENDPOINT)
+        await Sandbox(setup()).play(Purpose.TRAIN, 0, ENDPOINT)

@@ -1,4 +1,4 @@
-"""Tasks that are played by programs, well-behaved and not; named by tests as `program_task.py:Class`."""
+"""Tasks that are played by programs, well-behaved and not; named by tests as `programs.py:Class`."""
 
 import asyncio
 import os

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from titan_rl.environments.rubric import GroupReward, Reward, Rubric
+from titan_rl.environments.rubric import GroupReward, Reward, Rubric, run_plain
 from titan_rl.environments.transcript import Transcript
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.types import Example, FinishReason, Message
@@ -65,7 +65,7 @@ async def slow_rank(example, transcripts):
 def test_a_group_reward_gives_each_rollout_its_own_part():
     rubric = Rubric(length, GroupReward(rank, weight=2.0), GroupReward(lambda e, t: [5] * len(t), weight=0.0, name="m"))
     assert rubric.score(EXAMPLE, TRANSCRIPT) == (1.0, {"length": 1.0})
-    assert rubric.score_group(EXAMPLE, [TRANSCRIPT] * 2) == [
+    assert run_plain(rubric.score_group_async(EXAMPLE, [TRANSCRIPT] * 2)) == [
         (0.0, {"rank": 0.0, "m": 5.0}),
         (2.0, {"rank": 1.0, "m": 5.0}),
     ]
@@ -81,7 +81,7 @@ async def test_async_group_rewards_are_awaited_and_may_be_all_there_is():
 @pytest.mark.parametrize("values", [None, 3.0, [1.0], [1.0, 2.0, 3.0], [1.0, "x"], [1.0, float("nan")], [0, 1e31]])
 def test_a_group_reward_that_is_not_one_ordinary_number_each_is_refused_by_name(values):
     with pytest.raises(TaskError, match="broken"):
-        Rubric(GroupReward(lambda e, t: values, name="broken")).score_group(EXAMPLE, [TRANSCRIPT] * 2)
+        run_plain(Rubric(GroupReward(lambda e, t: values, name="broken")).score_group_async(EXAMPLE, [TRANSCRIPT] * 2))
 
 
 def test_two_functions_of_one_name_are_refused():

@@ -1,0 +1,145 @@
+"""The process that makes an environment and forks all that run its code: `python -m titan_rl.sandbox.host SOCKET_FD
+WORKER_PID`.
+
+- User code is imported and the environment made once. After that the host runs no user code: it has no threads and no
+  event loop of its own, so that forks of it are sound, and they share what was imported and loaded.
+- Each fork has a keeper (`keeper`) and ends with one `Ended`, whatever it does.
+- When the worker closes its socket or dies, every fork ends, with all that it started.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from titan_rl.errors import AbsentError, ConfigError
+from titan_rl.importing import describe
+from titan_rl.processes import die_with
+from titan_rl.sandbox.keeper import KEEPER_SIGNALS, how_it_ended, keep
+from titan_rl.sandbox.user_code import UserCode
+from titan_rl.sandbox.wire import Ended, Fork, Frames, Kill, pack_frame
+
+
+class Host:
+    """Forks processes and tells how they ended."""
+
+    def __init__(self, worker: socket.socket, user_code: UserCode):
+        self._worker = worker
+        self._user_code = user_code
+        self._keepers: dict[int, int] = {}  # process ids by number
+        self._sockets: deque[int] = deque()  # came from the worker, for forks that are still to be made
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._wake_end = socket.socketpair()
+
+    def serve(self) -> None:
+        """Consumes frames and ends of keepers; waits for either; produces `Ended`s; returns when the worker closes."""
+        self._wake.setblocking(False)
+        self._wake_end.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler no byte is written
+        signal.set_wakeup_fd(self._wake_end.fileno(), warn_on_full_buffer=False)
+        self._selector.register(self._worker, selectors.EVENT_READ)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        gc.collect()
+        gc.freeze()  # what is here now will never be garbage: no collection in a fork touches, and so copies, its pages
+        frames = Frames()
+        while True:
+            ready = {key.fileobj for key, _ in self._selector.select()}
+            if self._wake in ready:
+                self._wake.recv(4096)
+                self._reap()
+            if self._worker in ready:
+                data, descriptors, *_ = socket.recv_fds(self._worker, 1 << 16, 1)
+                if not data:
+                    break
+                for descriptor in descriptors:
+                    os.set_inheritable(descriptor, False)
+                self._sockets.extend(descriptors)
+                for command in frames.feed(data):
+                    self._obey(command)
+        for keeper in self._keepers.values():
+            os.kill(keeper, signal.SIGTERM)
+        for keeper in self._keepers.values():
+            os.waitpid(keeper, 0)
+
+    def _obey(self, command: Fork | Kill) -> None:
+        if isinstance(command, Fork):
+            with socket.socket(fileno=self._sockets.popleft()) as connection:
+                try:
+                    self._keepers[command.number] = self._fork(connection)
+                except OSError as error:
+                    self._tell(Ended(command.number, f"could not be forked ({error})"))
+        elif command.number in self._keepers:
+            os.kill(self._keepers[command.number], signal.SIGTERM)  # not reaped yet: the id is its own
+
+    def _fork(self, connection: socket.socket) -> int:
+        host_pid = os.getpid()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, KEEPER_SIGNALS)
+        try:
+            keeper_pid = os.fork()
+            if keeper_pid == 0:
+                keep(host_pid, self._let_go, lambda: self._user_code.serve(connection), connection.close)
+            return keeper_pid
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _let_go(self) -> None:
+        """In a forked process: of everything that is the host's."""
+        self._selector.close()
+        self._wake.close()
+        self._wake_end.close()
+        self._worker.close()
+        for descriptor in self._sockets:
+            os.close(descriptor)
+
+    def _reap(self) -> None:
+        for number, keeper in list(self._keepers.items()):
+            pid, status = os.waitpid(keeper, os.WNOHANG)
+            if pid:
+                del self._keepers[number]
+                self._tell(Ended(number, how_it_ended(status)))
+
+    def _tell(self, ended: Ended) -> None:
+        self._worker.sendall(pack_frame(ended))
+
+
+def main(arguments: Sequence[str]) -> None:
+    descriptor, worker_pid = map(int, arguments)
+    die_with(worker_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the worker's business
+    os.set_inheritable(descriptor, False)
+    with socket.socket(fileno=descriptor) as worker:
+        frames = Frames()
+        received: list[Any] = []
+        while not received:
+            if not (data := worker.recv(1 << 20)):
+                return
+            received = frames.feed(data)
+        sys.path[:], setup = received[0]
+        try:
+            user_code = UserCode(setup)
+        except BaseException as error:
+            traceback.print_exception(error, file=sys.stderr)
+            refusal = AbsentError if isinstance(error, AbsentError) else ConfigError
+            worker.sendall(pack_frame(refusal(str(error)) if isinstance(error, ConfigError) else describe(error)))
+            return
+        if threads := threading.active_count() - 1:
+            print(
+                f"environment {setup.name} has started {threads} threads while it was made: the processes that run its "
+                "methods are forked and do not have them; start threads when they are first needed",
+                file=sys.stderr,
+            )
+        worker.sendall(pack_frame(user_code.info))
+        Host(worker, user_code).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

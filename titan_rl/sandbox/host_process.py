@@ -1,0 +1,290 @@
+"""The host of an environment and the processes forked from it, as a rollout worker sees them.
+
+- The host is a session of its own and dies with the thread that spawned it. The first frame down tells it which
+  environment to make; the first one up says what that is, or why it could not be made.
+- Every fork ends: its `ended` is set once it is gone with all that it started, and all that it said was heard. If the
+  host dies, its forks do too.
+- After `stop` the host is gone and reaped, with all its forks, and all descriptors are closed.
+- What they print goes to this module's logger line by line; nothing that user code prints can reach the protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from titan_rl.errors import ConfigError, TaskError
+from titan_rl.processes import ending_in_words
+from titan_rl.sandbox.wire import Answer, Call, Ended, EnvironmentSetup, Fork, Frames, Kill, TaskInfo, pack_frame
+
+STOP_SECONDS = 10.0
+"""What a host may take to end all its forks once its socket is closed. It runs no user code, so it does, and soon."""
+REAP_SECONDS = 10.0
+"""What the kernel may take to end a killed process."""
+DRAIN_SECONDS = 2.0
+"""How long output and last words are waited for where something else holds the other end open."""
+MAX_LOG_LINE = 4096
+"""Longer lines of output are logged in pieces."""
+
+logger = logging.getLogger(__name__)
+
+
+class _Connection(asyncio.Protocol):
+    """Frames from one socket."""
+
+    def __init__(self, on_messages: Callable[[list[Any]], None], on_lost: Callable[[], None]):
+        self._frames = Frames()
+        self._on_messages = on_messages
+        self._on_lost = on_lost
+
+    def data_received(self, data: bytes) -> None:
+        if messages := self._frames.feed(data):
+            self._on_messages(messages)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._on_lost()
+
+
+class ForkedProcess:
+    """A process that answers calls of user code."""
+
+    def __init__(self, number: int, kill: Callable[[int], None]):
+        self._number = number
+        self._kill = kill
+        self._how = ""
+        self._lost = False
+        self.transport: asyncio.WriteTransport
+        self.on_answers: Callable[[list[Answer | None]], None] = lambda answers: None
+        """What to do with answers; None among them ends a list of calls that run one after the other."""
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """How it ended, in words."""
+
+    def send(self, calls: list[tuple[int, Call]]) -> None:
+        """Have these calls, by number, answered."""
+        self.transport.write(pack_frame(calls))
+
+    def kill(self) -> None:
+        """End it, with all that it started."""
+        self._kill(self._number)
+
+    def connection_lost(self) -> None:
+        self._lost = True
+        self._end()
+
+    def process_ended(self, how: str) -> None:
+        self._how = how
+        # what user code left behind may hold the socket open if the keeper was killed, and no end of stream would come
+        asyncio.get_running_loop().call_later(DRAIN_SECONDS, self.transport.abort)
+        self._end()
+
+    def _end(self) -> None:
+        if self._lost and self._how and not self.ended.done():
+            self.ended.set_result(self._how)
+
+
+class HostProcess:
+    """One life of the host of an environment."""
+
+    def __init__(self, setup: EnvironmentSetup):
+        self._setup = setup
+        self._loop = asyncio.get_running_loop()
+        self._exited = asyncio.Event()
+        self._output_ended = asyncio.Event()
+        self._said: asyncio.Future[Any] = self._loop.create_future()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._numbers = itertools.count()
+        self._forks: dict[int, ForkedProcess] = {}
+
+    @property
+    def pid(self) -> int | None:
+        """None before it was spawned."""
+        return self._process.pid if self._process else None
+
+    @property
+    def exited(self) -> bool:
+        return self._exited.is_set()
+
+    async def start(self) -> TaskInfo:
+        """Spawn the host and wait until it has made its environment. Where that fails it is stopped.
+
+        Raises:
+            ConfigError: the environment refused its arguments.
+            TaskError: the environment could not be imported or made, or not within `start_seconds`.
+        """
+        name, seconds = self._setup.name, self._setup.start_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await self._spawn()
+                self._transport.write(pack_frame((sys.path, self._setup)))
+                said = await self._said
+        except TimeoutError:
+            await self.stop(patient=False)
+            raise TaskError(f"environment {name!r} was not ready within {seconds:g} s") from None
+        except OSError:
+            await self.stop()
+            raise TaskError(f"the process of environment {name!r} {self._ending()} while starting") from None
+        except BaseException:
+            await self.stop(patient=False)
+            raise
+        if isinstance(said, TaskInfo):
+            return said
+        await self.stop()
+        raise said if isinstance(said, ConfigError) else TaskError(f"environment {name!r} could not be made: {said}")
+
+    async def fork(self) -> ForkedProcess:
+        """A new process for user code.
+
+        Raises:
+            TaskError: the host has ended.
+        """
+        number = next(self._numbers)
+        ours, theirs = socket.socketpair()
+        fork = ForkedProcess(number, self._kill_fork)
+        fork.transport, _ = await self._loop.create_unix_connection(
+            lambda: _Connection(lambda answers: fork.on_answers(answers), fork.connection_lost), sock=ours
+        )
+        with theirs:
+            if self.exited:
+                fork.transport.abort()
+                raise TaskError(f"the process that it is forked from {self._ending()}")
+            try:
+                socket.send_fds(self._socket, [pack_frame(Fork(number))], [theirs.fileno()])
+            except OSError as error:
+                fork.transport.abort()
+                raise TaskError(f"no process can be made for it: {error}") from error
+            self._forks[number] = fork
+        return fork
+
+    async def stop(self, *, patient: bool = True) -> None:
+        """End the host, by closing its socket or, if that does not do it in time or `patient` is False, by a kill. May
+        be called again."""
+        if self._process is None:
+            return
+        self._transport.abort()
+        if not patient:
+            self._kill()
+        if not await _happens(self._exited, STOP_SECONDS):
+            self._kill()
+            if not await _happens(self._exited, REAP_SECONDS):
+                logger.error("the process %d of an environment was killed and does not end", self._process.pid)
+        await _happens(self._output_ended, DRAIN_SECONDS)
+        self._output.close()
+
+    async def _spawn(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        output, child_output = os.pipe()
+        # everything that can be interrupted comes before the process exists
+        self._transport, _ = await self._loop.create_unix_connection(
+            lambda: _Connection(self._hear, self._connection_lost), sock=self._socket
+        )
+        self._output, _ = await self._loop.connect_read_pipe(
+            lambda: _LogLines(self._output_ended), os.fdopen(output, "rb")
+        )
+        package_root = str(Path(__file__).resolve().parents[2])
+        # sets of text are walked in hash order: a process that is started anew has to draw the same examples again
+        environment = {"PYTHONHASHSEED": "0", **os.environ, "PYTHONUNBUFFERED": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
+        try:
+            # spawned here and not in a helper thread: the host dies with the very thread that starts it
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "titan_rl.sandbox.host", str(theirs.fileno()), str(os.getpid())],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=child_output,
+                stderr=child_output,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C stays with the worker; a kill takes what user code started along
+            )
+        except OSError:
+            self._transport.abort()
+            self._output.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(child_output)
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._loop.add_reader(self._pidfd, self._reap)
+
+    def _hear(self, messages: list[Any]) -> None:
+        for message in messages:
+            if isinstance(message, Ended):
+                self._forks.pop(message.number).process_ended(message.how)
+            elif not self._said.done():
+                self._said.set_result(message)
+
+    def _connection_lost(self) -> None:
+        if not self._said.done():
+            self._said.set_exception(ConnectionError("closed"))
+            self._said.exception()  # nobody may be left to hear it
+
+    def _kill_fork(self, number: int) -> None:
+        if number in self._forks and not self.exited:
+            with contextlib.suppress(OSError):  # it is being stopped, and its forks with it
+                self._socket.sendall(pack_frame(Kill(number)))
+
+    def _kill(self) -> None:
+        """The host and its process group, if it has not ended."""
+        if self._process is not None and not self.exited:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _ending(self) -> str:
+        """How it ended, in words."""
+        status = self._process.returncode if self._process else None
+        return "closed its connection" if status is None else ending_in_words(status)
+
+    def _reap(self) -> None:
+        """Called once, when the host has ended."""
+        assert self._process is not None
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        # before it is reaped its id cannot be anybody else's; takes along what user code started while it was made
+        self._kill()
+        self._process.wait()
+        self._exited.set()
+        while self._forks:
+            _, fork = self._forks.popitem()
+            fork.process_ended(f"ended: the process that it was forked from {self._ending()}")
+        # a process that user code forked away may hold the other end open, and no end of stream would come
+        self._loop.call_later(DRAIN_SECONDS, self._transport.abort)
+
+
+async def _happens(event: asyncio.Event, seconds: float) -> bool:
+    """Whether the event is set within so many seconds."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
+
+
+class _LogLines(asyncio.Protocol):
+    """Logs what is printed."""
+
+    def __init__(self, ended: asyncio.Event):
+        self._ended = ended
+        self._rest = b""
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        while len(self._rest) > MAX_LOG_LINE:
+            lines.append(self._rest[:MAX_LOG_LINE])
+            self._rest = self._rest[MAX_LOG_LINE:]
+        for line in lines:
+            logger.info("%s", line.decode(errors="replace"))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._rest:
+            logger.info("%s", self._rest.decode(errors="replace"))
+        self._ended.set()
