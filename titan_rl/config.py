@@ -28,7 +28,7 @@ CLASS_SETTINGS = (
 )
 """Settings that may name a class or function of the user: `pkg.mod:Name` or `file.py:Name`."""
 
-DATA_FILES = ("environment.kwargs.train_file", "environment.kwargs.test_file")
+DATA_FILES = tuple(f"environment.kwargs.{name}" for name in ("train_file", "test_file", "path", "test_path"))
 """Arguments of environments that name files: a relative name starts where other settings' file names start."""
 
 LONGEST_NAME = 200

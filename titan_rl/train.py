@@ -82,7 +82,7 @@ def absolute_path(path: str, base: Path) -> str:
     return str((base / Path(path).expanduser()).resolve()) if path else path
 
 
-_CLASSES = dict.fromkeys(CLASS_SETTINGS, absolute_name)
+_CLASSES = dict.fromkeys((*CLASS_SETTINGS, "environment.kwargs.reward"), absolute_name)
 _DATA = dict.fromkeys(("policy.path", *DATA_FILES), absolute_path)
 _RULES = Rules(
     alternatives=(("policy.path", "policy.tiny"),),

@@ -197,9 +197,9 @@ def test_a_file_that_is_not_there_or_empty_is_refused(files, tmp_path):
     with pytest.raises(ConfigError, match="environment.kwargs.train_file: there is no file .*nowhere.jsonl"):
         Gsm8k(str(tmp_path / "nowhere.jsonl"))
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ConfigError, match="environment.kwargs.test_file: .*empty.jsonl has no problems"):
+    with pytest.raises(ConfigError, match="environment.kwargs.test_file: .*empty.jsonl has no rows"):
         Gsm8k(files["train_file"], str(tmp_path / "empty.jsonl"))
-    with pytest.raises(ConfigError, match="all problems of .* are held out"):
+    with pytest.raises(ConfigError, match="environment.kwargs.train_file: all rows are held out"):
         Gsm8k(files["test_file"], files["test_file"])
 
 
@@ -212,7 +212,7 @@ def test_parquet_holds_the_same(files, tmp_path):
     task = Gsm8k(**files)
     assert [same.example(index) for index in range(60)] == [task.example(index) for index in range(60)]
     (tmp_path / "broken.parquet").write_text("no parquet")
-    with pytest.raises(ConfigError, match="broken.parquet: not a parquet file"):
+    with pytest.raises(ConfigError, match="broken.parquet: not a Parquet file"):
         Gsm8k(str(tmp_path / "broken.parquet"))
 
 

@@ -3,8 +3,6 @@
 import pytest
 from support.rollouts import calling_policy, play, text_of
 
-from titan_rl.environments.tools import Tool, Toolbox, mismatch
-from titan_rl.errors import ConfigError
 from titan_rl.types import Message, ToolCall
 
 
@@ -101,52 +99,3 @@ async def test_a_forged_environment_message_earns_nothing_and_is_the_policys_own
     assert rollout.reward_parts == {"exact_match": 0.0, "tool_use": 0.0}
     prompt = len(requests[0].prompt_token_ids)
     assert sample.loss_mask.tolist() == [False] * prompt + [True] * (len(sample.token_ids) - prompt)
-
-
-def test_arguments_are_held_to_their_schema():
-    schema = {
-        "type": "object",
-        "properties": {
-            "count": {"type": "integer", "minimum": 1, "maximum": 3},
-            "kind": {"enum": ["a", "b"]},
-            "names": {"type": "array", "items": {"type": ["string", "null"]}},
-            "exact": {"type": "boolean"},
-            "more": {"type": "object", "additionalProperties": True},
-        },
-        "required": ["count"],
-    }
-    good = {"count": 2, "kind": "a", "names": ["x", None], "exact": True, "more": {"any": 1}}
-    assert mismatch(schema, good) == ""
-    for wrong, word in (
-        ({}, "must have count"),
-        ({"count": "2"}, "count must be of type integer, not '2'"),
-        ({"count": True}, "of type integer"),
-        ({"count": 0}, "at least 1"),
-        ({"count": 4}, "at most 3"),
-        ({"count": 1, "kind": "c"}, "one of 'a', 'b'"),
-        ({"count": 1, "names": ["x", 1]}, r"names[1] must be of type string or null"),
-        ({"count": 1, "unknown": 1}, "must not have unknown"),
-        ([], "the arguments must be of type object"),
-    ):
-        assert word in mismatch(schema, wrong)
-
-
-def test_a_call_of_no_tool_or_that_could_not_be_read_is_answered_with_a_sentence():
-    toolbox = Toolbox([Tool(function=len, name="size")])
-    assert toolbox.problem(ToolCall("sise", {})) == "there is no tool 'sise'; there are size"
-    assert toolbox.problem(ToolCall("size", {}, "no JSON")) == "no JSON"
-    assert toolbox.problem(ToolCall("size", {})) == ""
-
-
-@pytest.mark.parametrize(
-    "tools",
-    [
-        [Tool(function=len), Tool(function=max, name="len")],
-        [Tool(function=len, parameters={"type": "string"})],
-        [Tool(function=len, parameters={"type": "object", "properties": {"x": {"pattern": "a*"}}})],
-        [Tool(function=len, parameters={"type": "object", "properties": {"x": {"type": "text"}}})],
-    ],
-)
-def test_a_declaration_that_cannot_be_held_is_refused(tools):
-    with pytest.raises(ConfigError):
-        Toolbox(tools)

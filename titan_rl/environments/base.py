@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_rl.environments.rubric import GroupReward, Reward, Rubric
-from titan_rl.environments.tools import Tool, ToolError
+from titan_rl.environments.tools import Tool, ToolError, tool
 from titan_rl.environments.transcript import Transcript
 from titan_rl.errors import TaskError
 from titan_rl.types import Endpoint, Example, Message, ToolCall
@@ -55,6 +55,7 @@ __all__ = [
     "ToolCall",
     "ToolError",
     "Transcript",
+    "tool",
 ]
 
 
@@ -90,6 +91,18 @@ class Environment(ABC):
 
     size: int | None = None
     """Distinct training prompts: `example` is asked for 0 .. size - 1 only, over and over. None: endless."""
+
+    @staticmethod
+    def from_examples(rows: Any, reward: Any, **options: Any) -> type[Environment]:
+        """A task made of rows (a list of dicts, a JSON lines or Parquet file, a `datasets.Dataset`) and a reward:
+
+            Riddles = Environment.from_examples("riddles.jsonl", right, prompt="question", answer="answer")
+
+        Options are those of `dataset.DatasetEnvironment`. A tenth of the prompts is held out, by their text.
+        """
+        from titan_rl.environments.dataset import make_task
+
+        return make_task(rows, reward, **options)
 
     @abstractmethod
     def example(self, index: int) -> Example:

@@ -24,7 +24,6 @@ from typing import Any
 
 from titan_rl.environments.base import Demonstration, Environment, Example, Message, Reward, Rubric, Transcript
 from titan_rl.environments.splits import is_held_out
-from titan_rl.environments.verdict import Verdict
 from titan_rl.errors import AbsentError, ConfigError, TaskError
 from titan_rl.seeding import derive_seed
 
@@ -86,7 +85,6 @@ class ReasoningGym(Environment):
         self._check_task()
         self._datasets: dict[int, Any] = {}
         self._verifier = self._dataset(derive_seed("reasoning gym", seed, 0))  # any of them verifies every entry
-        self._verdict = Verdict(self._judge)
 
     def example(self, index: int) -> Example:
         return self._example(self._training_entry("reasoning gym", index))
@@ -101,11 +99,7 @@ class ReasoningGym(Environment):
         return [self._example(entry) for entry in found.values()]
 
     def rubric(self) -> Rubric:
-        return Rubric(
-            Reward(self._verified, name="verified"),
-            Reward(self._exact_match, weight=0.0, name="exact_match"),
-            Reward(self._verifier_failed, weight=0.0, name="verifier_failed"),
-        )
+        return Rubric(Reward(self.verify, key="verified"))
 
     def demonstration(self, index: int) -> Demonstration:
         entry = self._training_entry("reasoning gym demonstration", index % self._entries)
@@ -121,25 +115,15 @@ class ReasoningGym(Environment):
         found = _ANSWER.findall(transcript.answer)
         return found[-1].strip() if found else None
 
-    def _judge(self, example: Example, transcript: Transcript) -> tuple[float, bool]:
-        """The verifier's score, and whether it failed."""
-        answer = self._answer_of(transcript)
-        if not answer:
-            return 0.0, False
+    def verify(self, example: Example, transcript: Transcript) -> dict[str, float]:
+        """`verified`: the verifier's score. `exact_match`: it is fully satisfied with an answer that the policy ended
+        itself. `verifier_failed`: it raised."""
+        answer, score, failed = self._answer_of(transcript), 0.0, False
         try:
-            return float(self._verifier.score_answer(answer, example.answer)), False
+            score = float(self._verifier.score_answer(answer, example.answer)) if answer else 0.0
         except Exception:  # reported as a metric; any type of error, as verifiers index and convert what they are given
-            return 0.0, True
-
-    def _verified(self, example: Example, transcript: Transcript) -> float:
-        return self._verdict(example, transcript)[0]
-
-    def _exact_match(self, example: Example, transcript: Transcript) -> float:
-        """1 where the verifier is fully satisfied with an answer that the policy ended itself."""
-        return float(transcript.stopped and self._verdict(example, transcript)[0] >= 1.0)
-
-    def _verifier_failed(self, example: Example, transcript: Transcript) -> float:
-        return float(self._verdict(example, transcript)[1])
+            failed = True
+        return {"verified": score, "exact_match": transcript.stopped and score >= 1.0, "verifier_failed": failed}
 
     def _example(self, entry: dict[str, Any]) -> Example:
         text = "\n\n".join(filter(None, (entry["question"], self.instruction)))

@@ -1,7 +1,9 @@
-"""Rewards: named functions of (example, transcript), or of a whole group's transcripts, weighted and added up.
+"""Rewards: functions of (example, transcript), or of a whole group's transcripts, weighted and added up.
 
-The total is the weighted sum; the parts are reported unweighted. A function of weight 0 is a metric: it is computed
-and reported, and moves no gradient. Every part, and the total, is a number up to `LARGEST_REWARD`, or scoring fails.
+A function returns a number, or a `dict[str, float]` of named scores, of which one is trained and the others are
+metrics: `Reward.key` says which. All of them are reported, unweighted, by name. A function of weight 0 is a metric: it
+is computed and reported, and moves no gradient. Every score, and the total, is a number up to `LARGEST_REWARD`, or
+scoring fails.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from titan_rl.types import Example
 
 T = TypeVar("T")
 
-RewardFunction = Callable[[Example, Transcript], float | Awaitable[float]]
+Scores = float | Mapping[str, float]
+
+RewardFunction = Callable[[Example, Transcript], Scores | Awaitable[Scores]]
 
 GroupRewardFunction = Callable[[Example, Sequence[Transcript]], Sequence[float] | Awaitable[Sequence[float]]]
 """One value per transcript, in their order."""
@@ -33,9 +37,9 @@ class Score(NamedTuple):
     """What a rubric says about one conversation."""
 
     reward: float
-    """Weighted sum of the parts."""
+    """Weighted sum of the trained scores."""
     parts: dict[str, float]
-    """Unweighted value of each reward function by name."""
+    """Every score by name, unweighted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +51,27 @@ class Reward:
     """0: a metric only."""
     name: str = ""
     """Defaults to the function's own name."""
+    key: str = ""
+    """The score that is trained, of a function that returns several. Defaults to the one of the function's name, else
+    "reward"."""
 
     @property
     def label(self) -> str:
-        return self.name or getattr(self.function, "__name__", type(self.function).__name__)
+        return self.name or _name_of(self.function)
+
+    def scores(self, returned: object) -> tuple[float, dict[str, float]]:
+        """The score that is trained, and all scores by name."""
+        if not isinstance(returned, Mapping):
+            number = _number(f"{_described(self)} returned", returned)
+            return number, {self.label: number}
+        parts = {str(name): _number(f"{_described(self)} returned {name} =", each) for name, each in returned.items()}
+        key = self.key or (self.label if self.label in parts else "reward")
+        if key not in parts:
+            raise TaskError(
+                f"{_described(self)} returned the scores {', '.join(parts) or 'none'}, and none of them is {key!r}: "
+                'Reward(function, key="…") names the one that is trained'
+            )
+        return parts[key], parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +87,7 @@ class GroupReward:
 
     @property
     def label(self) -> str:
-        return self.name or getattr(self.function, "__name__", type(self.function).__name__)
+        return self.name or _name_of(self.function)
 
 
 def is_asynchronous(function: Callable[..., object]) -> bool:
@@ -102,10 +123,10 @@ class Rubric:
             for reward in rewards
             if not isinstance(reward, GroupReward)
         )
-        functions: list[object] = [*(r.function for r in self.rewards), *(r.function for r in self.group_rewards)]
-        if wrong := [function for function in functions if not callable(function)]:
+        every: tuple[Reward | GroupReward, ...] = (*self.rewards, *self.group_rewards)
+        if wrong := [reward.function for reward in every if not callable(reward.function)]:
             raise ConfigError(f"a rubric takes reward functions, and {wrong[0]!r} cannot be called")
-        names = [reward.label for reward in self.rewards] + [reward.label for reward in self.group_rewards]
+        names = [reward.label for reward in every]
         if not names:
             raise ConfigError("a rubric needs at least one reward function")
         if len(set(names)) != len(names):
@@ -121,14 +142,19 @@ class Rubric:
         """The score: one function after the other, those that are `async def` awaited.
 
         Raises:
-            TaskError: a function returned something else than a number up to `LARGEST_REWARD`.
+            TaskError: a function returned something else than numbers up to `LARGEST_REWARD`, or a name twice.
             Exception: whatever a reward function raises.
         """
-        parts: dict[str, object] = {}
+        trained: list[float] = []
+        parts: dict[str, float] = {}
         for reward in self.rewards:
             value = reward.function(example, transcript)
-            parts[reward.label] = await value if inspect.isawaitable(value) else value
-        return self._add_up(parts)
+            number, scores = reward.scores(await value if inspect.isawaitable(value) else value)
+            if twice := parts.keys() & scores.keys():
+                raise TaskError(f"{_described(reward)} returned a score of a name that is taken: {', '.join(twice)}")
+            trained.append(number)
+            parts |= scores
+        return Score(_weighted_sum(self.rewards, trained), parts)
 
     async def score_group_async(self, example: Example, transcripts: Sequence[Transcript]) -> list[Score]:
         """What the group rewards add to each transcript's score.
@@ -137,36 +163,28 @@ class Rubric:
             TaskError: a function returned something else than one number up to `LARGEST_REWARD` per transcript.
             Exception: whatever a reward function raises.
         """
-        values: dict[str, object] = {}
+        columns: list[list[float]] = []
         for reward in self.group_rewards:
-            value = reward.function(example, transcripts)
-            values[reward.label] = await value if inspect.isawaitable(value) else value
-        return self._add_up_group(values, len(transcripts))
-
-    def _add_up(self, parts: dict[str, object]) -> Score:
-        numbers = {each.label: _number(f"{_named(each)} returned", parts[each.label]) for each in self.rewards}
-        return _weighted(self.rewards, numbers)
-
-    def _add_up_group(self, values: Mapping[str, object], transcripts: int) -> list[Score]:
-        numbers: dict[str, list[float]] = {}
-        for reward in self.group_rewards:
-            value = values[reward.label]
+            given = reward.function(example, transcripts)
+            values = await given if inspect.isawaitable(given) else given
+            whose = f"group {_described(reward)} returned"
             try:
-                each = list(value)  # type: ignore[call-overload]
+                column = [_number(whose, number) for number in values]
             except TypeError:
-                raise TaskError(f"group {_named(reward)} returned {value!r}, which is no sequence of numbers") from None
-            if len(each) != transcripts:
-                raise TaskError(f"group {_named(reward)} returned {len(each)} values for {transcripts} rollouts")
-            numbers[reward.label] = [_number(f"group {_named(reward)} returned", number) for number in each]
+                raise TaskError(f"{whose} {values!r}, which is no sequence of numbers") from None
+            if len(column) != len(transcripts):
+                raise TaskError(f"{whose} {len(column)} values for {len(transcripts)} rollouts")
+            columns.append(column)
+        labels = [reward.label for reward in self.group_rewards]
         return [
-            _weighted(self.group_rewards, {name: column[row] for name, column in numbers.items()})
-            for row in range(transcripts)
+            Score(_weighted_sum(self.group_rewards, row), dict(zip(labels, row, strict=True)))
+            for row in zip(*columns, strict=True)
         ]
 
 
-def _weighted(rewards: Sequence[Reward | GroupReward], parts: dict[str, float]) -> Score:
-    total = sum(reward.weight * parts[reward.label] for reward in rewards)
-    return Score(_number(f"the weighted sum of {', '.join(parts)} is", total), parts)
+def _weighted_sum(rewards: Sequence[Reward | GroupReward], numbers: Sequence[float]) -> float:
+    total = sum(reward.weight * number for reward, number in zip(rewards, numbers, strict=True))
+    return _number(f"the weighted sum of {', '.join(reward.label for reward in rewards)} is", total)
 
 
 def _number(whose: str, value: object) -> float:
@@ -183,7 +201,11 @@ def _number(whose: str, value: object) -> float:
     return number
 
 
-def _named(reward: Reward | GroupReward) -> str:
+def _name_of(function: Callable[..., object]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _described(reward: Reward | GroupReward) -> str:
     """The reward's name, and where its function begins."""
     function = inspect.unwrap(getattr(reward.function, "__func__", reward.function))
     code = getattr(function, "__code__", None)

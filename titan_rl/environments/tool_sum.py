@@ -27,6 +27,7 @@ from titan_rl.environments.base import (
     ToolCall,
     ToolError,
     Transcript,
+    tool,
 )
 from titan_rl.environments.splits import is_held_out
 from titan_rl.errors import ConfigError
@@ -37,8 +38,13 @@ SMALLEST, LARGEST = 10, 99
 _SUM = re.compile(r"(\d{1,9})\+(\d{1,9})")
 
 
+@tool
 def calculate(expression: str) -> str:
-    """The sum of two numbers."""
+    """The sum of two numbers.
+
+    Args:
+        expression: two numbers, such as 12+35
+    """
     found = _SUM.fullmatch(expression)
     if found is None:
         raise ToolError(f"{expression!r} is not a sum of two numbers")
@@ -82,16 +88,7 @@ class ToolSum(Environment):
         return Rubric(exact_match, Reward(tool_use, weight=0.0))
 
     def tools(self) -> tuple[Tool, ...]:
-        return (
-            Tool(
-                function=calculate,
-                parameters={
-                    "type": "object",
-                    "properties": {"expression": {"type": "string", "description": "two numbers, such as 12+35"}},
-                    "required": ["expression"],
-                },
-            ),
-        )
+        return (calculate,)
 
     def tool_error(self, problem: str) -> str:
         return "="  # the one symbol that no result contains: these tokenizers cannot write a sentence

@@ -1,146 +1,141 @@
-"""Functions that a policy may call: declared with a JSON schema, run in the environment's process.
+"""Functions that a policy may call, run in the environment's processes.
 
-Every call is answered by text that the policy reads next: what the function returned, or a sentence about what is wrong
-with the call (it could not be parsed, there is no such tool, its arguments do not fit the schema, or the function
-raised `ToolError`). Any other exception is the function's own fault and costs the rollout.
+    @tool
+    def weather(city: str, days: int = 1) -> str:
+        \"\"\"The weather forecast.
+
+        Args:
+            city: name of a city, in English
+        \"\"\"
+
+Name, description and JSON schema are those of the function's signature and docstring; pydantic makes the schema, and
+checks and converts the arguments of every call by it. Every call is answered by text that the policy reads next: what
+the function returned, or a sentence about what is wrong with the call (it could not be read, there is no such tool, its
+arguments do not fit, or the function raised `ToolError`). Any other exception is the function's own fault and costs the
+rollout.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 from titan_rl.environments.rubric import is_asynchronous
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.types import ToolCall, ToolSpec
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "object": (dict,),
-    "array": (list,),
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "null": (type(None),),
-}
-_CHECKED = {"type", "properties", "required", "additionalProperties", "items", "enum", "minimum", "maximum"}
-_NOTES = {"description", "title", "default", "examples"}
+if TYPE_CHECKING:
+    import pydantic
+
+_ARGUMENTS = re.compile(r"^Args:\n((?:[ \t]+.*\n?|\n)*)", re.MULTILINE)
+_ARGUMENT = re.compile(r"^\s*\*{0,2}(\w+)(?: \([^)]*\))?:\s*(.*(?:\n(?!\s*\w+(?: \([^)]*\))?:).*)*)", re.MULTILINE)
 
 
 class ToolError(Exception):
     """A tool cannot do what it was asked to; its text is told to the policy."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """One function, plain or `async def`: called with the arguments by name, returns text."""
+    """A function that the policy may call. Made by `tool`; calling it calls the function."""
 
-    function: Callable[..., str | Awaitable[str]]
-    description: str = ""
-    """What it does, for the policy to read."""
-    parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
-    """JSON schema of its arguments: an object, of the keywords type, properties, required, additionalProperties, items,
-    enum, minimum and maximum, besides notes for the reader (description, title, default, examples)."""
-    name: str = ""
-    """Defaults to the function's own name."""
+    def __init__(self, function: Callable[..., str | Awaitable[str]]):
+        self.function = function
+        self._arguments, self.spec = _declared(function)
 
-    @property
-    def spec(self) -> ToolSpec:
-        return ToolSpec(self.name or self.function.__name__, self.description, dict(self.parameters))
+    def __call__(self, *args: Any, **kwargs: Any) -> str | Awaitable[str]:
+        return self.function(*args, **kwargs)
+
+    async def answer(self, call: ToolCall) -> str:
+        """What the function returns. Raises ToolError, TaskError, or whatever the function raises."""
+        from pydantic import ValidationError
+
+        try:
+            arguments: Any = self._arguments.validate_python(call.arguments)
+        except ValidationError as error:
+            wrong = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            raise ToolError(f"the arguments of {self.spec.name} do not fit: {'; '.join(wrong)}") from None
+        result = self.function(**arguments)
+        answer = await result if inspect.isawaitable(result) else result
+        if not isinstance(answer, str):
+            raise TaskError(f"tool {self.spec.name} returned {type(answer).__name__}, expected str")
+        return answer
+
+
+def tool(function: Callable[..., str | Awaitable[str]]) -> Tool:
+    """Let the policy call a function, plain or `async def`: its parameters need type annotations, and it returns text.
+
+    Raises:
+        ConfigError: a parameter has no annotation, or one that JSON has no schema for.
+    """
+    return Tool(function)
 
 
 class Toolbox:
     """All tools of a task.
 
     Raises:
-        ConfigError: two have one name, or a schema is none that is checked here.
+        ConfigError: two have one name, or one is not made by `tool`.
     """
 
     def __init__(self, tools: Sequence[Tool]):
-        self.specs = tuple(tool.spec for tool in tools)
-        self._tools = {spec.name: (tool, spec) for tool, spec in zip(tools, self.specs, strict=True)}
-        if len(self._tools) != len(self.specs):
+        for each in tools:
+            if not isinstance(each, Tool):
+                raise ConfigError(f"tools() gave {each!r}, which is no tool: decorate the function with @tool")
+        self.specs = tuple(each.spec for each in tools)
+        self._tools = {each.spec.name: each for each in tools}
+        if len(self._tools) != len(tools):
             raise ConfigError(f"two tools have one name: {', '.join(spec.name for spec in self.specs)}")
-        for spec in self.specs:
-            if spec.parameters.get("type") != "object":
-                raise ConfigError(f"tool {spec.name}: its parameters must be a schema of type object")
-            _check_schema(spec.parameters, f"tool {spec.name}")
-        self.asynchronous = any(is_asynchronous(tool.function) for tool in tools)
+        self.asynchronous = any(is_asynchronous(each.function) for each in tools)
 
-    def problem(self, call: ToolCall) -> str:
-        """Why a call cannot be made, as a sentence; empty when it can."""
-        if call.problem:
-            return call.problem
-        if call.name not in self._tools:
-            return f"there is no tool {call.name!r}; there are {', '.join(self._tools)}"
-        return mismatch(self._tools[call.name][1].parameters, call.arguments)
-
-    async def run(self, call: ToolCall) -> str:
-        """The answer of a tool.
+    async def answer(self, call: ToolCall) -> str:
+        """The answer to a call.
 
         Raises:
             ToolError: the call cannot be made, or the tool refuses.
             TaskError: the tool returned no text.
             Exception: whatever the function raises.
         """
-        if problem := self.problem(call):
-            raise ToolError(problem)
-        result = self._tools[call.name][0].function(**call.arguments)
-        answer = await result if inspect.isawaitable(result) else result
-        if not isinstance(answer, str):
-            raise TaskError(f"tool {call.name} returned {type(answer).__name__}, expected str")
-        return answer
+        if call.problem:
+            raise ToolError(call.problem)
+        if call.name not in self._tools:
+            raise ToolError(f"there is no tool {call.name!r}; there are {', '.join(self._tools)}")
+        return await self._tools[call.name].answer(call)
 
 
-def mismatch(schema: Mapping[str, Any], value: Any, where: str = "the arguments") -> str:
-    """The first way in which a value does not fit a schema, as a sentence; empty when it fits."""
-    if "enum" in schema and value not in schema["enum"]:
-        return f"{where} must be one of {', '.join(map(repr, schema['enum']))}, not {value!r}"
-    names = [schema["type"]] if isinstance(schema.get("type"), str) else schema.get("type", [])
-    if names and not any(_is(name, value) for name in names):
-        return f"{where} must be of type {' or '.join(names)}, not {value!r}"
-    if isinstance(value, dict):
-        return _object_mismatch(schema, value, where)
-    if isinstance(value, list):
-        found = (mismatch(schema.get("items", {}), item, f"{where}[{index}]") for index, item in enumerate(value))
-        return next(filter(None, found), "")
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        if value < schema.get("minimum", value):
-            return f"{where} must be at least {schema['minimum']}, not {value!r}"
-        if value > schema.get("maximum", value):
-            return f"{where} must be at most {schema['maximum']}, not {value!r}"
-    return ""
+def _declared(function: Callable[..., Any]) -> tuple[pydantic.TypeAdapter[Any], ToolSpec]:
+    """What checks a function's arguments, and how the function is declared to the policy."""
+    from typing import NotRequired
 
+    from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, with_config
+    from pydantic.json_schema import GenerateJsonSchema
+    from typing_extensions import TypedDict
 
-def _object_mismatch(schema: Mapping[str, Any], value: Mapping[str, Any], where: str) -> str:
-    known = schema.get("properties", {})
-    if missing := [name for name in schema.get("required", ()) if name not in value]:
-        return f"{where} must have {', '.join(missing)}"
-    # a function is called by name: what the schema does not know is refused unless it says otherwise
-    if not schema.get("additionalProperties", False) and (unknown := [name for name in value if name not in known]):
-        return f"{where} must not have {', '.join(unknown)}; there are {', '.join(known) or 'none'}"
-    return next(filter(None, (mismatch(known[name], value[name], name) for name in value if name in known)), "")
+    class WithoutTitles(GenerateJsonSchema):
+        def field_title_should_be_set(self, schema: Any) -> bool:
+            return False
 
-
-def _is(name: str, value: Any) -> bool:
-    if isinstance(value, bool):  # which Python counts among the integers
-        return name == "boolean"
-    return isinstance(value, _TYPES[name])
-
-
-def _check_schema(schema: Any, where: str) -> None:
-    if not isinstance(schema, Mapping):
-        raise ConfigError(f"{where}: {schema!r} is no JSON schema")
-    if unknown := schema.keys() - _CHECKED - _NOTES:
-        raise ConfigError(f"{where}: the keywords {', '.join(sorted(unknown))} are not checked; leave them out")
-    types = schema.get("type", [])
-    if unknown := {types} - _TYPES.keys() if isinstance(types, str) else set(types) - _TYPES.keys():
-        raise ConfigError(f"{where}: there is no type {', '.join(sorted(unknown))}")
-    if not isinstance(schema.get("additionalProperties", False), bool):
-        raise ConfigError(f"{where}: additionalProperties must be true or false")
-    for name, inner in schema.get("properties", {}).items():
-        _check_schema(inner, f"{where}, {name}")
-    if "items" in schema:
-        _check_schema(schema["items"], f"{where}, items")
+    name = getattr(function, "__name__", type(function).__name__)
+    text = inspect.getdoc(function) or ""
+    section = _ARGUMENTS.search(text)
+    about = {key: " ".join(said.split()) for key, said in _ARGUMENT.findall(section[1])} if section else {}
+    fields: dict[str, Any] = {}
+    try:
+        for parameter in inspect.signature(function, eval_str=True).parameters.values():
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                raise ConfigError(f"tool {name}: it is called by name, and {parameter} cannot be")
+            if parameter.annotation is parameter.empty:
+                raise ConfigError(f"tool {name}: parameter {parameter.name} has no type annotation")
+            kind = parameter.annotation
+            if parameter.name in about:
+                kind = Annotated[kind, Field(description=about[parameter.name])]
+            fields[parameter.name] = kind if parameter.default is parameter.empty else NotRequired[kind]
+        Arguments = with_config(ConfigDict(extra="forbid"))(TypedDict(name, fields))  # type: ignore[operator]
+        adapter: TypeAdapter[Any] = TypeAdapter(Arguments)
+        schema = adapter.json_schema(schema_generator=WithoutTitles)
+    except (PydanticUserError, NameError, ValueError) as error:
+        raise ConfigError(f"tool {name}: its signature has no JSON schema ({error})") from error
+    schema.pop("title", None)
+    description = text[: section.start()].strip() if section else text
+    return adapter, ToolSpec(name, description, schema)

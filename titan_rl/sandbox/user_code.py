@@ -166,7 +166,7 @@ class UserCode:
 
     async def _call_tool(self, call: ToolCall) -> Message:
         try:
-            answer = await self._tools.run(call)
+            answer = await self._tools.answer(call)
         except ToolError as error:
             answer = self._environment.tool_error(str(error))
             if not isinstance(answer, str):

@@ -2,10 +2,10 @@
 
 import asyncio
 
-from titan_rl.environments.base import Environment, EnvironmentReply, Example, Message, Rubric, Tool, ToolError
+from titan_rl.environments.base import Environment, EnvironmentReply, Example, Message, Rubric, ToolError, tool
 
 
-def measure(expression: str) -> str:
+def length_of(expression: str) -> str:
     match expression:
         case "1":
             raise ToolError("a single digit cannot be measured")
@@ -19,9 +19,14 @@ def measure(expression: str) -> str:
     return str(len(expression))
 
 
-async def measure_later(expression: str) -> str:
+@tool
+def measure(expression: str) -> str:
+    return length_of(expression)
+
+
+async def later(expression: str) -> str:
     await asyncio.sleep(0)
-    return measure(expression)
+    return length_of(expression)
 
 
 def heard(example, transcript):
@@ -29,7 +34,7 @@ def heard(example, transcript):
 
 
 class Calling(Environment):
-    function = staticmethod(measure)
+    function = measure
     said: tuple[str, ...] = ()
 
     def example(self, index):
@@ -42,15 +47,15 @@ class Calling(Environment):
         return Rubric(heard)
 
     def tools(self):
-        schema = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
-        return (Tool(function=self.function, name="measure", parameters=schema),)
+        return (self.function,)
 
     def tool_error(self, problem):
         return "=" * (len(problem) > 10)
 
 
 class CallingLater(Calling):
-    function = staticmethod(measure_later)
+    later.__name__ = "measure"
+    function = tool(later)
 
 
 class CallingAndAnswering(Calling):

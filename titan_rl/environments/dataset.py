@@ -1,0 +1,177 @@
+"""Rows of a data set as a task: a column is the prompt, a column the answer, a function the reward.
+
+In a Python file, as the task `riddles.py:Riddles`:
+
+    Riddles = Environment.from_examples("riddles.jsonl", right, prompt="question", answer="answer")
+
+In a recipe or TOML file, without any code but the reward's:
+
+    [environment]
+    name = "dataset"
+    [environment.kwargs]
+    path = "riddles.jsonl"
+    reward = "riddles.py:right"
+
+Which rows are held out is decided by the prompt itself (`splits.is_held_out`), so the same ones are whatever the seed,
+the order and the rows beside them; no prompt is both, also where rows repeat.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from titan_rl.environments.base import Environment, Example, Message, Reward, Rubric
+from titan_rl.environments.rubric import RewardFunction
+from titan_rl.environments.splits import is_held_out
+from titan_rl.errors import AbsentError, ConfigError
+from titan_rl.importing import import_name
+from titan_rl.seeding import derive_seed
+
+Rows = str | Path | Iterable[Mapping[str, Any]]
+"""A file (JSON lines, or Parquet with pyarrow), a list of dicts, or a `datasets.Dataset`."""
+
+
+class DatasetEnvironment(Environment):
+    """The task.
+
+    Args:
+        path: the rows. A relative file name starts at the TOML file that holds it, else at the working directory.
+        reward: a reward function, a `Reward`, a `Rubric`, or the name of one (`file.py:function`, `pkg.mod:function`).
+        prompt: column of the prompt, a text (a user's message) or a list of `{"role": …, "content": …}`.
+        answer: column of what the reward finds as `example.answer`; empty: the whole row.
+        system: text of a system message before every prompt; empty: none.
+        test_path: rows to evaluate on; empty: a tenth of the rows.
+        seed: decides the order of the training prompts, not which ones are held out.
+
+    Raises:
+        ConfigError: a file or a row cannot be read, or no row is left to train on.
+    """
+
+    stream = "dataset"
+    """Names the chance that orders the rows."""
+    settings = ("path", "test_path")
+    """Arguments that hold the rows, for messages."""
+
+    def __init__(
+        self,
+        path: Rows,
+        reward: str | RewardFunction | Reward | Rubric,
+        prompt: str = "prompt",
+        answer: str = "answer",
+        system: str = "",
+        test_path: Rows = "",
+        seed: int = 0,
+    ):
+        rewards = import_name(reward) if isinstance(reward, str) else reward
+        self._rubric = rewards if isinstance(rewards, Rubric) else Rubric(rewards)
+        self._columns = (prompt, answer)
+        self._system = (Message("system", system),) if system else ()
+        rows = dict(self._examples(self.settings[0], path))
+        if isinstance(test_path, (str, Path)) and not str(test_path):
+            self._test = {content: example for content, example in rows.items() if is_held_out(content)}
+        else:
+            self._test = dict(self._examples(self.settings[1], test_path))
+        self._train = [example for content, example in rows.items() if content not in self._test]
+        if not self._train:
+            raise ConfigError(f"environment.kwargs.{self.settings[0]}: all rows are held out")
+        self.size = len(self._train)
+        random.Random(derive_seed(self.stream, seed)).shuffle(self._train)
+
+    def example(self, index: int) -> Example:
+        return self._train[index % len(self._train)]
+
+    def held_out(self, count: int) -> list[Example]:
+        examples = list(self._test.values())
+        if len(examples) > count:
+            examples = random.Random(derive_seed(f"{self.stream} held out")).sample(examples, count)
+        return examples
+
+    def rubric(self) -> Rubric:
+        return self._rubric
+
+    def _examples(self, setting: str, rows: Rows) -> Iterator[tuple[str, Example]]:
+        """Each example, behind the text that decides whether it is held out."""
+        prompt, answer = self._columns
+        for where, row in read_rows(f"environment.kwargs.{setting}", rows):
+            if not isinstance(row, Mapping) or any(name and name not in row for name in (prompt, answer)):
+                raise ConfigError(f"{where}: expected an object with {' and '.join(filter(None, (prompt, answer)))}")
+            messages = _messages(where, row[prompt])
+            content = "\n".join(message.content for message in messages)
+            yield content, Example(prompt=(*self._system, *messages), answer=row[answer] if answer else dict(row))
+
+
+def make_task(rows: Rows, reward: RewardFunction | Reward | Rubric, **options: Any) -> type[DatasetEnvironment]:
+    """See `Environment.from_examples`."""
+    kept = rows if isinstance(rows, (str, Path)) else list(rows)
+
+    class DatasetTask(DatasetEnvironment):
+        def __init__(self, seed: int = 0):
+            super().__init__(kept, reward, seed=seed, **options)
+
+    return DatasetTask
+
+
+def read_rows(setting: str, rows: Rows) -> Iterator[tuple[str, Any]]:
+    """Every row, with where it stands for messages.
+
+    Args:
+        setting: the setting that names the file, for messages.
+
+    Raises:
+        AbsentError: there is no such file, or nothing to read it with.
+        ConfigError: the file cannot be read, or has no rows.
+    """
+    if isinstance(rows, (str, Path)):
+        file = Path(rows)
+        if not file.is_file():
+            raise AbsentError(f"{setting}: there is no file {file}")
+        numbered = _parquet_rows(file) if file.suffix == ".parquet" else _json_rows(file)
+    else:
+        numbered = ((f"row {number}", row) for number, row in enumerate(rows, start=1))
+    nothing = True
+    for each in numbered:
+        nothing = False
+        yield each
+    if nothing:
+        raise ConfigError(f"{setting}: {rows} has no rows")
+
+
+def _json_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield f"{file}:{number}", json.loads(line)
+        except ValueError as error:  # neither JSON nor UTF-8
+            raise ConfigError(f"{file}:{number}: not a line of JSON ({error})") from error
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        raise AbsentError(
+            f"{file}: Parquet needs the package pyarrow ({error}): `pip install pyarrow`, or use JSON lines"
+        ) from error
+    try:
+        rows = pyarrow.parquet.read_table(file).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise ConfigError(f"{file}: not a Parquet file ({error})") from error
+    for number, row in enumerate(rows, start=1):
+        yield f"{file}: row {number}", row
+
+
+def _messages(where: str, prompt: object) -> tuple[Message, ...]:
+    if isinstance(prompt, str) and prompt.strip():
+        return (Message("user", prompt),)
+    if isinstance(prompt, Sequence) and prompt and all(isinstance(each, Mapping) for each in prompt):
+        try:
+            return tuple(Message(str(each["role"]), str(each["content"])) for each in prompt)
+        except KeyError as error:
+            raise ConfigError(f"{where}: a message of the prompt has no {error}") from error
+    raise ConfigError(f"{where}: the prompt is {prompt!r}; it must be a text or a list of messages")
