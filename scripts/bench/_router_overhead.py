@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from _fleet import fleet, make_request
 
-from titan_rl.actors.transport import CompletionClient
+from titan_rl.actors.requests import CompletionClient
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.types import GenerationRequest
 
@@ -79,7 +79,7 @@ async def measure_overhead(rounds: int) -> tuple[list[list[Any]], dict[str, Any]
                         runs.setdefault((clients_at_once, name), []).append(run)
             print(f"(a) round {number} of {rounds} done", flush=True)
         for client in clients.values():
-            await client.close()
+            await client.leave()
 
     rows: list[list[Any]] = []
     figures: dict[str, Any] = {"overhead_rounds": rounds}

@@ -66,6 +66,9 @@ class leading_engine(_CollectiveEngine):  # noqa: N801 (named like the functions
     falls = 0
 
 
+lonely_engine = leading_engine
+
+
 def stray_engine(config: Any, model_path: Any, device: str) -> Any:
     """vLLM; rank 1 draws one number too many from a request's generator, before its sixth step."""
     from titan_rl.generation.vllm.engine import VllmEngine

@@ -11,7 +11,6 @@ import numpy as np
 from monarch.actor import this_proc
 from scripted_generator import ScriptedGenerator, publication
 
-from titan_rl.actors.calls import bounded
 from titan_rl.actors.router import GeneratorRouter
 from titan_rl.actors.router_client import Router
 from titan_rl.routing.config import RouterConfig
@@ -51,26 +50,35 @@ class Fleet:
         ]
         handles = {f"g{index}": handle for index, handle in enumerate(self.generators)}
         self.router = Router(this_proc().spawn(f"router{number}", GeneratorRouter, config, handles), seconds=SECONDS)
+        self._clients: dict[asyncio.Task[Completion], Router] = {}
 
     async def __aenter__(self) -> Fleet:
         await self.router.pull_model_state_dict(publication(0))
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        for client in self._clients.values():
+            await client.leave()
         await self.router.close()
 
     def generate(self, each: GenerationRequest) -> asyncio.Task[Completion]:
         return asyncio.create_task(self.router.generate(each))
 
     async def ask(self, request_id: str, step: int = 0) -> asyncio.Task[Completion]:
-        """The same over a call of its own; the router has the request when this returns."""
-        endpoint = self.router.actor.generate
-        call = asyncio.create_task(
-            bounded(endpoint.call_one(request(request_id, step=step)), what="r", seconds=SECONDS)
-        )
+        """The same of a client of its own; the router has the request when this returns."""
+        client = Router(self.router.actor, seconds=SECONDS)
+        call = asyncio.create_task(client.generate(request(request_id, step=step)))
+        self._clients[call] = client
+        await asyncio.sleep(0)  # it is in the tick's message
         await asyncio.sleep(0)
-        await self.router.fleet_status()  # it takes messages in order
+        await client.fleet_status()  # the router takes the messages of a client in order
         return call
+
+    async def abort(self, call: asyncio.Task[Completion]) -> None:
+        """Cancel what was asked; the router has heard of it when this returns."""
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        await self._clients[call].fleet_status()
 
     def stream(self, each: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
         return self.router.stream(each)

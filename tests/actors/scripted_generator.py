@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from titan_rl.actors.calls import served
-from titan_rl.actors.connection import ConnectedActor
-from titan_rl.actors.reply_desk import Reply, ReplyDesk
+from titan_rl.actors.requests import RequestServer
 from titan_rl.errors import GeneratorFailed, WeightsError
 from titan_rl.generation.reports import PullReport
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
@@ -25,7 +24,7 @@ def publication(step: int, incarnation: int = 0) -> Publication:
     )
 
 
-class ScriptedGenerator(ConnectedActor):
+class ScriptedGenerator(RequestServer):
     """Takes requests and pulls like rank 0 of a generator; they end when the test says so.
 
     Requests run until `finish`; an aborted one comes back with the tokens that `progress` gave it, and one that streams
@@ -34,7 +33,7 @@ class ScriptedGenerator(ConnectedActor):
     """
 
     def __init__(self) -> None:
-        self._desk = ReplyDesk()
+        super().__init__()
         self._live: dict[str, GenerationRequest] = {}
         self._progress: dict[str, int] = {}
         self._handed_out: dict[str, int] = {}
@@ -50,16 +49,12 @@ class ScriptedGenerator(ConnectedActor):
 
     # What a router calls.
 
-    @served
-    async def generate_many(self, address: bytes, connection: int) -> None:
-        await self._desk.attend(address, connection, self._take, self._abort)
-
-    def _take(self, requests: Sequence[GenerationRequest], reply: Reply) -> None:
-        for request in self._desk.open(requests, reply):
+    def take(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
             self._live[request.request_id] = request
         self._notify()
 
-    def _abort(self, request_ids: Sequence[str]) -> None:
+    def give_up(self, request_ids: Sequence[str]) -> None:
         self._answer([each for each in request_ids if each in self._live], FinishReason.ABORT, self._progress)
 
     @served
@@ -110,13 +105,13 @@ class ScriptedGenerator(ConnectedActor):
                         versions=np.full(tokens - start, self._encoded(), np.int64),
                     )
                 )
-        self._desk.hand_out(pieces)
+        self.hand_out(pieces)
 
     @served
     async def die(self) -> None:
         """Every request fails as those of a generator that is gone."""
         lost, self._live = list(self._live), {}
-        self._desk.answer([], [(request_id, GeneratorFailed("it was killed")) for request_id in lost])
+        self.answer([], [(request_id, GeneratorFailed("it was killed")) for request_id in lost])
 
     @served
     async def finish(self, request_ids: list[str], tokens: int) -> None:
@@ -179,7 +174,7 @@ class ScriptedGenerator(ConnectedActor):
                     finish_reason=reason,
                 )
             )
-        self._desk.answer(completions)
+        self.answer(completions)
         self._notify()
 
     def _encoded(self) -> int:

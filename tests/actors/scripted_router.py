@@ -6,20 +6,19 @@ import asyncio
 from collections.abc import Sequence
 
 import numpy as np
-from monarch.actor import Actor
 
 from titan_rl.actors.calls import served
-from titan_rl.actors.reply_desk import Reply, ReplyDesk
+from titan_rl.actors.requests import RequestServer
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion
 
 VERSION = PolicyVersion(0, 3)
 
 
-class ScriptedRouter(Actor):
+class ScriptedRouter(RequestServer):
     """Answers with `max_new_tokens` digits under `VERSION`; keeps requests back between `hold` and `let_go`."""
 
     def __init__(self) -> None:
-        self._desk = ReplyDesk()
+        super().__init__()
         self._holding = False
         self._held: dict[str, GenerationRequest] = {}
         self._sessions: set[str] = set()  # that were begun and not ended
@@ -27,9 +26,24 @@ class ScriptedRouter(Actor):
 
     # What a rollout worker calls.
 
+    def take(self, requests: Sequence[GenerationRequest]) -> None:
+        self._sessions |= {request.session_id for request in requests if request.session_id is not None}
+        if self._holding:
+            self._held.update((request.request_id, request) for request in requests)
+            self._notify()
+        else:
+            self.answer([sampled(request) for request in requests])
+
+    def give_up(self, request_ids: Sequence[str]) -> None:
+        aborted = [self._held.pop(each) for each in request_ids if each in self._held]
+        self.answer([sampled(request, tokens=0) for request in aborted])
+        self._notify()
+
     @served
-    async def generate_many(self, address: bytes, connection: int) -> None:
-        await self._desk.attend(address, connection, self._take, self._abort, self._end)
+    async def end_sessions(self, session_ids: Sequence[str]) -> None:
+        assert self._sessions >= set(session_ids), "each is ended once, after its requests"
+        self._sessions -= set(session_ids)
+        self._notify()
 
     # What a test calls.
 
@@ -41,7 +55,7 @@ class ScriptedRouter(Actor):
     async def let_go(self) -> None:
         self._holding = False
         held, self._held = self._held, {}
-        self._desk.answer([sampled(request) for request in held.values()])
+        self.answer([sampled(request) for request in held.values()])
 
     @served
     async def wait_for_requests(self, count: int) -> None:
@@ -54,25 +68,6 @@ class ScriptedRouter(Actor):
         """Until so many are open."""
         while len(self._sessions) != count:
             await self._changed.wait()
-
-    def _take(self, requests: Sequence[GenerationRequest], reply: Reply) -> None:
-        opened = self._desk.open(requests, reply)
-        self._sessions |= {request.session_id for request in opened if request.session_id is not None}
-        if self._holding:
-            self._held.update((request.request_id, request) for request in opened)
-            self._notify()
-        else:
-            self._desk.answer([sampled(request) for request in opened])
-
-    def _abort(self, request_ids: Sequence[str]) -> None:
-        aborted = [self._held.pop(each) for each in request_ids if each in self._held]
-        self._desk.answer([sampled(request, tokens=0) for request in aborted])
-        self._notify()
-
-    def _end(self, session_ids: Sequence[str]) -> None:
-        assert self._sessions >= set(session_ids), "each is ended once, after its requests"
-        self._sessions -= set(session_ids)
-        self._notify()
 
     def _notify(self) -> None:
         self._changed.set()

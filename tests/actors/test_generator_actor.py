@@ -9,7 +9,7 @@ import dataclasses
 import os
 import signal
 import uuid
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,8 @@ import pytest_asyncio
 import torch
 from safetensors.torch import load_file
 
-from titan_rl.actors.calls import bounded
-from titan_rl.actors.generator import Generator
-from titan_rl.actors.transport import CompletionClient
+from titan_rl.actors.generator import Generator, GeneratorMesh
+from titan_rl.actors.requests import CompletionClient
 from titan_rl.config import RunConfig
 from titan_rl.errors import ActorFailed, GeneratorFailed, GeneratorNotServing, WeightsError
 from titan_rl.generation.config import GeneratorConfig
@@ -44,7 +43,7 @@ BOUND = 60.0
 START = 240.0
 LONG = 2000
 """New tokens of a request that is to be stopped: at 50 ms each it is far from its end whenever that comes."""
-ENGINES = {"held": 1, "slow": 1, "idle": 2, "falling": 2, "leading": 2, "stray": 2, "patient": 2}
+ENGINES = {"held": 1, "slow": 1, "lonely": 1, "idle": 2, "falling": 2, "leading": 2, "stray": 2, "patient": 2}
 """Functions of faulty_engines, without `_engine`, and their ranks: one generator each."""
 
 
@@ -58,21 +57,19 @@ def request(*, new: int = 8, **sampling: Any) -> GenerationRequest:
 
 
 class One:
-    """One generator mesh and a client of its rank 0."""
+    """One generator and a client of its rank 0."""
 
-    def __init__(self, name: str, mesh: Any) -> None:
+    def __init__(self, name: str, mesh: Any, ranks: int) -> None:
         self.name = name
-        self.mesh = mesh
-        self.rank0 = mesh.slice(ranks=0)
-        self.client = CompletionClient(self.rank0, name=name)
+        self.mesh = GeneratorMesh(mesh, name, ranks=ranks)
+        self.client = CompletionClient(self.mesh.rank0, name=name)
         self.pids: list[int] = []
 
-    async def call(self, endpoint: str, *args: Any) -> Any:
-        call: Awaitable[Any] = getattr(self.rank0, endpoint).call_one(*args)
-        return await bounded(call, what=f"{self.name}.{endpoint}", seconds=BOUND)
+    async def call(self, endpoint: Any, *args: Any) -> Any:
+        return await self.mesh.ranks[0].call(BOUND, endpoint, *args)
 
     async def status(self) -> LoopStatus:
-        return await self.call("status")
+        return await self.call(Generator.status)
 
     async def until_running(self, requests: int) -> None:
         while (await self.status()).running != requests:
@@ -85,15 +82,18 @@ class Fleet:
         self.model = model
         self.publications = publications
         self._faults: asyncio.Queue[str] = asyncio.Queue()
+        self._heard: list[str] = []
         self._event_loop = asyncio.get_running_loop()
 
     def on_fault(self, fault: ActorFailed) -> None:
         """From Monarch's thread."""
         self._event_loop.call_soon_threadsafe(self._faults.put_nowait, str(fault))
 
-    async def fault(self) -> str:
-        """The next process that Monarch reports as dead."""
-        return await asyncio.wait_for(self._faults.get(), BOUND)
+    async def ends(self, one: One) -> None:
+        """Wait until every process of this generator has ended by itself."""
+        expected = {f"{one.name} rank {rank}" for rank in range(len(one.pids))}
+        while not all(any(rank in fault for fault in self._heard) for rank in expected):
+            self._heard.append(await asyncio.wait_for(self._faults.get(), BOUND))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -136,17 +136,17 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
                 "generator0"
             )
             mesh = provisioner.spawn(dataclasses.replace(place, name=name))
-            generators[name] = One(name, mesh.spawn(name, Generator, name, config, model_path=str(model), device="cpu"))
+            actor = mesh.spawn(name, Generator, name, config, model_path=str(model), device="cpu")
+            generators[name] = One(name, actor, ranks)
 
         async def start(one: One) -> None:
-            pids = await bounded(one.mesh.setup.call(one.rank0), what=f"{one.name}.setup", seconds=START)
-            one.pids = [pid for _, pid in pids.items()]
-            await one.call("pull_model_state_dict", publications[0])
+            one.pids = await one.mesh.setup(seconds=START)
+            await one.call(Generator.pull_model_state_dict, publications[0])
 
         await asyncio.gather(*(start(one) for one in generators.values()))
         yield fleet
         for one in generators.values():
-            await one.client.close()
+            await one.client.leave()
     finally:
         publisher.close()
         await provisioner.stop_all()
@@ -203,18 +203,18 @@ async def test_a_sleeping_generator_wakes_only_with_weights(fleet: Fleet) -> Non
     patient = fleet.generators["patient"]
     flying = asyncio.create_task(patient.client.generate(request(new=LONG)))
     await patient.until_running(1)
-    assert await patient.call("sleep") == 0, "vLLM frees nothing on CPU, and says so"
+    assert await patient.call(Generator.sleep) == 0, "vLLM frees nothing on CPU, and says so"
     assert (await flying).finish_reason is FinishReason.ABORT
     assert (await patient.status()).state is ServingState.ASLEEP
     with pytest.raises(GeneratorNotServing, match="patient: asleep: wake it up with a publication first"):
         await patient.client.generate(request())
     with pytest.raises(GeneratorNotServing, match="asleep"):
-        await patient.call("pull_model_state_dict", fleet.publications[1])
+        await patient.call(Generator.pull_model_state_dict, fleet.publications[1])
     gone = dataclasses.replace(fleet.publications[1], location="/dev/shm/nothing")
     with pytest.raises(WeightsError, match="v1 cannot be served: rank 0: .* is gone"):
-        await patient.call("wake_up", gone)
+        await patient.call(Generator.wake_up, gone)
     assert (await patient.status()).state is ServingState.STALE
-    report = await patient.call("wake_up", fleet.publications[1])
+    report = await patient.call(Generator.wake_up, fleet.publications[1])
     assert report.version == PolicyVersion(0, 1)
     assert set((await patient.client.generate(request())).versions.tolist()) == {1}
 
@@ -224,28 +224,30 @@ async def test_a_follower_that_draws_otherwise_ends_its_generator_with_the_cause
     calls = [stray.client.generate(request(new=50)) for _ in range(3)]
     for error in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(error, GeneratorFailed), repr(error)
-        assert "stray: rank 1 failed: LockstepError: rank 1 differs from rank 0 before decision" in str(error)
-    await everything_fails(stray, fleet, "stray: rank 1 failed: LockstepError")
+        assert "stray rank 1 failed: LockstepError: rank 1 differs from rank 0 before decision" in str(error)
+    await fleet.ends(stray)
 
 
 async def test_a_follower_that_raises_fails_calls_of_every_kind(fleet: Fleet) -> None:
     falling = fleet.generators["falling"]
     generate = asyncio.create_task(falling.client.generate(request(new=50)))
     await falling.until_running(1)
-    pull = asyncio.create_task(falling.call("pull_model_state_dict", fleet.publications[1]))
-    sleep = asyncio.create_task(falling.call("sleep"))
-    cause = "falling: rank 1 failed: ArithmeticError: the GPU fell off the bus"
+    pull = asyncio.create_task(falling.call(Generator.pull_model_state_dict, fleet.publications[1]))
+    sleep = asyncio.create_task(falling.call(Generator.sleep))
+    cause = "falling rank 1 failed: ArithmeticError: the GPU fell off the bus"
     for error in await asyncio.gather(generate, pull, sleep, return_exceptions=True):
         assert isinstance(error, GeneratorFailed) and cause in str(error), repr(error)
-    await everything_fails(falling, fleet, cause)
+    await fleet.ends(falling)
 
 
-async def test_when_rank_0_raises_its_callers_hear_why_and_its_follower_leaves_the_collective(fleet: Fleet) -> None:
-    leading = fleet.generators["leading"]
-    cause = "leading rank 0: ArithmeticError: the GPU fell off the bus"
-    with pytest.raises(GeneratorFailed, match=cause):
-        await leading.client.generate(request(new=50))
-    await everything_fails(leading, fleet, cause)
+@pytest.mark.parametrize("name", ["leading", "lonely"])
+async def test_when_rank_0_raises_its_callers_hear_why_and_every_process_ends(fleet: Fleet, name: str) -> None:
+    one = fleet.generators[name]
+    with pytest.raises(GeneratorFailed, match=f"{name} rank 0 failed: ArithmeticError: the GPU fell off the bus"):
+        await one.client.generate(request(new=50))
+    await fleet.ends(one)
+    with pytest.raises(ActorFailed, match="gone"):
+        await one.client.generate(request())
 
 
 async def test_a_killed_follower_fails_what_was_under_way(fleet: Fleet) -> None:
@@ -255,41 +257,11 @@ async def test_a_killed_follower_fails_what_was_under_way(fleet: Fleet) -> None:
     os.kill(patient.pids[1], signal.SIGKILL)
     for error in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(error, GeneratorFailed), repr(error)
-        assert "patient rank 0: RuntimeError" in str(error), "its collective broke"
-    await everything_fails(patient, fleet, "patient rank 0: RuntimeError")
+        assert "patient rank 0 failed: RuntimeError" in str(error), "its collective broke"
+    await fleet.ends(patient)
 
 
-async def test_a_follower_that_is_killed_while_idle_is_noticed_by_the_next_call(fleet: Fleet) -> None:
+async def test_a_generator_whose_follower_is_killed_while_idle_ends_as_a_whole(fleet: Fleet) -> None:
     idle = fleet.generators["idle"]
     os.kill(idle.pids[1], signal.SIGKILL)
-    with pytest.raises(GeneratorFailed, match="idle"):
-        await idle.call("pull_model_state_dict", fleet.publications[1])
-    await everything_fails(idle, fleet, "idle rank 0: RuntimeError")
-
-
-async def test_rank_0_still_says_why_when_the_death_of_its_follower_is_known(fleet: Fleet) -> None:
-    causes = {
-        "stray": "stray: rank 1 failed: LockstepError",
-        "falling": "falling: rank 1 failed: ArithmeticError: the GPU fell off the bus",
-        "leading": "leading rank 0: ArithmeticError: the GPU fell off the bus",
-    }
-    unknown = set(causes)
-    while unknown:
-        fault = await fleet.fault()
-        unknown -= {name for name in unknown if name in fault}
-    for name, cause in causes.items():
-        await everything_fails(fleet.generators[name], fleet, cause)
-
-
-async def everything_fails(one: One, fleet: Fleet, cause: str) -> None:
-    later = (
-        one.client.generate(request()),
-        one.call("generate", request()),
-        one.call("pull_model_state_dict", fleet.publications[1]),
-        one.call("wake_up", fleet.publications[1]),
-        one.call("sleep"),
-        one.call("abort", ["any"]),
-    )
-    for error in await asyncio.gather(*later, return_exceptions=True):
-        assert isinstance(error, GeneratorFailed) and cause in str(error), repr(error)
-    assert cause in (await one.status()).failure
+    await fleet.ends(idle)

@@ -36,16 +36,6 @@ async def test_a_request_that_is_cancelled_in_the_tick_it_was_sent_frees_its_slo
     await draining.in_flight(0)
 
 
-async def test_an_abort_returns_the_tokens_so_far(draining: Fleet) -> None:
-    call = draining.generate(request("r"))
-    await draining.live(0, 1)
-    await draining.on(0, "progress", 3)
-    await draining.router.actor.abort.call_one(["r"])
-    completion = await call
-    assert completion.finish_reason is FinishReason.ABORT
-    assert completion.token_ids.tolist() == [3, 4, 5]
-
-
 async def test_a_session_waits_for_its_syncing_generator_and_stays() -> None:
     config = RouterConfig(strategy="sticky_session", max_syncing=1, strategy_kwargs={"sync_wait_seconds": SECONDS})
     async with Fleet(config) as fleet:
@@ -95,7 +85,7 @@ async def test_closing_the_router_fails_what_is_open(draining: Fleet) -> None:
     calls = [draining.generate(request(f"r{index}")) for index in range(4)]
     await draining.live(0, 2)
     await draining.live(1, 2)
-    await draining.router.actor.close.call_one()
+    await draining.router.close()
     for outcome in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(outcome, GeneratorFailed) and "the router was closed" in str(outcome)
 
@@ -153,17 +143,16 @@ async def test_a_request_under_which_generators_die_does_not_kill_the_whole_flee
         await other
 
 
-async def test_an_id_that_is_used_again_at_a_closed_door_disturbs_nobody() -> None:
+async def test_an_id_that_is_in_use_is_refused_and_is_free_again_after_an_abort() -> None:
     async with Fleet(RouterConfig(), count=1) as fleet:
         await fleet.on(0, "hold_pulls")
         pull = fleet.pull(1)
         await fleet.on(0, "wait_for_pull")
         given_up, other = await fleet.ask("r"), await fleet.ask("other")
-        await fleet.router.actor.abort.call_one(["r"])
-        assert (await given_up).finish_reason is FinishReason.ABORT
-        again, third = await fleet.ask("r"), await fleet.ask("r")
         with pytest.raises(RequestError, match="request id r is already live"):
-            await third
+            await (await fleet.ask("r"))
+        await fleet.abort(given_up)
+        again = await fleet.ask("r")
         await fleet.on(0, "release_pulls")
         await pull
         assert sorted(await fleet.live(0, 2)) == ["other", "r"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from router_books import DOOR, LEFT, LIVE, WAITING, Caller, Pull, RouterBooks
+from router_books import LEFT, LIVE, WAITING, Caller, Pull, RouterBooks
 from routing_examples import completion
 
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, RequestLost, RequestTimeout, WeightsError
@@ -25,23 +25,14 @@ class RouterDriver(RouterBooks):
     # Requests.
 
     def arrive(self, requests: Iterable[GenerationRequest]) -> None:
+        entering: list[GenerationRequest] = []
         for asked in requests:
             assert self.dispatcher.refusal(asked) is None
-            self.callers[asked.request_id] = Caller(asked, DOOR)
-        self.enter()
-
-    def enter(self) -> None:
-        """Those at the door are let in if it is open; a lease does not wait for the others' weights."""
-        entering = [
-            caller
-            for caller in self.callers.values()
-            if caller.place == DOOR and (self.gate.open or caller.asked.pinned_to is not None)
-        ]
-        for caller in entering:
-            caller.place, caller.queued_at = WAITING, self.now
-        requests = [caller.asked for caller in entering]
+            caller = self.callers[asked.request_id] = Caller(asked, WAITING)
+            caller.queued_at = self.now
+            entering.append(asked)
         pins = self.pins()
-        self._took(self.dispatcher.submit(requests, self.now), pins)
+        self._took(self.dispatcher.submit(entering, self.now), pins)
         self._fail_what_nobody_serves()
 
     def answer(self, answers: Iterable[tuple[str, int, FinishReason]]) -> None:
@@ -77,21 +68,14 @@ class RouterDriver(RouterBooks):
             self.advance()
 
     def deliver(self, attempt_ids: Iterable[str]) -> None:
-        """A generator has sent these completions straight to their callers, and says so."""
-        for attempt_id in attempt_ids:
-            assignment, caller = self.live.pop(attempt_id)
-            assert attempt_id == caller.asked.request_id, "a later attempt has tokens to be stitched"
-            self.dispatcher.delivered(attempt_id)
-            self.dispatcher.delivered(attempt_id)  # a late word
-            part = completion(assignment.request, 1, FinishReason.STOP)
-            assert self.dispatcher.completed(attempt_id, part, self.now) is None
-            self._leaves(caller, late=True)
+        """These end well."""
+        self.answer([(attempt_id, 1, FinishReason.STOP) for attempt_id in attempt_ids])
 
     def refuse(self, attempt_id: str) -> None:
         """The generator says that the request itself is at fault."""
         _, caller = self.live.pop(attempt_id)
-        assert self.dispatcher.failed(attempt_id) == caller.asked.request_id
-        assert self.dispatcher.failed(attempt_id) is None
+        assert self.dispatcher.ended(attempt_id) == caller.asked.request_id
+        assert self.dispatcher.ended(attempt_id) is None
         self._leaves(caller, late=True)
 
     def lose(self, attempt_ids: Iterable[str], *, fatal: bool = False) -> None:
@@ -130,9 +114,6 @@ class RouterDriver(RouterBooks):
             case "waiting":
                 assert isinstance(outcome, Completion) and outcome.finish_reason is FinishReason.ABORT
                 self._answered(caller, outcome)
-            case "door":
-                assert outcome is None
-                self._leaves(caller)
             case _:
                 assert outcome is None, "an answered request is unknown"
 
@@ -146,7 +127,6 @@ class RouterDriver(RouterBooks):
     # Weights.
 
     def advance(self) -> None:
-        self.enter()
         self._reconsider()
         self._fail_what_nobody_serves()
         served = {name for name in self.names if self.fleet[name].state is GeneratorState.SERVING}
@@ -276,7 +256,7 @@ class RouterDriver(RouterBooks):
         self.leases[name] = version
         self.dispatcher.leased(name, version)
         self.advance()
-        assert self.gate.open, "somebody else serves"
+        assert self.fleet.anyone_serving, "somebody else serves"
         return name
 
     def unpin(self, name: str) -> None:
@@ -305,7 +285,6 @@ class RouterDriver(RouterBooks):
     def become_quiet(self) -> None:
         """No more failures: every sync ends well, every attempt finishes, the sticky wait passes."""
         for _ in range(6 * (len(self.names) + 1)):
-            self.enter()
             for name in list(self.syncs):
                 if self.can_begin(name):
                     self.begin_pull(name)

@@ -96,12 +96,6 @@ class RouterMachine(RuleBasedStateMachine):
         self.driver.arrive([request(f"r{self.serial}", session=session, at_least=version, pinned_to=name)])
         self.serial += 1
 
-    @precondition(lambda self: any("~" not in attempt_id for attempt_id in self.driver.live))
-    @rule(data=st.data())
-    def attempts_are_delivered(self, data: st.DataObject) -> None:
-        first = [attempt_id for attempt_id in self.driver.live if "~" not in attempt_id]
-        self.driver.deliver(data.draw(st.lists(st.sampled_from(first), min_size=1, max_size=3, unique=True)))
-
     @precondition(lambda self: self.driver.live)
     @rule(data=st.data())
     def a_request_is_refused(self, data: st.DataObject) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from router_books import DOOR, LEFT, LIVE, WAITING
+from router_books import LEFT, LIVE, WAITING
 from router_driver import RouterDriver
 from routing_examples import V0, V1, V2, V3, request
 
@@ -33,10 +33,10 @@ def one_pull(driver: RouterDriver, name: str, outcome: str = "verified") -> None
     driver.check()
 
 
-def test_requests_wait_at_the_door_until_somebody_serves_and_then_go_through() -> None:
+def test_requests_wait_until_somebody_serves_and_then_go_through() -> None:
     driver = router(2, ready=False)
     driver.arrive([request("r0"), request("r1")])
-    assert [caller.place for caller in driver.callers.values()] == [DOOR, DOOR]
+    assert [caller.place for caller in driver.callers.values()] == [WAITING, WAITING]
     driver.pull(V0)
     one_pull(driver, "g1")
     assert [caller.place for caller in driver.callers.values()] == [LIVE, LIVE]
@@ -45,7 +45,7 @@ def test_requests_wait_at_the_door_until_somebody_serves_and_then_go_through() -
 def test_requests_wait_while_all_are_syncing_and_then_go_through() -> None:
     driver = router(1)
     driver.pull(V1)
-    assert not driver.gate.open
+    assert not driver.fleet.anyone_serving
     driver.arrive([request("r0", at_least=V1)])
     one_pull(driver, "g0")
     driver.become_quiet()
@@ -59,7 +59,7 @@ def test_requests_fail_at_once_when_all_are_dead() -> None:
     driver.begin_pull("g0")
     driver.end_pull("g0", "died")
     driver.arrive([request("r1")])
-    assert driver.gate.open and {caller.place for caller in driver.callers.values()} == {LEFT}
+    assert {caller.place for caller in driver.callers.values()} == {LEFT}
     assert all(pull.done for pull in driver.pulls)
 
 
@@ -156,7 +156,7 @@ def test_a_late_pull_that_fails_is_tried_again() -> None:
     driver.pull(V1)
     driver.begin_pull("g0")
     driver.is_late("g0")
-    assert driver.pulls[-1].done and not driver.gate.open
+    assert driver.pulls[-1].done and not driver.fleet.anyone_serving
     driver.end_pull("g0", "failed")
     assert states(driver) == ["syncing"]
     one_pull(driver, "g0")
@@ -221,7 +221,7 @@ def test_a_generator_that_failed_for_good_gets_its_attempts_anew_when_the_versio
     driver = router(1, retries=0)
     driver.pull(V1)
     one_pull(driver, "g0", "failed")
-    assert not driver.gate.open and not driver.syncs
+    assert not driver.fleet.anyone_serving and not driver.syncs
     driver.pull(V1)
     one_pull(driver, "g0")
     assert states(driver) == ["serving"]

@@ -4,6 +4,7 @@
     client ◀── the actor's port ──────────
     client ── [(number, endpoint, arguments), …] ──▶    the calls of one tick in one message, in order
     client ◀── [(number, outcome), …] ─────────────     the outcomes of one tick in one message
+    client ◀── [(None, item), …] ──────────────────     what an endpoint pushes to its caller, at any later time
 
 Monarch's own `call_one` opens a reply port for every call. Monarch 0.7 never forgets such a port: about 1 KB stays in
 the caller (a split port) and 0.3 KB in the actor (a sequence number), gigabytes in a run of a million groups.
@@ -17,6 +18,7 @@ import logging
 import pickle
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -34,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class ConnectedActor(Actor):
-    """An actor whose `served` endpoints can be called over a `Connection` too."""
+    """An actor whose `served` endpoints can be called over a `Connection`."""
 
     @served
     async def connect(self, address: bytes) -> None:
@@ -47,6 +49,7 @@ class ConnectedActor(Actor):
         port, receiver = Channel[bytes].open()
         reply.send(cloudpickle.dumps(port))
         outcomes = _Outbox(reply.send)
+        _caller.set(Caller(outcomes))  # for the tasks below
         tasks: set[asyncio.Task[None]] = set()  # an event loop holds its tasks only weakly
         with suppress(asyncio.CancelledError):  # the actor is being stopped
             while True:
@@ -56,20 +59,50 @@ class ConnectedActor(Actor):
                     task.add_done_callback(tasks.discard)
 
 
+class Caller:
+    """The client whose call an endpoint answers. One object per connection."""
+
+    def __init__(self, outbox: _Outbox) -> None:
+        self._outbox = outbox
+
+    def push(self, item: object) -> None:
+        """Send the client something that is no call's outcome; it is lost where the client is gone."""
+        self._outbox.put(pickle.dumps((None, item)))
+
+
+_caller: ContextVar[Caller] = ContextVar("caller")
+
+
+def caller() -> Caller:
+    """Whose call this endpoint answers."""
+    return _caller.get()
+
+
 class Connection:
     """One client's calls to one `ConnectedActor`. Belongs to one event loop; the first call connects.
 
     Every call ends: with its outcome, at its bound, or when the actor is gone.
     """
 
-    def __init__(self, actor: Any, *, what: str) -> None:
+    def __init__(
+        self,
+        actor: Any,
+        *,
+        what: str,
+        on_push: Callable[[Any], None] = lambda item: None,
+        on_lost: Callable[[str], None] = lambda reason: None,
+    ) -> None:
         """
         Args:
             actor: handle of one actor.
             what: what errors call a call: a format string for the endpoint's name, such as `trainer.{} of rank 1`.
+            on_push: given what endpoints push; must not raise.
+            on_lost: told why when the actor is gone; nothing will be pushed for the calls made until then.
         """
         self._actor = actor
         self._what = what
+        self._on_push = on_push
+        self._on_lost = on_lost
         self._numbers = itertools.count()
         self._open: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # with the endpoint's name
         self._outbox: _Outbox | None = None
@@ -90,15 +123,29 @@ class Connection:
             ActorFailed: it raised anything else, or the process is gone.
             CallTimeout: no answer came within `seconds`.
         """
-        if self._outbox is None:
-            self._outbox = _Outbox()
-            self._connected = asyncio.get_running_loop().create_task(self._connect(self._outbox))
         number, name = next(self._numbers), endpoint.answer.__name__
-        self._outbox.put(pickle.dumps((number, name, args, kwargs)))
+        self._put((number, name, args, kwargs))
         outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._open[number] = (name, outcome)
         outcome.add_done_callback(lambda _: self._open.pop(number))
         return self._result(self._what.format(name), outcome, seconds)
+
+    def tell(self, endpoint: Endpoint[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
+        """The same without an outcome: whether it arrived shows in what the endpoint pushes, and in `on_lost`."""
+        self._put((None, endpoint.answer.__name__, args, kwargs))
+
+    async def close(self) -> None:
+        """Leave; calls that are open fail."""
+        if self._connected is not None:
+            self._connected.cancel()
+            await asyncio.gather(self._connected, return_exceptions=True)
+
+    def _put(self, call: tuple[int | None, str, tuple[Any, ...], dict[str, Any]]) -> None:
+        item = pickle.dumps(call)  # raises before anything is changed
+        if self._outbox is None:
+            self._outbox = _Outbox()
+            self._connected = asyncio.get_running_loop().create_task(self._connect(self._outbox))
+        self._outbox.put(item)
 
     async def _result(self, what: str, outcome: asyncio.Future[Any], seconds: float | None) -> Any:
         try:
@@ -115,7 +162,7 @@ class Connection:
     async def _connect(self, outbox: _Outbox) -> None:
         """The connection, for as long as it lasts. The next call after its end makes another one."""
         port, receiver = Channel[bytes].open()
-        reason = "the connection was ended"
+        reason = "the connection was closed"
         try:
             call = self._actor.connect.call_one(cloudpickle.dumps(port))
             async with asyncio.TaskGroup() as tasks:
@@ -127,15 +174,19 @@ class Connection:
             reason = f"{type(group.exceptions[0]).__name__}: {group.exceptions[0]}"
         finally:
             self._outbox = None
-            for endpoint, outcome in self._open.values():
+            for name, outcome in self._open.values():
                 if not outcome.done():
-                    outcome.set_exception(ActorFailed(f"{self._what.format(endpoint)}: {reason}"))
+                    outcome.set_exception(ActorFailed(f"{self._what.format(name)}: {reason}"))
+            self._on_lost(reason)
 
     async def _receive(self, receiver: Any, outbox: _Outbox) -> None:
         outbox.open(pickle.loads(await receiver.recv()).send)
         while True:
             for answer in pickle.loads(await receiver.recv()):
                 number, result = pickle.loads(answer)
+                if number is None:
+                    self._on_push(result)
+                    continue
                 _, outcome = self._open.get(number, ("", None))
                 if outcome is not None and not outcome.done():
                     outcome.set_result(result)
@@ -185,7 +236,8 @@ async def _answer(actor: Actor, call: bytes, outcomes: _Outbox) -> None:
     except Exception as error:
         _log.exception("%s.%s raised", type(actor).__name__, name)
         outcome = _Raised(f"raised {type(error).__name__}: {error}")
-    outcomes.put(pickle.dumps((number, outcome)))
+    if number is not None:
+        outcomes.put(pickle.dumps((number, outcome)))
 
 
 async def _ended(call: Any) -> None:

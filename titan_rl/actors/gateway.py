@@ -7,18 +7,15 @@ channels, which no client of the gateway has.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 from titan_rl.actors.calls import served
 from titan_rl.actors.connection import ConnectedActor, Connection
-from titan_rl.actors.router import GeneratorRouter
-from titan_rl.actors.router_reports import GeneratorStatus
-from titan_rl.actors.transport import CompletionClient
+from titan_rl.actors.router_client import Router
 from titan_rl.errors import ActorFailed
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.rollout.session import SessionRecord, SessionRequest
-from titan_rl.types import Completion, Endpoint, GenerationRequest, Piece
+from titan_rl.types import Endpoint
 
 if TYPE_CHECKING:
     from titan_rl.gateway.access.rollout_keys import RolloutKeys
@@ -56,7 +53,7 @@ class Gateway(ConnectedActor):
         self._renderer = (renderer, renderer_kwargs)
         self._max_model_len = max_model_len
         self._run_seed = run_seed
-        self._fleet: _RouterFleet | None = None
+        self._fleet: Router | None = None
         self._server: GatewayServer | None = None
 
     @served
@@ -74,7 +71,7 @@ class Gateway(ConnectedActor):
         name, settings = self._renderer
         renderer = make_renderer(name, self._model_path, settings)
         policy = ServedPolicy(name=self._config.model, renderer=renderer, max_model_len=self._max_model_len)
-        self._fleet = _RouterFleet(self._router)
+        self._fleet = Router(self._router, seconds=STATUS_SECONDS)
         self._server = GatewayServer(self._config, self._fleet, policy, run_seed=self._run_seed)
         return os.getpid(), self._server.url
 
@@ -104,7 +101,7 @@ class Gateway(ConnectedActor):
         """See `Sessions`."""
         record = await self._sessions().close(session_id)
         if self._fleet is not None:
-            self._fleet.completions.end_sessions([session_id])
+            self._fleet.end_sessions([session_id])
         return record
 
     @served
@@ -113,29 +110,12 @@ class Gateway(ConnectedActor):
         if self._server is not None:
             await self._server.close()
         if self._fleet is not None:
-            await self._fleet.completions.close()
+            await self._fleet.leave()
 
     def _sessions(self) -> RolloutKeys:
         if self._server is None or not self._config.sessions:
             raise ActorFailed("the gateway was called before setup, or has no sessions")
         return self._server.sessions
-
-
-class _RouterFleet:
-    """The router, as the app sees it."""
-
-    def __init__(self, router: Any) -> None:
-        self._router = Connection(router, what="router.{}")
-        self.completions = CompletionClient(router, name="router")
-
-    async def generate(self, request: GenerationRequest) -> Completion:
-        return await self.completions.generate(request)
-
-    def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
-        return self.completions.stream(request)
-
-    async def fleet_status(self) -> list[GeneratorStatus]:
-        return await self._router.call(STATUS_SECONDS, GeneratorRouter.fleet_status)
 
 
 class GatewayClient:

@@ -17,7 +17,7 @@ from monarch.actor import current_rank
 from titan_rl.actors.calls import served
 from titan_rl.actors.connection import ConnectedActor
 from titan_rl.actors.gateway import GatewayClient
-from titan_rl.actors.transport import CompletionClient
+from titan_rl.actors.requests import CompletionClient
 from titan_rl.config import RunConfig
 from titan_rl.data_plane.layout import encoded_size
 from titan_rl.data_plane.ledger import HeldReport
@@ -158,7 +158,7 @@ class RolloutWorker(ConnectedActor):
         """End the child process; remove the store."""
         await self._runner.close()
         if self._completions is not None:
-            await self._completions.close()
+            await self._completions.leave()
         for line in self._store.close():
             _log.info("given up at the end: %s", line)
 

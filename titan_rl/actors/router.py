@@ -1,44 +1,49 @@
-"""`GeneratorRouter`: one door in front of all generators.
+"""`GeneratorRouter`: the one actor in front of all generators.
 
-A thin shell: `Dispatcher` decides who serves what, `ServingGate` who takes new weights when; `RouterRequests` and
-`RouterPulls` make the calls and wait. Whatever changes who may serve ends in `_advance`, where the two meet.
+A thin shell: `Dispatcher` decides who serves what, `ServingGate` who takes new weights when; this class makes the calls
+and waits. Every request that was taken in is answered once: whole, stitched from several attempts, interrupted, or
+failed with the cause. Whatever changes who may serve ends in `_advance`.
 
 Consumes: requests, aborts, pulls, from any actor; answers of generators.
 Is woken by: messages, the end of a pull, and a timer where the dispatcher asks for one.
-Produces: one answer per request on its reply port; one `FleetPull` per pull.
+Produces: one answer per request; one `FleetPull` per pull.
 On failure: a generator that dies or goes stale costs its requests another attempt elsewhere, from the tokens they
-have, and one under which generators die again and again fails alone. When every generator is dead, requests fail at
-once with the reasons. Time says nothing about a generator: a request whose time is over is stopped and fails, and a
-late pull is waited for by nobody.
+have, and a request under which generators die again and again fails alone. When every generator is dead, requests fail
+at once with the reasons. Time says nothing about a generator: a request whose time is over is stopped and fails, and a
+late pull is waited for by nobody; its generator serves again once the pull ends well.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
-from titan_rl.actors.calls import served
-from titan_rl.actors.connection import ConnectedActor
-from titan_rl.actors.router_pulls import RouterPulls
+from titan_rl.actors.calls import is_fatal, served
+from titan_rl.actors.generator import Generator
+from titan_rl.actors.requests import RequestClient, RequestServer
 from titan_rl.actors.router_reports import FleetPull, GeneratorStatus
-from titan_rl.actors.router_requests import RouterRequests
-from titan_rl.errors import ActorFailed, GeneratorFailed, TitanError
+from titan_rl.errors import ActorFailed, CallTimeout, GeneratorFailed, RequestError, TitanError, WeightsError
 from titan_rl.generation.reports import PullReport
 from titan_rl.routing.config import RouterConfig
-from titan_rl.routing.dispatcher import Dispatcher
+from titan_rl.routing.dispatcher import Assignment, Dispatcher
 from titan_rl.routing.fleet import FleetHealth, GeneratorState
 from titan_rl.routing.gate import ServingGate
 from titan_rl.routing.strategies import build_strategy
-from titan_rl.types import Completion, GenerationRequest, PolicyVersion
+from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import Publication
+
+_OUT_OF_SERVICE = (GeneratorState.ASLEEP, GeneratorState.PINNED, GeneratorState.STALE, GeneratorState.DEAD)
+"""What a generator may have become after its last good pull: it serves nobody then, or not everybody."""
 
 _log = logging.getLogger(__name__)
 
 
-class GeneratorRouter(ConnectedActor):
-    """Endpoints: `generate_many`, `generate`, `abort`, `pull_model_state_dict`, `sleep`, `wake_up`, `pin`, `unpin`,
+class GeneratorRouter(RequestServer):
+    """Endpoints: `generate_many`, `abort`, `end_sessions`, `pull_model_state_dict`, `sleep`, `wake_up`, `pin`, `unpin`,
     `fleet_status`, `generator_lost`, `close`."""
 
     def __init__(self, config: RouterConfig, generators: dict[str, Any]) -> None:
@@ -46,6 +51,8 @@ class GeneratorRouter(ConnectedActor):
         Args:
             generators: name → handle of rank 0 of that generator.
         """
+        super().__init__()
+        self._config = config
         self._strategy = build_strategy(config)
         self._dispatcher = Dispatcher(
             self._strategy,
@@ -57,45 +64,115 @@ class GeneratorRouter(ConnectedActor):
         self._gate = ServingGate(
             self._fleet, mode=config.weight_sync, max_syncing=config.max_syncing, retries=config.pull_retries
         )
-        for name in generators:
+        self._generators: dict[str, RequestClient] = {}
+        for name, rank0 in generators.items():
             self._fleet.add(name)
-        self._requests = RouterRequests(
-            self._dispatcher,
-            self._fleet,
-            generators,
-            door_open=lambda: self._gate.open,
-            on_died=self._died,
-            on_interrupted=self._advance,
-        )
-        self._pulls = RouterPulls(
-            self._gate,
-            self._fleet,
-            generators,
-            config,
-            load=self._dispatcher.load,
-            spawn=self._spawn,
-            drained=self._requests.drained,
-            on_died=self._died,
-            on_change=self._advance,
-        )
+            self._generators[name] = RequestClient(
+                rank0, name=name, on_answers=functools.partial(self._on_answers, name), on_pieces=self._on_pieces
+            )
+        self._served = dict.fromkeys(generators, 0)
+        self._failed = dict.fromkeys(generators, 0)
+        self._timer: asyncio.TimerHandle | None = None
+        self._publication: Publication | None = None  # the newest that was asked for
+        self._outcomes: dict[str, PullReport | TitanError] = {}  # of each generator's last pull
+        self._changed = asyncio.Event()  # set at the next change of what `_until` may wait for
         self._tasks: set[asyncio.Task[None]] = set()
-        self._closed = False
+        self._ended: TitanError | None = None  # why nothing is taken in any more
+
+    # Requests.
+
+    def take(self, requests: Sequence[GenerationRequest]) -> None:
+        if self._ended is not None:
+            return self.answer([], [(request.request_id, self._ended) for request in requests])
+        refusals = [(request, self._refusal(request)) for request in requests]
+        self.answer([], [(request.request_id, error) for request, error in refusals if error is not None])
+        self._send(self._dispatcher.submit([request for request, error in refusals if error is None], self._now()))
+
+    def give_up(self, request_ids: Sequence[str]) -> None:
+        live: list[Assignment] = []
+        for request_id in request_ids:
+            outcome = self._dispatcher.abort(request_id)
+            if isinstance(outcome, Assignment):
+                live.append(outcome)
+            elif outcome is not None:
+                self.answer([outcome])
+        self._stop(live)
 
     @served
-    async def generate_many(self, address: bytes, connection: int) -> None:
-        """Serve one client's requests until it leaves; answers go to its reply port as they finish. See `transport`."""
-        requests = self._requests
-        await requests.desk.attend(address, connection, requests.take, requests.give_up, self._end_sessions)
+    async def end_sessions(self, session_ids: Sequence[str]) -> None:
+        """These conversations are over: a sticky strategy may forget them."""
+        for session_id in session_ids:
+            self._strategy.end_session(session_id)
 
-    @served
-    async def generate(self, request: GenerationRequest) -> Completion:
-        """One request."""
-        return await self._requests.desk.one(request, self._requests.take)
+    def _refusal(self, request: GenerationRequest) -> RequestError | None:
+        try:
+            return self._dispatcher.refusal(request)
+        except Exception as why:  # a malformed request: nobody else's business
+            return RequestError(f"request {request.request_id!r}: {type(why).__name__}: {why}")
 
-    @served
-    async def abort(self, request_ids: list[str]) -> None:
-        """Give up on these requests; each is answered with the tokens it has."""
-        self._requests.give_up(request_ids)
+    def _send(self, assignments: list[Assignment]) -> None:
+        for name, requests in _by_generator(assignments).items():
+            self._generators[name].send(requests)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if (at := self._dispatcher.wake_at) is not None:
+            self._timer = asyncio.get_running_loop().call_at(at, self._on_timer)
+        failures = self._dispatcher.failures()
+        if self._fleet.all_dead:
+            reasons = "; ".join(f"{health.name}: {health.reason}" for health in self._fleet)
+            error = GeneratorFailed(f"every generator is dead ({reasons})")
+            failures += [(request_id, error) for request_id in self._dispatcher.drop_waiting()]
+        self.answer([], failures)
+
+    def _stop(self, assignments: list[Assignment]) -> None:
+        for name, requests in _by_generator(assignments).items():
+            self._generators[name].abort([request.request_id for request in requests])
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._stop(self._dispatcher.overdue(self._now()))
+        self._send(self._dispatcher.reconsider(self._now()))
+
+    def _on_pieces(self, pieces: list[Piece]) -> None:
+        self.hand_out([shown for piece in pieces if (shown := self._dispatcher.shown(piece)) is not None])
+
+    def _on_answers(self, name: str, completions: list[Completion], failures: list[tuple[str, TitanError]]) -> None:
+        """A message of a generator, or the word that it is gone."""
+        now = self._now()
+        answers: list[Completion] = []
+        errors: list[tuple[str, TitanError]] = []
+        interrupted = False
+        fatal: TitanError | None = None
+        for completion in completions:
+            whole = self._dispatcher.completed(completion.request_id, completion, now)
+            if whole is not None:
+                self._served[name] += self.is_live(whole.request_id)  # else its time was over, and its caller knows
+                answers.append(whole)
+            elif completion.finish_reason is FinishReason.ABORT:
+                interrupted = True
+        for attempt_id, error in failures:
+            self._failed[name] += 1
+            if isinstance(error, RequestError):
+                request_id = self._dispatcher.ended(attempt_id)
+                if request_id is not None:
+                    errors.append((request_id, error))
+                continue
+            interrupted = True
+            died = is_fatal(error)
+            fatal = error if died and fatal is None else fatal
+            rest = self._dispatcher.lost(attempt_id, now, died=str(error) if died else "")
+            if rest is not None:
+                answers.append(rest)
+        self.answer(answers, errors + self._dispatcher.failures())
+        if fatal is not None:
+            self._died(name, fatal)
+        if interrupted:
+            self._advance()
+        else:
+            self._tell()  # a drain may wait for the last of them
+
+    # Weights.
 
     @served
     async def pull_model_state_dict(self, publication: Publication) -> FleetPull:
@@ -106,20 +183,31 @@ class GeneratorRouter(ConnectedActor):
         Raises:
             WeightsError: older than what was asked for before.
         """
-        return await self._pulls.pull(publication)
+        self._gate.ask(publication.version)
+        self._publication = publication
+        await self._settle(publication.version)
+        reports = {
+            name: outcome
+            for name, outcome in self._outcomes.items()
+            if isinstance(outcome, PullReport)
+            and outcome.version >= publication.version
+            and self._fleet[name].state not in _OUT_OF_SERVICE
+        }
+        failures = {h.name: h.reason or f"it is {h.state}" for h in self._fleet if h.name not in reports}
+        return FleetPull(version=publication.version, reports=reports, failures=failures)
 
     @served
     async def sleep(self, name: str) -> int:
         """Take a generator out of service until `wake_up`; what it runs goes on elsewhere. Returns the bytes freed."""
         self._gate.sleep(name)
         self._advance()
-        return await self._pulls.sleep(name)
+        return await self._generators[name].connection.call(None, Generator.sleep)
 
     @served
     async def wake_up(self, name: str) -> PullReport:
         """Bring a sleeping generator back, through a verified pull of the newest publication."""
         self._gate.wake(name)
-        return await self._pulls.back(name)
+        return await self._back(name)
 
     @served
     async def pin(self, version: PolicyVersion) -> str:
@@ -136,10 +224,84 @@ class GeneratorRouter(ConnectedActor):
         Requests that still wait for it fail."""
         self._gate.unpin(name)
         self._dispatcher.lease_ended(name)
-        return await self._pulls.back(name)
+        return await self._back(name)
+
+    async def _back(self, name: str) -> PullReport:
+        """Wait until the generator, which the gate lets come back, serves the newest publication again."""
+        assert self._publication is not None
+        self._outcomes.pop(name, None)
+        await self._settle(self._publication.version)
+        outcome = self._outcomes.get(name)
+        if outcome is None:
+            raise GeneratorFailed(f"{name} did not come back: {self._fleet[name].reason or self._fleet[name].state}")
+        if isinstance(outcome, TitanError):
+            raise outcome
+        return outcome
+
+    async def _settle(self, version: PolicyVersion) -> None:
+        """Wait until no generator is on its way to `version`."""
+        self._advance()
+        await self._until(lambda: self._gate.settled(version))
+
+    async def _sync(self, name: str) -> None:
+        """One generator's change of weights, from its drain to its first request under them."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        drain, pull = self._config.drain_seconds, self._config.pull_seconds
+        late = loop.call_later(drain + pull, self._is_late, name)  # one that is stopped does not even end its drain
+        try:
+            if self._gate.must_drain(name):
+                await self._drained(name, drain)
+            late.cancel()
+            late = loop.call_later(pull, self._is_late, name)
+            version = self._gate.pulling(name)
+            publication = self._publication
+            assert publication is not None and publication.version == version
+            waited = loop.time() - started
+            endpoint = Generator.wake_up if self._gate.wakes(name) else Generator.pull_model_state_dict
+            report = await self._generators[name].connection.call(None, endpoint, publication)
+            self._gate.verified(name, report.version)
+            self._outcomes[name] = replace(report, seconds_waited=waited + report.seconds_waited)
+        except Exception as why:  # whatever it is, it is about this generator only
+            error = why if isinstance(why, TitanError) else WeightsError(f"{type(why).__name__}: {why}")
+            _log.warning("%s did not take new weights: %s", name, error, exc_info=None if error is why else why)
+            self._outcomes[name] = error
+            if is_fatal(error):
+                self._died(name, error)
+            else:
+                self._gate.failed(name, str(error))
+        finally:
+            late.cancel()
+        self._advance()
+
+    async def _drained(self, name: str, seconds: float) -> None:
+        """Wait until the generator is idle; what it still runs after `seconds` is interrupted and goes on elsewhere."""
+
+        def idle() -> bool:
+            return not self._dispatcher.in_flight(name)
+
+        try:
+            async with asyncio.timeout(seconds):
+                await self._until(idle)
+        except TimeoutError:
+            stragglers = self._dispatcher.live_on(name)
+            _log.info("%s did not drain in %g s: %d go on elsewhere", name, seconds, len(stragglers))
+            self._generators[name].abort(stragglers)
+            await self._until(idle)
+
+    def _is_late(self, name: str) -> None:
+        limit = f"router.pull_seconds ({self._config.pull_seconds:g})"
+        error = CallTimeout(f"{name} takes new weights for longer than {limit}; it serves nothing until it has them")
+        _log.warning("%s", error)
+        self._outcomes[name] = error
+        self._gate.late(name, str(error))
+        self._advance()
+
+    # The fleet.
 
     @served
     async def fleet_status(self) -> list[GeneratorStatus]:
+        """Every generator as the router sees it."""
         return [
             GeneratorStatus(
                 name=health.name,
@@ -147,8 +309,8 @@ class GeneratorRouter(ConnectedActor):
                 version=str(health.version) if health.version is not None else "none",
                 load=self._dispatcher.load(health.name),
                 in_flight=self._dispatcher.in_flight(health.name),
-                served=self._requests.served[health.name],
-                failed=self._requests.failed[health.name],
+                served=self._served[health.name],
+                failed=self._failed[health.name],
                 last_error=health.reason,
             )
             for health in self._fleet
@@ -163,27 +325,12 @@ class GeneratorRouter(ConnectedActor):
     @served
     async def close(self) -> None:
         """Send nothing more; whatever is open fails, and generators stop working on it."""
-        self._closed = True
-        error = GeneratorFailed("the router was closed")
-        self._requests.close(error)
-        self._pulls.fail(error)
+        self._end(GeneratorFailed("the router was closed"))
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._requests.leave()
-
-    def _end_sessions(self, session_ids: Sequence[str]) -> None:
-        for session_id in session_ids:
-            self._strategy.end_session(session_id)
-
-    def _advance(self) -> None:
-        """After anything that changed who may serve: requests first, so that however fast versions follow each other,
-        those who wait are served by what was just verified; then the changes of weights that can begin."""
-        if self._closed:
-            return
-        self._requests.reconsider()
-        self._pulls.begin()
-        self._pulls.tell()
+        for generator in self._generators.values():
+            await generator.close()
 
     def _died(self, name: str, error: TitanError) -> None:
         """A generator answers nobody any more, whoever found out: what it ran goes on elsewhere, and nobody waits for
@@ -192,8 +339,36 @@ class GeneratorRouter(ConnectedActor):
             return
         self._gate.died(name, str(error))
         self._dispatcher.lease_ended(name)
-        self._requests.lose(name, error)
+        self._generators[name].fail(error)
         self._advance()
+
+    def _advance(self) -> None:
+        """After anything that changed who may serve: requests first, so that however fast versions follow each other,
+        those who wait are served by what was just verified; then the changes of weights that can begin."""
+        if self._ended is not None:
+            return
+        self._send(self._dispatcher.reconsider(self._now()))
+        for name in self._gate.startable(self._dispatcher.load):
+            self._spawn(self._sync(name))
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            await self._changed.wait()
+            if self._ended is not None:
+                raise self._ended
+
+    def _end(self, error: TitanError) -> None:
+        """Whatever is open or comes later fails."""
+        self._ended = error
+        if self._timer is not None:
+            self._timer.cancel()
+        self.answer([], [(request_id, error) for request_id in self.live()])
+        self._tell()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -204,6 +379,14 @@ class GeneratorRouter(ConnectedActor):
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("the router itself failed", exc_info=error)
-            cause = ActorFailed(f"router: {type(error).__name__}: {error}")
-            self._pulls.fail(cause)
-            self._requests.fail(cause)
+            self._end(ActorFailed(f"router: {type(error).__name__}: {error}"))
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _by_generator(assignments: list[Assignment]) -> dict[str, list[GenerationRequest]]:
+    requests: dict[str, list[GenerationRequest]] = {}
+    for assignment in assignments:
+        requests.setdefault(assignment.generator, []).append(assignment.request)
+    return requests

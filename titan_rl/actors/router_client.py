@@ -1,24 +1,22 @@
-"""`Router`: the router as the controller, rollout workers' owners and training scripts see it."""
+"""`Router`: the router as the controller, rollout workers, gateways and training scripts see it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from titan_rl.actors.calls import Endpoint
-from titan_rl.actors.connection import Connection
+from titan_rl.actors.requests import CompletionClient
 from titan_rl.actors.router import GeneratorRouter
 from titan_rl.actors.router_reports import FleetPull, GeneratorStatus
-from titan_rl.actors.transport import CompletionClient
 from titan_rl.generation.reports import PullReport
-from titan_rl.types import Completion, GenerationRequest, Piece, PolicyVersion
+from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Publication
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Router:
+class Router(CompletionClient):
     """Handle of a `GeneratorRouter`. Belongs to one event loop."""
 
     def __init__(self, actor: Any, *, seconds: float) -> None:
@@ -27,18 +25,9 @@ class Router:
             actor: handle of the actor; also what rollout workers are given.
             seconds: bound on any one call; requests have `router.request_seconds`.
         """
+        super().__init__(actor, name="router")
         self.actor = actor
-        self._connection = Connection(actor, what="router.{}")
         self._seconds = seconds
-        self._completions: CompletionClient | None = None
-
-    async def generate(self, request: GenerationRequest) -> Completion:
-        """One completion from whichever generator the router chooses; see `CompletionClient.generate`."""
-        return await self._client().generate(request)
-
-    def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
-        """The same in pieces, as they are sampled; see `CompletionClient.stream`."""
-        return self._client().stream(request)
 
     async def pull_model_state_dict(self, publication: Publication) -> FleetPull:
         """Bring the fleet to this publication; returns when no generator is on its way to it any more.
@@ -71,10 +60,6 @@ class Router:
         """End a lease: the generator finishes what it has, takes the newest weights and serves everybody again."""
         return await self._call(GeneratorRouter.unpin, generator)
 
-    def end_sessions(self, session_ids: Sequence[str]) -> None:
-        """These conversations are over; see `CompletionClient.end_sessions`."""
-        self._client().end_sessions(session_ids)
-
     async def fleet_status(self) -> list[GeneratorStatus]:
         return await self._call(GeneratorRouter.fleet_status)
 
@@ -83,14 +68,9 @@ class Router:
         await self._call(GeneratorRouter.generator_lost, generator, reason)
 
     async def close(self) -> None:
-        if self._completions is not None:
-            await self._completions.close()
+        """Close the router itself: whatever is open fails."""
         await self._call(GeneratorRouter.close)
-
-    def _client(self) -> CompletionClient:
-        if self._completions is None:
-            self._completions = CompletionClient(self.actor, name="router")
-        return self._completions
+        await self.leave()
 
     async def _call(self, endpoint: Endpoint[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._connection.call(self._seconds, endpoint, *args, **kwargs)
+        return await self.connection.call(self._seconds, endpoint, *args, **kwargs)

@@ -200,7 +200,7 @@ class _Simulation:
         finished, loaded = engine.boundary()
         self._schedule(name)
         for sequence in finished:
-            self._dispatcher.delivered(sequence.request_id)
+            self._dispatcher.ended(sequence.request_id)
             self._finished(sequence)
         if loaded is not None:
             self._verified(name, loaded)

@@ -217,14 +217,9 @@ class Dispatcher:
                 request.pieces = [Piece.join(request.pieces)]
         return replace(piece, request_id=request.asked.request_id)
 
-    def delivered(self, attempt_id: str) -> None:
-        """A first attempt ended well and its caller has the completion. Not live: a late word, ignored."""
-        request = self._release(attempt_id)
-        if request is not None:
-            del self._requests[request.asked.request_id]
-
-    def failed(self, attempt_id: str) -> str | None:
-        """The request itself is at fault. Returns the caller's id; None if the attempt is not live."""
+    def ended(self, attempt_id: str) -> str | None:
+        """The attempt was the last one and gives no completion: the request itself was at fault, for one. Returns the
+        caller's id; None if the attempt is not live."""
         request = self._release(attempt_id)
         if request is None:
             return None

@@ -1,7 +1,4 @@
-"""The serving gate: which generator takes new weights when, and when requests may pass.
-
-Two layers: each generator is open or closed by its own state, and the whole is open while any generator serves. The
-gate decides, the actor waits for idleness, pulls, and reports back:
+"""The serving gate: which generator takes new weights when. It decides; the actor waits for idleness, pulls, reports:
 
     ask(v) ─▶ startable(): [g0]  ─▶ (drain: wait until g0 is idle) ─▶ pulling(g0) = v ─▶ verified(g0, v) | failed(g0, …)
 
@@ -13,7 +10,7 @@ Always true, after every method:
 - a pinned generator stays at its version and is never the last one that served when it was pinned;
 - pulls coalesce: a generator that begins to pull takes the newest version asked for, and nothing ever goes back;
 - what was verified serves, though a newer version may have been asked for meanwhile: however fast versions follow each
-  other, every pull that ends well opens the door to those who wait;
+  other, every pull that ends well serves those who wait;
 - a generator is under one pull at a time, and a failed one is tried again `retries` times per version asked for;
 - nobody waits for a generator whose pull is late; it serves nothing until that pull ends.
 
@@ -47,11 +44,6 @@ class ServingGate:
         self._released: set[str] = set()  # pinned, and asked to serve again
         self._failures: dict[str, int] = {}  # of pulls of the target, since it was asked for
         self._reached: dict[str, PolicyVersion] = {}  # verified since it last fell asleep
-
-    @property
-    def open(self) -> bool:
-        """Whether requests may pass: somebody serves them, or nobody ever will and they must fail."""
-        return self._fleet.anyone_serving or self._fleet.all_dead
 
     def ask(self, version: PolicyVersion) -> None:
         """The fleet is to serve `version`.

@@ -1,0 +1,224 @@
+"""Requests of one tick travel together, every request is answered exactly once, and a dead target answers too.
+
+About 5 s: it starts real processes.
+"""
+
+import asyncio
+import dataclasses
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import monarch.actor
+import numpy as np
+import pytest
+from monarch.actor import default_bootstrap_cmd, this_host
+
+from titan_rl.actors.calls import bounded, served
+from titan_rl.actors.requests import CompletionClient, RequestServer
+from titan_rl.errors import ActorFailed, CallTimeout, RequestError
+from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion, SamplingParams
+
+SECONDS = 60.0
+
+
+def request(request_id: str) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_token_ids=np.array([2, 3], np.int32),
+        sampling=SamplingParams(max_new_tokens=4),
+        seed=0,
+    )
+
+
+def completion(request_id: str) -> Completion:
+    return Completion(
+        request_id=request_id,
+        token_ids=np.array([5, 1], np.int32),
+        logprobs=np.array([-0.5, -0.1], np.float32),
+        versions=np.full(2, PolicyVersion(0, 3).encode(), np.int64),
+        finish_reason=FinishReason.STOP,
+    )
+
+
+class Target(RequestServer):
+    """Answers ids that begin with "ok", refuses "bad", never answers "hang" unless it is aborted, and raises for
+    "crash"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages = 0
+        self.aborted: list[str] = []
+
+    @served
+    async def pid(self) -> int:
+        return os.getpid()
+
+    @served
+    async def counts(self) -> tuple[int, list[str]]:
+        return self.messages, self.aborted
+
+    def take(self, requests: Sequence[GenerationRequest]) -> None:
+        self.messages += 1
+        ids = [each.request_id for each in requests]
+        self.answer([completion(each) for each in ids if each.startswith("ok")])
+        self.answer([], [(each, RequestError("over-long")) for each in ids if each.startswith("bad")])
+        unsendable = np.array([-0.1, -0.5])  # float64
+        self.answer([dataclasses.replace(completion(each), logprobs=unsendable) for each in ids if "odd" in each])
+        if any(each.startswith("crash") for each in ids):
+            raise RuntimeError("the engine is on fire")
+
+    def give_up(self, request_ids: Sequence[str]) -> None:
+        self.aborted += request_ids
+        self.answer([completion(each) for each in request_ids])
+
+    @served
+    async def cancelled(self) -> None:
+        raise asyncio.CancelledError
+
+
+@pytest.fixture
+async def target() -> AsyncIterator[Any]:
+    monarch.actor.unhandled_fault_hook = lambda failure: None
+    here = {"PYTHONPATH": str(Path(__file__).parent), "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s"}
+    mesh = this_host().spawn_procs(
+        per_host={"ranks": 1}, name="target", bootstrap_command=default_bootstrap_cmd().with_env(here)
+    )
+    yield mesh.spawn("target", Target).slice(ranks=0)
+    await mesh.stop()
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_a_ticks_requests_travel_in_one_message(target: Any) -> None:
+    client = CompletionClient(target, name="target")
+    answers = await asyncio.gather(*(client.generate(request(f"ok{i}")) for i in range(100)))
+    assert [answer.request_id for answer in answers] == [f"ok{i}" for i in range(100)]
+    assert (await counts(client))[0] == 1
+    await client.leave()
+
+
+async def test_each_answer_comes_as_soon_as_it_is_there(target: Any) -> None:
+    client = CompletionClient(target, name="target")
+    slow = asyncio.create_task(client.generate(request("hang")))
+    fast = await client.generate(request("ok"))
+    assert fast.finish_reason is FinishReason.STOP
+    assert not slow.done()
+    slow.cancel()
+    await asyncio.gather(slow, return_exceptions=True)
+    await client.leave()
+
+
+async def test_an_invalid_request_fails_alone(target: Any) -> None:
+    client = CompletionClient(target, name="target")
+    good, bad = await asyncio.gather(
+        client.generate(request("ok")), client.generate(request("bad")), return_exceptions=True
+    )
+    assert isinstance(good, Completion)
+    assert isinstance(bad, RequestError) and "over-long" in str(bad)
+    await client.leave()
+
+
+async def test_a_cancelled_call_aborts_the_targets_work(target: Any) -> None:
+    client = CompletionClient(target, name="target")
+    call = asyncio.create_task(client.generate(request("hang")))
+    await client.generate(request("ok"))
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    while not (await counts(client))[1]:
+        await asyncio.sleep(0)
+    assert (await counts(client))[1] == ["hang"]
+    await client.leave()
+
+
+async def test_a_message_that_raises_costs_its_own_requests(target: Any) -> None:
+    client = CompletionClient(target, name="target")
+    hanging = asyncio.create_task(client.generate(request("hang")))
+    assert (await client.generate(request("ok0"))).finish_reason is FinishReason.STOP
+    with pytest.raises(RequestError, match="'crash' could not be taken: RuntimeError: the engine is on fire"):
+        await client.generate(request("crash"))
+    assert (await client.generate(request("ok1"))).finish_reason is FinishReason.STOP
+    assert not hanging.done()
+    hanging.cancel()
+    await asyncio.gather(hanging, return_exceptions=True)
+    await client.leave()
+
+
+async def test_a_killed_target_fails_its_open_requests(target: Any) -> None:
+    client = CompletionClient(target, name="target")
+    pid = await client.connection.call(SECONDS, Target.pid)
+    call = asyncio.create_task(client.generate(request("hang")))
+    await client.generate(request("ok"))
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ActorFailed, match=r"target\.generate_many: the process or actor is gone"):
+        await call
+    await client.leave()
+
+
+async def test_a_prompt_that_cannot_travel_fails_alone(target: Any) -> None:
+    client = CompletionClient(target, name="target")
+    await client.generate(request("ok0"))
+    prompts = [[["not", "tokens"]], np.array([2**32 + 5, 1]), np.array([2.5, 1.0])]
+    bad = [dataclasses.replace(request(f"ok-bad{i}"), prompt_token_ids=prompt) for i, prompt in enumerate(prompts)]
+    *refused, good = await asyncio.gather(
+        *(client.generate(each) for each in (*bad, request("ok1"))), return_exceptions=True
+    )
+    for index, error in enumerate(refused):
+        assert isinstance(error, RequestError) and f"'ok-bad{index}' cannot be sent" in str(error)
+    assert isinstance(good, Completion)
+    await client.leave()
+
+
+async def test_what_a_client_had_open_is_aborted_when_it_leaves(target: Any) -> None:
+    client, other = CompletionClient(target, name="target"), CompletionClient(target, name="target")
+    call = asyncio.create_task(client.generate(request("hang")))
+    await client.generate(request("ok"))
+    await client.leave()
+    with pytest.raises(ActorFailed, match="the client was closed"):
+        await call
+    while (await counts(other))[1] != ["hang"]:
+        pass  # each look is a round trip
+    await other.leave()
+
+
+async def test_a_live_request_id_is_refused_and_its_holder_is_not_disturbed(target: Any) -> None:
+    client, other = CompletionClient(target, name="target"), CompletionClient(target, name="target")
+    call = asyncio.create_task(client.generate(request("hang")))
+    await client.generate(request("ok"))
+    with pytest.raises(RequestError, match="request id hang is already live"):
+        await other.generate(request("hang"))
+    with pytest.raises(RequestError, match="request id hang is in use"):
+        await client.generate(request("hang"))
+    assert not call.done()
+    await client.leave()
+    await other.leave()
+    await asyncio.gather(call, return_exceptions=True)
+
+
+async def test_a_completion_that_cannot_travel_fails_alone(target: Any) -> None:
+    client = CompletionClient(target, name="target")
+    good, odd = await asyncio.gather(
+        client.generate(request("ok")), client.generate(request("odd")), return_exceptions=True
+    )
+    assert isinstance(good, Completion)
+    assert "the completion of 'odd' cannot be sent: logprobs holds -0.1" in str(odd)
+    await client.leave()
+
+
+async def test_a_cancelled_endpoint_answers_with_an_error(target: Any) -> None:
+    with pytest.raises(ActorFailed, match="was interrupted by CancelledError"):
+        await bounded(target.cancelled.call_one(), what="target.cancelled", seconds=SECONDS)
+
+
+async def test_a_call_without_an_answer_names_itself(target: Any) -> None:
+    with pytest.raises(CallTimeout, match=r"target\.pid: no answer within 0 s"):
+        await bounded(target.pid.call_one(), what="target.pid", seconds=0)
+
+
+async def counts(client: CompletionClient) -> tuple[int, list[str]]:
+    """Messages that the target took, and ids that were aborted."""
+    return await client.connection.call(SECONDS, Target.counts)

@@ -1,0 +1,337 @@
+"""Requests and completions between actors: the requests of one tick travel together, each answer as it finishes.
+
+    client ── generate_many(requests) ──▶ server       one message per tick, in order
+    client ◀── Answers(pieces) ───────────────         of requests that stream: what they have sampled by now
+    client ◀── Answers(completions, failures) ──       any number of messages; each request id once
+    client ── abort(ids) ──▶ server                    they are still answered, with the tokens they have
+
+Rank 0 of a generator and the router are both a `RequestServer`; rollout workers and gateways talk to the router, the
+router to generators. Every request that a server accepted is answered once, and one whose server is gone fails. There
+is no bound on the time of an answer: only the server knows what it waits for. Pieces are a courtesy: what is lost of
+them is in the completion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from titan_rl.actors.calls import served
+from titan_rl.actors.connection import Caller, ConnectedActor, Connection, caller
+from titan_rl.actors.streams import PieceOrder
+from titan_rl.errors import ActorFailed, RequestError, TitanError
+from titan_rl.types import Completion, GenerationRequest, Piece
+from titan_rl.wire import PackedCompletions, PackedPieces, PackedRequests
+
+_log = logging.getLogger(__name__)
+
+Failures = Sequence[tuple[str, TitanError]]
+"""(request id, why)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """One message to a client."""
+
+    completions: PackedCompletions | None = None
+    failures: Failures = ()
+    pieces: PackedPieces | None = None
+
+
+class RequestServer(ConnectedActor):
+    """An actor that completes requests. A subclass implements `take` and `give_up`, and calls `answer`."""
+
+    def __init__(self) -> None:
+        self._asked_by: dict[str, Caller] = {}  # by the ids of the requests that have no answer yet
+
+    @served
+    async def generate_many(self, requests: PackedRequests) -> None:
+        """Complete these requests; answers are pushed to the caller as they finish.
+
+        A request id that is in use is refused; the request that has it is not disturbed. A message that raises costs
+        its own requests and no others.
+        """
+        asking = caller()
+        accepted: list[GenerationRequest] = []
+        refused: list[tuple[str, TitanError]] = []
+        for request in requests.unpack():
+            if request.request_id in self._asked_by:
+                refused.append((request.request_id, RequestError(f"request id {request.request_id} is already live")))
+            else:
+                self._asked_by[request.request_id] = asking
+                accepted.append(request)
+        try:
+            self.take(accepted)
+        except Exception as why:
+            _log.exception("a message of a client could not be taken")
+            reason = f"could not be taken: {type(why).__name__}: {why}"
+            ids = [request.request_id for request in accepted]
+            self.answer([], [(each, RequestError(f"request {each!r} {reason}")) for each in ids])
+        if refused:
+            asking.push(Answers(failures=refused))
+
+    @served
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Stop working on these; each is answered with the tokens it has. Ids that are not live are ignored."""
+        self.give_up(request_ids)
+
+    @served
+    async def end_sessions(self, session_ids: Sequence[str]) -> None:
+        """These conversations are over. Here: of no interest."""
+
+    def take(self, requests: Sequence[GenerationRequest]) -> None:
+        """Begin to work on a message's requests; must not wait, or later messages would."""
+        raise NotImplementedError
+
+    def give_up(self, request_ids: Sequence[str]) -> None:
+        """See `abort`."""
+        raise NotImplementedError
+
+    def live(self) -> list[str]:
+        """Request ids that have no answer yet."""
+        return list(self._asked_by)
+
+    def is_live(self, request_id: str) -> bool:
+        return request_id in self._asked_by
+
+    def answer(self, completions: Sequence[Completion], failures: Failures = ()) -> None:
+        """Send each answer to whoever asked, one message per client. Ids that are not live are dropped: a late answer.
+
+        A completion that cannot be carried exactly fails alone.
+        """
+        to: dict[Caller, tuple[list[Completion], list[tuple[str, TitanError]]]] = {}
+        for completion in completions:
+            if (asking := self._asked_by.pop(completion.request_id, None)) is not None:
+                to.setdefault(asking, ([], []))[0].append(completion)
+        for request_id, error in failures:
+            if (asking := self._asked_by.pop(request_id, None)) is not None:
+                to.setdefault(asking, ([], []))[1].append((request_id, error))
+        for asking, (complete, failed) in to.items():
+            packed, unsendable = _packed(complete)
+            asking.push(Answers(packed, failed + unsendable))
+
+    def hand_out(self, pieces: Sequence[Piece]) -> None:
+        """Send each piece to whoever asked, one message per client. Those of ids that are not live are dropped."""
+        to: dict[Caller, list[Piece]] = {}
+        for piece in pieces:
+            if (asking := self._asked_by.get(piece.request_id)) is not None:
+                to.setdefault(asking, []).append(piece)
+        for asking, its in to.items():
+            asking.push(Answers(pieces=PackedPieces.pack(its)))
+
+
+def _packed(completions: list[Completion]) -> tuple[PackedCompletions | None, list[tuple[str, TitanError]]]:
+    try:
+        return PackedCompletions.pack(completions) if completions else None, []
+    except ValueError as why:
+        if len(completions) == 1:
+            request_id = completions[0].request_id
+            return None, [(request_id, RequestError(f"the completion of {request_id!r} cannot be sent: {why}"))]
+    sound, failures = [], []
+    for completion in completions:
+        packed, failed = _packed([completion])
+        sound += [completion] if packed is not None else []
+        failures += failed
+    return _packed(sound)[0], failures
+
+
+class RequestClient:
+    """Sends requests to one server and hands every answer to `on_answers`; each request that was sent is answered once.
+    Belongs to one event loop."""
+
+    def __init__(
+        self,
+        server: Any,
+        *,
+        name: str,
+        on_answers: Callable[[list[Completion], list[tuple[str, TitanError]]], None],
+        on_pieces: Callable[[list[Piece]], None],
+    ) -> None:
+        """
+        Args:
+            server: handle of a `RequestServer`.
+            name: of the server, for errors.
+            on_answers: called on the event loop with what has come in.
+            on_pieces: the same, with what open requests that stream have sampled.
+        """
+        self._name = name
+        self._on_answers = on_answers
+        self._on_pieces = on_pieces
+        self._open: set[str] = set()
+        self._tick: list[GenerationRequest] = []  # to be sent at its end
+        self.connection = Connection(server, what=f"{name}.{{}}", on_push=self._hear, on_lost=self._on_lost)
+        """For other calls to the same actor, in order with the requests."""
+
+    def send(self, requests: Iterable[GenerationRequest]) -> None:
+        """Queue requests for this tick's message."""
+        if not self._tick:
+            asyncio.get_running_loop().call_soon(self._flush)
+        for request in requests:
+            self._open.add(request.request_id)
+            self._tick.append(request)
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether the request is not answered yet, aborted or not."""
+        return request_id in self._open
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Ask the server to stop working on these; they are still answered, with what was sampled so far."""
+        self._flush()  # an abort that overtakes its request is ignored
+        self.connection.tell(RequestServer.abort, request_ids)
+
+    def end_sessions(self, session_ids: Iterable[str]) -> None:
+        """These conversations are over."""
+        if ended := tuple(session_ids):
+            self._flush()  # theirs come before
+            self.connection.tell(RequestServer.end_sessions, ended)
+
+    def fail(self, error: TitanError) -> None:
+        """The server is gone, as somebody else found out: whatever is open fails."""
+        self._fail(list(self._open), error)
+
+    async def close(self) -> None:
+        """Leave. Whatever is open fails, and the server stops working on it."""
+        if self._open:
+            self.abort(tuple(self._open))
+            await asyncio.sleep(0)  # it is sent at the end of the tick
+        self.fail(ActorFailed(f"{self._name}: the client was closed"))
+        await self.connection.close()
+
+    def _flush(self) -> None:
+        requests, self._tick = [each for each in self._tick if each.request_id in self._open], []
+        if not requests:
+            return
+        try:
+            self.connection.tell(RequestServer.generate_many, PackedRequests.pack(requests))
+        except Exception as why:  # a token id of more than 32 bits, for one; it must not take the others with it
+            if len(requests) == 1:
+                request_id, reason = requests[0].request_id, f"cannot be sent: {type(why).__name__}: {why}"
+                return self._fail([request_id], RequestError(f"request {request_id!r} {reason}"))
+            for request in requests:
+                self._tick = [request]
+                self._flush()
+
+    def _on_lost(self, reason: str) -> None:
+        self.fail(ActorFailed(f"{self._name}.generate_many: {reason}"))
+
+    def _hear(self, answers: Answers) -> None:
+        try:
+            self._take(answers)
+        except Exception:  # it is about the requests of this message only; the connection goes on
+            _log.exception("a message of %s could not be taken", self._name)
+
+    def _take(self, answers: Answers) -> None:
+        if answers.pieces is not None:
+            self._on_pieces([piece for piece in answers.pieces.unpack() if piece.request_id in self._open])
+        completions = [] if answers.completions is None else answers.completions.unpack()
+        completions = [each for each in completions if self._close(each.request_id)]
+        failures = [each for each in answers.failures if self._close(each[0])]
+        if completions or failures:
+            self._on_answers(completions, failures)
+
+    def _fail(self, request_ids: Iterable[str], error: TitanError) -> None:
+        failures = [(request_id, error) for request_id in request_ids if self._close(request_id)]
+        if failures:
+            self._on_answers([], failures)
+
+    def _close(self, request_id: str) -> bool:
+        """Whether the request was open; it is not any more."""
+        known = request_id in self._open
+        self._open.discard(request_id)
+        return known
+
+
+class CompletionClient:
+    """`await generate(request)` and `stream(request)`, over one connection. Belongs to one event loop."""
+
+    def __init__(self, server: Any, *, name: str) -> None:
+        self._futures: dict[str, asyncio.Future[Completion]] = {}
+        self._pieces: dict[str, asyncio.Queue[Piece | None]] = {}  # None: the completion is there, or will never be
+        self._client = RequestClient(server, name=name, on_answers=self._hear, on_pieces=self._hear_pieces)
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """The completion of one request. Cancelling the call aborts the engine's work.
+
+        Raises:
+            RequestError: the request is invalid, its time was over, or generators died under it.
+            GeneratorFailed, ActorFailed: nobody can serve it; the cause is in the message.
+        """
+        future = self._send(request)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._client.abort([request.request_id])
+            raise
+        finally:
+            self._futures.pop(request.request_id, None)
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
+        """The tokens of one request in pieces, as they are sampled, and then the whole completion.
+
+        The pieces are the completion: each token once and in order, also when the request went on with another
+        generator or other weights. Closing the generator before its end aborts the engine's work.
+
+        Raises:
+            RequestError, GeneratorFailed, ActorFailed: as `generate`, at any time.
+        """
+        request_id = request.request_id
+        future = self._send(replace(request, stream_from=0))
+        inbox: asyncio.Queue[Piece | None] = asyncio.Queue()
+        self._pieces[request_id] = inbox
+        future.add_done_callback(lambda _: inbox.put_nowait(None))
+        order = PieceOrder()
+        try:
+            while (piece := await inbox.get()) is not None:
+                for new in order.add(piece):
+                    yield new
+            completion = future.result()
+            rest = order.rest(completion)
+            if rest is not None:
+                yield rest
+            yield completion
+        finally:
+            del self._pieces[request_id]
+            self._futures.pop(request_id, None)
+            if future.cancel():
+                self._client.abort([request_id])
+            else:
+                future.exception()  # known, or of no interest any more
+
+    def end_sessions(self, session_ids: Iterable[str]) -> None:
+        """These conversations are over: a sticky strategy may forget them, once what is live of them has ended."""
+        self._client.end_sessions(session_ids)
+
+    @property
+    def connection(self) -> Connection:
+        """For other calls to the same actor."""
+        return self._client.connection
+
+    async def leave(self) -> None:
+        """Whatever is open fails, and the server stops working on it."""
+        await self._client.close()
+
+    def _send(self, request: GenerationRequest) -> asyncio.Future[Completion]:
+        request_id = request.request_id
+        if self._client.is_open(request_id):  # or its answer is on the way, and would be taken for this one's
+            raise RequestError(f"request id {request_id} is in use; an id names one attempt")
+        future = self._futures[request_id] = asyncio.get_running_loop().create_future()
+        self._client.send((request,))
+        return future
+
+    def _hear(self, completions: list[Completion], failures: list[tuple[str, TitanError]]) -> None:
+        for completion in completions:
+            future = self._futures.get(completion.request_id)
+            if future is not None and not future.done():
+                future.set_result(completion)
+        for request_id, error in failures:
+            future = self._futures.get(request_id)
+            if future is not None and not future.done():
+                future.set_exception(error)
+
+    def _hear_pieces(self, pieces: list[Piece]) -> None:
+        for piece in pieces:
+            if (inbox := self._pieces.get(piece.request_id)) is not None:
+                inbox.put_nowait(piece)
