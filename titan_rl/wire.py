@@ -1,4 +1,4 @@
-"""Requests, completions, pieces and samples packed into a few flat arrays for a message.
+"""Requests, completions and pieces packed into a few flat arrays for a message.
 
 A message of n requests costs about ten array headers instead of several per request: pickling 256 small
 completions one by one costs more than sampling them. Packing is exact: `unpack(pack(x)) == x`, in the same order,
@@ -26,7 +26,6 @@ from titan_rl.types import (
     Piece,
     PolicyVersion,
     SamplingParams,
-    TrainingSample,
 )
 
 
@@ -243,50 +242,4 @@ class PackedPieces(_Packed):
                 versions=self.versions[bounds[i] : bounds[i + 1]],
             )
             for i, request_id in enumerate(self.request_ids)
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class PackedSamples(_Packed):
-    """Many training samples in one message."""
-
-    offsets: np.ndarray  # [n + 1] int64
-    token_ids: np.ndarray  # [sum of lengths] int32
-    loss_mask: np.ndarray  # [sum of lengths] bool
-    logprobs: np.ndarray  # [sum of lengths] float32
-    versions: np.ndarray  # [sum of lengths] int64
-    group_ids: np.ndarray  # [n] int64
-    sample_indices: np.ndarray  # [n] int32
-    advantages: np.ndarray  # [n] float64
-    rewards: np.ndarray  # [n] float64
-
-    @staticmethod
-    def pack(samples: Sequence[TrainingSample]) -> PackedSamples:
-        lengths = [len(sample.token_ids) for sample in samples]
-        return PackedSamples(
-            offsets=_offsets(lengths),
-            token_ids=_concatenate(samples, "token_ids", np.int32, lengths),
-            loss_mask=_concatenate(samples, "loss_mask", np.bool_, lengths),
-            logprobs=_concatenate(samples, "logprobs", np.float32, lengths),
-            versions=_concatenate(samples, "versions", np.int64, lengths),
-            group_ids=_integers("group_id", [sample.group_id for sample in samples], np.int64),
-            sample_indices=_integers("sample", [sample.sample for sample in samples], np.int32),
-            advantages=np.array([sample.advantage for sample in samples], dtype=np.float64),
-            rewards=np.array([sample.reward for sample in samples], dtype=np.float64),
-        )
-
-    def unpack(self) -> list[TrainingSample]:
-        bounds = self.offsets.tolist()
-        return [
-            TrainingSample(
-                group_id=int(self.group_ids[i]),
-                sample=int(self.sample_indices[i]),
-                token_ids=self.token_ids[start:end],
-                loss_mask=self.loss_mask[start:end],
-                logprobs=self.logprobs[start:end],
-                versions=self.versions[start:end],
-                advantage=float(self.advantages[i]),
-                reward=float(self.rewards[i]),
-            )
-            for i, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True))
         ]

@@ -1,6 +1,6 @@
 """Part (a): bytes that pass through the controller and through the router for a sample, by the sample's length.
 
-A whole small system. Every cycle plays groups, leases their samples, trains on them, releases them, publishes the new
+A whole small system. Every cycle plays groups, trains on them, releases them, publishes the new
 weights and brings the generator to them, as the training loop does.
 """
 
@@ -113,10 +113,8 @@ async def _cycle(system: System, length: int, step: int, before: Publication) ->
     batch = SampleBatch.concat(report.samples for report in reports)
     if batch.trained_tokens != GROUPS * SAMPLES * length:
         raise RuntimeError(f"{batch.trained_tokens} tokens were sampled, not {GROUPS * SAMPLES} times {length}")
-    consumer = f"step {step}"
-    await system.rollouts.lease(batch, consumer)
     await system.trainer.train_step(batch)
-    await system.rollouts.release(batch, consumer)
+    await system.rollouts.release(batch)
     publication = await system.trainer.push_model_state_dict()
     await system.router.pull_model_state_dict(publication)
     await system.trainer.release(before)

@@ -38,7 +38,7 @@ async def measure_throughput(repetitions: int) -> tuple[list[list[Any]], dict[st
     try:
         stores = {
             transport: provisioner.spawn(_plan(f"store_{transport}"))
-            .spawn("store", Store, f"bench_{transport}", transport, os.getpid())
+            .spawn("store", Store, f"bench_{transport}", os.getpid())
             .slice(ranks=0)
             for transport in TRANSPORTS
         }
@@ -52,10 +52,10 @@ async def measure_throughput(repetitions: int) -> tuple[list[list[Any]], dict[st
                 for transport, store in stores.items():
                     with _timed(times, transport):
                         refs = await _ask(store, "references")
-                        times[f"{transport} fetch"] = await _ask(rank, "take", refs)
+                        times[f"{transport} fetch"] = await _ask(rank, "take", transport, refs)
                 with _timed(times, LOCAL):
                     samples = await _ask(stores["shared_memory"], "samples")
-                    await _ask(rank, "take", samples)
+                    await _ask(rank, "take", "shared_memory", samples)
                 del samples
                 if repetition:
                     for contender, spent in times.items():

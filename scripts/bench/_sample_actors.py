@@ -12,10 +12,9 @@ import numpy as np
 from titan_rl.actors.calls import served
 from titan_rl.actors.connection import ConnectedActor
 from titan_rl.actors.sample_stores import RemoteStore
-from titan_rl.data_plane.fetch import SampleSources, SharedMemorySource
+from titan_rl.data_plane.fetch import SampleSource, SharedMemorySource
 from titan_rl.data_plane.layout import encoded_size
 from titan_rl.data_plane.rdma import Exposed, RdmaSource
-from titan_rl.data_plane.refs import RDMA, SHARED_MEMORY
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SampleStore
 from titan_rl.types import TrainingSample
@@ -24,9 +23,8 @@ from titan_rl.types import TrainingSample
 class Store(ConnectedActor):
     """A rollout worker without rollouts."""
 
-    def __init__(self, name: str, transport: str, owner_pid: int) -> None:
-        scheme = RDMA if transport == "rdma" else SHARED_MEMORY
-        self._store = SampleStore(name, owner_pid=owner_pid, scheme=scheme)
+    def __init__(self, name: str, owner_pid: int) -> None:
+        self._store = SampleStore(name, owner_pid=owner_pid)
         self._exposed: dict[int, Exposed] = {}
 
     @served
@@ -34,8 +32,8 @@ class Store(ConnectedActor):
         """Make and store about so many bytes of samples; returns how many it is."""
         count = max(1, nbytes // encoded_size(tokens))
         self._samples = SampleBatch.of(_sample(tokens, number) for number in range(count))
-        self._references = SampleBatch.of_refs(self._store.put(self._samples.samples, attempt=0, owner="bench"))
-        return self._samples.nbytes
+        self._references = SampleBatch.of(self._store.put(self._samples.samples))
+        return count * encoded_size(tokens)
 
     @served
     async def references(self) -> SampleBatch:
@@ -68,11 +66,11 @@ class Rank(ConnectedActor):
     """A trainer rank without a policy."""
 
     def __init__(self) -> None:
-        self._source = SampleSources({SHARED_MEMORY: SharedMemorySource()})
+        self._sources: dict[str, SampleSource] = {"shared_memory": SharedMemorySource()}
 
     @served
     async def attach(self, stores: dict[str, Any]) -> None:
-        self._source.add(RDMA, RdmaSource({name: RemoteStore(store, name) for name, store in stores.items()}))
+        self._sources["rdma"] = RdmaSource({name: RemoteStore(store, name) for name, store in stores.items()})
 
     @served
     async def copy(self, nbytes: int) -> float:
@@ -83,13 +81,13 @@ class Rank(ConnectedActor):
         return time.perf_counter() - started
 
     @served
-    async def take(self, batch: SampleBatch) -> float:
-        """Have the samples of a batch; returns the seconds that it took to fetch them."""
+    async def take(self, transport: str, batch: SampleBatch) -> float:
+        """Have the samples of a batch through a transport; returns the seconds that it took to fetch them."""
         context = contextvars.copy_context()
 
         def fetch() -> float:
             started = time.perf_counter()
-            samples = self._source.fetch(batch)
+            samples = self._sources[transport].fetch(batch)
             seconds = time.perf_counter() - started
             if len(samples) != len(batch):
                 raise RuntimeError(f"{len(samples)} samples came, not {len(batch)}")

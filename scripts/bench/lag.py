@@ -97,14 +97,14 @@ async def train(config: RunConfig, lag: int) -> Learned:
             await system.trainer.train_step(batch)
             if lag:
                 queue.append(await playing)
-            rewards.append(batch.mean_reward)
+            rewards.append(statistics.mean(batch.rewards))
             ages.update(age(batch, step))
             await system.rollouts.release(batch)
             previous, publication = publication, await system.trainer.push_model_state_dict()
             await system.router.pull_model_state_dict(publication)
             await system.trainer.release(previous)
             if (step + 1) % 20 == 0:
-                print(f"    step {step + 1}/{config.loop.steps}  reward {batch.mean_reward:.3f}", flush=True)
+                print(f"    step {step + 1}/{config.loop.steps}  reward {rewards[-1]:.3f}", flush=True)
         for batch in queue:
             await system.rollouts.release(batch)
         accuracy = await sampled_accuracy(system, publication.version)

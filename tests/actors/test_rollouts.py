@@ -24,7 +24,7 @@ from titan_rl.config import RunConfig
 from titan_rl.config_registry import copy4
 from titan_rl.data_plane.config import DataPlaneConfig
 from titan_rl.data_plane.fetch import SharedMemorySource
-from titan_rl.data_plane.sample_batch import Residence, SampleBatch
+from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import ActorFailed, GroupStopped, OwnershipError, SampleStoreFull, TitanError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.launch.placement import MeshPlan
@@ -33,6 +33,7 @@ from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig, TrainerConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.rollout.report import GroupReport
 from titan_rl.types import GroupRequest, PolicyVersion, Purpose, SamplingParams
+from titan_rl.weights.transports.segment_files import remove_segments_of
 
 SECONDS = 120.0
 SAMPLES = 4
@@ -105,7 +106,6 @@ async def workers(config: RunConfig, model_path: Path, number: int) -> AsyncIter
             model_path=str(model_path),
             imports=(),
             owner_pid=os.getpid(),
-            by_rdma=False,
         )
         rollouts = Rollouts(mesh, workers=2, start_seconds=SECONDS, step_seconds=SECONDS)
         await rollouts.setup(router)
@@ -113,6 +113,7 @@ async def workers(config: RunConfig, model_path: Path, number: int) -> AsyncIter
         yield up
         if not up.closed:
             await rollouts.close()
+        remove_segments_of(os.getpid())  # as the end of a run does
         assert [file for store in rollouts.stores for file in files(store)] == []
     finally:
         await provisioner.stop_all()
@@ -147,7 +148,7 @@ async def test_the_sessions_of_a_group_end_with_it_also_when_it_is_stopped(up: W
 
 async def test_a_report_has_references_and_no_tokens_and_the_stores_have_them(up: Workers) -> None:
     report = await up.rollouts.play(group(1))
-    assert report.samples.residence is Residence.REMOTE
+    assert not report.samples.is_local
     assert [ref.sample for ref in report.samples.refs] == list(range(SAMPLES))
     assert {ref.trained_tokens for ref in report.samples.refs} == {SHORT}
     assert report.oldest_version == VERSION.encode()
@@ -157,7 +158,7 @@ async def test_a_report_has_references_and_no_tokens_and_the_stores_have_them(up
     assert [sample.reward for sample in fetched] == [rollout.reward for rollout in report.rollouts]
     assert await up.held() == SAMPLES
     left = await up.rollouts.release(report.samples)
-    assert (left.samples, left.nbytes) == (0, 0)
+    assert [(store.samples, store.nbytes) for store in left] == [(0, 0)]
 
 
 async def test_a_report_is_as_small_for_16000_tokens_as_for_16(up: Workers) -> None:
@@ -168,7 +169,7 @@ async def test_a_report_is_as_small_for_16000_tokens_as_for_16(up: Workers) -> N
         sizes.append(len(pickle.dumps(report)) / SAMPLES)
         await up.rollouts.release(report.samples)
     assert max(sizes) < KIBIBYTE
-    assert abs(sizes[1] - sizes[0]) <= 16 / SAMPLES  # a number of more digits, at most
+    assert abs(sizes[1] - sizes[0]) <= 16  # numbers of more digits, at most
 
 
 async def test_a_batch_is_released_exactly_once(up: Workers) -> None:
@@ -178,19 +179,6 @@ async def test_a_batch_is_released_exactly_once(up: Workers) -> None:
     await up.rollouts.release(batch)
     with pytest.raises(OwnershipError, match="released before"):
         await up.rollouts.release(batch)
-    assert await up.held() == 0
-
-
-async def test_what_is_leased_outlives_its_release_until_the_lease_is_ended(up: Workers) -> None:
-    report = await up.rollouts.play(group(25))
-    await up.rollouts.lease(report.samples, "step 1")
-    await up.rollouts.lease(report.samples, "step 2")
-    left = await up.rollouts.release(report.samples, "step 1")
-    assert left.samples == SAMPLES
-    assert len(SharedMemorySource().fetch(report.samples)) == SAMPLES
-    holders = {holding.holder for held in await up.rollouts.held() for holding in held.holdings}
-    assert holders == {"step 2"}
-    await up.rollouts.end_leases(report.samples, "step 2")
     assert await up.held() == 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,9 +20,9 @@ from titan_rl.actors.router_client import FleetPull
 from titan_rl.config import EvaluationConfig, LoopConfig, RunConfig
 from titan_rl.controller.loop import TrainingLoop
 from titan_rl.controller.system import System
-from titan_rl.data_plane.ledger import HeldReport, Holding
 from titan_rl.data_plane.refs import SampleRef
 from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.data_plane.store import HeldReport
 from titan_rl.errors import GeneratorNotServing, OwnershipError
 from titan_rl.observability.progress import RunDisplay
 from titan_rl.policy.config import TrainerConfig, WarmupConfig
@@ -163,7 +164,6 @@ class ScriptedRollouts:
         """(what was asked for, what was served) of every evaluation."""
         self.owned: dict[int, int] = {}
         """Sample id → group."""
-        self.leases: set[tuple[int, str]] = set()
         self.released = 0
         self.evaluation: tuple[RolloutReport, ...] = (rollout(0, 1.0), rollout(0, 1.0))
         """The rollout of each held-out prompt."""
@@ -182,7 +182,7 @@ class ScriptedRollouts:
             purpose=request.purpose,
             attempt=request.attempt,
             rollouts=tuple(map(rollout, range(len(rewards)), rewards)) or (rollout(0, 0.0, "the task raised"),),
-            samples=SampleBatch.of_refs(refs),
+            samples=SampleBatch.of(refs),
         )
 
     async def run(self, requests: list[GroupRequest]) -> list[GroupReport]:
@@ -198,7 +198,7 @@ class ScriptedRollouts:
                 purpose=request.purpose,
                 attempt=0,
                 rollouts=(played,),
-                samples=SampleBatch.of_refs(()),
+                samples=SampleBatch.of(()),
             )
             for request, played in zip(requests, self.evaluation, strict=True)
         ]
@@ -206,23 +206,15 @@ class ScriptedRollouts:
     async def stop_playing(self) -> None:
         """The loop has cancelled what it waits for before it says so."""
 
-    async def lease(self, samples: SampleBatch, consumer: str) -> None:
-        self.leases.update((ref.sample_id, consumer) for ref in samples.refs)
-
-    async def end_leases(self, samples: SampleBatch, consumer: str) -> None:
-        self.leases = {lease for lease in self.leases if lease[1] != consumer}
-
-    async def release(self, samples: SampleBatch, consumer: str = "") -> tuple[int, int]:
-        for ref in samples.refs if len(samples) else ():
+    async def release(self, samples: SampleBatch) -> list[HeldReport]:
+        for ref in samples.refs:
             if self.owned.pop(ref.sample_id, None) is None:
                 raise OwnershipError(f"sample {ref.sample_id} of group {ref.group_id} was released before")
             self.released += 1
-        await self.end_leases(samples, consumer)
-        return len(self.owned), 0
+        return await self.held()
 
     async def held(self) -> list[HeldReport]:
-        held = [Holding(group, "controller", False, 1, 64) for group in self.owned.values()]
-        return [HeldReport(store="store0", samples=len(held), nbytes=64 * len(held), holdings=tuple(held))]
+        return [HeldReport("store0", dict(Counter(self.owned.values())), 64 * len(self.owned))]
 
     def _ref(self, request: GroupRequest, served: PolicyVersion | None, index: int, reward: float) -> SampleRef:
         self._next_id += 1
@@ -233,16 +225,12 @@ class ScriptedRollouts:
             sample_id=self._next_id,
             group_id=request.group_id,
             sample=index,
-            attempt=request.attempt,
             length=4,
             trained_tokens=2,
             reward=reward,
-            advantage=0.0,
             oldest_version=version,
-            newest_version=version,
-            location="shm:nowhere",
+            location="nowhere",
             offset=0,
-            nbytes=64,
             checksum=0,
         )
 

@@ -9,16 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.types import (
-    NO_VERSION,
     Completion,
     FinishReason,
     GenerationRequest,
     Piece,
     PolicyVersion,
     SamplingParams,
-    TrainingSample,
 )
-from titan_rl.wire import PackedCompletions, PackedPieces, PackedRequests, PackedSamples
+from titan_rl.wire import PackedCompletions, PackedPieces, PackedRequests
 
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=6)
 versions = st.builds(PolicyVersion, st.integers(0, 2**20), st.integers(0, 2**31))
@@ -103,27 +101,6 @@ def test_pieces_survive_packing_and_pickling(originals: list[Piece]) -> None:
 @given(st.lists(completions(), max_size=5))
 def test_completions_survive_packing_and_pickling(originals: list[Completion]) -> None:
     copies = pickle.loads(pickle.dumps(PackedCompletions.pack(originals))).unpack()
-    assert len(copies) == len(originals)
-    assert all(same(a, b) for a, b in zip(originals, copies, strict=True))
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(tokens, st.floats(-3, 3), st.integers(0, 99)), max_size=5))
-def test_training_samples_survive_packing(drafts: list[tuple[list[int], float, int]]) -> None:
-    originals = [
-        TrainingSample(
-            group_id=group,
-            sample=index,
-            token_ids=np.array(ids, np.int32),
-            loss_mask=np.array([position > 0 for position in range(len(ids))], np.bool_),
-            logprobs=np.linspace(-1, 0, len(ids)).astype(np.float32),
-            versions=np.array([NO_VERSION if position == 0 else position for position in range(len(ids))], np.int64),
-            advantage=advantage,
-            reward=advantage / 2,
-        )
-        for index, (ids, advantage, group) in enumerate(drafts)
-    ]
-    copies = PackedSamples.pack(originals).unpack()
     assert len(copies) == len(originals)
     assert all(same(a, b) for a, b in zip(originals, copies, strict=True))
 

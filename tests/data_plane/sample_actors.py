@@ -13,9 +13,8 @@ from sample_examples import bits
 from titan_rl.actors.calls import served
 from titan_rl.actors.connection import ConnectedActor
 from titan_rl.actors.sample_stores import RemoteStore
-from titan_rl.data_plane.fetch import SampleSources, SharedMemorySource, prefetched
+from titan_rl.data_plane.fetch import prefetched
 from titan_rl.data_plane.rdma import Exposed, RdmaSource
-from titan_rl.data_plane.refs import RDMA, SHARED_MEMORY
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SampleStore
 from titan_rl.errors import SampleError
@@ -25,8 +24,8 @@ from titan_rl.types import TrainingSample
 class Keeper(ConnectedActor):
     """What a rollout worker is to a trainer rank: a store whose samples can be exposed."""
 
-    def __init__(self, name: str, scheme: str, owner_pid: int) -> None:
-        self._store = SampleStore(name, owner_pid=owner_pid, scheme=scheme, chunk_bytes=1 << 16)
+    def __init__(self, name: str, owner_pid: int) -> None:
+        self._store = SampleStore(name, owner_pid=owner_pid)
         self._exposed: dict[int, Exposed] = {}
 
     @served
@@ -41,7 +40,7 @@ class Keeper(ConnectedActor):
 
     @served
     async def put(self, samples: SampleBatch) -> SampleBatch:
-        return SampleBatch.of_refs(self._store.put(samples.samples, attempt=0, owner="test"))
+        return SampleBatch.of(self._store.put(samples.samples))
 
     @served
     async def release(self, batch: SampleBatch) -> None:
@@ -51,7 +50,7 @@ class Keeper(ConnectedActor):
     async def damage(self, batch: SampleBatch, position: int) -> None:
         """Change a byte of each of these samples where they are stored."""
         for ref in batch.refs:
-            file = np.memmap(ref.location.partition(":")[2], np.uint8, "r+")
+            file = np.memmap(ref.location, np.uint8, "r+")
             file[ref.offset + position % ref.nbytes] ^= 4
 
     @served
@@ -72,12 +71,7 @@ class Fetcher(ConnectedActor):
 
     @served
     async def attach(self, stores: dict[str, Any]) -> None:
-        self._source = SampleSources(
-            {
-                SHARED_MEMORY: SharedMemorySource(),
-                RDMA: RdmaSource({name: RemoteStore(store, name) for name, store in stores.items()}),
-            }
-        )
+        self._source = RdmaSource({name: RemoteStore(store, name) for name, store in stores.items()})
 
     @served
     async def bits(self, batch: SampleBatch) -> list[tuple[object, ...]]:

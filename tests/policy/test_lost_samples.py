@@ -23,11 +23,11 @@ ON_RANK_1 = (0, 1, 2, 3, 10, 11)
 
 
 def stored(store: SampleStore, batch: SampleBatch) -> SampleBatch:
-    return SampleBatch.of_refs(store.put(batch.samples, attempt=0, owner="test"))
+    return SampleBatch.of(store.put(batch.samples))
 
 
 def damage(ref: SampleRef) -> None:
-    with open(ref.location.removeprefix("shm:"), "r+b") as file:
+    with open(ref.location, "r+b") as file:
         file.seek(ref.offset + ref.nbytes // 2)
         file.write(b"\xa5" * 8)
 
@@ -37,10 +37,7 @@ def batches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Samp
     """A whole one and those with holes, of the same samples."""
     directory = tmp_path_factory.mktemp("stores")
     samples = mixed_batch()
-    stores = {
-        name: SampleStore(name.replace(" ", "_"), owner_pid=1, directory=directory, chunk_bytes=1 << 16)
-        for name in ("good", *LOST)
-    }
+    stores = {name: SampleStore(name.replace(" ", "_"), owner_pid=1, directory=directory) for name in ("good", *LOST)}
     found = {name: stored(store, samples) for name, store in stores.items()}
     for ref in found["damaged"].refs:
         if ref.group_id in LOST["damaged"]:
@@ -50,7 +47,7 @@ def batches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Samp
     gone = SampleStore("gone", owner_pid=1, directory=directory)
     holes = stored(gone, samples)
     gone.close()
-    found["missing"] = SampleBatch.of_refs(
+    found["missing"] = SampleBatch.of(
         hole if hole.group_id in LOST["missing"] else ref
         for hole, ref in zip(holes.refs, found["missing"].refs, strict=True)
     )

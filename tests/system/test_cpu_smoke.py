@@ -17,7 +17,7 @@ import pytest_asyncio
 from titan_rl import config_registry
 from titan_rl.actors.generator import Generator, GeneratorMesh
 from titan_rl.data_plane.fetch import SharedMemorySource
-from titan_rl.data_plane.sample_batch import Residence, SampleBatch
+from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.generation.reports import LoopStatus
 from titan_rl.launch.session import start
 from titan_rl.rollout.report import GroupReport
@@ -72,7 +72,17 @@ async def flow() -> AsyncIterator[Flow]:
             metrics = await system.trainer.train_step(batch)
             after_update = await system.trainer.logprobs(batch)
             held = await system.rollouts.release(batch)
-            steps.append(Step(reports, samples, publication.version, at_version, after_update, metrics, held.samples))
+            steps.append(
+                Step(
+                    reports,
+                    samples,
+                    publication.version,
+                    at_version,
+                    after_update,
+                    metrics,
+                    sum(store.samples for store in held),
+                )
+            )
             previous, publication = publication, await system.trainer.push_model_state_dict()
             await system.router.pull_model_state_dict(publication)
             await system.trainer.release(previous)
@@ -125,7 +135,7 @@ async def test_the_mask_covers_exactly_what_the_engine_sampled(flow: Flow) -> No
 
 async def test_the_controller_saw_references_and_the_stores_are_empty(flow: Flow) -> None:
     for step in flow.steps:
-        assert {report.samples.residence for report in step.reports} == {Residence.REMOTE}
+        assert {report.samples.is_local for report in step.reports} == {False}
         assert step.held == 0
 
 

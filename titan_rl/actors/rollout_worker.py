@@ -20,10 +20,8 @@ from titan_rl.actors.gateway import GatewayClient
 from titan_rl.actors.requests import CompletionClient
 from titan_rl.config import RunConfig
 from titan_rl.data_plane.layout import encoded_size
-from titan_rl.data_plane.ledger import HeldReport
 from titan_rl.data_plane.rdma import Exposed
-from titan_rl.data_plane.refs import RDMA, SHARED_MEMORY
-from titan_rl.data_plane.store import SampleStore
+from titan_rl.data_plane.store import HeldReport, SampleStore
 from titan_rl.errors import ActorFailed, GroupStopped
 from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.rollout.report import GroupReport, report_of
@@ -33,24 +31,17 @@ from titan_rl.types import Completion, GenerationRequest, GroupRequest
 
 _log = logging.getLogger(__name__)
 
-OWNER = "controller"
-"""Who has to release what a worker reported."""
-
 _AWAY_FROM_LOOP = 1 << 20
 """Bytes of a group's samples from which they are stored by a thread: below, handing over costs more than copying."""
 
 
 class RolloutWorker(ConnectedActor):
-    """Endpoints: `setup`, `play`, `stop_playing`, `lease`, `end_leases`, `release`, `held`, `expose`, `withdraw`,
-    `close`."""
+    """Endpoints: `setup`, `play`, `stop_playing`, `release`, `held`, `expose`, `withdraw`, `close`."""
 
-    def __init__(
-        self, config: RunConfig, *, model_path: str, imports: tuple[str, ...], owner_pid: int, by_rdma: bool
-    ) -> None:
+    def __init__(self, config: RunConfig, *, model_path: str, imports: tuple[str, ...], owner_pid: int) -> None:
         """
         Args:
             owner_pid: process that names shared memory; its death lets others sweep it.
-            by_rdma: whether samples are fetched through Monarch instead of this host's shared memory.
         """
         self._config = config
         self._runner = GroupRunner(
@@ -67,7 +58,6 @@ class RolloutWorker(ConnectedActor):
             f"rollout{int(current_rank().rank)}.{os.getpid()}",
             owner_pid=owner_pid,
             max_bytes=config.data_plane.store_mib << 20,
-            scheme=RDMA if by_rdma else SHARED_MEMORY,
         )
         self._exposed: dict[int, Exposed] = {}
         self._completions: CompletionClient | None = None
@@ -110,27 +100,10 @@ class RolloutWorker(ConnectedActor):
             task.cancel()
 
     @served
-    async def lease(self, ids: tuple[int, ...], consumer: str, seconds: float) -> None:
-        """See `SampleStore.lease`."""
-        self._store.lease(ids, consumer, seconds)
-
-    @served
-    async def release(self, ids: tuple[int, ...], consumer: str) -> tuple[int, int]:
-        """The owner gives samples up, and `consumer` (if any) all its leases.
-
-        Returns:
-            Samples and bytes that the store still holds.
-        """
+    async def release(self, ids: tuple[int, ...]) -> HeldReport:
+        """The owner gives samples up. Returns what the store still holds."""
         self._store.release(ids)
-        if consumer:
-            self._store.end_leases_of(consumer)
-        held = self._store.held()
-        return held.samples, held.nbytes
-
-    @served
-    async def end_leases(self, consumer: str) -> None:
-        """The consumer is through with all it leased, or dead."""
-        self._store.end_leases_of(consumer)
+        return self._store.held()
 
     @served
     async def held(self) -> HeldReport:
@@ -159,8 +132,8 @@ class RolloutWorker(ConnectedActor):
         await self._runner.close()
         if self._completions is not None:
             await self._completions.leave()
-        for line in self._store.close():
-            _log.info("given up at the end: %s", line)
+        if (held := self._store.close()).samples:
+            _log.info("given up at the end: %s", held)
 
     def _begin(self, request: GroupRequest) -> asyncio.Task[GroupResult]:
         if self._completions is None:
@@ -189,5 +162,5 @@ class RolloutWorker(ConnectedActor):
         return await asyncio.to_thread(self._stored, request, result)
 
     def _stored(self, request: GroupRequest, result: GroupResult) -> GroupReport:
-        refs = self._store.put(result.samples, attempt=request.attempt, owner=OWNER)
+        refs = self._store.put(result.samples)
         return report_of(request, result, refs)

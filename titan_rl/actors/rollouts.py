@@ -1,7 +1,7 @@
 """`Rollouts`: all rollout workers and their sample stores as one object.
 
     play(request) ──▶ the worker with the fewest groups ──▶ GroupReport
-    lease / release of a batch ──▶ the stores that hold it, by id
+    release of a batch ──▶ the stores that hold it, by id
 
 Every `play` ends: with a report, with the group's own error, or with `ActorFailed` when its worker is gone. A report
 whose caller was cancelled meanwhile is not lost: its samples are released here.
@@ -10,29 +10,19 @@ whose caller was cancelled meanwhile is not lost: its samples are released here.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from titan_rl.actors.calls import Endpoint
 from titan_rl.actors.connection import Connection
 from titan_rl.actors.rollout_worker import RolloutWorker
-from titan_rl.data_plane.arena import remove_store_files
-from titan_rl.data_plane.ledger import HeldReport
 from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.data_plane.store import HeldReport
 from titan_rl.errors import ActorFailed
 from titan_rl.rollout.report import GroupReport
 from titan_rl.types import GroupKey, GroupRequest
 
-P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class Held(NamedTuple):
-    """What stores hold."""
-
-    samples: int
-    nbytes: int
 
 
 class Rollouts:
@@ -47,7 +37,7 @@ class Rollouts:
         self._step_seconds = step_seconds
         self._playing = [0] * workers
         self._open: dict[GroupKey, asyncio.Task[GroupReport]] = {}
-        self._releases: set[asyncio.Task[Held]] = set()
+        self._releases: set[asyncio.Task[Any]] = set()
         self._by_store: dict[str, int] = {}
         self.pids: list[int] = []
         """Process ids of the workers, known after `setup`."""
@@ -114,30 +104,22 @@ class Rollouts:
         """End all groups that are being played: each `play` raises `GroupStopped`, or returns if it was just over."""
         await self._all(RolloutWorker.stop_playing)
 
-    async def lease(self, batch: SampleBatch, consumer: str) -> None:
-        """Keep a batch's samples for `consumer`, for at least as long as one step may take."""
-        await self._each(batch, RolloutWorker.lease, consumer, 2 * self._step_seconds)
-
-    async def end_leases(self, batch: SampleBatch, consumer: str) -> None:
-        """End `consumer`'s leases in the stores of a batch; the samples stay with their owner."""
-        stores = [self._workers[self._by_store[store]] for store in batch.stored_ids]
-        await asyncio.gather(*(store.call(self._step_seconds, RolloutWorker.end_leases, consumer) for store in stores))
-
-    async def release(self, batch: SampleBatch, consumer: str = "") -> Held:
-        """Give a batch's samples up, once; and all leases of `consumer` in their stores.
-
-        Returns:
-            What these stores still hold.
-        """
-        left = await self._each(batch, RolloutWorker.release, consumer)
-        return Held(samples=sum(samples for samples, _ in left), nbytes=sum(nbytes for _, nbytes in left))
+    async def release(self, batch: SampleBatch) -> list[HeldReport]:
+        """Give a batch's samples up, once. Returns what their stores still hold."""
+        return await asyncio.gather(
+            *(
+                self._workers[self._by_store[store]].call(self._step_seconds, RolloutWorker.release, ids)
+                for store, ids in batch.stored_ids.items()
+            )
+        )
 
     async def held(self) -> list[HeldReport]:
         """What every store holds now."""
         return await self._all(RolloutWorker.held)
 
     async def close(self) -> None:
-        """End the workers' children and remove their stores, also those of workers that are gone.
+        """End the workers' children and remove their stores. The files of a worker that is gone are removed with its
+        owner's (`remove_segments_of`).
 
         Raises:
             ActorFailed: a worker could not be closed; all others were.
@@ -145,16 +127,9 @@ class Rollouts:
         for play in self._open.values():
             play.cancel()
         closing = [worker.call(self._start_seconds, RolloutWorker.close) for worker in self._workers]
-        errors = {
-            worker: outcome
-            for worker, outcome in enumerate(await asyncio.gather(*closing, return_exceptions=True))
-            if isinstance(outcome, BaseException)
-        }
-        for store, worker in self._by_store.items():
-            if worker in errors:
-                remove_store_files(store, owner_pid=os.getpid())
-        for error in errors.values():
-            raise error
+        for outcome in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
 
     def _disown(self, play: asyncio.Task[GroupReport]) -> None:
         """Nobody waits for this report any more."""
@@ -162,21 +137,6 @@ class Rollouts:
             release = asyncio.get_running_loop().create_task(self.release(play.result().samples))
             self._releases.add(release)
             release.add_done_callback(self._releases.discard)
-
-    async def _each(
-        self,
-        batch: SampleBatch,
-        endpoint: Endpoint[Concatenate[tuple[int, ...], P], T],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> list[T]:
-        """The answer of each store that holds samples of the batch, asked with the ids of those."""
-        return await asyncio.gather(
-            *(
-                self._workers[self._by_store[store]].call(self._step_seconds, endpoint, ids, *args, **kwargs)
-                for store, ids in batch.stored_ids.items()
-            )
-        )
 
     async def _all(self, endpoint: Endpoint[[], T]) -> list[T]:
         return await asyncio.gather(*(worker.call(self._step_seconds, endpoint) for worker in self._workers))

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -21,8 +22,6 @@ from monarch.actor import current_rank
 
 from titan_rl.actors.calls import Endpoint, served
 from titan_rl.actors.connection import ConnectedActor, Connection
-from titan_rl.data_plane.fetch import SampleSources, SharedMemorySource
-from titan_rl.data_plane.refs import RDMA, SHARED_MEMORY
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import TrainingError
 from titan_rl.policy.config import TrainerConfig
@@ -38,10 +37,10 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_log = logging.getLogger(__name__)
-
 CHANNEL = "policy"
 """On which the trained policy is published."""
+
+_log = logging.getLogger(__name__)
 
 
 class CallQueue:
@@ -54,7 +53,8 @@ class CallQueue:
         self._turns: dict[int, asyncio.Future[None]] = {}
 
     async def run(self, sequence: int, work: Callable[[], T]) -> T:
-        """The result of `work`, which runs after all calls with a smaller number.
+        """The result of `work`, which runs after all calls with a smaller number, in the caller's context: Monarch's
+        memory transfers need an actor's.
 
         Raises:
             TrainingError: the number was used before.
@@ -69,16 +69,25 @@ class CallQueue:
             await self._turns[sequence]
             del self._turns[sequence]
         # Queued before the turn passes on: the one thread runs calls in the order of this line.
-        running = loop.run_in_executor(self._thread, work)
+        running = loop.run_in_executor(self._thread, contextvars.copy_context().run, work)
         self._next += 1
         if (waiting := self._turns.get(self._next)) is not None:
             waiting.set_result(None)
         return await running
 
 
+def in_order(method: Callable[Concatenate[Any, P], T]) -> Endpoint[Concatenate[int, P], T]:
+    """An endpoint of `PolicyTrainer` that runs in its `CallQueue`; callers put the call's number first."""
+
+    async def answer(self: PolicyTrainer, sequence: int, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self.calls.run(sequence, functools.partial(method, self, *args, **kwargs))
+
+    answer.__name__, answer.__qualname__, answer.__doc__ = method.__name__, method.__qualname__, method.__doc__
+    return served(answer)
+
+
 class PolicyTrainer(ConnectedActor):
-    """One rank. Endpoints: `setup`, `attach_stores`, `warm_up_step`, `train_step`, `push_model_state_dict`, `release`,
-    `freeze_reference`, `logprobs`, `save`, `close`."""
+    """One rank: a `PolicyUpdater` and a publisher of its weights. The endpoints are what `Trainer` calls."""
 
     def __init__(
         self,
@@ -110,89 +119,20 @@ class PolicyTrainer(ConnectedActor):
         self._seed = seed
         self._owner_pid = owner_pid
         self._rank = int(current_rank().rank)
-        self._calls = CallQueue(rank=self._rank)
         self._updater: PolicyUpdater | None = None
         self._publisher: ChannelPublisher | None = None
-        self._context = contextvars.Context()
-        self._sources = SampleSources({SHARED_MEMORY: SharedMemorySource()})
+        self.calls = CallQueue(rank=self._rank)
 
-    @served
-    async def setup(self, sequence: int) -> int:
+    @in_order
+    def setup(self) -> int:
         """Build the model, load its weights, make the optimizer. Returns this process's id."""
-        started = time.monotonic()
-        self._context = contextvars.copy_context()  # this actor's: Monarch's memory transfers need it in the thread too
-        pid = await self._run(sequence, self._build)
-        _log.info("trainer rank %d is ready after %.1f s", self._rank, time.monotonic() - started)
-        return pid
-
-    @served
-    async def attach_stores(self, sequence: int, stores: dict[str, Any]) -> None:
-        """Samples whose location says so are fetched through Monarch from these workers, by the name of their store."""
-        from titan_rl.actors.sample_stores import RemoteStore
-        from titan_rl.data_plane.rdma import RdmaSource
-
-        source = RdmaSource({name: RemoteStore(worker, name) for name, worker in stores.items()})
-        await self._run(sequence, lambda: self._sources.add(RDMA, source))
-
-    @served
-    async def warm_up_step(self, sequence: int, batch: SampleBatch, plan: PackingPlan) -> dict[str, float]:
-        """One supervised step on demonstrations; see `PolicyUpdater.warm_up_step`."""
-        return await self._run(sequence, lambda: self._ready().warm_up_step(batch, plan))
-
-    @served
-    async def train_step(self, sequence: int, batch: SampleBatch, plan: PackingPlan) -> dict[str, float]:
-        """One optimizer step on the batch; see `PolicyUpdater.train_step`."""
-        metrics = await self._run(sequence, lambda: self._ready().train_step(batch, plan))
-        _log.info("step %d: %s", self._ready().step, {name: round(value, 6) for name, value in metrics.items()})
-        return metrics
-
-    @served
-    async def push_model_state_dict(self, sequence: int) -> Publication:
-        """Publish the current weights; returns when they can be pulled."""
-        return await self._run(sequence, self._publish)
-
-    @served
-    async def release(self, sequence: int, version: PolicyVersion) -> None:
-        """Nobody needs this publication any more."""
-        await self._run(sequence, lambda: self._ready_publisher().release(version))
-
-    @served
-    async def freeze_reference(self, sequence: int) -> None:
-        """Compare the policy from now on with its weights as they are now; see `PolicyUpdater.freeze_reference`."""
-        await self._run(sequence, lambda: self._ready().freeze_reference())
-
-    @served
-    async def logprobs(self, sequence: int, batch: SampleBatch) -> dict[tuple[int, int], np.ndarray]:
-        """This rank's share of the batch scored under the current weights, by (group id, sample)."""
-        return await self._run(sequence, lambda: self._ready().logprobs(batch))
-
-    @served
-    async def save(self, sequence: int, directory: str) -> int:
-        """Write the current weights as a Hugging Face checkpoint; returns after which step they are."""
-        await self._run(sequence, lambda: self._ready().save_hf(Path(directory)))
-        return self._ready().step
-
-    @served
-    async def close(self, sequence: int) -> None:
-        """Give back what outlives the process: shared memory."""
-        await self._run(sequence, self._close)
-
-    async def _run(self, sequence: int, work: Callable[[], T]) -> T:
-        """In the calls' thread and order, and in this actor's context."""
-        return await self._calls.run(sequence, lambda: self._context.run(work))
-
-    def _ready(self) -> PolicyUpdater:
-        if self._updater is None:
-            raise TrainingError("the trainer was called before setup")
-        return self._updater
-
-    def _build(self) -> int:
         # Imported here: the controller imports this module and has no use for torch.
         import torch.distributed as dist
 
         from titan_rl.policy.updater import PolicyUpdater
         from titan_rl.weights.transport import make_publisher
 
+        started = time.monotonic()
         self._updater = PolicyUpdater(
             self._config,
             model_path=self._model_path,
@@ -200,36 +140,82 @@ class PolicyTrainer(ConnectedActor):
             total_steps=self._total_steps,
             device=self._device,
             seed=self._seed,
-            samples=self._sources,
         )
+        group = dist.group.WORLD if self._config.ranks > 1 else None
         self._publisher = make_publisher(
-            self._weights,
-            channel=CHANNEL,
-            owner_pid=self._owner_pid,
-            rank=self._rank,
-            group=dist.group.WORLD if self._config.ranks > 1 else None,
+            self._weights, channel=CHANNEL, owner_pid=self._owner_pid, rank=self._rank, group=group
         )
+        _log.info("trainer rank %d is ready after %.1f s", self._rank, time.monotonic() - started)
         return os.getpid()
 
-    def _publish(self) -> Publication:
+    @served
+    async def attach_stores(self, sequence: int, stores: dict[str, Any]) -> None:
+        """Fetch samples through Monarch from these workers, by the name of their store."""
+        from titan_rl.actors.sample_stores import RemoteStore
+        from titan_rl.data_plane.rdma import RdmaSource
+
+        source = RdmaSource({name: RemoteStore(worker, name) for name, worker in stores.items()})
+        await self.calls.run(sequence, lambda: setattr(self._ready(), "samples", source))
+
+    @in_order
+    def warm_up_step(self, batch: SampleBatch, plan: PackingPlan) -> dict[str, float]:
+        """See `PolicyUpdater.warm_up_step`."""
+        return self._ready().warm_up_step(batch, plan)
+
+    @in_order
+    def freeze_reference(self) -> None:
+        """See `PolicyUpdater.freeze_reference`."""
+        self._ready().freeze_reference()
+
+    @in_order
+    def train_step(self, batch: SampleBatch, plan: PackingPlan) -> dict[str, float]:
+        """See `PolicyUpdater.train_step`."""
+        metrics = self._ready().train_step(batch, plan)
+        _log.info("step %d: %s", self._ready().step, {name: round(value, 6) for name, value in metrics.items()})
+        return metrics
+
+    @in_order
+    def push_model_state_dict(self) -> Publication:
+        """Publish the current weights; returns when they can be pulled."""
         import torch
 
-        updater = self._ready()
-        return self._ready_publisher().publish(
+        updater, publisher = self._ready(), self._publisher
+        assert publisher is not None
+        return publisher.publish(
             PolicyVersion(updater.incarnation, updater.step),
             updater.local_shards(),
             dtype=getattr(torch, self._served_dtype),
             aliases=updater.aliases,
         )
 
-    def _ready_publisher(self) -> ChannelPublisher:
-        if self._publisher is None:
-            raise TrainingError("the trainer was called before setup")
-        return self._publisher
+    @in_order
+    def release(self, version: PolicyVersion) -> None:
+        """Nobody needs this publication any more."""
+        self._ready()
+        assert self._publisher is not None
+        self._publisher.release(version)
 
-    def _close(self) -> None:
+    @in_order
+    def logprobs(self, batch: SampleBatch) -> dict[tuple[int, int], np.ndarray]:
+        """This rank's share of the batch scored under the current weights; see `PolicyUpdater.logprobs`."""
+        return self._ready().logprobs(batch)
+
+    @in_order
+    def save(self, directory: str) -> int:
+        """Write the current weights as a Hugging Face checkpoint; returns after which step they are."""
+        self._ready().save_hf(Path(directory))
+        return self._ready().step
+
+    @in_order
+    def close(self) -> None:
+        """Give back what outlives the process: shared memory."""
         if self._publisher is not None:
             self._publisher.close()
+
+    def _ready(self) -> PolicyUpdater:
+        if self._updater is None:
+            raise TrainingError("the trainer was called before setup")
+        return self._updater
 
 
 class Trainer:
@@ -268,8 +254,7 @@ class Trainer:
             TrainingError: NaN or inf; the weights are untouched.
             ActorFailed: a rank is gone or did not answer.
         """
-        metrics = await self._call_each(PolicyTrainer.train_step, self._shares(batch))
-        return metrics[0]
+        return await self._step(PolicyTrainer.train_step, batch)
 
     async def warm_up_step(self, batch: SampleBatch) -> dict[str, float]:
         """Train one supervised step on demonstrations, before the first RL step; versions do not count it.
@@ -280,13 +265,7 @@ class Trainer:
         Raises:
             SamplesLost, TrainingError, ActorFailed: as `train_step`.
         """
-        metrics = await self._call_each(PolicyTrainer.warm_up_step, self._shares(batch))
-        return metrics[0]
-
-    async def push_model_state_dict(self) -> Publication:
-        """Publish the current weights for generators to pull."""
-        publications = await self._call(self._step_seconds, PolicyTrainer.push_model_state_dict)
-        return publications[0]
+        return await self._step(PolicyTrainer.warm_up_step, batch)
 
     async def freeze_reference(self) -> None:
         """Make the current weights those that the KL term compares with: every rank copies its own shards. Does
@@ -294,27 +273,30 @@ class Trainer:
         if self._config.kl.coefficient:
             await self._call(self._step_seconds, PolicyTrainer.freeze_reference)
 
+    async def push_model_state_dict(self) -> Publication:
+        """Publish the current weights for generators to pull."""
+        return (await self._call(self._step_seconds, PolicyTrainer.push_model_state_dict))[0]
+
     async def release(self, publication: Publication) -> None:
         """Free a publication that nobody pulls any more."""
         await self._call(self._step_seconds, PolicyTrainer.release, publication.version)
 
     async def logprobs(self, batch: SampleBatch) -> dict[tuple[int, int], np.ndarray]:
         """Score a batch under the current weights: (group id, sample) → [L] float32, position 0 is 0."""
-        merged: dict[tuple[int, int], np.ndarray] = {}
-        for part in await self._call(self._step_seconds, PolicyTrainer.logprobs, batch):
-            merged.update(part)
-        return merged
+        parts = await self._call(self._step_seconds, PolicyTrainer.logprobs, batch)
+        return {sample: logprobs for part in parts for sample, logprobs in part.items()}
 
     async def save(self, directory: Path) -> int:
         """Write a Hugging Face checkpoint; returns after which step its weights are."""
-        steps = await self._call(self._step_seconds, PolicyTrainer.save, str(directory))
-        return steps[0]
+        return (await self._call(self._step_seconds, PolicyTrainer.save, str(directory)))[0]
 
     async def close(self) -> None:
         await self._call(self._step_seconds, PolicyTrainer.close)
 
-    def _shares(self, batch: SampleBatch) -> list[tuple[SampleBatch, PackingPlan]]:
-        """For every rank its samples and their plan; tensor-parallel ranks, which lie together, have the same."""
+    async def _step(
+        self, endpoint: Endpoint[[int, SampleBatch, PackingPlan], dict[str, float]], batch: SampleBatch
+    ) -> dict[str, float]:
+        """Each rank with its own samples and their plan; tensor-parallel ranks, which lie together, have the same."""
         plan = plan_packing(
             batch.lengths,
             ranks=self._config.data_parallel,
@@ -322,7 +304,14 @@ class Trainer:
             trained_tokens=batch.trained_tokens,
         )
         shares = [plan.share(rank // self._config.tensor_parallel) for rank in range(self._config.ranks)]
-        return [(batch.select(positions), share) for positions, share in shares]
+        sequence = self._next_call()
+        metrics = await asyncio.gather(
+            *(
+                rank.call(self._step_seconds, endpoint, sequence, batch.select(positions), share)
+                for rank, (positions, share) in zip(self._ranks, shares, strict=True)
+            )
+        )
+        return metrics[0]
 
     async def _call(
         self, seconds: float, endpoint: Endpoint[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs
@@ -331,20 +320,6 @@ class Trainer:
         collective with it."""
         sequence = self._next_call()
         return await asyncio.gather(*(rank.call(seconds, endpoint, sequence, *args, **kwargs) for rank in self._ranks))
-
-    async def _call_each(
-        self,
-        endpoint: Endpoint[[int, SampleBatch, PackingPlan], T],
-        shares: Sequence[tuple[SampleBatch, PackingPlan]],
-    ) -> list[T]:
-        """The same, each rank with a share of its own."""
-        sequence = self._next_call()
-        return await asyncio.gather(
-            *(
-                rank.call(self._step_seconds, endpoint, sequence, batch, plan)
-                for rank, (batch, plan) in zip(self._ranks, shares, strict=True)
-            )
-        )
 
     def _next_call(self) -> int:
         self._sequence += 1

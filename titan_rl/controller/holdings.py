@@ -11,7 +11,6 @@ import logging
 from collections.abc import Iterable
 
 from titan_rl.actors.rollouts import Rollouts
-from titan_rl.data_plane.ledger import HeldReport
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import SamplesLeaked, TitanError
 from titan_rl.rollout.report import GroupReport
@@ -23,28 +22,22 @@ _log = logging.getLogger(__name__)
 
 
 async def check_nothing_is_held(rollouts: Rollouts) -> None:
-    """Raises SamplesLeaked, with what is held where and by whom, unless all stores are empty."""
-    if what := _described(await rollouts.held()):
+    """Raises SamplesLeaked, with what is held where, unless all stores are empty."""
+    if what := await _held(rollouts):
         raise SamplesLeaked(f"the run is over and samples are still held: {what}")
 
 
-async def let_go(rollouts: Rollouts, reports: Iterable[GroupReport], consumer: str) -> None:
-    """Stop what is being played, release what was reported, and the leases of `consumer`. Never raises a TitanError."""
-    samples = SampleBatch.concat(report.samples for report in reports)
+async def let_go(rollouts: Rollouts, reports: Iterable[GroupReport]) -> None:
+    """Stop what is being played and release what was reported. Never raises a TitanError."""
     try:
         async with asyncio.timeout(LET_GO_SECONDS):
             await rollouts.stop_playing()
-            await rollouts.release(samples, consumer)
-            if what := _described(await rollouts.held()):
+            await rollouts.release(SampleBatch.concat(report.samples for report in reports))
+            if what := await _held(rollouts):
                 _log.info("still on their way to their release when the run ended: %s", what)
     except (TitanError, TimeoutError) as error:
         _log.warning("the samples of the failed run were not released: %s", error or type(error).__name__)
 
 
-def _described(reports: Iterable[HeldReport]) -> str:
-    return "; ".join(
-        f"{report.store}: {holding.samples} samples of group {holding.group_id}, {holding.nbytes} bytes, "
-        f"{'leased' if holding.leased else 'owned'} by {holding.holder}"
-        for report in reports
-        for holding in report.holdings
-    )
+async def _held(rollouts: Rollouts) -> str:
+    return "; ".join(str(report) for report in await rollouts.held() if report.samples)

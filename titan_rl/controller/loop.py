@@ -35,6 +35,7 @@ from titan_rl.controller.records import RunSummary, StepRecords
 from titan_rl.controller.system import System
 from titan_rl.controller.warm_up import warm_up
 from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.data_plane.store import HeldReport
 from titan_rl.errors import GeneratorNotServing, SamplesLost, WeightsError
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
@@ -129,7 +130,7 @@ class TrainingLoop:
         for later in failures[1:]:
             _log.warning("failed after the first: %s", later)
         if failures or self.summary.stopped_early:
-            await let_go(system.rollouts, self._reports.values(), _consumer(self._buffer.trainer_version))
+            await let_go(system.rollouts, self._reports.values())
         if failures:
             raise failures[0]
         await check_nothing_is_held(system.rollouts)
@@ -188,18 +189,16 @@ class TrainingLoop:
             reports = [self._reports[group_id] for group_id in batch.group_ids]
             samples = SampleBatch.concat(report.samples for report in reports)
             step = batch.version.step + 1
-            consumer = _consumer(batch.version)
             self._display.mesh("trainer", f"step {step}: {len(samples)} samples")
-            await self._system.rollouts.lease(samples, consumer)
             try:
                 with self._records.timed("train"), self._watchdog.working("trainer", f"step {step}"):
                     trained = await self._system.trainer.train_step(samples)
             except SamplesLost as error:
-                await self._play_again(batch, samples, consumer, error)
+                await self._play_again(batch, error)
                 continue
             self._buffer.trained(PolicyVersion(batch.version.incarnation, step))
             self._notify()
-            held = await self._release(samples, consumer)
+            held = await self._release(samples)
             for group_id in batch.group_ids:
                 del self._reports[group_id]
             await self._records.step(batch, reports, trained, held, self._buffer.counts, self._system)
@@ -290,10 +289,9 @@ class TrainingLoop:
         await self._publications.release(version, _EVALUATED)
         self._records.evaluation(evaluation)
 
-    async def _play_again(self, batch: Batch, samples: SampleBatch, consumer: str, error: SamplesLost) -> None:
+    async def _play_again(self, batch: Batch, error: SamplesLost) -> None:
         if not error.group_ids or not set(error.group_ids) <= set(batch.group_ids):
             raise error  # nothing of this batch to play again
-        await self._system.rollouts.end_leases(samples, consumer)
         for group_id in error.group_ids:
             if self._buffer[group_id].attempt + 1 >= MAX_ATTEMPTS:
                 raise error
@@ -303,8 +301,8 @@ class TrainingLoop:
         self._records.lost += len(error.group_ids)
         self._notify()
 
-    async def _release(self, samples: SampleBatch, consumer: str = "") -> tuple[int, int]:
-        return await self._system.rollouts.release(samples, consumer)
+    async def _release(self, samples: SampleBatch) -> list[HeldReport]:
+        return await self._system.rollouts.release(samples)
 
     def _judge(self, report: GroupReport, untrainable: Untrainable | None, detail: str) -> None:
         """Count a finished group that teaches nothing, for this reason, or one that teaches something."""
@@ -419,8 +417,3 @@ class TrainingLoop:
         """A task that is over is not what the others wait for."""
         await work
         self._watchdog.ends(task)
-
-
-def _consumer(version: PolicyVersion) -> str:
-    """Who leases the samples of the step that a trainer at `version` makes."""
-    return f"step {version.step + 1}"

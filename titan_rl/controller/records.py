@@ -12,6 +12,7 @@ import numpy as np
 
 from titan_rl.controller.evaluation import Evaluation
 from titan_rl.controller.system import System
+from titan_rl.data_plane.store import HeldReport
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
 from titan_rl.rollout.report import GroupReport, RolloutReport
@@ -100,7 +101,7 @@ class StepRecords:
         batch: Batch,
         reports: Sequence[GroupReport],
         trained: dict[str, float],
-        held: tuple[int, int],
+        held: Sequence[HeldReport],
         counts: Counts,
         system: System,
     ) -> None:
@@ -149,8 +150,8 @@ class StepRecords:
                 "groups/failed": counts.failed,
                 "groups/active": counts.active,
                 "groups/lost": self.lost,
-                "data_plane/held_samples": held[0],
-                "data_plane/held_bytes": held[1],
+                "data_plane/held_samples": sum(store.samples for store in held),
+                "data_plane/held_bytes": sum(store.nbytes for store in held),
                 **await _fleet_metrics(system),
                 **{f"train/{name}": value for name, value in trained.items()},
                 **{f"seconds/{name}": value for name, value in phases.items()},

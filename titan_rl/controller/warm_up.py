@@ -32,23 +32,21 @@ async def warm_up(system: System, display: RunDisplay, *, on_step: Callable[[str
     if not steps:
         return
     ahead = _play(system, 0)
-    held = ""  # consumer of the step that has begun
+    owned: SampleBatch | None = None  # of the step that has begun
     try:
         for step in range(steps):
             on_step(f"step {step + 1} of {steps}")
-            report = await ahead
-            held = f"warm-up step {step + 1}"
+            owned = (await ahead).samples
             if step + 1 < steps:
                 ahead = _play(system, step + 1)
-            display.mesh("trainer", f"{held} of {steps}")
-            await system.rollouts.lease(report.samples, held)
-            metrics = await system.trainer.warm_up_step(report.samples)
-            await system.rollouts.release(report.samples, held)
-            held = ""
+            display.mesh("trainer", f"warm-up step {step + 1} of {steps}")
+            metrics = await system.trainer.warm_up_step(owned)
+            await system.rollouts.release(owned)
+            owned = None
             if (step + 1) % max(1, steps // 5) == 0:
                 display.say(f"warm-up step {step + 1}/{steps}  loss {metrics['loss']:.4f}")
     except Exception:
-        await _give_up(system, [(report.samples, held)] if held else [], ahead)
+        await _give_up(system, owned, ahead)
         raise
     finally:
         ahead.cancel()
@@ -58,13 +56,13 @@ def _play(system: System, step: int) -> asyncio.Task[GroupReport]:
     return asyncio.create_task(system.rollouts.play(system.demonstration_group(step)))
 
 
-async def _give_up(system: System, held: list[tuple[SampleBatch, str]], ahead: asyncio.Task[GroupReport]) -> None:
-    """Demonstrations that nobody will train. Those that are still being made are released by `Rollouts`."""
+async def _give_up(system: System, owned: SampleBatch | None, ahead: asyncio.Task[GroupReport]) -> None:
+    """Release demonstrations that nobody will train. Those that are still being made are released by `Rollouts`."""
     ahead.cancel()
     (outcome,) = await asyncio.gather(ahead, return_exceptions=True)
-    if isinstance(outcome, GroupReport) and not (held and outcome.samples is held[0][0]):
-        held = [*held, (outcome.samples, "")]
-    releases = (system.rollouts.release(samples, consumer) for samples, consumer in held)
-    for error in await asyncio.gather(*releases, return_exceptions=True):
+    left = [] if owned is None else [owned]
+    if isinstance(outcome, GroupReport) and outcome.samples is not owned:
+        left.append(outcome.samples)
+    for error in await asyncio.gather(*map(system.rollouts.release, left), return_exceptions=True):
         if isinstance(error, Exception):  # what ends the warm-up says more
             _log.warning("demonstrations were not released: %s", error)

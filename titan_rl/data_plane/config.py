@@ -12,9 +12,9 @@ from titan_rl.errors import ConfigError
 class DataPlaneConfig:
     """Samples stay in the rollout worker that made them until they are trained."""
 
-    transport: Literal["auto", "shared_memory", "rdma"] = "auto"
+    transport: Literal["shared_memory", "rdma"] = "shared_memory"
     """How trainer ranks fetch samples. `shared_memory`: workers and trainer on one host. `rdma`: any hosts, through
-    Monarch (RDMA where the host has it, TCP otherwise). `auto`: shared memory if all meshes are on one host."""
+    Monarch (RDMA where the host has it, TCP otherwise)."""
     store_mib: int = 1024
     """Shared memory that one rollout worker may fill with samples; about 60 thousand tokens per MiB. A run whose
     samples do not fit ends with an error that says so."""

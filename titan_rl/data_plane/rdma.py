@@ -20,7 +20,7 @@ import numpy as np
 from monarch.rdma import RDMABuffer
 
 from titan_rl.data_plane.layout import decode
-from titan_rl.data_plane.sample_batch import Residence, SampleBatch
+from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import SampleError
 from titan_rl.types import TrainingSample
 
@@ -67,7 +67,7 @@ class RdmaSource:
 
     def fetch(self, batch: SampleBatch) -> tuple[TrainingSample, ...]:
         """See `fetch.SampleSource`. Must not be called in an event loop."""
-        if batch.residence is Residence.LOCAL:
+        if batch.is_local:
             return batch.samples
         positions: dict[str, list[int]] = {}
         for position, ref in enumerate(batch.refs):

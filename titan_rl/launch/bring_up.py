@@ -93,7 +93,6 @@ async def bring_up(
         model_path=str(model_path),
         imports=imports,
         owner_pid=os.getpid(),
-        by_rdma=placement.sample_transport == "rdma",
     )
 
     system = System(

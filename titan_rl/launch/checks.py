@@ -23,7 +23,6 @@ from typing import Any
 
 from titan_rl.config import RunConfig
 from titan_rl.controller.group_filter import FILTERS
-from titan_rl.data_plane.arena import CHUNK_BYTES
 from titan_rl.data_plane.layout import encoded_size
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import Environment
@@ -178,13 +177,12 @@ def _shared_memory(config: RunConfig, host: HostFacts, shape: Qwen3Shape, *, ser
     weights, rollout = config.weights, config.rollout
     one = sum(map(math.prod, shape.tensor_shapes().values())) * _ITEM_BYTES[config.generator.dtype]
     live = 1 if serving else weights.max_live if weights.transport == "shared_memory" else 0
-    least = most = 0  # bytes of samples
+    most = 0  # bytes of samples
     if not serving:
-        least = rollout.workers * CHUNK_BYTES
         in_flight = config.loop.knobs().slots * rollout.samples_per_group
-        most = max(least, in_flight * encoded_size(config.generator.max_model_len))
+        most = in_flight * encoded_size(config.generator.max_model_len)
         most = min(most, rollout.workers * config.data_plane.store_mib * MIB)
-    for samples, verb, severity in ((least, "needs", Severity.ABSENT), (most, "may need", Severity.WARNING)):
+    for samples, verb, severity in ((0, "needs", Severity.ABSENT), (most, "may need", Severity.WARNING)):
         if host.shared_memory and live * one + samples > host.shared_memory:
             yield Problem(
                 sentence=f"/dev/shm has {host.shared_memory / MIB:,.0f} MiB free, and the run {verb} "

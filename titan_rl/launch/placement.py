@@ -204,10 +204,9 @@ def plan(config: RunConfig, host: HostFacts, *, serving: bool = False) -> Placem
         positions = [f"worker {number}/{config.rollout.workers}" for number in range(config.rollout.workers)]
         # its tokenizer is used on both sides of a fork
         meshes.append(mesh("rollout", positions, {"TOKENIZERS_PARALLELISM": "false"}, computes=False))
-    transport = config.data_plane.transport
     return Placement(
         device=device,
-        sample_transport="shared_memory" if transport == "auto" else transport,
+        sample_transport=config.data_plane.transport,
         meshes=tuple(meshes),
     )
 

@@ -63,6 +63,7 @@ class PolicyUpdater:
         step: finished RL optimizer steps.
         incarnation: with `step`, the version that on-policy tokens carry.
         aliases: `(name, stored name)` of tensors that share another's storage.
+        samples: where batches by reference are fetched from.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class PolicyUpdater:
         torch.use_deterministic_algorithms(config.deterministic)
         self._config = config
         self._source = model_path
-        self._samples = samples if samples is not None else SharedMemorySource()
+        self.samples = samples if samples is not None else SharedMemorySource()
         self._temperature = temperature
         self._policy = build_policy(shape, config, self._device)
         load_weights(self._policy, model_path)
@@ -208,7 +209,7 @@ class PolicyUpdater:
             SamplesLost: samples are missing or damaged (on all ranks).
         """
         result: dict[tuple[int, int], np.ndarray] = {}
-        mine = RankSamples(self._samples, self._policy, batch, self.plan(batch))
+        mine = RankSamples(self.samples, self._policy, batch, self.plan(batch))
         for samples in mine.rounds():
             microbatch = pack(samples, self._device)
             with torch.no_grad():
@@ -271,7 +272,7 @@ class PolicyUpdater:
         if longest > (positions := self._policy.shape.max_length):
             raise TrainingError(f"{what}: a sample has {longest} tokens, the policy has {positions} positions")
         metrics = StepMetrics({} if warm_up else self._loss.metrics, counted=self._policy.tensor_rank == 0)
-        samples = RankSamples(self._samples, self._policy, batch, plan)
+        samples = RankSamples(self.samples, self._policy, batch, plan)
         for each in samples.rounds():
             loss = self._round_loss(pack(each, self._device), trained, metrics, warm_up=warm_up)
             (loss / trained).backward()

@@ -72,7 +72,7 @@ class GroupReport:
     attempt: int
     rollouts: tuple[RolloutReport, ...]
     samples: SampleBatch
-    """REMOTE; empty for evaluation groups, and when no rollout could be trained."""
+    """References; empty for evaluation groups, and when no rollout could be trained."""
     restarts: int = 0
     """Processes of user code that died in the worker since its last report."""
 
@@ -105,7 +105,7 @@ def report_of(request: GroupRequest, result: GroupResult, refs: Sequence[SampleR
         purpose=result.purpose,
         attempt=request.attempt,
         rollouts=tuple(_report(rollout, _shown(result, rollout)) for rollout in result.rollouts),
-        samples=SampleBatch.of_refs(refs),
+        samples=SampleBatch.of(refs),
         restarts=result.restarts,
     )
 
