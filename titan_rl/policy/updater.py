@@ -37,7 +37,7 @@ from titan_rl.policy.losses.reference_kl import kl_penalty
 from titan_rl.policy.microbatch import MicroBatch, pack
 from titan_rl.policy.models.checkpoint import load_weights, write_checkpoint
 from titan_rl.policy.models.qwen3 import read_shape
-from titan_rl.policy.models.sharding import local_box
+from titan_rl.policy.models.sharding import local_shard
 from titan_rl.policy.models.titan_adaptation import choose_device
 from titan_rl.policy.packing import PackingPlan, plan_packing
 from titan_rl.policy.rank_samples import RankSamples
@@ -228,15 +228,9 @@ class PolicyUpdater:
     def local_shards(self) -> Iterator[TensorShard]:
         """This rank's parts of the live float32 weights, by Hugging Face name; tied tensors once (see `aliases`)."""
         for name, tensor in self._policy.tensors().items():
-            box = local_box(name, tensor)
-            if box.data.numel():
-                yield TensorShard(
-                    name=name,
-                    data=box.data,
-                    global_shape=tuple(tensor.shape),
-                    offset=box.offset,
-                    counted=box.counted,
-                )
+            shard = local_shard(name, tensor)
+            if shard.data.numel():
+                yield shard
 
     def save_hf(self, directory: Path) -> None:
         """Write a complete Hugging Face checkpoint in the compute dtype; returns on every rank when it is there.

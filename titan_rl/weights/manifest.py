@@ -32,6 +32,11 @@ class TensorShard:
     counted: bool = True
     """False on a replica whose box another rank already counts (it is written once and checked locally)."""
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index into the global tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.data.shape, strict=True))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from titan_rl.errors import ConfigError
 from titan_rl.policy.models.qwen3 import LM_HEAD, Qwen3Shape
-from titan_rl.policy.models.sharding import local_box
+from titan_rl.policy.models.sharding import local_shard
 
 if TYPE_CHECKING:
     from titan_rl.policy.models.model import Policy
@@ -47,9 +47,9 @@ def load_weights(policy: Policy, directory: Path) -> None:
                 raise ConfigError(
                     f"{directory}: {name} has shape {tuple(stored.get_shape())}, its config.json asks for {shape}"
                 )
-            box = local_box(name, tensors[name])
-            if box.data.numel():
-                box.data.copy_(stored[box.slices])
+            shard = local_shard(name, tensors[name])
+            if shard.data.numel():
+                shard.data.copy_(stored[shard.slices])
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:

@@ -8,31 +8,17 @@ every mesh axis the tensor is replicated over.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_rl.errors import WeightsError
+from titan_rl.weights.manifest import TensorShard
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalBox:
-    """This rank's part of a DTensor."""
-
-    data: Tensor  # a view of the live local storage, possibly empty
-    offset: tuple[int, ...]
-    counted: bool
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """The box as an index into the global tensor."""
-        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.data.shape, strict=True))
-
-
-def local_box(name: str, tensor: DTensor) -> LocalBox:
-    """The box of `tensor` on this rank; raises WeightsError where the layout is none that this module knows.
+def local_shard(name: str, tensor: DTensor) -> TensorShard:
+    """The box of `tensor` on this rank, a view of its live storage and possibly empty; raises WeightsError for a layout
+    that this module does not know.
 
     torch's own `compute_local_shape_and_global_offset` is not used: for an uneven dimension that FSDP and tensor
     parallelism both cut, it gives the layout of a strided redistribution, which is not where FSDP put the data.
@@ -58,4 +44,4 @@ def local_box(name: str, tensor: DTensor) -> LocalBox:
             raise WeightsError(f"{name}: weights are not expected to be {placement}")
     if tuple(shape) != tuple(data.shape):
         raise WeightsError(f"{name}: this rank holds {tuple(data.shape)} of {tuple(tensor.shape)}, expected {shape}")
-    return LocalBox(data=data, offset=tuple(offset), counted=counted)
+    return TensorShard(name=name, data=data, global_shape=tuple(tensor.shape), offset=tuple(offset), counted=counted)
