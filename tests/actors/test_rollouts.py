@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from scripted_router import VERSION, ScriptedRouter
+from support.meshes import mesh_plan
 
 from titan_rl.actors.calls import bounded
 from titan_rl.actors.rollout_worker import RolloutWorker
@@ -27,7 +28,6 @@ from titan_rl.data_plane.fetch import SharedMemorySource
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import ActorFailed, GroupStopped, OwnershipError, SampleStoreFull, TitanError
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.launch.placement import MeshPlan
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig, TrainerConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
@@ -48,12 +48,6 @@ def run_config(**settings: Any) -> RunConfig:
     policy = PolicyConfig(tiny=TinyPolicyConfig(max_length=POSITIONS))
     trainer = TrainerConfig(max_tokens_per_microbatch=POSITIONS)
     return dataclasses.replace(copy4(), policy=policy, trainer=trainer, generator=generator, **settings)
-
-
-def mesh_plan(name: str, ranks: int) -> MeshPlan:
-    here = Path(__file__).resolve().parent
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])])}
-    return MeshPlan(name=name, env=(environment,) * ranks, devices=(None,) * ranks, positions=("",) * ranks)
 
 
 def group(group_id: int, *, tokens: int = SHORT, attempt: int = 0) -> GroupRequest:
@@ -98,8 +92,12 @@ class Workers:
 async def workers(config: RunConfig, model_path: Path, number: int) -> AsyncIterator[Workers]:
     provisioner = Provisioner(log_directory="", imports=(), on_fault=lambda fault: None)
     try:
-        router = provisioner.spawn(mesh_plan(f"router{number}", 1)).spawn("router", ScriptedRouter).slice(ranks=0)
-        mesh = provisioner.spawn(mesh_plan(f"rollout{number}", 2)).spawn(
+        router = (
+            provisioner.spawn(mesh_plan(f"router{number}", beside=__file__))
+            .spawn("router", ScriptedRouter)
+            .slice(ranks=0)
+        )
+        mesh = provisioner.spawn(mesh_plan(f"rollout{number}", 2, beside=__file__)).spawn(
             "rollout",
             RolloutWorker,
             config,

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
 from sample_actors import Fetcher, Keeper
 from sample_examples import bits, group_of, sample_of
+from support.meshes import mesh_plan
 
 from titan_rl.actors.calls import bounded
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.launch.placement import MeshPlan
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.types import TrainingSample
 from titan_rl.weights.transports.segment_files import remove_segments_of
@@ -22,12 +21,6 @@ from titan_rl.weights.transports.segment_files import remove_segments_of
 SECONDS = 100.0
 FAR = [sample_of(1, group_id=1), *group_of(3, 50, group_id=2), sample_of(70_000, group_id=3)]
 OTHER = group_of(4, 300, group_id=4)
-
-
-def mesh_plan(name: str) -> MeshPlan:
-    here = Path(__file__).resolve().parent
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])])}
-    return MeshPlan(name=name, env=(environment,), devices=(None,), positions=("",))
 
 
 async def ask(actor: Any, endpoint: str, *args: Any) -> Any:
@@ -40,10 +33,12 @@ async def scenario() -> dict[str, Any]:
     seen: dict[str, Any] = {}
     try:
         keepers = {
-            name: provisioner.spawn(mesh_plan(name)).spawn(name, Keeper, name, os.getpid()).slice(ranks=0)
+            name: provisioner.spawn(mesh_plan(name, beside=__file__))
+            .spawn(name, Keeper, name, os.getpid())
+            .slice(ranks=0)
             for name in ("far", "other")
         }
-        fetcher = provisioner.spawn(mesh_plan("fetcher")).spawn("fetcher", Fetcher).slice(ranks=0)
+        fetcher = provisioner.spawn(mesh_plan("fetcher", beside=__file__)).spawn("fetcher", Fetcher).slice(ranks=0)
         await ask(fetcher, "attach", keepers)
         stored = {"far": FAR, "other": OTHER}
         refs = {name: await ask(keepers[name], "put", SampleBatch.of(samples)) for name, samples in stored.items()}

@@ -1,25 +1,17 @@
 """RDMA (TCP on a machine without it) between real Monarch processes: two writers and two readers (15 s)."""
 
 import asyncio
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 from rdma_actors import LateReader, Reader, Writer
+from support.meshes import mesh_plan
 
 from titan_rl.actors.calls import bounded
 from titan_rl.errors import ActorFailed
-from titan_rl.launch.placement import MeshPlan
 from titan_rl.launch.provisioner import Provisioner
 
 SECONDS = 100.0
-
-
-def plan(name: str, ranks: int) -> MeshPlan:
-    here = Path(__file__).resolve().parent
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])])}
-    return MeshPlan(name=name, env=(environment,) * ranks, devices=(None,) * ranks, positions=("",) * ranks)
 
 
 async def scenario() -> dict[str, Any]:
@@ -28,9 +20,9 @@ async def scenario() -> dict[str, Any]:
     provisioner = Provisioner(log_directory="", imports=(), on_fault=faults.append)
     seen: dict[str, Any] = {}
     try:
-        writers = provisioner.spawn(plan("writers", 2)).spawn("writers", Writer)
-        reader = provisioner.spawn(plan("reader", 1)).spawn("reader", Reader)
-        late = provisioner.spawn(plan("late", 1)).spawn("late", LateReader)
+        writers = provisioner.spawn(mesh_plan("writers", 2, beside=__file__)).spawn("writers", Writer)
+        reader = provisioner.spawn(mesh_plan("reader", 1, beside=__file__)).spawn("reader", Reader)
+        late = provisioner.spawn(mesh_plan("late", 1, beside=__file__)).spawn("late", LateReader)
         await bounded(writers.join.call(), what="join", seconds=SECONDS)
         pairs = await bounded(writers.pairs.call(), what="pairs", seconds=SECONDS)
         seen["pairs"] = [result for _, result in pairs.items()]

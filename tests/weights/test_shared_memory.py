@@ -11,30 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from transport_examples import copied, same_bytes, weights, whole_shards
 
 from titan_rl.errors import ConfigError, WeightsError
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.fingerprint import shard_fingerprint
-from titan_rl.weights.manifest import Publication, TensorShard
+from titan_rl.weights.manifest import TensorShard
 from titan_rl.weights.transports import publisher as publishing
 from titan_rl.weights.transports.segment_files import remove_segments_of, sweep_dead_segments
 from titan_rl.weights.transports.shared_memory import SharedMemoryPublisher, SharedMemoryReader
 
-V1, V2, V3, V4 = (PolicyVersion(0, step) for step in (1, 2, 3, 4))
-
-
-def weights(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {"model.norm.weight": (7,), "model.embed_tokens.weight": (13, 64), "big": (1500, 300), "scale": ()}
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-
-
-def shards_of(tensors: dict[str, Tensor]) -> list[TensorShard]:
-    return [
-        TensorShard(name=name, data=data, global_shape=tuple(data.shape), offset=(0,) * data.dim())
-        for name, data in tensors.items()
-    ]
+V1, V2 = PolicyVersion(0, 1), PolicyVersion(0, 2)
 
 
 def publisher_in(directory: Path, *, max_live: int = 2, owner_pid: int = 4242) -> SharedMemoryPublisher:
@@ -43,35 +30,17 @@ def publisher_in(directory: Path, *, max_live: int = 2, owner_pid: int = 4242) -
     )
 
 
-def copied(reader: SharedMemoryReader, publication: Publication) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in reader.tensors(publication)}
-
-
-def assert_same_bytes(read: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert read.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert read[name].dtype == tensor.dtype
-        assert torch.equal(read[name], tensor), name
-
-
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     gc.collect()
 
 
-def test_a_reader_sees_exactly_what_was_published(directory: Path) -> None:
-    publisher, reader = publisher_in(directory), SharedMemoryReader()
-    publication = publisher.publish(V1, shards_of(weights(1)), dtype=torch.float32)
-    assert (publication.channel, publication.version) == ("policy", V1)
-    assert_same_bytes(copied(reader, publication), weights(1))
-
-
 def test_weights_are_cast_to_what_is_served_and_fingerprinted_after_that(directory: Path) -> None:
     publisher, reader = publisher_in(directory), SharedMemoryReader()
-    publication = publisher.publish(V1, shards_of(weights(1)), dtype=torch.bfloat16)
+    publication = publisher.publish(V1, whole_shards(weights(1)), dtype=torch.bfloat16)
     served = {name: tensor.to(torch.bfloat16) for name, tensor in weights(1).items()}
-    assert_same_bytes(copied(reader, publication), served)
+    assert same_bytes(copied(reader.tensors(publication)), served)
     for entry in publication.manifest.entries:
         tensor = served[entry.name]
         assert entry.dtype == "bfloat16"
@@ -79,7 +48,7 @@ def test_weights_are_cast_to_what_is_served_and_fingerprinted_after_that(directo
 
 
 def test_entries_lie_in_order_of_name_at_aligned_offsets_without_overlap(directory: Path) -> None:
-    manifest = publisher_in(directory).publish(V1, shards_of(weights(1)), dtype=torch.float32).manifest
+    manifest = publisher_in(directory).publish(V1, whole_shards(weights(1)), dtype=torch.float32).manifest
     assert [entry.name for entry in manifest.entries] == sorted(weights(1))
     end = 0
     for entry in manifest.entries:
@@ -90,7 +59,7 @@ def test_entries_lie_in_order_of_name_at_aligned_offsets_without_overlap(directo
 
 def test_views_are_of_the_segment_itself(directory: Path) -> None:
     publisher, reader = publisher_in(directory), SharedMemoryReader()
-    publication = publisher.publish(V1, shards_of(weights(1)), dtype=torch.float32)
+    publication = publisher.publish(V1, whole_shards(weights(1)), dtype=torch.float32)
     first, second = dict(reader.tensors(publication)), dict(reader.tensors(publication))
     assert all(first[name].data_ptr() == second[name].data_ptr() for name in first)
 
@@ -98,7 +67,7 @@ def test_views_are_of_the_segment_itself(directory: Path) -> None:
 def test_an_alias_is_named_in_the_manifest_and_not_read_twice(directory: Path) -> None:
     publisher, reader = publisher_in(directory), SharedMemoryReader()
     aliases = (("lm_head.weight", "model.embed_tokens.weight"),)
-    publication = publisher.publish(V1, shards_of(weights(1)), dtype=torch.float32, aliases=aliases)
+    publication = publisher.publish(V1, whole_shards(weights(1)), dtype=torch.float32, aliases=aliases)
     assert publication.manifest.aliases == aliases
     assert set(dict(reader.tensors(publication))) == set(weights(1))
 
@@ -106,7 +75,7 @@ def test_an_alias_is_named_in_the_manifest_and_not_read_twice(directory: Path) -
 @pytest.mark.parametrize("alias", [("lm_head.weight", "no.such"), ("big", "scale")])
 def test_an_alias_must_be_another_name_of_a_tensor(directory: Path, alias: tuple[str, str]) -> None:
     with pytest.raises(WeightsError, match=alias[0]):
-        publisher_in(directory).publish(V1, shards_of(weights(1)), dtype=torch.float32, aliases=[alias])
+        publisher_in(directory).publish(V1, whole_shards(weights(1)), dtype=torch.float32, aliases=[alias])
 
 
 def test_segments_are_recycled_and_readers_keep_their_mapping(directory: Path) -> None:
@@ -114,8 +83,8 @@ def test_segments_are_recycled_and_readers_keep_their_mapping(directory: Path) -
     addresses: dict[str, set[int]] = {}
     for step in range(1, 8):
         version = PolicyVersion(0, step)
-        publication = publisher.publish(version, shards_of(weights(step)), dtype=torch.float32)
-        assert_same_bytes(copied(reader, publication), weights(step))
+        publication = publisher.publish(version, whole_shards(weights(step)), dtype=torch.float32)
+        assert same_bytes(copied(reader.tensors(publication)), weights(step))
         addresses.setdefault(publication.location, set()).add(dict(reader.tensors(publication))["big"].data_ptr())
         if step > 1:
             publisher.release(PolicyVersion(0, step - 1))
@@ -123,34 +92,12 @@ def test_segments_are_recycled_and_readers_keep_their_mapping(directory: Path) -
     assert [len(seen) for seen in addresses.values()] == [1, 1]
 
 
-def test_without_a_free_segment_publishing_names_the_live_versions(directory: Path) -> None:
-    publisher, reader = publisher_in(directory), SharedMemoryReader()
-    first = publisher.publish(V1, shards_of(weights(1)), dtype=torch.float32)
-    publisher.publish(V2, shards_of(weights(2)), dtype=torch.float32)
-    with pytest.raises(WeightsError, match=r"publishing policy v3: no free segment, max_live is 2; .* v1, v2"):
-        publisher.publish(V3, shards_of(weights(3)), dtype=torch.float32)
-    assert_same_bytes(copied(reader, first), weights(1))
-    publisher.release(V1)
-    third = publisher.publish(V3, shards_of(weights(3)), dtype=torch.float32)
-    assert_same_bytes(copied(reader, third), weights(3))
-
-
-def test_a_version_is_released_exactly_once(directory: Path) -> None:
-    publisher = publisher_in(directory)
-    publisher.publish(V1, shards_of(weights(1)), dtype=torch.float32)
-    with pytest.raises(WeightsError, match="v2 cannot be released: live are v1"):
-        publisher.release(V2)
-    publisher.release(V1)
-    with pytest.raises(WeightsError, match="v1 cannot be released: live are none"):
-        publisher.release(V1)
-
-
 def test_a_live_version_is_not_published_again(directory: Path) -> None:
     publisher, reader = publisher_in(directory), SharedMemoryReader()
-    publication = publisher.publish(V1, shards_of(weights(1)), dtype=torch.float32)
+    publication = publisher.publish(V1, whole_shards(weights(1)), dtype=torch.float32)
     with pytest.raises(WeightsError, match="published already"):
-        publisher.publish(V1, shards_of(weights(2)), dtype=torch.float32)
-    assert_same_bytes(copied(reader, publication), weights(1))
+        publisher.publish(V1, whole_shards(weights(2)), dtype=torch.float32)
+    assert same_bytes(copied(reader.tensors(publication)), weights(1))
 
 
 def test_a_writer_that_dies_half_way_harms_no_live_publication(
@@ -169,22 +116,22 @@ def test_a_writer_that_dies_half_way_harms_no_live_publication(
         return shard_fingerprint(*args)  # type: ignore[arg-type]
 
     publisher, reader = publisher_in(directory), SharedMemoryReader()
-    first = publisher.publish(V1, shards_of(weights(1)), dtype=torch.float32)
+    first = publisher.publish(V1, whole_shards(weights(1)), dtype=torch.float32)
     monkeypatch.setattr(publishing, "shard_fingerprint", dying)
     with pytest.raises(Died):
-        publisher.publish(V2, shards_of(weights(2)), dtype=torch.float32)
+        publisher.publish(V2, whole_shards(weights(2)), dtype=torch.float32)
     monkeypatch.undo()
     assert calls == 2
-    assert_same_bytes(copied(reader, first), weights(1))
+    assert same_bytes(copied(reader.tensors(first)), weights(1))
     with pytest.raises(WeightsError, match="live are v1"):
         publisher.release(V2)
-    second = publisher.publish(V2, shards_of(weights(2)), dtype=torch.float32)
-    assert_same_bytes(copied(reader, second), weights(2))
+    second = publisher.publish(V2, whole_shards(weights(2)), dtype=torch.float32)
+    assert same_bytes(copied(reader.tensors(second)), weights(2))
 
 
 def test_a_reader_at_work_is_not_disturbed_by_the_next_publications(directory: Path) -> None:
     publisher, reader = publisher_in(directory, max_live=3), SharedMemoryReader()
-    held = publisher.publish(V1, shards_of(weights(1)), dtype=torch.float32)
+    held = publisher.publish(V1, whole_shards(weights(1)), dtype=torch.float32)
     stop = threading.Event()
     disturbed: list[str] = []
     rounds = 0
@@ -201,7 +148,7 @@ def test_a_reader_at_work_is_not_disturbed_by_the_next_publications(directory: P
     thread = threading.Thread(target=read)
     thread.start()
     for step in range(2, 30):
-        publisher.publish(PolicyVersion(0, step), shards_of(weights(step)), dtype=torch.float32)
+        publisher.publish(PolicyVersion(0, step), whole_shards(weights(step)), dtype=torch.float32)
         publisher.release(PolicyVersion(0, step))
     stop.set()
     thread.join()
@@ -210,32 +157,32 @@ def test_a_reader_at_work_is_not_disturbed_by_the_next_publications(directory: P
 
 def test_a_larger_publication_gets_a_larger_segment_and_readers_follow(directory: Path) -> None:
     publisher, reader = publisher_in(directory, max_live=1), SharedMemoryReader()
-    small = publisher.publish(V1, shards_of(weights(1)), dtype=torch.bfloat16)
+    small = publisher.publish(V1, whole_shards(weights(1)), dtype=torch.bfloat16)
     before = dict(reader.tensors(small))["big"]
     kept = before.clone()
     publisher.release(V1)
-    large = publisher.publish(V2, shards_of(weights(2)), dtype=torch.float32)
+    large = publisher.publish(V2, whole_shards(weights(2)), dtype=torch.float32)
     assert large.location == small.location
-    assert_same_bytes(copied(reader, large), weights(2))
+    assert same_bytes(copied(reader.tensors(large)), weights(2))
     assert torch.equal(before, kept)
 
 
 def test_a_publisher_that_starts_again_takes_the_place_of_the_old_one(directory: Path) -> None:
     reader = SharedMemoryReader()
-    old = publisher_in(directory).publish(V1, shards_of(weights(1)), dtype=torch.float32)
-    assert_same_bytes(copied(reader, old), weights(1))
-    new = publisher_in(directory).publish(PolicyVersion(1, 0), shards_of(weights(2)), dtype=torch.float32)
+    old = publisher_in(directory).publish(V1, whole_shards(weights(1)), dtype=torch.float32)
+    assert same_bytes(copied(reader.tensors(old)), weights(1))
+    new = publisher_in(directory).publish(PolicyVersion(1, 0), whole_shards(weights(2)), dtype=torch.float32)
     assert new.location == old.location
-    assert_same_bytes(copied(reader, new), weights(2))
+    assert same_bytes(copied(reader.tensors(new)), weights(2))
 
 
 def test_elements_that_no_shard_holds_are_an_error(directory: Path) -> None:
     publisher, reader = publisher_in(directory), SharedMemoryReader()
-    first = publisher.publish(V1, shards_of(weights(1)), dtype=torch.float32)
+    first = publisher.publish(V1, whole_shards(weights(1)), dtype=torch.float32)
     half = TensorShard(name="big", data=torch.zeros(700, 300), global_shape=(1500, 300), offset=(0, 0))
     with pytest.raises(WeightsError, match="publishing policy v2: .* 210000 of 450000 elements of big"):
         publisher.publish(V2, [half], dtype=torch.float32)
-    assert_same_bytes(copied(reader, first), weights(1))
+    assert same_bytes(copied(reader.tensors(first)), weights(1))
 
 
 def test_a_shard_outside_its_tensor_is_an_error_that_names_it(directory: Path) -> None:
@@ -248,7 +195,7 @@ def test_a_replica_is_not_written(directory: Path) -> None:
     replica = TensorShard(name="a", data=torch.ones(3), global_shape=(3,), offset=(0,), counted=False)
     counted = TensorShard(name="a", data=torch.zeros(3), global_shape=(3,), offset=(0,))
     publication = publisher_in(directory).publish(V1, [counted, replica], dtype=torch.float32)
-    assert_same_bytes(copied(SharedMemoryReader(), publication), {"a": torch.zeros(3)})
+    assert same_bytes(copied(SharedMemoryReader().tensors(publication)), {"a": torch.zeros(3)})
 
 
 def test_nothing_to_publish_and_dtypes_that_are_not_served_are_errors(directory: Path) -> None:
@@ -256,7 +203,7 @@ def test_nothing_to_publish_and_dtypes_that_are_not_served_are_errors(directory:
     with pytest.raises(WeightsError, match="there are no tensors"):
         publisher.publish(V1, [], dtype=torch.float32)
     with pytest.raises(WeightsError, match="float16 is not served"):
-        publisher.publish(V1, shards_of(weights(1)), dtype=torch.float16)
+        publisher.publish(V1, whole_shards(weights(1)), dtype=torch.float16)
 
 
 def test_too_little_shared_memory_is_an_error_that_says_how_much_is_needed() -> None:
@@ -269,20 +216,20 @@ def test_too_little_shared_memory_is_an_error_that_says_how_much_is_needed() -> 
 
 def test_closing_removes_the_files_and_ends_publishing_while_views_stay_valid(directory: Path) -> None:
     publisher, reader = publisher_in(directory), SharedMemoryReader()
-    publication = publisher.publish(V1, shards_of(weights(1)), dtype=torch.float32)
+    publication = publisher.publish(V1, whole_shards(weights(1)), dtype=torch.float32)
     views = dict(reader.tensors(publication))
     publisher.close()
     publisher.close()
     assert not list(directory.iterdir())
-    assert_same_bytes(views, weights(1))
+    assert same_bytes(views, weights(1))
     with pytest.raises(WeightsError, match="closed"):
-        publisher.publish(V2, shards_of(weights(2)), dtype=torch.float32)
+        publisher.publish(V2, whole_shards(weights(2)), dtype=torch.float32)
     with pytest.raises(WeightsError, match="policy v1 is gone"):
         reader.tensors(publication)
 
 
 def test_a_reader_refuses_a_file_shorter_than_its_manifest_says(directory: Path) -> None:
-    publication = publisher_in(directory).publish(V1, shards_of(weights(1)), dtype=torch.float32)
+    publication = publisher_in(directory).publish(V1, whole_shards(weights(1)), dtype=torch.float32)
     os.truncate(publication.location, 4096)
     with pytest.raises(WeightsError, match="holds 4096 bytes"):
         SharedMemoryReader().tensors(publication)
@@ -290,12 +237,12 @@ def test_a_reader_refuses_a_file_shorter_than_its_manifest_says(directory: Path)
 
 @pytest.mark.parametrize("left", [0, 100])
 def test_a_file_that_was_cut_short_after_it_was_mapped_is_an_error_and_kills_nobody(directory: Path, left: int) -> None:
-    publication = publisher_in(directory).publish(V1, shards_of(weights(0)), dtype=torch.float32)
+    publication = publisher_in(directory).publish(V1, whole_shards(weights(0)), dtype=torch.float32)
     reader = SharedMemoryReader()
-    copied(reader, publication)
+    copied(reader.tensors(publication))
     os.truncate(publication.location, left)
     with pytest.raises(WeightsError, match="policy v1"):
-        copied(reader, publication)
+        copied(reader.tensors(publication))
 
 
 def test_sweeping_removes_the_files_of_dead_owners_only(directory: Path) -> None:
@@ -312,8 +259,8 @@ def test_sweeping_removes_the_files_of_dead_owners_only(directory: Path) -> None
 
 
 def test_the_files_of_one_owner_can_be_removed_by_another_process(directory: Path) -> None:
-    publisher_in(directory, owner_pid=11).publish(V1, shards_of(weights(1)), dtype=torch.float32)
-    other = publisher_in(directory, owner_pid=12).publish(V1, shards_of(weights(1)), dtype=torch.float32)
+    publisher_in(directory, owner_pid=11).publish(V1, whole_shards(weights(1)), dtype=torch.float32)
+    other = publisher_in(directory, owner_pid=12).publish(V1, whole_shards(weights(1)), dtype=torch.float32)
     assert [path.name for path in remove_segments_of(11, directory)] == ["titan_rl-11-policy-0"]
     assert [str(path) for path in directory.iterdir()] == [other.location]
 
