@@ -42,16 +42,6 @@ class Knobs:
         """S + ⌈(W - 1)/P⌉, and 0 at S = 0: steps of age at which a sample is trained at most (see `group_buffer`)."""
         return self.max_staleness + self.overtaking
 
-    @property
-    def expected_lag(self) -> int:
-        """Mean age of a group at consumption, counted from its admission, while every slot is taken.
-
-        Little's law: (S + 1)·P groups inside, P leave per step, so each stays S + 1 steps on average, the last of
-        which is the step that trains it. Slots that stand empty and tokens that are sampled after a later update
-        make it less.
-        """
-        return self.max_staleness
-
     def describe(self) -> str:
         """The one line that a run prints."""
         window = "in order" if self.window == 1 else f"window {self.window}"
@@ -59,7 +49,9 @@ class Knobs:
             age = "every sample is on-policy"
         else:
             sum_ = f" ({self.max_staleness} + {self.overtaking} for the window)" if self.overtaking else ""
-            age = f"a sample is at most {_steps(self.bound)} old{sum_}, on average at most {self.expected_lag}"
+            # The mean by Little's law: (S + 1)·P groups inside, P leave per step, so each stays S + 1 steps on average,
+            # the last of which trains it. Empty slots, and tokens sampled after a later update, make it less.
+            age = f"a sample is at most {_steps(self.bound)} old{sum_}, on average at most {self.max_staleness}"
         return (
             f"{self.groups_per_step} groups per step, max staleness {self.max_staleness}, {window}: "
             f"{self.slots} groups in flight; {age}"

@@ -28,7 +28,6 @@ class PromptStream:
         self._next = next_index
         self._low_water = next_index
         self._outcomes: dict[int, Outcome] = {}  # at or above the mark
-        self._totals = dict.fromkeys(Outcome, 0)
 
     @property
     def next_index(self) -> int:
@@ -39,11 +38,6 @@ class PromptStream:
     def low_water(self) -> int:
         """Every index below this one has its outcome."""
         return self._low_water
-
-    @property
-    def totals(self) -> Mapping[Outcome, int]:
-        """How many indices came to which end."""
-        return dict(self._totals)
 
     def take(self, count: int) -> list[int]:
         """The next `count` indices; they are pending now."""
@@ -63,7 +57,6 @@ class PromptStream:
             )
             raise ValueError(f"prompt {index} {ended}, it cannot become {outcome}")
         self._outcomes[index] = outcome
-        self._totals[outcome] += 1
         while self._low_water in self._outcomes:
             del self._outcomes[self._low_water]
             self._low_water += 1
@@ -73,7 +66,7 @@ class PromptStream:
         return self._low_water <= index < self._next and index not in self._outcomes
 
     def outcome(self, index: int) -> Outcome | None:
-        """How an index at or above `low_water` ended; None: it has not, or it is below (`totals` counts those)."""
+        """How an index at or above `low_water` ended; None: it has not, or it is below."""
         return self._outcomes.get(index)
 
     def pending(self) -> Iterator[int]:
@@ -86,7 +79,6 @@ class PromptStream:
             "next_index": self._next,
             "low_water": self._low_water,
             "outcomes": [[index, outcome.value] for index, outcome in sorted(self._outcomes.items())],
-            "totals": {outcome.value: count for outcome, count in self._totals.items()},
         }
 
     @classmethod
@@ -94,5 +86,4 @@ class PromptStream:
         stream = cls(state["next_index"])
         stream._low_water = state["low_water"]
         stream._outcomes = {index: Outcome(outcome) for index, outcome in state["outcomes"]}
-        stream._totals = {outcome: state["totals"][outcome.value] for outcome in Outcome}
         return stream
