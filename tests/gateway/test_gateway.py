@@ -291,6 +291,14 @@ async def test_headers_without_end_are_cut_off(up, header):
     writer.close()
 
 
+async def test_a_header_that_is_too_long_is_a_400(up):
+    address = urlsplit(up.url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 300_000 + b"\r\n\r\n")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+    writer.close()
+
+
 async def test_an_error_is_the_clients_own_exception_and_is_not_retried(up):
     with pytest.raises(openai.BadRequestError, match="no symbol"):
         await client(up).chat.completions.create(model=MODEL, messages=say("x"))

@@ -190,6 +190,19 @@ async def test_a_fleet_without_generators_is_not_healthy(renderer):
         assert "router: gone" in (await client.get("/health")).json()["error"]["message"]
 
 
+async def test_health_names_every_generator_and_why_it_does_not_serve(renderer):
+    class Dead(PlayedFleet):
+        async def fleet_status(self) -> list[SimpleNamespace]:
+            return [
+                SimpleNamespace(name="generator0", state="dead", last_error="was killed"),
+                SimpleNamespace(name="generator1", state="recovering", last_error=""),
+            ]
+
+    async with http(Dead([]), renderer) as client:
+        told = (await client.get("/health")).json()["error"]["message"]
+    assert told == "no generator serves: generator0 is dead: was killed; generator1 is recovering"
+
+
 async def test_every_call_is_counted_by_what_became_of_it(renderer):
     fleet = PlayedFleet([ValueError("oops"), GeneratorFailed("x")])
     async with http(fleet, renderer) as client:

@@ -30,8 +30,7 @@ from test_serve_command import KEY, left_of, served_checkpoint
 
 from titan_rl.actors.gateway import GatewayClient
 from titan_rl.chat.symbol_renderer import SymbolRenderer
-from titan_rl.gateway.access.callers import ApiKeys
-from titan_rl.gateway.access.rollout_keys import RolloutKeys
+from titan_rl.gateway.access.callers import ApiKeys, RolloutKeys
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.types import Completion, GenerationRequest, Piece
 
@@ -97,6 +96,22 @@ async def test_a_call_whose_body_is_still_coming_is_a_503_too(renderer):
     keys.end_all()
     answer = await call
     assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "true")
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics"])
+async def test_a_call_that_waits_for_the_router_is_a_503_too(renderer, path):
+    class SilentRouter(ScriptedFleet):
+        async def fleet_status(self):
+            await self._never()
+
+    fleet = SilentRouter(renderer)
+    keys, http, _ = await opened(renderer, fleet, sessions=False)
+    call = asyncio.ensure_future(http.get(path))
+    await fleet.until(1)
+    keys.end_all()
+    answer = await call
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "gateway_closing")
+    await fleet.until(0)
 
 
 @pytest.mark.parametrize("sessions", [False, True])

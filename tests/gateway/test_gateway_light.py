@@ -30,12 +30,12 @@ def loaded_after(program: str) -> set[str]:
 
 
 def test_the_gateways_process_loads_no_engine():
-    loaded = loaded_after("import titan_rl.actors.gateway, titan_rl.gateway.server")
+    loaded = loaded_after("import titan_rl.actors.gateway, titan_rl.gateway.app")
     assert not loaded & {"torch", "vllm", "torchtitan", "transformers"}
 
 
 def test_the_server_runs_without_actors_and_the_actors_client_without_a_server():
-    assert "monarch" not in loaded_after("import titan_rl.gateway.server")
+    assert "monarch" not in loaded_after("import titan_rl.gateway.app")
     assert not loaded_after("import titan_rl.actors.gateway") & {"fastapi", "uvicorn"}
 
 

@@ -12,7 +12,7 @@ from support.gateway import ADD, MODEL, ScriptedFleet, app_over, http_client, po
 
 from titan_rl.chat.symbol_renderer import SymbolRenderer
 from titan_rl.errors import GeneratorFailed, RequestError, SessionOver
-from titan_rl.gateway.access.rollout_keys import RolloutKeys
+from titan_rl.gateway.access.callers import RolloutKeys
 from titan_rl.types import Endpoint, FinishReason, Message
 
 URL = "http://gateway/v1"

@@ -18,8 +18,8 @@ from titan_rl.rollout.session import SessionRecord, SessionRequest
 from titan_rl.types import Endpoint
 
 if TYPE_CHECKING:
-    from titan_rl.gateway.access.rollout_keys import RolloutKeys
-    from titan_rl.gateway.server import GatewayServer
+    from titan_rl.gateway.access.callers import RolloutKeys
+    from titan_rl.gateway.app import GatewayServer
 
 STATUS_SECONDS = 20.0
 """Bound on the router's answer about its fleet."""
@@ -65,8 +65,8 @@ class Gateway(ConnectedActor):
         """
         # Here, because workers and the controller import this module, and have no use for a server.
         from titan_rl.chat.renderer import make_renderer
+        from titan_rl.gateway.app import GatewayServer
         from titan_rl.gateway.calls import ServedPolicy
-        from titan_rl.gateway.server import GatewayServer
 
         name, settings = self._renderer
         renderer = make_renderer(name, self._model_path, settings)

@@ -10,9 +10,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from titan_rl.chat.renderer import Renderer
 from titan_rl.errors import RequestTooLong, TaskError
@@ -33,8 +33,7 @@ class ServedPolicy:
     """Longest prompt and completion together, in tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chat:
+class Chat(NamedTuple):
     """A conversation that the policy is to go on with."""
 
     messages: Sequence[Message]
@@ -85,33 +84,22 @@ class Call:
         """Refuse a text that cannot fit before it is tokenized, which takes the render thread a second per megabyte.
 
         No token stands for more than `renderer.longest_token` characters. Tokenizers may compose up to four characters
-        outside of ASCII (NFC), and chat templates strip messages, so only what is certain to be left is counted.
+        outside of ASCII into one (NFC).
 
         Raises:
             RequestTooLong: there is such a text.
         """
         most = max(SHORT_TEXT, policy.max_model_len * policy.renderer.longest_token)
         for prompt in self.prompts:
-            longest = sum(len(text) if text.isascii() else len(text) // 4 for text in _texts_of(prompt))
+            if isinstance(prompt, list):
+                continue
+            text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+            longest = len(text) if text.isascii() else len(text) // 4
             if longest > most:
                 raise RequestTooLong(
                     f"the text of {longest} characters cannot fit: max_model_len ({policy.max_model_len}) tokens hold "
                     f"at most {most}"
                 )
-
-
-def _texts_of(prompt: Chat | str | list[int]) -> Iterator[str]:
-    if isinstance(prompt, str):
-        yield prompt
-    elif isinstance(prompt, Chat):
-        for message in prompt.messages:
-            yield message.content.strip()
-            yield message.reasoning
-            for call in message.tool_calls:
-                yield json.dumps(call.arguments, ensure_ascii=False, separators=(",", ":"))
-        for tool in prompt.tools:
-            yield tool.description
-            yield json.dumps(tool.parameters, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,14 +109,11 @@ class Choice:
     index: int
     prompt: list[int]
     completion: Completion
-    """What counts of it."""
-    tokens: list[int]
-    logprobs: list[float]
-    text: str
+    """What counts of it: without what was sampled behind a stop text."""
+    message: Message
+    """What was said; calls that could not be read are in its content. Of a text completion it has nothing else."""
     stopped: bool
     """By a stop token or a stop text; else by its length."""
-    message: Message | None = None
-    """Of a chat: what was said. Calls that could not be read are in its text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +124,7 @@ class Delta:
     first: bool
     prompt: list[int]
     text: str
-    """Of the message's content, in a chat."""
+    """Of the message's content."""
     tokens: list[int]
     logprobs: list[float]
     choice: Choice | None = None

@@ -19,6 +19,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from titan_rl.chat.renderer import Renderer
 from titan_rl.gateway.calls import Call, Chat, Choice, Delta
 from titan_rl.gateway.errors import ApiError
@@ -227,7 +229,7 @@ class ChoiceReader:
         if self.ended or (self._told and not text):
             return None
         new = Piece.join(self._pieces[self._told :])
-        delta = self._delta(text, new.token_ids.tolist(), _finite(new.logprobs.tolist()))
+        delta = self._delta(text, new.token_ids, new.logprobs)
         self._told = len(self._pieces)
         return delta
 
@@ -242,8 +244,8 @@ class ChoiceReader:
         """
         choice = self.read(completion or self._so_far())
         told = self._pieces[self._told - 1].end if self._told else 0
-        rest = self._deltas.rest(choice.text if choice.message is None else choice.message.content)
-        return self._delta(rest, choice.tokens[told:], choice.logprobs[told:], choice)
+        rest = self._deltas.rest(choice.message.content)
+        return self._delta(rest, choice.completion.token_ids[told:], choice.completion.logprobs[told:], choice)
 
     def read(self, completion: Completion) -> Choice:
         """Find the end of a completion, and in a chat what was said."""
@@ -262,7 +264,7 @@ class ChoiceReader:
                 versions=completion.versions[:kept],
                 finish_reason=FinishReason.LENGTH,  # its last token is no stop token
             )
-        message = None
+        message = Message("assistant", text)
         if isinstance(self._asked, Chat):
             # Without its stop token a turn is read as one that was cut, which is what it is after a stop text.
             ended = len(tokens) > len(said) and tokens[-1] in self._renderer.stop_token_ids
@@ -272,29 +274,20 @@ class ChoiceReader:
                 content=content[: self._first_stop(content)],
                 tool_calls=tuple(call for call in message.tool_calls if not call.problem),
             )
-        return Choice(
-            index=self._index,
-            prompt=self._prompt,
-            completion=completion,
-            tokens=tokens,
-            logprobs=_finite(completion.logprobs.tolist()),
-            text=text,
-            stopped=stopped,
-            message=message,
-        )
+        return Choice(index=self._index, prompt=self._prompt, completion=completion, message=message, stopped=stopped)
 
     def _said(self, tokens: Sequence[int], reason: FinishReason) -> Message:
         assert isinstance(self._asked, Chat)
         return self._renderer.parse(tokens, reason, self._prompt, self._asked.tools)
 
-    def _delta(self, text: str, tokens: list[int], logprobs: list[float], choice: Choice | None = None) -> Delta:
+    def _delta(self, text: str, tokens: np.ndarray, logprobs: np.ndarray, choice: Choice | None = None) -> Delta:
         return Delta(
             index=self._index,
             first=not self._told,
             prompt=self._prompt,
             text=text,
-            tokens=tokens,
-            logprobs=logprobs,
+            tokens=tokens.tolist(),
+            logprobs=[max(each, LOWEST_LOGPROB) for each in logprobs.tolist()],
             choice=choice,
         )
 
@@ -320,7 +313,3 @@ class ChoiceReader:
             text = self._renderer.decode(tokens[:middle])
             low, high = (low, middle) if self._first_stop(text) < len(text) else (middle + 1, high)
         return low
-
-
-def _finite(logprobs: Sequence[float]) -> list[float]:
-    return [max(each, LOWEST_LOGPROB) for each in logprobs]

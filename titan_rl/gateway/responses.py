@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 
@@ -18,28 +18,24 @@ class JsonResponse(JSONResponse):
         return to_json(content)
 
 
-class EventStream(StreamingResponse):
+class EventStream(Response):
     """Server-sent events. However the response ends, `events` is closed, and with it the engine work behind it."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
-        """
-        Args:
-            first: was awaited by the caller, so that a failure before it has a status of its own.
-        """
-        super().__init__(_chained(first, events), headers={"Cache-Control": "no-cache"})
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events):
-            await self.stream_response(send)
-
-
-async def _chained(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    yield first
-    async for event in events:
-        yield event
+        async with aclosing(self._events) as events:
+            body = await anext(events)  # what fails before it is answered with a status of its own
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            async for body in events:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def to_json(content: Any) -> bytes:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import TypeVar
@@ -110,40 +109,34 @@ class Sampler:
     def _count(self, call: Call, choices: Sequence[Choice]) -> None:
         prompts = sum(len(choice.prompt) for choice in choices if choice.index % call.choices == 0)
         self._metrics.prompt_tokens.inc(prompts)
-        self._metrics.completion_tokens.inc(sum(len(choice.tokens) for choice in choices))
+        self._metrics.completion_tokens.inc(sum(len(choice.completion.token_ids) for choice in choices))
 
 
 class Sampled:
     """What the engines sample for several requests, as it comes, with the position of each request. A request's
     completion is the last of it. The first failure ends the iteration; `aclose` aborts what is left.
 
-    Pieces that wait for a slow reader are joined with each other or with the completion, so a reader is never further
-    behind than what was sampled while it was busy.
+    Of each request one item waits: pieces that a slow reader has not taken are joined, and the completion replaces
+    them. So a reader is never further behind than what was sampled while it was busy.
     """
 
     def __init__(
-        self,
-        fleet: Fleet,
-        requests: Sequence[GenerationRequest],
-        *,
-        stream: bool,
-        ended: asyncio.Future[TitanError],
+        self, fleet: Fleet, requests: Sequence[GenerationRequest], *, stream: bool, ended: asyncio.Future[TitanError]
     ) -> None:
         """
         Args:
             stream: pieces come too; else completions only.
             ended: its result fails the iteration.
         """
-        self._waiting: deque[tuple[int, Piece | Completion]] = deque()
+        self._waiting: dict[int, Piece | Completion] = {}
         self._failure: BaseException | None = None
         self._came = asyncio.Event()
         self._ended = ended
         ended.add_done_callback(self._caller_ended)
         self._open: dict[int, asyncio.Task[None]] = {}
         for index, request in enumerate(requests):
-            task = asyncio.ensure_future(self._sample(fleet, index, request, stream=stream))
-            self._open[index] = task
-            task.add_done_callback(functools.partial(self._sampled, index))
+            self._open[index] = asyncio.ensure_future(self._sample(fleet, index, request, stream=stream))
+            self._open[index].add_done_callback(functools.partial(self._sampled, index))
 
     def __aiter__(self) -> Sampled:
         return self
@@ -160,18 +153,12 @@ class Sampled:
                 raise StopAsyncIteration
             self._came.clear()
             await self._came.wait()
-        index, what = self._waiting.popleft()
-        pieces: list[Piece] = []
-        while isinstance(what, Piece):
-            pieces.append(what)
-            if not self._waiting or self._waiting[0][0] != index:
-                return index, Piece.join(pieces)
-            what = self._waiting.popleft()[1]
-        return index, what
+        index = next(iter(self._waiting))
+        return index, self._waiting.pop(index)
 
     async def end(self, index: int) -> None:
         """Nothing more is wanted of this request."""
-        self._waiting = deque(each for each in self._waiting if each[0] != index)
+        self._waiting.pop(index, None)
         if index in self._open:
             await _cancelled([self._open[index]])
 
@@ -192,7 +179,10 @@ class Sampled:
         if isinstance(what, Completion) and what.finish_reason is FinishReason.ABORT:
             tokens = len(what.token_ids)
             raise GeneratorFailed(f"the completion was aborted after {tokens} tokens: the fleet is being stopped")
-        self._waiting.append((index, what))
+        before = self._waiting.get(index)
+        if isinstance(before, Piece) and isinstance(what, Piece):
+            what = Piece.join([before, what])
+        self._waiting[index] = what
         self._came.set()
 
     def _sampled(self, index: int, task: asyncio.Task[None]) -> None:

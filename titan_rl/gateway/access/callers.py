@@ -1,12 +1,17 @@
 """Whose call it is. An API key finds its caller, who decides what the engines are asked for a call.
 
-There are two kinds: one key for everybody, who decide how they sample (here), and a key per rollout of a run, whose
-calls become that rollout (`rollout_keys`). The app treats both alike.
+There are two kinds: one key for everybody, who decide how they sample, and a key per rollout of a run, whose calls
+become that rollout. The app treats both alike. Of a rollout's key:
+
+- It is good from `open` to `close` of its session. What is asked with it belongs to that rollout and to no other.
+- A session is closed at once: its record is what was answered until then, and open calls are aborted in the engines.
+- The run decides how tokens are drawn: sampling options of a program are accepted and ignored (see `rollout.session`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import secrets
 from collections.abc import Awaitable, Iterator, Sequence
@@ -15,12 +20,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from titan_rl.errors import GatewayClosing, TitanError
+from titan_rl.errors import GatewayClosing, RequestError, SessionOver, TaskError, TitanError
 from titan_rl.gateway.calls import Call, Chat, Choice, ServedPolicy
+from titan_rl.gateway.errors import ApiError
 from titan_rl.generation.engine import validate_request
-from titan_rl.rollout.session import Prompt
+from titan_rl.rollout.session import Prompt, Session, SessionRecord, SessionRequest
 from titan_rl.seeding import derive_seed
-from titan_rl.types import GenerationRequest
+from titan_rl.types import Endpoint, GenerationRequest
+
+SCHEME = "Bearer "
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
@@ -113,6 +121,129 @@ class ApiKeys:
     def end_all(self) -> None:
         """The gateway closes: all calls end."""
         self.anybody.end(GatewayClosing("the gateway is being closed; the call was aborted"))
+
+
+class RolloutKeys(ApiKeys):
+    """A key per open session; a `Sessions` for rollout workers. Belongs to one loop."""
+
+    def __init__(self, policy: ServedPolicy, *, base_url: str, run_seed: int) -> None:
+        """
+        Args:
+            base_url: where programs reach the gateway, with `/v1`.
+        """
+        super().__init__(policy)
+        self._policy = policy
+        self._base_url = base_url
+        self._run_seed = run_seed
+        self._by_id: dict[str, RolloutCaller] = {}
+        self._by_key: dict[bytes, RolloutCaller] = {}
+
+    async def open(self, request: SessionRequest) -> Endpoint:
+        """See `Sessions`. Raises RequestError where a session of that id is open."""
+        if request.session_id in self._by_id:
+            raise RequestError(f"session {request.session_id} is open already")
+        key = f"sk-{secrets.token_urlsafe(32)}"
+        caller = RolloutCaller(request, self._policy, run_seed=self._run_seed, key_digest=_digest(key))
+        self._by_id[request.session_id] = self._by_key[caller.key_digest] = caller
+        return Endpoint(base_url=self._base_url, api_key=key, model=self._policy.name)
+
+    async def idle(self, session_id: str, seconds: float) -> None:
+        """See `Sessions`; returns too when the session is closed. Raises SessionOver where there is none."""
+        await self._open(session_id).idle(seconds)
+
+    async def close(self, session_id: str) -> SessionRecord:
+        """See `Sessions`. Raises SessionOver where there is none."""
+        caller = self._open(session_id)
+        del self._by_id[session_id], self._by_key[caller.key_digest]
+        return caller.close(SessionOver("the rollout has ended; the call was aborted"))
+
+    def caller(self, authorization: str) -> Caller | None:
+        # Looked up by digest: how long that takes tells nothing about the keys that there are.
+        key = authorization.removeprefix(SCHEME)
+        return None if key == authorization else self._by_key.get(_digest(key))
+
+    def end_all(self) -> None:
+        super().end_all()
+        for caller in self._by_id.values():
+            caller.close(self.anybody.ended.result())
+        self._by_id.clear()
+        self._by_key.clear()
+
+    def _open(self, session_id: str) -> RolloutCaller:
+        if session_id not in self._by_id:
+            raise SessionOver(f"there is no open session {session_id}")
+        return self._by_id[session_id]
+
+
+class RolloutCaller(Caller):
+    """A rollout's program."""
+
+    def __init__(self, request: SessionRequest, policy: ServedPolicy, *, run_seed: int, key_digest: bytes) -> None:
+        super().__init__(policy)
+        self.key_digest = key_digest
+        self._session = Session(request, policy.renderer, run_seed=run_seed, max_model_len=policy.max_model_len)
+        self._open_calls = 0
+        self._quiet = asyncio.Event()  # there is no open call, or there will be no more
+        self._quiet.set()
+        self._quiet_since = self._now()
+
+    async def idle(self, seconds: float) -> None:
+        """Returns once no call has been open for so long, or at the end."""
+        while not self.ended.done():
+            await self._quiet.wait()
+            left = self._quiet_since + seconds - self._now()
+            if left <= 0:
+                return
+            await asyncio.wait([self.ended], timeout=left)
+
+    def close(self, reason: TitanError) -> SessionRecord:
+        """All that came of it. Open calls end with `reason`."""
+        record = self._session.close()
+        self.end(reason)
+        self._quiet.set()
+        return record
+
+    @contextmanager
+    def call_open(self) -> Iterator[None]:
+        self._open_calls += 1
+        self._quiet.clear()
+        try:
+            yield
+        finally:
+            self._open_calls -= 1
+            if not self._open_calls:
+                self._quiet_since = self._now()
+                self._quiet.set()
+
+    def requests(self, call: Call, prompts: Sequence[Prompt], stops: tuple[int, ...]) -> list[GenerationRequest]:
+        wanted = [(each, call.sampling(len(each.token_ids), stops, self._policy)) for each in prompts]
+        return self._session.ask(call.id, wanted, choices=call.choices)
+
+    def ignored(self, call: Call) -> Sequence[str]:
+        return [*call.drawing, *(["seed"] if call.seed is not None else [])]
+
+    def answered(self, choice: Choice) -> None:
+        self._session.answered(choice.completion, choice.message, stopped=choice.stopped)
+
+    def failed(self, error: Exception) -> None:
+        if not isinstance(error, (ApiError, RequestError, TaskError)):  # those are the program's own
+            self._session.failed(f"{type(error).__name__}: {error}")
+
+    def dropped(self, requests: Sequence[GenerationRequest]) -> None:
+        self._session.dropped(each.request_id for each in requests)
+
+    def _prompt_of_chat(self, chat: Chat) -> Prompt:
+        return self._session.prompt_of_chat(chat.messages, chat.tools)
+
+    def _prompt_of_tokens(self, token_ids: Sequence[int]) -> Prompt:
+        return self._session.prompt_of_tokens(token_ids)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 async def unless(work: Awaitable[T], end: asyncio.Future[E]) -> T:

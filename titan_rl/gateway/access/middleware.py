@@ -1,6 +1,5 @@
-"""What every call passes before the app: the size of its headers, its key, the size of its body, and the counters.
+"""What every call passes before the app: its key, the size of its body, and the counters.
 
-- Headers are bounded while they are read, before there is a key to check; uvicorn's fast parser takes any number.
 - A call without the key costs nothing but this check. No more of a body is kept than the limit.
 - A call whose client hangs up is cancelled, whatever it waits for.
 """
@@ -13,7 +12,6 @@ from collections.abc import Callable
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from titan_rl.errors import TitanError
 from titan_rl.gateway.access.callers import ApiKeys, Caller, unless
@@ -29,11 +27,6 @@ CLIENT_GONE = 499
 MOST_DISCARDED = 64 << 20
 """Bytes of a body past its limit that are read and thrown away: a client reads no answer before it has sent its body.
 After that it is cut off."""
-
-MOST_HEADERS = 256
-"""Of one call, trailers included."""
-MOST_FRAMING_BYTES = 256 << 10
-"""Of one call: all that is not body. Clients send some thousand; one that sends its body in chunks, 8 for each."""
 
 
 class ClientGone(Exception):
@@ -140,28 +133,3 @@ async def _hung_up(receive: Receive) -> ClientGone:
     while (await receive())["type"] != "http.disconnect":
         pass
     return ClientGone()
-
-
-class BoundedFraming(HttpToolsProtocol):
-    """A connection that is cut off (400) when a call on it has too many headers, or too long ones."""
-
-    _framing = 0
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if len(self.headers) >= MOST_HEADERS:
-            raise ValueError("too many headers")  # the parser ends there, and the base class answers 400
-        super().on_header(name, value)
-
-    def on_body(self, body: bytes) -> None:
-        self._framing -= len(body)
-        super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._framing = 0  # a next call that came in the same read is not counted: at most 256 KiB
-
-    def data_received(self, data: bytes) -> None:
-        self._framing += len(data)
-        super().data_received(data)
-        if self._framing > MOST_FRAMING_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"Headers and chunk marks are longer than {MOST_FRAMING_BYTES} bytes.")

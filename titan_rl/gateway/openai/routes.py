@@ -47,8 +47,7 @@ def routes(sampler: Sampler) -> APIRouter:
     async def answered(answer: Answer, caller: Caller) -> Response:
         check_model(answer.body.model)
         if answer.body.stream:
-            events = _events(sampler, answer, caller)
-            return EventStream(await anext(events), events)
+            return EventStream(_events(sampler, answer, caller))
         choices = await sampler.whole(answer.call, caller, answer.choice)
         return JsonResponse(answer.whole(choices))
 
@@ -138,7 +137,7 @@ class Answer(ABC):
         if choice is not None:
             first = choice.index % self.call.choices == 0
             self.usage["prompt_tokens"] += len(choice.prompt) if first else 0
-            self.usage["completion_tokens"] += len(choice.tokens)
+            self.usage["completion_tokens"] += len(choice.completion.token_ids)
             self.usage["total_tokens"] = self.usage["prompt_tokens"] + self.usage["completion_tokens"]
 
 
@@ -173,7 +172,7 @@ class ChatAnswer(Answer):
         return {**super().whole(choices), **more}
 
     def choice(self, delta: Delta) -> Json:
-        assert delta.choice is not None and delta.choice.message is not None
+        assert delta.choice is not None
         self._count(delta.choice)
         self._prompt = delta.prompt
         said = delta.choice.message
@@ -186,7 +185,7 @@ class ChatAnswer(Answer):
         content: Json = {"role": "assistant", "content": ""} if delta.first else {}
         if delta.text:
             content["content"] = delta.text
-        if delta.choice is None or delta.choice.message is None:
+        if delta.choice is None:
             return [self._chunk(delta, content)]
         self._count(delta.choice)
         content |= self._more(delta.index, delta.choice.message)
@@ -224,6 +223,6 @@ class ChatAnswer(Answer):
 
 
 def _finish_reason(choice: Choice) -> str:
-    if choice.message is not None and choice.message.tool_calls:
+    if choice.message.tool_calls:
         return "tool_calls"
     return "stop" if choice.stopped else "length"
