@@ -3,7 +3,7 @@
     python scripts/bench/data_plane.py [--only bytes throughput] [--repetitions 7]
 
 (a) `controller_bytes_per_sample_<tokens>`: every argument and result that is serialised in the controller's process
-during whole steps (groups played, samples leased, trained and released, weights published and pulled), by the tokens
+during whole steps (groups played, samples trained and released, weights published and pulled), by the tokens
 that were sampled for a sample; `router_bytes_per_sample_<tokens>`: the same in the router's process. Generated tokens
 go from generators to rollout workers directly, so none are in either number. The engine is a simulated one, which
 samples any length at once; 16 and 256 tokens are also sampled by vLLM (`…_vllm`), which changes nothing of the messages

@@ -1,4 +1,4 @@
-"""Samples out of the stores that hold them, for whoever holds references.
+"""Fetches samples by their references.
 
 A source gives exactly what was stored or raises `SampleError` with the group's name: bytes are copied out first and
 verified in the copy. What a source returned belongs to the caller and does not change when samples are released.

@@ -1,4 +1,4 @@
-"""One training sample as flat bytes: what a store holds and a transport carries. No pickle, no pointers.
+"""One training sample as flat bytes, for stores and transports. No pickle, no pointers.
 
     header 48 B | token_ids int32 [L] | logprobs float32 [L] | versions int64 [L] | loss_mask uint8 [L] | zeros to 8 B
 
@@ -31,7 +31,7 @@ _ARRAYS = (
 """In the order of the bytes, which keeps each one aligned: the first two make 8 bytes per token together."""
 _TOKEN_BYTES = sum(dtype.itemsize for _, dtype in _ARRAYS)
 ALIGNMENT = 8
-"""Bytes; a multiple of it is where an encoded sample must begin, and what its size is."""
+"""Bytes; an encoded sample begins at a multiple of it and has a multiple of it as its size."""
 
 _ROW_BYTES = 2048
 _FOLDED_FROM = 32 * 1024
@@ -93,8 +93,8 @@ def decode(buffer: bytes | memoryview, checksum: int, *, group_id: int, sample: 
     Args:
         buffer: as `encode_into` left it.
         checksum: as `encode_into` returned it.
-        group_id: whose bytes these should be, and what an error names.
-        sample: likewise, position within the group.
+        group_id: of the sample that these bytes should be; an error names it.
+        sample: likewise, its number within the group.
 
     Raises:
         SampleError: the bytes are not what was written, or not this sample.

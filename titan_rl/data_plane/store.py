@@ -85,7 +85,7 @@ class SampleStore:
         segment_path(directory, owner_pid, f"samples.{name}", 0)  # refuses a name that no file can have
 
     def put(self, samples: Sequence[TrainingSample]) -> tuple[SampleRef, ...]:
-        """Store copies of these samples, which whoever gets the references has to release.
+        """Store copies of these samples. The caller owns them and has to release them.
 
         Raises:
             SampleStoreFull: the store's bound, or what the host has left.

@@ -28,7 +28,7 @@ class PackingPlan:
     longest: int
     """Tokens of the longest sample."""
     trained_tokens: int
-    """Of the whole batch, as all numbers here: a rank that has only its share of a step needs them."""
+    """Of the whole batch, as all numbers here: a rank needs them and has only its own samples."""
     share_of: int | None = None
     """The data-parallel rank whose share this is; None: the whole batch's plan."""
 
@@ -37,8 +37,7 @@ class PackingPlan:
         return len(self.microbatches[0])
 
     def share(self, rank: int) -> tuple[tuple[int, ...], PackingPlan]:
-        """What one data-parallel rank has to be given: the positions of its samples in the batch, and the plan of the
-        batch that they are, in that order."""
+        """A data-parallel rank's samples, as positions in the batch, and the plan for these samples in this order."""
         positions = tuple(index for microbatch in self.microbatches[rank] for index in microbatch)
         numbers = iter(range(len(positions)))
         own = tuple(tuple(itertools.islice(numbers, len(microbatch))) for microbatch in self.microbatches[rank])

@@ -204,10 +204,10 @@ class Verdict:
 
 
 def judge(config: LogprobAlarmConfig, *, mean: float, outside_share: float) -> Verdict:
-    """What a disagreement between trainer and engine about one step's on-policy tokens is worth.
+    """Whether trainer and engine disagree too much about one step's on-policy tokens.
 
-    Every rank sees the same reduced numbers, so every rank comes to the same verdict. What is not a number is the worst
-    disagreement there is, also where a limit is off.
+    Every rank sees the same reduced numbers, so every rank comes to the same verdict. NaN is the worst
+    disagreement, also where a limit is off.
 
     Args:
         mean: of |logprob of the trainer - logprob of the engine|, nats.

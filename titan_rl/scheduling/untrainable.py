@@ -4,7 +4,7 @@ Always true: a group that teaches something starts the count again, so a run goe
 k batches' worth does.
 
 Nothing is left to learn where every group of the count was solved. Equal rewards alone do not say that: they may be
-equally poor, and nobody knows the best that a reward can become. So a rollout is solved where evaluation would count it
+equally poor, and the best possible reward is unknown. So a rollout is solved where evaluation would count it
 as an exact match.
 """
 

@@ -111,7 +111,7 @@ class WeightPuller:
         return self._readers[where].tensors(publication)
 
     def verify(self, publication: Publication, served: Iterable[TensorShard], group: ProcessGroup | None) -> int:
-        """See `verification.verify`. Collective. What was refused is read from its place anew the next time."""
+        """See `verification.verify`. Collective. After a refusal the next pull reads everything again."""
         try:
             return verify(publication, served, group)
         except WeightsError:

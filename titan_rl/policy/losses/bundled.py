@@ -1,7 +1,7 @@
 """The losses that come with titan_rl. They share an entropy bonus, and a mask over samples that are too far off-policy.
 
 A masked sample adds nothing to loss and gradient, whatever its tokens hold, but counts in the step's number of trained
-tokens: the others do not weigh more for it. What is not a number is never masked, so it still ends the step.
+tokens: the others do not weigh more for it. NaN is never masked, so it still ends the step.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class BundledLoss(PolicyLoss):
 
     @abstractmethod
     def surrogate(self, tokens: TrainedTokens) -> tuple[Tensor, Tensor]:
-        """What is to be maximised, per token [N], N >= 0; and where the loss removed or bounded a gradient [N] bool."""
+        """The objective to maximise [N], N >= 0, and where the loss removed or bounded a gradient [N] bool."""
 
     def __call__(self, tokens: TrainedTokens) -> tuple[Tensor, dict[str, Tensor]]:
         masked = tokens.samples.new_zeros(())

@@ -7,14 +7,14 @@ divergence"):
     k2   x^2 / 2            biased, never negative; its GRADIENT is the KL's own
     k3   exp(-x) - 1 + x    unbiased, never negative; GRPO's (Shao et al. 2024, arXiv:2402.03300, eq. 4)
 
-What is right as a value need not be right as a loss. Differentiated as it stands k1 pushes nowhere: its gradient is
-grad logprob, which is 0 in expectation (Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation
-for RL", arXiv:2506.09477). The gradient of KL(current || reference) is the mean of x grad logprob, and that is the
-gradient of k2; so here k1 has the value x and the gradient of k2. The gradient of k3, (1 - exp(-x)) grad logprob,
-agrees with it near x = 0 and is that of the KL the other way round far from it.
+A good estimate need not be a good loss. The gradient of k1 itself is grad logprob, which is 0 in expectation (Tang and
+Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL", arXiv:2506.09477). The gradient of
+KL(current || reference) is the mean of x grad logprob, and that is the gradient of k2; so here k1 has the value x and
+the gradient of k2. The gradient of k3, (1 - exp(-x)) grad logprob, agrees with it near x = 0; far from 0 it is that of
+KL(reference || current).
 
-No estimate is weighted for the age of a sample: on old tokens they are what they are. k3 takes x below
--`LARGEST_LOG_RATIO` for that: exp(-x) would overflow, and its pull drown every other token's long before.
+No estimate is weighted for the age of a sample. k3 replaces x below -`LARGEST_LOG_RATIO` by that bound: exp(-x) would
+overflow, and one token's gradient would drown all others long before.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Policy:
         return self.adapter.to_hf(self.module.state_dict())
 
     def reshard(self) -> None:
-        """Free what a forward pass without a backward pass left gathered."""
+        """Free the weights that FSDP gathered for a forward pass without a backward pass."""
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -8,7 +8,7 @@ What always holds:
   rank that dies or raises half-way leaves a free slot with rubbish in it and every live publication as it was.
 - The bytes of a live publication do not change. A slot is written only while it is free.
 - All ranks agree: names, shapes, slot and version are compared before the first byte is written.
-- Fingerprints are taken of what was stored, read back from where it was put, in the dtype that is served.
+- Fingerprints are taken of the stored bytes, read back, in the dtype that is served.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ RDMA where the hosts have it, Monarch's TCP otherwise. Nothing passes through an
 
 - Every rank keeps its shards, packed, in memory that is registered once per slot and recycled.
 - A generator rank fetches into memory of its own, in its engine thread, all pieces at once; every tensor-parallel rank
-  fetches for itself. What it fetched last of a channel it can read again without the writer.
+  fetches for itself. It can read its last publication of a channel again without the writer.
 - A publication lives as long as the processes that wrote it. When one is dead, generators keep serving what they
   have, and reading it anew is an error; the trainer that comes after publishes again.
 
@@ -41,8 +41,8 @@ _PIECE_BYTES = 4 << 20
 than one (TCP on one host: 1.9 GB/s in pieces of 4 MB, 0.9 in one)."""
 _PATIENCE_SECONDS = 10
 _SLOWEST_BYTES_PER_SECOND = 50 << 20
-"""A fetch that takes longer than the patience plus its bytes at this speed is an error. That is how a writer that is
-gone is noticed: Monarch does not say so, and until then the engine stands still."""
+"""A fetch that takes longer than the patience plus its bytes at this speed is an error. Monarch does not report a dead
+writer, so this bound is how one is noticed; the engine stands still until then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class RdmaPublisher(ChannelPublisher):
 
 @dataclass(frozen=True, slots=True)
 class _Fetched:
-    """What a reader has of one channel."""
+    """The last publication that a reader fetched from one channel."""
 
     location: str
     version: PolicyVersion
@@ -124,7 +124,7 @@ class _Fetched:
 
 
 class RdmaReader:
-    """A generator rank's end: fetches what it is asked for into memory that it keeps.
+    """A generator rank's end: fetches publications into memory that it keeps.
 
     Args:
         patience_seconds: how much longer than its bytes take a fetch may take.
@@ -198,7 +198,7 @@ def _plan(
 
 
 def _assembled(publication: Publication, fetched: _Fetched) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors: what one rank had whole is a view, others are put together, one at a time."""
+    """Whole tensors: a view where one rank holds all of it, else assembled from the ranks' boxes, one at a time."""
     boxes: dict[str, list[_Box]] = {}
     for box in fetched.boxes:
         boxes.setdefault(box.name, []).append(box)

@@ -1,7 +1,7 @@
 """The files behind shared memory: how they are named, and how those of dead owners are removed.
 
-A file outlives a killed process, so its name carries the process id of its owner, and whoever starts a run removes
-the files whose owner is gone. Only names of the exact pattern are ever touched. Standard library only: the
+A file outlives a killed process, so its name carries the process id of its owner. The start of a run removes the
+files whose owner is gone. Only names of the exact pattern are ever touched. Standard library only: the
 controller calls this without loading torch.
 """
 

@@ -117,7 +117,7 @@ class SharedMemoryReader:
 class _Mapping:
     content: Tensor  # [bytes] uint8
     identity: tuple[int, int, int]
-    """Device, inode and size: which file the name stood for when it was mapped, and that nobody has cut it short."""
+    """Device, inode and size of the mapped file: they change when the name gets another file, or the file is cut."""
 
 
 def _create(path: Path, nbytes: int) -> None:
