@@ -152,6 +152,7 @@ JOBS = (
     bench("plan"),
     bench("soak", at_most={"controller_bytes_per_group": 300, "router_bytes_per_group": 300}),
     bench("deterministic", deterministic_to_plain_float32_64x128=0.85),
+    Job("gpu_check, on the CPU", lambda _: [sys.executable, "scripts/gpu_check.py", "--device", "cpu"], last_line_json),
 )
 
 
