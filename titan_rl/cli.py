@@ -19,7 +19,7 @@ from titan_rl import __version__, train
 from titan_rl.config_registry import RECIPES, first_line
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.importing import import_user_module
-from titan_rl.overrides import did_you_mean
+from titan_rl.overrides import EXIT_USAGE, did_you_mean, say
 from titan_rl.processes import leave
 
 PROG = "titan-rl"
@@ -32,17 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: a recipe may be a module of the working directory
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())
-        return 0 if arguments else train.EXIT_USAGE
+        return 0 if arguments else EXIT_USAGE
     if arguments[0] == "--version":
         print(f"{PROG} {__version__}")
         return 0
     verb, *rest = arguments
     if verb not in VERBS:
-        print(
-            f"{PROG}: there is no verb {verb!r}{did_you_mean(verb, VERBS)}; there are {', '.join(VERBS)}",
-            file=sys.stderr,
-        )
-        return train.EXIT_USAGE
+        say(PROG, f"there is no verb {verb!r}{did_you_mean(verb, VERBS)}; there are {', '.join(VERBS)}")
+        return EXIT_USAGE
     return VERBS[verb](rest)
 
 
@@ -52,15 +49,15 @@ def command() -> NoReturn:
 
 
 def _train(arguments: Sequence[str]) -> int:
-    """Train a policy: --recipe NAME [--config FILE.toml] [--section.key VALUE ...] [--dry-run]; see train --help."""
+    """Train a policy: --recipe NAME [--config FILE.toml] [--section.key VALUE ...] [--dry-run]."""
     return train.main(arguments, prog=f"{PROG} train")
 
 
 def _recipes(arguments: Sequence[str]) -> int:
     """List the recipes, and the bundled tasks that environment.name takes."""
     if arguments and arguments[0] not in ("-h", "--help"):
-        print(f"{PROG} recipes: takes no arguments, got {' '.join(arguments)!r}", file=sys.stderr)
-        return train.EXIT_USAGE
+        say(f"{PROG} recipes", f"takes no arguments, got {' '.join(arguments)!r}")
+        return EXIT_USAGE
     tasks = {name: first_line(import_user_module(target.partition(":")[0])) for name, target in SHORT_NAMES.items()}
     print(f"recipes ({PROG} train --recipe NAME)")
     print(_listing({name: first_line(recipe) for name, recipe in RECIPES.items()}))
@@ -71,16 +68,16 @@ def _recipes(arguments: Sequence[str]) -> int:
 
 def _plan(arguments: Sequence[str]) -> int:
     """Simulate a run's throughput and staleness for splits of the devices, max staleness and weight sync."""
-    from titan_rl.planner import command
+    from titan_rl.planner.command import VERB
 
-    return command.main(arguments, prog=f"{PROG} plan")
+    return VERB.run(arguments, prog=f"{PROG} plan")
 
 
 def _serve(arguments: Sequence[str]) -> int:
-    """Serve a checkpoint over HTTP, with OpenAI's API: --policy.path DIR [--port PORT]; see serve --help."""
-    from titan_rl import serve
+    """Serve a checkpoint over HTTP, with OpenAI's API: --policy.path DIR [--port PORT]."""
+    from titan_rl.serve import VERB
 
-    return serve.main(arguments, prog=f"{PROG} serve")
+    return VERB.run(arguments, prog=f"{PROG} serve")
 
 
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {

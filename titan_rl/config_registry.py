@@ -126,7 +126,7 @@ def tool_sum_openai() -> RunConfig:
             # a turn has room for a call; together they need no bound, past which the program's next call would fail
             sampling=SamplingConfig(temperature=1.0, max_new_tokens=9),
             max_sampled_tokens=0,
-            agents=AgentsConfig(gateway=True, at_once=8),  # they compute as much as they wait
+            agents=AgentsConfig(at_once=8),  # they compute as much as they wait
         ),
         # what takes the time is 128 programs a step, not their tokens
         generator=replace(recipe.generator, count=1),

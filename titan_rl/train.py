@@ -12,8 +12,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from titan_rl.config import CLASS_SETTINGS, DATA_FILES, RunConfig
 from titan_rl.config_registry import RECIPES, load_recipe
@@ -22,21 +23,20 @@ from titan_rl.launch.checks import Problem, Severity, check_run
 from titan_rl.launch.placement import TORCHRUN_VARIABLES, HostFacts, describe, detect_host, devices_needed, plan
 from titan_rl.launch.process import prepare_controller
 from titan_rl.overrides import (
-    Override,
+    EXIT_USAGE,
+    Command,
     Rules,
+    Verb,
     absolute_files,
     apply,
     get_setting,
-    option_overrides,
-    read_toml,
-    split_options,
+    say,
     to_toml,
-    toml_overrides,
 )
 from titan_rl.processes import leave
 from titan_rl.weights.transports.segment_files import sweep_dead_segments
 
-EXIT_USAGE = 2
+C = TypeVar("C", bound=RunConfig)
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titan_rl.train") -> int:
@@ -52,20 +52,25 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titan_rl.t
     """
     if (refusal := several_processes(os.environ)) is not None:
         if os.environ.get("RANK", "0") == "0":  # once, not once per process
-            _say(prog, refusal)
+            say(prog, refusal)
         return EXIT_USAGE
-    try:
-        command = parse(sys.argv[1:] if argv is None else argv)
-        if command.help:
-            from titan_rl.overrides.help import print_help
+    return VERB.run(sys.argv[1:] if argv is None else argv, prog=prog)
 
-            print_help(load_recipe(command.recipe) if command.recipe else RunConfig(), prog=prog)
-            return 0
-        config, imports = resolve(command)
-        return _dry_run(config, imports, prog) if command.dry_run else _run(config, imports, prog)
-    except ConfigError as error:
-        _say(prog, error)
+
+def _act(command: Command, prog: str) -> int:
+    config, imports = resolve(command)
+    sweep_dead_segments()  # so that /dev/shm has what it will have
+    dry_run = "--dry-run" in command.flags
+    if not may_start(_problems(config, imports), prog, dry_run=dry_run):
         return EXIT_USAGE
+    if dry_run:
+        show(config, detect_host())
+        return 0
+    forget_torchrun(os.environ)
+    prepare_controller()
+    from titan_rl.launch.run import run
+
+    return run(config, imports)
 
 
 # --- from arguments to a config --------------------------------------------------------------------------------------
@@ -95,59 +100,31 @@ _RULES = Rules(
 )
 
 
-@dataclass(kw_only=True)
-class Command:
-    """The command line, read but not yet looked up."""
+VERB = Verb(
+    act=_act,
+    config=lambda command: recipe_of(command) if command.recipe else RunConfig(),
+    about="""
+usage: {prog} --recipe NAME [--config FILE.toml] [--section.key VALUE ...] [--name NAME] [--dry-run]
 
-    recipe: str = ""
-    """Absolute where it names a file."""
-    layers: list[list[Override]] = field(default_factory=list)
-    """TOML first, then the command line's own."""
-    dry_run: bool = False
-    help: bool = False
-
-
-def parse(argv: Sequence[str]) -> Command:
-    """Read the arguments and the TOML file that they name.
-
-    Raises:
-        ConfigError: an option without its value, or a TOML file that is missing or broken.
-    """
-    if "-h" in argv:
-        argv = ["--help" if argument == "-h" else argument for argument in argv]
-    command = Command()
-    here = Path.cwd()
-    recipe, file, settings = "", None, []
-    for option, words in split_options(argv):
-        match option.replace("_", "-"):
-            case "--recipe":
-                recipe = absolute_name(_single(option, words), here)
-            case "--config":
-                file = Path(_single(option, words)).expanduser()
-            case "--name":
-                settings.append(("--logging.name", words))
-            case "--dry-run" | "--help":
-                if words:
-                    raise ConfigError(f"{option}: takes no value, got {' '.join(words)!r}")
-                setattr(command, option[2:].replace("-", "_"), True)
-            case _:
-                settings.append((option, words))
-    if file is not None:
-        table = read_toml(file)
-        named = table.pop("recipe", "")
-        if not isinstance(named, str):
-            raise ConfigError(f"{file}: recipe: expected one text, got {named!r}")
-        recipe = recipe or absolute_name(named, file.resolve().parent)
-        command.layers.append(toml_overrides(table, file))
-    command.recipe = recipe
-    command.layers.append(option_overrides(settings, here))
-    return command
+Train a policy. Constructor arguments of a class are set as --environment.kwargs.NAME VALUE.""",
+    options={
+        "--recipe NAME": "a recipe (`titan-rl recipes` lists them), or your own: pkg.mod:function, file.py:function",
+        "--config FILE.toml": "a recipe's name and settings; relative file names in it start at its directory",
+        "--name NAME": "name of the run, as --logging.name",
+        "--dry-run": "print the resolved config and the placement, and start nothing",
+    },
+    aliases={"--name": "logging.name"},
+)
 
 
-def _single(option: str, words: list[str]) -> str:
-    if len(words) != 1 or not words[0]:
-        raise ConfigError(f"{option}: expected one value, got {' '.join(words) or 'nothing'!r}")
-    return words[0]
+def recipe_of(command: Command) -> RunConfig:
+    """What the command's settings are laid over. Raises ConfigError."""
+    if not command.recipe:
+        raise ConfigError(
+            f'name a recipe, as --recipe NAME or as recipe = "NAME" in the file of --config ({", ".join(RECIPES)})'
+        )
+    command.recipe = absolute_name(command.recipe, command.recipe_base)
+    return load_recipe(command.recipe)
 
 
 def resolve(command: Command) -> tuple[RunConfig, tuple[str, ...]]:
@@ -156,11 +133,11 @@ def resolve(command: Command) -> tuple[RunConfig, tuple[str, ...]]:
     Raises:
         ConfigError: unknown recipe or setting, wrong type, or values that do not fit together.
     """
-    if not command.recipe:
-        raise ConfigError(
-            f'name a recipe, as --recipe NAME or as recipe = "NAME" in the file of --config ({", ".join(RECIPES)})'
-        )
-    config = load_recipe(command.recipe)
+    return lay_over(recipe_of(command), command)
+
+
+def lay_over(config: C, command: Command) -> tuple[C, tuple[str, ...]]:
+    """The same, of a config that the command's recipe gave."""
     where = command.recipe.rpartition(":")[0]
     base = Path(where).parent if where.endswith(".py") else Path.cwd()
     config = absolute_files(config, {**_DATA, **_CLASSES}, base)
@@ -185,19 +162,8 @@ def may_start(problems: Sequence[Problem], prog: str, *, dry_run: bool = False) 
     harmless = {Severity.WARNING, Severity.ABSENT} if dry_run else {Severity.WARNING}
     refusals = [problem.sentence for problem in problems if problem.severity not in harmless]
     for sentence in refusals or (f"warning: {problem.sentence}" for problem in problems):
-        _say(prog, sentence)
+        say(prog, sentence)
     return not refusals
-
-
-def _run(config: RunConfig, imports: tuple[str, ...], prog: str) -> int:
-    sweep_dead_segments()  # so that /dev/shm has what it will have
-    if not may_start(_problems(config, imports), prog):
-        return EXIT_USAGE
-    forget_torchrun(os.environ)
-    prepare_controller()
-    from titan_rl.launch.run import run
-
-    return run(config, imports)
 
 
 def _problems(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
@@ -208,13 +174,6 @@ def _problems(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
     from titan_rl.launch.task_check import check_task
 
     return problems + [problem for problem in check_task(config, imports) if problem not in problems]
-
-
-def _dry_run(config: RunConfig, imports: tuple[str, ...], prog: str) -> int:
-    if not may_start(_problems(config, imports), prog, dry_run=True):
-        return EXIT_USAGE
-    show(config, detect_host())
-    return 0
 
 
 def show(config: RunConfig, host: HostFacts, *, serving: bool = False) -> None:
@@ -246,11 +205,6 @@ def forget_torchrun(environ: MutableMapping[str, str]) -> None:
     """Remove what torchrun set: every mesh is a world of its own."""
     for name in TORCHRUN_VARIABLES:
         environ.pop(name, None)
-
-
-def _say(prog: str, message: object) -> None:
-    """One line on standard error."""
-    print(f"{prog}: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 if __name__ == "__main__":

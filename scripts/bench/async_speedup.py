@@ -29,9 +29,8 @@ from _table import print_report, print_table
 from titan_rl.config import EvaluationConfig, LoopConfig, RunConfig
 from titan_rl.config_registry import copy4
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.planner.bounds import Work, seconds_needed
 from titan_rl.planner.scenario import Scenario
-from titan_rl.planner.simulation import Result, simulate
+from titan_rl.planner.simulation import Result, Work, seconds_needed, simulate
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig
 from titan_rl.rollout.config import SamplingConfig
 

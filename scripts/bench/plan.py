@@ -18,10 +18,8 @@ from typing import Any
 
 from _table import print_report, print_table
 
-from titan_rl.planner.command import parser, plan
-from titan_rl.planner.lengths import LogNormal
-from titan_rl.planner.report import Planned
-from titan_rl.planner.scenario import EngineSpeed, Scenario, TrainerSpeed
+from titan_rl.planner.command import VERB, Planned, config_of, plan
+from titan_rl.planner.scenario import EngineSpeed, LogNormal, Scenario, TrainerSpeed
 from titan_rl.planner.simulation import simulate
 
 SAMPLES_PER_GROUP = 8
@@ -73,7 +71,7 @@ def measure_scale(generators: int, requests: int) -> tuple[list[list[Any]], dict
 
 def measure_shape() -> tuple[list[list[Any]], dict[str, Any]]:
     def plans(*arguments: str) -> list[Planned]:
-        return plan(parser("titan-rl plan").parse_args(arguments))
+        return plan(config_of(VERB.read(arguments)))
 
     by_staleness = plans("--max-staleness", "0", "1", "2", "3", "4")
     in_order, greedy = plans("--max-staleness", "2", "--window", "1", str(GREEDY))

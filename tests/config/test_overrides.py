@@ -63,7 +63,8 @@ RULES = Rules(
 
 
 def options(*arguments: str):
-    return option_overrides(split_options(arguments), HERE)
+    words = ((option, option.removeprefix("--"), words) for option, words in split_options(arguments))
+    return option_overrides(words, HERE)
 
 
 def toml(text: str, file: str = "/there/cake.toml"):

@@ -28,7 +28,7 @@ from titan_rl.launch.placement import (
     visible_devices,
 )
 from titan_rl.policy.config import TrainerConfig
-from titan_rl.rollout.config import AgentsConfig, RolloutConfig
+from titan_rl.rollout.config import AgentsConfig, EnvironmentConfig, RolloutConfig
 
 LISTING = """\
 GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0a1b)
@@ -185,8 +185,8 @@ def test_the_head_sizes_of_the_cpu_attention_are_vllms():
 
 def test_a_run_has_a_gateway_where_programs_play_its_rollouts():
     names = [
-        [mesh.name for mesh in plan(RunConfig(rollout=RolloutConfig(agents=agents)), HostFacts(cpus=2)).meshes]
-        for agents in (AgentsConfig(), AgentsConfig(gateway=True))
+        [mesh.name for mesh in plan(RunConfig(environment=EnvironmentConfig(name=task)), HostFacts(cpus=2)).meshes]
+        for task in ("tool_sum", "tool_sum_openai")
     ]
     assert [name for name in names[1] if name != "gateway"] == names[0]
     assert "gateway" in names[1]

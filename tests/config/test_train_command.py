@@ -20,7 +20,7 @@ FILES = sorted((ROOT / "rl_configs").glob("*.toml"))
 
 
 def resolved(*arguments: str) -> tuple[RunConfig, tuple[str, ...]]:
-    return train.resolve(train.parse(arguments))
+    return train.resolve(train.VERB.read(arguments))
 
 
 # --- layers ----------------------------------------------------------------------------------------------------------
@@ -119,7 +119,10 @@ def test_a_task_whose_files_or_packages_are_absent_loads_and_is_not_run(tmp_path
     assert "warning: environment.kwargs.train_file: there is no file" in capsys.readouterr().err
     assert train.main(small) == 2 and not started
     assert capsys.readouterr().err.count("there is no file") == 1
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "reasoning_gym.py").write_text("raise ModuleNotFoundError(name='reasoning_gym')")
+    monkeypatch.syspath_prepend(hidden)  # the process that makes the task gets this path
     assert train.main(["--recipe", "reasoning_gym_spell"]) == 2 and not started
     assert "pip install 'titan-rl[reasoning-gym]'" in capsys.readouterr().err
 
@@ -244,6 +247,23 @@ def test_recipes_lists_recipes_and_tasks_with_a_line_each(capsys):
         found = [line for line in lines if line.split()[:1] == [name]]
         assert len(found) == (2 if name in ("tool_sum", "tool_sum_openai") else 1)  # a recipe and its task
         assert all(len(line.split()) > 3 and len(line) <= 120 for line in found)
+
+
+@pytest.mark.parametrize("verb", [("train", "--recipe", "copy4"), ("serve", "--recipe", "copy4"), ("plan",)])
+def test_every_verb_reads_its_words_alike(verb, capsys):
+    for wrong, said in {
+        "--help please": "--help: takes no value, got 'please'",
+        "--config": "--config: expected one value, got 'nothing'",
+        "--config nowhere.toml": "nowhere.toml: there is no such file",
+        "--lop.steps 3": "--lop.steps: there is no such setting",
+        "--seed many": "--seed: expected an integer, got 'many'",
+    }.items():
+        assert cli.main([*verb, *wrong.split()]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"titan-rl {verb[0]}: ") and said in line
+    assert cli.main([verb[0], "-h"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"usage: titan-rl {verb[0]} ") and "\n  --seed " in printed
 
 
 @pytest.mark.parametrize(

@@ -301,7 +301,7 @@ class World:
             trainer=self.trainer,  # type: ignore[arg-type]
             router=self.router,  # type: ignore[arg-type]
             rollouts=self.rollouts,  # type: ignore[arg-type]
-            generators={"generator0": None, "generator1": None},
+            generators={"generator0": None, "generator1": None},  # type: ignore[dict-item]
         )
         self.loop = TrainingLoop(
             self.system,

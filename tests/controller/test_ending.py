@@ -12,7 +12,7 @@ from titan_rl.controller.faults import Announcer, FaultBoard
 from titan_rl.errors import MeshFailed, Stopped, TaskError, TitanError, TrainingError
 
 CHECKPOINT = Path("checkpoint")
-GENERATOR_DIED = MeshFailed("generator0 rank 0 (pid 7) was killed by signal 9 (SIGKILL)", "generator0")
+WORKER_DIED = MeshFailed("rollout rank 0 (pid 7) was killed by signal 9 (SIGKILL)", "rollout")
 TRAINER_DIED = MeshFailed("trainer rank 0 (pid 8) was killed by signal 9 (SIGKILL)", "trainer")
 
 
@@ -23,7 +23,7 @@ class Run:
         self.world = world
         self.said: list[str] = []
         self.faults = FaultBoard(Announcer(self.said.append, stopping="saving"))
-        work = train_and_save(world.loop, world.system.trainer, self.faults, checkpoint, self.said.append)
+        work = train_and_save(world.loop.run(), world.system.trainer, self.faults, checkpoint, self.said.append)
         self.task = asyncio.create_task(work)
 
     async def hear(self, fault: TitanError) -> None:
@@ -105,10 +105,10 @@ async def test_a_failure_is_said_before_the_weights_are_saved(error):
     assert run.said[1].startswith("the weights after step ")
 
 
-async def test_a_dead_generator_costs_the_run_but_not_the_weights():
+async def test_a_dead_rollout_worker_costs_the_run_but_not_the_weights():
     run = await at("train 2")
-    await run.hear(GENERATOR_DIED)
-    assert run.said == [f"failed: MeshFailed: {GENERATOR_DIED}"], "at once, while the work may still say more"
+    await run.hear(WORKER_DIED)
+    assert run.said == [f"failed: MeshFailed: {WORKER_DIED}"], "at once, while the work may still say more"
     with pytest.raises(MeshFailed):
         await run.task
     assert run.said[1:] == ["the weights after step 1 are in checkpoint"]
@@ -133,19 +133,19 @@ async def test_a_trainer_that_dies_while_it_saves_fails_the_run():
 
 async def test_a_rank_that_dies_before_the_weights_are_saved_fails_the_run_and_they_are_saved():
     run = await at("save")
-    await run.hear(GENERATOR_DIED)
+    await run.hear(WORKER_DIED)
     await run.world.script.open("save")
     with pytest.raises(MeshFailed):
         await run.task
-    assert run.said == [f"failed: MeshFailed: {GENERATOR_DIED}", "the weights after step 2 are in checkpoint"]
+    assert run.said == [f"failed: MeshFailed: {WORKER_DIED}", "the weights after step 2 are in checkpoint"]
 
 
 async def test_a_rank_that_dies_while_a_finished_run_is_closed_is_only_logged(caplog):
     run = Run(World(steps=2))
     await run.task
-    await run.hear(GENERATOR_DIED)
+    await run.hear(WORKER_DIED)
     assert run.said == ["the weights after step 2 are in checkpoint"]
-    assert str(GENERATOR_DIED) in caplog.text
+    assert str(WORKER_DIED) in caplog.text
 
 
 async def test_weights_that_cannot_be_saved_fail_a_run_that_went_well():

@@ -9,6 +9,7 @@ from scripted_system import Script, ScriptedTrainer, World, settle
 
 from titan_rl.controller.publications import FRESH_PUBLICATIONS, Publications
 from titan_rl.errors import WeightsError
+from titan_rl.observability.activity import Activities, Watchdog
 from titan_rl.types import PolicyVersion
 
 
@@ -18,7 +19,7 @@ def publications(max_live: int) -> tuple[Publications, ScriptedTrainer]:
 
 
 async def publish(publications: Publications, trainer: ScriptedTrainer, holder: str = "served") -> PolicyVersion:
-    publication = await publications.publish(holder, on_wait=lambda reason: None)
+    publication = await publications.publish(holder, Activities())
     trainer.step += 1
     return publication.version
 
@@ -51,18 +52,17 @@ def test_in_any_order_everything_is_freed_exactly_once_and_nothing_that_is_held(
 async def test_a_publication_waits_for_a_place_and_says_who_holds_them():
     weights, trainer = publications(2)
     first, second = await publish(weights, trainer, "evaluation"), await publish(weights, trainer)
-    told: list[str] = []
-    worked: list[bool] = []
-    third = asyncio.create_task(weights.publish("served", on_wait=told.append, on_work=lambda: worked.append(not told)))
+    watchdog = Watchdog(seconds=0)
+    third = asyncio.create_task(weights.publish("served", Activities(watchdog)))
     await settle()
-    assert told == ["a place for one more publication (weights.max_live is 2); held: v0 by evaluation; v1 by served"]
-    assert worked == []
+    place = "a place for one more publication (weights.max_live is 2); held: v0 by evaluation; v1 by served"
+    assert f"publisher waits for {place} (0 s)" in watchdog.report()
+    assert trainer.script.events.count("publish v2") == 0
     await weights.release(second, "served")  # the newest stays
     await settle()
     assert not third.done()
     await weights.release(first, "evaluation")
     assert (await third).version == (0, 2)
-    assert worked == [False]
     assert trainer.freed == [first, second]
 
 

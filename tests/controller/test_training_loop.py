@@ -8,6 +8,7 @@ from scripted_system import World, holding, plays, settle
 
 from titan_rl.errors import (
     ActorFailed,
+    GeneratorFailed,
     GeneratorNotServing,
     NothingToTrain,
     SamplesLeaked,
@@ -109,6 +110,15 @@ async def test_with_a_lease_training_goes_on_during_an_evaluation():
         await run
     assert world.script.at("evaluate v0 done") < world.script.at("unpin v0") < world.script.at("evaluate v4")
     assert world.rollouts.evaluated_at == [((0, 0), (0, 0)), ((0, 4), (0, 4))]
+
+
+async def test_a_leased_generator_that_is_lost_costs_its_evaluation_and_nothing_else():
+    world = World(steps=4, staleness=2, every=2, max_live=3)
+    world.script.errors["evaluate v0"] = [GeneratorFailed("generator1 died")]
+    await world.loop.run()
+    assert world.trainer.step == 4 and [one.version.step for one in world.loop.summary.evaluations] == [2, 4]
+    assert "v0 is not evaluated, the generator that was leased for it is lost: generator1 died" in world.printed
+    assert world.trainer.live == [(0, 4)], "its publication is released"
 
 
 @pytest.mark.parametrize("why", ["one generator", "none to lease"])
@@ -353,11 +363,11 @@ async def said(world: World, text: str) -> None:
 @pytest.mark.parametrize(
     ("hold", "report"),
     [
-        ("train 2", r"nothing has moved for 500 s\. trainer has been at it for 500 s: step 2"),
-        ("play 2", r"rollout of group 2 has been at it for 500 s: playing group 2 \(running, admitted at v1\)"),
-        ("pull v1", r"publisher has been at it for 500 s: waiting until v1 is served"),
-        ("evaluate v2", r"evaluator has been at it for 500 s: playing held-out prompts under v2"),
-        ("warm up 0", r"warm-up has been at it for 500 s: step 1 of 2"),
+        ("train 2", r"nothing has moved for 500 s\. train has been at it for 500 s: step 2, samples 4"),
+        ("play 2", r"rollout has been at it for 500 s: group 2, attempt 0"),
+        ("pull v1", r"pull has been at it for 500 s: version v1"),
+        ("evaluate v2", r"evaluate has been at it for 500 s: version v2, on all generators"),
+        ("warm up 0", r"warm_up has been at it for 500 s: step 1 of 2"),
     ],
 )
 async def test_the_watchdog_names_the_task_that_all_others_wait_for(hold, report):
@@ -379,7 +389,7 @@ async def test_a_publisher_without_a_place_is_named_with_those_who_hold_the_publ
         assert len(world.trainer.live) == 2
         world.now += 500
         await said(world, "watchdog: ")
-        assert "evaluator has been at it for 500 s: playing held-out prompts under v0" in world.printed
+        assert "evaluate has been at it for 500 s: version v0" in world.printed
         assert re.search(
             r"publisher waits for a place for one more publication \(weights\.max_live is 2\); "
             r"held: v0 by evaluation; v\d by the generators \(500 s\)",

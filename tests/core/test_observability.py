@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from rich.text import Text
 
 from titan_rl.errors import ConfigError, StorageError
+from titan_rl.observability.activity import Activities
 from titan_rl.observability.logs import log_to_file
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
@@ -113,13 +115,21 @@ class Clock:
         return self.now
 
 
-def test_phases_are_timed_and_forgotten_once_read() -> None:
-    clock = Clock()
-    display = RunDisplay(steps=5, live=False, console=Console(file=io.StringIO()), clock=clock)
-    with display.phase("train", {"trainer": "step 1"}):
-        clock.now = 2.0
-    assert display.phase_seconds() == {"train": 2.0}
-    assert display.phase_seconds() == {}
+def test_the_panel_shows_what_is_going_on() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100)
+    with RunDisplay(steps=5, live=True, console=console) as display:
+        activity = Activities(display)
+        display.mesh("router", "ready")
+        with activity("train", step=1), activity("rollout", group=3), activity("rollout", group=4):
+            with activity("publisher", waits_for=lambda: "a place"):
+                out.truncate(0)
+                console.print(display.render())
+                shown = {tuple(line.split(maxsplit=1)) for line in Text.from_ansi(out.getvalue()).plain.splitlines()}
+        assert {("router", "ready"), ("train", "step 1"), ("rollout", "2 at once")} <= {
+            tuple(word.strip() for word in line) for line in shown
+        }
+    assert "publisher" not in out.getvalue()
 
 
 def test_outside_a_terminal_steps_are_plain_lines_and_not_too_many() -> None:

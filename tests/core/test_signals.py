@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import asyncio, atexit, signal, sys
 from titan_rl.errors import Stopped
-from titan_rl.launch.signals import StopSignals, hold_signals
+from titan_rl.launch.process import StopSignals, hold_signals
 from titan_rl.processes import leave
 
 async def run():

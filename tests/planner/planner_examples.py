@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from titan_rl.planner.lengths import LogNormal
-from titan_rl.planner.scenario import EngineSpeed, Scenario, TrainerSpeed
+from titan_rl.planner.scenario import EngineSpeed, LogNormal, Scenario, TrainerSpeed
 
 
 def seven_billion(*, devices: int, trainers: int, generators: int, **settings: Any) -> Scenario:

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from titan_rl import cli
+from titan_rl.planner.command import VERB, config_of
 
 QUICK = [
     "plan",
@@ -53,7 +54,7 @@ def test_several_splits_are_compared_on_the_same_completions(capsys):
         (["--lengths", "file:/nowhere"], "/nowhere"),
         (["--max-staleness", "-1"], "max_staleness"),
         (["--strategy", "by_colour"], "by_colour"),
-        (["--step-seconds", "0"], "seconds_per_step must be positive"),
+        (["--engine.seconds-per-step", "0"], "seconds_per_step must be positive"),
         (["--weight-sync", "magic"], "magic"),
     ],
 )
@@ -67,7 +68,5 @@ def test_the_help_shows_examples_that_parse(capsys):
     assert cli.main(["plan", "--help"]) == 0
     examples = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  titan-rl plan")]
     assert examples
-    from titan_rl.planner.command import parser
-
     for _, _, *arguments in examples:
-        parser("titan-rl plan").parse_args(arguments)
+        config_of(VERB.read(arguments))

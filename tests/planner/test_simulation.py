@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 from planner_examples import small
 
 from titan_rl.errors import ConfigError
-from titan_rl.planner.bounds import Resource
-from titan_rl.planner.lengths import Constant, LogNormal, Recorded, Uniform
-from titan_rl.planner.scenario import EngineSpeed, TrainerSpeed
-from titan_rl.planner.simulation import simulate
+from titan_rl.planner.scenario import EngineSpeed, LogNormal, Recorded, TrainerSpeed, Uniform
+from titan_rl.planner.simulation import Resource, simulate
 
 
 @settings(deadline=None, max_examples=60)
 @given(
-    lengths=st.sampled_from([Constant(40), Uniform(1, 100), LogNormal(40, 1.2, most=500)]),
+    lengths=st.sampled_from([Uniform(40, 40), Uniform(1, 100), LogNormal(40, 1.2, most=500)]),
     generators=st.integers(1, 5),
     p=st.integers(1, 6),
     samples=st.integers(1, 5),
@@ -28,14 +26,13 @@ from titan_rl.planner.simulation import simulate
     window=st.integers(1, 12),
     sync=st.sampled_from(["drain", "hot_swap"]),
     max_syncing=st.integers(0, 2),
-    admit_after=st.sampled_from(["publication", "pull"]),
     strategy=st.sampled_from(["least_loaded", "round_robin", "sticky_session"]),
     train=st.sampled_from([0.0, 0.3, 3.0]),
     overlap=st.booleans(),
     reward=st.sampled_from([0.0, 0.2]),
 )
 def test_no_run_is_faster_than_its_busiest_resource(
-    lengths, generators, p, samples, staleness, window, sync, max_syncing, admit_after, strategy, train, overlap, reward
+    lengths, generators, p, samples, staleness, window, sync, max_syncing, strategy, train, overlap, reward
 ):
     result = simulate(
         small(
@@ -47,7 +44,6 @@ def test_no_run_is_faster_than_its_busiest_resource(
             window=window,
             weight_sync=sync,
             max_syncing=max_syncing,
-            admit_after=admit_after,
             strategy=strategy,
             trainer=TrainerSpeed(seconds_per_step=train, seconds_per_publication=0.1, overlap_publication=overlap),
             seconds_per_group=reward,
@@ -62,7 +58,7 @@ def test_no_run_is_faster_than_its_busiest_resource(
 def test_a_synchronous_run_takes_what_its_parts_take_in_turn():
     """Equal lengths: every step is 50 decode steps of 8 requests, half a second of training, publication and load."""
     engine = EngineSpeed(seconds_per_step=0.01, seconds_per_sequence=0.001, seconds_per_load=0.2)
-    result = simulate(small(lengths=Constant(50), engine=engine, steps=10))
+    result = simulate(small(lengths=Uniform(50, 50), engine=engine, steps=10))
     assert result.seconds == pytest.approx(10 * (50 * 0.018 + 0.5) + 9 * (0.1 + 0.2))
     assert result.ages == {0: 40}
 
@@ -76,7 +72,9 @@ def test_a_perfect_pipeline_reaches_the_bound_of_its_trainer():
 def test_a_perfect_pipeline_reaches_the_bound_of_its_generators():
     """Equal lengths and always more requests than fit: every engine decodes 8 all the time."""
     result = simulate(
-        small(lengths=Constant(50), trainer=TrainerSpeed(seconds_per_step=0.01), max_staleness=3, window=16, steps=60)
+        small(
+            lengths=Uniform(50, 50), trainer=TrainerSpeed(seconds_per_step=0.01), max_staleness=3, window=16, steps=60
+        )
     )
     assert result.busiest is Resource.GENERATORS
     assert result.share_of_bound > 0.97

@@ -315,6 +315,6 @@ async def test_programs_whose_host_dies_fail_and_later_ones_play(model_path, hea
 
 
 async def test_programs_without_a_gateway_are_refused_at_the_start(model_path):
-    with pytest.raises(ConfigError, match=r"programs.py:Programs plays .*: set rollout.agents.gateway = true"):
+    with pytest.raises(ConfigError, match=r"programs.py:Programs plays .*, which need a gateway"):
         async with runner(model_path, None):
             pass

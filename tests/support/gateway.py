@@ -22,7 +22,7 @@ from titan_rl.gateway.app import build_app
 from titan_rl.gateway.calls import Fleet, ServedPolicy
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.launch.serve import Serving, serve
+from titan_rl.launch.session import Serving, serve
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig, TrainerConfig
 from titan_rl.rollout.session import SessionRequest
 from titan_rl.types import (

@@ -16,16 +16,25 @@ from titan_rl.config_registry import copy4
 from titan_rl.controller.faults import FaultBoard
 from titan_rl.errors import ActorFailed
 from titan_rl.launch.session import start
-from titan_rl.rollout.config import AgentsConfig
 from titan_rl.rollout.session import SessionRequest
 from titan_rl.types import PolicyVersion
+
+PLAYED = """
+from titan_rl.environments.copy import Copy
+
+
+class Played(Copy):
+    def play(self, example, endpoint): ...
+"""
 
 
 async def test_programs_play_in_a_run_whose_weights_they_sample_and_which_ends_with_its_gateway(tmp_path: Path) -> None:
     recipe = copy4()
+    task = tmp_path / "played.py"
+    task.write_text(PLAYED)
     config = dataclasses.replace(
         recipe,
-        rollout=dataclasses.replace(recipe.rollout, agents=AgentsConfig(gateway=True)),
+        environment=dataclasses.replace(recipe.environment, name=f"{task}:Played"),
         generator=dataclasses.replace(recipe.generator, count=1, engine="simulated"),
     )
     board = FaultBoard()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import tempfile
@@ -20,7 +21,7 @@ from leftovers import (
     wait_until_gone,
 )
 
-from titan_rl.launch.scratch import sweep_dead_scratch
+from titan_rl.launch.process import sweep_dead_scratch
 from titan_rl.weights.transports.segment_files import sweep_dead_segments
 
 SMALL = ("--recipe", "copy4", "--generator.count", "1", "--loop.groups-per-step", "4", "--evaluation.prompts", "20")
@@ -54,6 +55,32 @@ def test_a_killed_rank_is_named_with_the_cause(tmp_path: Path, monkeypatch: pyte
         assert_nothing_is_left(run)
         # torch makes this directory for what it compiles, and finds it again
         assert [left for left in os.listdir(temporary) if not left.startswith("torchinductor_")] == []
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=FULL)])
+def test_a_run_goes_on_without_a_killed_generator_and_ends_well(tmp_path: Path, ranks: int) -> None:
+    two = ("--recipe", "copy4", "--loop.groups-per-step", "4", "--evaluation.prompts", "20", "--evaluation.every", "0")
+    run = start_run(
+        *(*two, "--loop.steps", "100", "--evaluation.target-exact-match", "0"),
+        *("--generator.count", "2", "--generator.tensor-parallel", str(ranks)),
+        runs=tmp_path,
+    )
+    wait_for_line(run, "step ")
+    victim = process_of(run.pid, "generator1", rank=ranks - 1)
+    os.kill(victim, signal.SIGKILL)
+    lost = wait_for_line(run, "lost generator1, going on with generator0: ")
+    output = finish(run)
+    assert run.returncode == 0, output
+    assert "generator1" in lost.partition(": ")[2]
+    assert "step  100/100" in output and "the weights after step 100 are in" in output
+    assert "Traceback" not in output and "failed" not in output
+    (directory,) = tmp_path.iterdir()
+    numbers = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    last = next(step for step in reversed(numbers) if "fleet/lost" in step)
+    assert (last["fleet/lost"], last["fleet/generator0/serving"], last["fleet/generator1/serving"]) == (1, 1, 0)
+    named = f"generator1 rank {ranks - 1} (pid {victim}) was killed by signal 9 (SIGKILL)"
+    assert named in (directory / "logs" / "controller.log").read_text()
+    assert_nothing_is_left(run)
 
 
 @pytest.mark.parametrize("born", [pytest.param(1, marks=FULL), 3, pytest.param(5, marks=FULL)])

@@ -118,6 +118,30 @@ class Gateway(ConnectedActor):
         return self._server.sessions
 
 
+class GatewayMesh:
+    """The gateway as its owner sees it."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        """Handle of the actor; what rollout workers are given."""
+        self.url = ""
+        """Without `/v1`; known after `setup`."""
+        self._calls = Connection(actor, what="gateway.{}")
+
+    async def setup(self, *, seconds: float) -> list[int]:
+        """Let it listen; returns its process id."""
+        pid, self.url = await self._calls.call(seconds, Gateway.setup)
+        return [pid]
+
+    async def end(self) -> None:
+        """Stays open while it serves; raises ActorFailed when it ends by itself or its process is gone."""
+        await self._calls.call(None, Gateway.serve)
+
+    async def close(self) -> None:
+        """Take no more calls. The caller bounds it."""
+        await self._calls.call(None, Gateway.close)
+
+
 class GatewayClient:
     """The `Sessions` of a gateway."""
 

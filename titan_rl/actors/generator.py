@@ -48,9 +48,9 @@ class Generator(RequestServer):
     """One rank. Endpoints of rank 0: `generate_many`, `abort`, `pull_model_state_dict`, `sleep`, `wake_up`; of every
     rank: `setup`, `status`, `close`."""
 
-    def __init__(self, name: str, config: GeneratorConfig, *, model_path: str, device: str) -> None:
+    def __init__(self, mesh: str, config: GeneratorConfig, *, model_path: str, device: str) -> None:
         super().__init__()
-        self._name = name
+        self._name = mesh
         self._config = config
         self._model_path = Path(model_path)
         self._device = device

@@ -49,8 +49,8 @@ class Rollouts:
         """Handle of the worker that keeps each store, by the store's name; known after `setup`."""
         return {store: self._actors[worker] for store, worker in self._by_store.items()}
 
-    async def setup(self, router: Any, gateway: Any = None) -> None:
-        """Start every worker.
+    async def setup(self, router: Any, gateway: Any = None) -> list[int]:
+        """Start every worker; returns their process ids.
 
         Args:
             router: handle of the `GeneratorRouter`.
@@ -62,6 +62,7 @@ class Rollouts:
         self.pids = [pid for pid, _, _ in answers]
         self._by_store = {store: worker for worker, (_, store, _) in enumerate(answers)}
         self.held_out = answers[0][2].held_out
+        return self.pids
 
     async def play(self, request: GroupRequest) -> GroupReport:
         """Play one group. Whoever gets the report owns its samples.

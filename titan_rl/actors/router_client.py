@@ -29,6 +29,11 @@ class Router(CompletionClient):
         self.actor = actor
         self._seconds = seconds
 
+    async def setup(self) -> list[int]:
+        """Wait until it answers; it tells no process id."""
+        await self.fleet_status()
+        return []
+
     async def pull_model_state_dict(self, publication: Publication) -> FleetPull:
         """Bring the fleet to this publication; returns when no generator is on its way to it any more.
 

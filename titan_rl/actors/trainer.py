@@ -232,9 +232,10 @@ class Trainer:
         self.pids: list[int] = []
         """Process ids of the ranks, known after `setup`."""
 
-    async def setup(self) -> None:
-        """Build the policy on every rank."""
+    async def setup(self) -> list[int]:
+        """Build the policy on every rank; returns their process ids."""
         self.pids = await self._call(self._start_seconds, PolicyTrainer.setup)
+        return self.pids
 
     async def attach_stores(self, stores: dict[str, Any]) -> None:
         """Let every rank fetch samples through Monarch from these workers, by the name of their store."""

@@ -1,35 +1,50 @@
 """How a run ends: whatever ends it, its cause is said at once, then the trainer's weights are saved, then it is closed.
 
 A run is done when its steps are trained, its last evaluation is made and its weights are saved. A process that dies
-before that makes it a failure, even if nobody needed that process any more: something is wrong. One that dies later,
-while the run is being closed, costs nothing and is only logged.
+before that is judged by `faults.POLICY`. One that dies later, while the run is being closed, costs nothing and is only
+logged.
+
+The sample stores are empty at the end, however the run ends. One that ends well has released everything itself, or
+fails with what was left. One that fails or is stopped lets go: what is being played is stopped, what was reported is
+released, as far as the stores still answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
+from typing import Any
 
+from titan_rl.actors.rollouts import Rollouts
 from titan_rl.actors.trainer import Trainer
 from titan_rl.controller.faults import FaultBoard
-from titan_rl.controller.loop import TrainingLoop
-from titan_rl.errors import Stopped, TrainingError
+from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.errors import SamplesLeaked, Stopped, TitanError, TrainingError
+from titan_rl.rollout.report import GroupReport
 
 SAVE_SECONDS = 120.0
 """Bound on saving the weights of a run that was stopped or has failed, with the step that is under way: enough for a
 few GB. Another signal ends it sooner."""
 
+LET_GO_SECONDS = 2.0
+"""A run that has failed waits no longer than this for its stores; their files go with the run in any case."""
+
 _log = logging.getLogger(__name__)
 
 
 async def train_and_save(
-    loop: TrainingLoop, trainer: Trainer, faults: FaultBoard, checkpoint: Path | None, say: Callable[[str], None]
+    training: Coroutine[Any, Any, object],
+    trainer: Trainer,
+    faults: FaultBoard,
+    checkpoint: Path | None,
+    say: Callable[[str], None],
 ) -> None:
-    """Run the loop to its end and save the trainer's weights, also when it fails or is stopped.
+    """Train to the end and save the trainer's weights, also when it fails or is stopped.
 
     Args:
+        training: the loop's run.
         checkpoint: where to; None: they are not wanted.
         say: told where the weights are, or why there are none.
 
@@ -40,7 +55,7 @@ async def train_and_save(
     failure: Exception | None = None
     unsaved: Exception | None = None
     try:
-        await faults.watch(loop.run())
+        await faults.watch(training)
     except Exception as error:
         failure = error
     if checkpoint is not None:
@@ -71,3 +86,25 @@ async def _save(trainer: Trainer, faults: FaultBoard, checkpoint: Path, *, secon
         for task in (saving, hurry):
             task.cancel()
         await asyncio.gather(saving, hurry, return_exceptions=True)
+
+
+async def check_nothing_is_held(rollouts: Rollouts) -> None:
+    """Raises SamplesLeaked, with what is held where, unless all stores are empty."""
+    if what := await _held(rollouts):
+        raise SamplesLeaked(f"the run is over and samples are still held: {what}")
+
+
+async def let_go(rollouts: Rollouts, reports: Iterable[GroupReport]) -> None:
+    """Stop what is being played and release what was reported. Never raises a TitanError."""
+    try:
+        async with asyncio.timeout(LET_GO_SECONDS):
+            await rollouts.stop_playing()
+            await rollouts.release(SampleBatch.concat(report.samples for report in reports))
+            if what := await _held(rollouts):
+                _log.info("still on their way to their release when the run ended: %s", what)
+    except (TitanError, TimeoutError) as error:
+        _log.warning("the samples of the failed run were not released: %s", error or type(error).__name__)
+
+
+async def _held(rollouts: Rollouts) -> str:
+    return "; ".join(str(report) for report in await rollouts.held() if report.samples)

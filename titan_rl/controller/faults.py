@@ -1,8 +1,9 @@
-"""Where faults of meshes and requests to stop are heard.
+"""Whose business the end of a process is, and where every fault and every request to stop is heard.
 
-The first one ends the work in hand, which `watch` runs, and none is lost: one that arrives before anybody watches is
-raised by the next `watch`. What ends a run is announced at once, before anything is saved or closed. After `settle` the
-run's result is decided, and what is heard is only logged.
+`POLICY` is the whole policy, for a run and for a service alike. It holds from the moment a mesh is ready; before that
+any end of a process ends the start. The first fault that ends a run ends the work in hand, which `watch` runs, and is
+announced at once, before anything is saved or closed. None is lost: one that comes before anybody watches is raised by
+the next `watch`. After `settle` the result is decided, and what is heard is only logged.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from titan_rl.errors import MeshFailed, Stopped, TitanError
 
@@ -22,6 +23,29 @@ FAULT_GRACE_SECONDS = 1.0
 too, and says more about what was going on."""
 
 _log = logging.getLogger(__name__)
+
+
+class Consequence(NamedTuple):
+    """What follows when a mesh loses a process. Calls that are open fail in any case."""
+
+    told: Literal["nobody", "the router"]
+    ends: Literal["at once", "with the last of its kind"]
+
+
+POLICY: dict[str, Consequence] = {
+    "trainer": Consequence(told="nobody", ends="at once"),
+    "generator": Consequence(told="the router", ends="with the last of its kind"),
+    "router": Consequence(told="nobody", ends="at once"),
+    "rollout": Consequence(told="nobody", ends="at once"),
+    "gateway": Consequence(told="nobody", ends="at once"),
+}
+"""By kind of mesh (`generator1` is a generator). A mesh is lost as a whole: a generator that loses one of its
+tensor-parallel ranks is like one that loses its only rank."""
+
+
+def kind_of(mesh: str) -> str:
+    """`generator1` → `generator`."""
+    return mesh.rstrip("0123456789")
 
 
 class FaultBoard:
@@ -37,25 +61,49 @@ class FaultBoard:
         self._announce = announce
         self._first: asyncio.Future[TitanError] = self._loop.create_future()
         self._lost: dict[str, asyncio.Future[MeshFailed]] = {}
+        self._spares: dict[str, Callable[[MeshFailed], None]] = {}
         self._settled = False
         self.hurry = asyncio.Event()
         """Set when somebody asks to stop while the run is ending already."""
 
-    def report(self, fault: TitanError, *, ends: bool = True) -> None:
-        """Thread-safe; only the first fault ends the run, the others follow from it. A fault that comes after the
-        loop has ended has nobody left to hear it.
+    def ready(self, mesh: str, tell: Callable[[MeshFailed], None]) -> None:
+        """From now on the mesh's end is judged by `POLICY`.
 
         Args:
-            ends: False: what is running can do without the mesh; it is only not asked for anything any more.
+            tell: passes the end on to whom the policy names.
         """
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._note, fault, ends)
+        self._lost.pop(mesh, None)  # its former life
+        if POLICY[kind_of(mesh)].ends == "with the last of its kind":
+            self._spares[mesh] = tell
 
-    def _note(self, fault: TitanError, ends: bool) -> None:
-        if isinstance(fault, MeshFailed) and not self._end_of(fault.mesh).done():
-            self._end_of(fault.mesh).set_result(fault)
-        if not ends:
+    def report(self, fault: TitanError) -> None:
+        """Thread-safe; only the first fault ends the run, the others follow from it. A fault that comes after the
+        loop has ended has nobody left to hear it."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._note, fault)
+
+    def _note(self, fault: TitanError) -> None:
+        if isinstance(fault, MeshFailed):
+            end = self._end_of(fault.mesh)
+            known = end.done()
+            if not known:
+                end.set_result(fault)
+            if fault.mesh in self._spares and not self._settled:
+                if not known:
+                    self._spare_is_lost(fault)
+                return
+        self._end(fault)
+
+    def _spare_is_lost(self, fault: MeshFailed) -> None:
+        self._spares[fault.mesh](fault)
+        mates = [mesh for mesh in self._spares if kind_of(mesh) == kind_of(fault.mesh)]
+        if not all(self._end_of(mesh).done() for mesh in mates):
+            _log.warning("the run goes on without %s: %s", fault.mesh, fault)
             return
+        reasons = "; ".join(dict.fromkeys(str(self._end_of(mesh).result()) for mesh in mates))
+        self._end(MeshFailed(reasons, fault.mesh))
+
+    def _end(self, fault: TitanError) -> None:
         if not self._first.done() and not self._settled:
             self._first.set_result(fault)
             self._announce(fault)
@@ -84,7 +132,7 @@ class FaultBoard:
                 self._announce(error)
                 raise
         finally:
-            await _end(task)
+            await _cancelled(task)
 
     async def unless_lost(self, mesh: str, work: Coroutine[Any, Any, T]) -> T:
         """Run `work`, which needs every process of this mesh: raises the mesh's fault instead of waiting for an answer
@@ -101,7 +149,7 @@ class FaultBoard:
                 raise end.result()
             return task.result()
         finally:
-            await _end(task)
+            await _cancelled(task)
 
     def settle(self) -> TitanError | None:
         """The run has its result, or is about to fail: from now on faults change nothing.
@@ -138,7 +186,7 @@ class Announcer:
             self._say(text)
 
 
-async def _end(task: asyncio.Future[Any]) -> None:
+async def _cancelled(task: asyncio.Future[Any]) -> None:
     if not task.done():
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -7,7 +7,7 @@ Independent tasks around one `GroupBuffer`, which alone decides; they never call
 
 - What is trained: every step P groups, none older than the buffer's bound. Nothing is dropped because it is late.
 - Samples belong to the loop from their report to their release, once: after the step that trained them, or when their
-  group is filtered, failed or lost. However a run ends, it leaves the stores empty (`holdings`).
+  group is filtered, failed or lost. However a run ends, it leaves the stores empty (`ending`).
 - A group whose samples are lost is played again under its id and keeps its place.
 - A failure in any task ends the run with that error, and all other tasks with it.
 - Exactly `steps`·P groups are admitted besides those that were filtered or failed, so nothing is left over at the end.
@@ -22,24 +22,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Coroutine
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable
+from typing import Literal, TypeVar
 
 from titan_rl.actors.router_client import FleetPull
+from titan_rl.controller.ending import check_nothing_is_held, let_go
 from titan_rl.controller.evaluation import evaluate
 from titan_rl.controller.group_filter import make_filter
-from titan_rl.controller.holdings import check_nothing_is_held, let_go
 from titan_rl.controller.publications import Publications
 from titan_rl.controller.records import RunSummary, StepRecords
+from titan_rl.controller.schedule import Schedule
 from titan_rl.controller.system import System
 from titan_rl.controller.warm_up import warm_up
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport
-from titan_rl.errors import GeneratorNotServing, SamplesLost, WeightsError
+from titan_rl.errors import GeneratorFailed, GeneratorNotServing, SamplesLost, WeightsError
+from titan_rl.observability.activity import Activities, Watchdog
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
-from titan_rl.observability.watchdog import Watchdog, report_every
 from titan_rl.rollout.report import GroupReport
 from titan_rl.scheduling.group import Batch, Group
 from titan_rl.scheduling.group_buffer import GroupBuffer
@@ -80,15 +80,13 @@ class TrainingLoop:
         self._filter = make_filter(loop.filter)
         self._streak = UntrainableStreak(groups_per_step=loop.groups_per_step, batches=loop.untrainable_batches)
         self._publications = Publications(system.trainer, max_live=system.config.weights.max_live)
+        self._schedule = Schedule(self._buffer, steps=loop.steps, every=system.config.evaluation.every)
         self._watchdog = Watchdog(seconds=loop.watchdog_seconds, clock=clock)
         self._records = StepRecords(self._buffer.knobs.bound, display=display, metrics=metrics, clock=clock)
+        self._activity = Activities(display, self._records.phases, self._watchdog, clock=clock)
         self._reports: dict[int, GroupReport] = {}  # finished and not yet released, by group id
         self._changed = asyncio.Event()
-        self._due: deque[Publication] = deque()  # to be evaluated
-        self._stays_at: PolicyVersion | None = None  # what an evaluation needs the fleet to serve
         self._leased: str | None = None  # a generator, to the evaluation that is under way
-        self._evaluated = -1  # the newest step of which an evaluation is over
-        self._last = loop.steps  # the step after which the run is over
 
     @property
     def summary(self) -> RunSummary:
@@ -108,19 +106,19 @@ class TrainingLoop:
         """The whole run; the policy's final weights are those that were last evaluated."""
         system = self._system
         self._display.say(self._buffer.knobs.describe())
-        stop_watching = report_every(system.config.loop.watchdog_seconds, self._watchdog, self._raise_alarm)
+        stop_watching = self._watchdog.report_every(
+            system.config.loop.watchdog_seconds, lambda report: self._warn(f"watchdog: {report}")
+        )
         failures: tuple[BaseException, ...] = ()
         try:
-            await warm_up(system, self._display, on_step=lambda what: self._watchdog.works("warm-up", what))
-            self._watchdog.works("warm-up", "freezing the reference policy")
+            await warm_up(system, self._display, self._activity)
             await system.trainer.freeze_reference()
-            self._watchdog.ends("warm-up")
             await self._publish()
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._watched("data", self._data(tasks)))
-                tasks.create_task(self._watched("trainer", self._train()))
-                tasks.create_task(self._watched("publisher", self._publisher()))
-                tasks.create_task(self._watched("evaluator", self._evaluator()))
+                tasks.create_task(self._data(tasks))
+                tasks.create_task(self._train())
+                tasks.create_task(self._publisher())
+                tasks.create_task(self._evaluator())
         except BaseExceptionGroup as group:
             failures = group.exceptions
         except BaseException as error:
@@ -144,9 +142,9 @@ class TrainingLoop:
         playing: set[asyncio.Task[None]] = set()
         while True:
             await self._until("data", lambda: "a free slot", self._something_to_start)
-            if self._ended():
+            if self._schedule.over():
                 break
-            self._buffer.admit(self._admissible())
+            self._buffer.admit(self._schedule.admissible())
             for group in self._buffer.waiting():
                 task = tasks.create_task(self._rollout(self._buffer.start(group.group_id)))
                 playing.add(task)
@@ -157,14 +155,9 @@ class TrainingLoop:
     async def _rollout(self, group: Group) -> None:
         """Consumes a started group. Waits for its report. Woken by the rollout workers. Produces a finished group, or
         one that is filtered or failed. On failure of the worker or all generators: the run."""
-        name = f"rollout of group {group.group_id}"
-        with self._records.timed("rollout"):
-            self._watchdog.works(name, f"playing {group}")
-            try:
-                request = self._system.train_group(group.group_id, group.min_version, attempt=group.attempt)
-                report = await self._system.rollouts.play(request)
-            finally:
-                self._watchdog.ends(name)
+        with self._activity("rollout", group=group.group_id, attempt=group.attempt):
+            request = self._system.train_group(group.group_id, group.min_version, attempt=group.attempt)
+            report = await self._system.rollouts.play(request)
         if not report.samples.trained_tokens:
             await self._release(report.samples)
             self._buffer.failed(group.group_id)
@@ -189,9 +182,8 @@ class TrainingLoop:
             reports = [self._reports[group_id] for group_id in batch.group_ids]
             samples = SampleBatch.concat(report.samples for report in reports)
             step = batch.version.step + 1
-            self._display.mesh("trainer", f"step {step}: {len(samples)} samples")
             try:
-                with self._records.timed("train"), self._watchdog.working("trainer", f"step {step}"):
+                with self._activity("train", step=step, samples=len(samples)):
                     trained = await self._system.trainer.train_step(samples)
             except SamplesLost as error:
                 await self._play_again(batch, error)
@@ -207,15 +199,15 @@ class TrainingLoop:
         """Consumes versions of the trainer. Waits for one that is not published, for an evaluation that needs the
         present one, and for a place among the publications. Woken by trainer and evaluator. Produces the version that
         new groups are played by. On failure: the run."""
-        while await self._until("publisher", self._publisher_waits_for, self._may_publish):
+        while await self._until("publisher", self._schedule.publisher_waits_for, self._schedule.may_publish):
             await self._publish()
 
     async def _evaluator(self) -> None:
         """Consumes versions that are due. Waits for the publisher. Woken by it. Produces an evaluation. On failure:
         the run. If training goes on meanwhile, a generator is leased for it; else nobody pulls until it is over."""
-        while publication := await self._until("evaluator", lambda: "a version that is due", self._next_due):
+        while publication := await self._until("evaluator", lambda: "a version that is due", self._schedule.next_due):
             await self._evaluate(publication)
-            self._evaluated = publication.version.step
+            self._schedule.evaluated(publication.version)
 
     # What they do.
 
@@ -226,20 +218,15 @@ class TrainingLoop:
         turn: a second thread would take its 0.5–2 % of a step from the cores that the step computes with.
         """
         before = self._publications.newest
-        with self._records.timed("publish"):
-            publication = await self._publications.publish(
-                _SERVED,
-                on_wait=lambda reason: self._watchdog.waits("publisher", reason),
-                on_work=lambda: self._watchdog.works("publisher", "publishing the weights"),
-            )
+        publication = await self._publications.publish(_SERVED, self._activity)
         leased = self._leased
         publication, pull = await self._publications.taken(publication, self._pull, on_refused=self._warn)
         version = publication.version
         for name in self._system.generators:
             self._display.mesh(name, pull.failures.get(name, f"sampling under {version}"))
-        for name in pull.failures.keys() - {leased, self._leased}:
-            self._display.say(f"{name} does not serve {version}: {pull.failures[name]}")
-        if self._is_due(version):
+            if name in pull.failures and name not in (leased, self._leased):
+                self._display.say(f"{name} does not serve {version}: {pull.failures[name]}")
+        if self._schedule.is_due(version):
             self._make_due(publication)
         # Not before the pull: the first generator that has the version would get all groups that wait for it.
         self._buffer.published(version)
@@ -250,44 +237,49 @@ class TrainingLoop:
 
     def _make_due(self, publication: Publication) -> None:
         self._publications.hold(publication.version, _EVALUATED)
-        self._stays_at = publication.version
-        self._due.append(publication)
+        self._schedule.make_due(publication)
 
     async def _pull(self, publication: Publication) -> FleetPull:
         # The trainer may have finished one more step meanwhile, and its news still be on their way.
         version = publication.version
-        await self._until("publisher", lambda: f"the end of the step to {version}", lambda: self._trained(version))
-        for name in self._system.generators:
-            self._display.mesh(name, f"pulling {version}")
-        with self._records.timed("pull"), self._watchdog.working("publisher", f"waiting until {version} is served"):
+        await self._until(
+            "publisher",
+            lambda: f"the end of the step to {version}",
+            lambda: version <= self._buffer.trainer_version or None,
+        )
+        with self._activity("pull", version=version):
             return await self._system.router.pull_model_state_dict(publication)
 
     async def _evaluate(self, publication: Publication) -> None:
         version = publication.version
-        if self._leases_generators and version.step < self._last:
+        if self._leases_generators and version.step < self._schedule.last:
             try:
                 self._leased = await self._system.router.pin(version)
             except GeneratorNotServing as reason:
                 _log.info("%s is evaluated by all generators: %s", version, reason)
         if self._leased is not None:
             self._let_pull(version)
-        self._display.mesh("evaluation", f"{version} on {self._leased or 'all generators'}")
-        with (
-            self._records.timed("evaluate"),
-            self._watchdog.working("evaluator", f"playing held-out prompts under {version}"),
-        ):
-            evaluation = await evaluate(self._system, version, pinned_to=self._leased)
-        self._display.mesh("evaluation", "idle")
-        if self._leased is not None:
-            with self._watchdog.working("evaluator", f"giving {self._leased} back"):
-                try:
-                    await self._system.router.unpin(self._leased)
-                except WeightsError as error:  # as in a pull: it alone waits for the next version
-                    self._warn(f"{self._leased} does not serve after its lease: {error}")
+        try:
+            with self._activity("evaluate", version=version, on=self._leased or "all generators"):
+                self._records.evaluation(await evaluate(self._system, version, pinned_to=self._leased))
+            await self._end_lease()
+        except GeneratorFailed as error:
+            if self._leased is None:
+                raise
             self._leased = None
+            self._warn(f"{version} is not evaluated, the generator that was leased for it is lost: {error}")
         self._let_pull(version)
         await self._publications.release(version, _EVALUATED)
-        self._records.evaluation(evaluation)
+
+    async def _end_lease(self) -> None:
+        if (leased := self._leased) is None:
+            return
+        with self._activity("unpin", generator=leased):
+            try:
+                await self._system.router.unpin(leased)
+            except (WeightsError, GeneratorFailed) as error:  # as in a pull: it alone waits for the next version
+                self._warn(f"{leased} does not serve after its lease: {error}")
+        self._leased = None
 
     async def _play_again(self, batch: Batch, error: SamplesLost) -> None:
         if not error.group_ids or not set(error.group_ids) <= set(batch.group_ids):
@@ -317,13 +309,13 @@ class TrainingLoop:
         """Nothing is left to learn: the step that is under way, or else the one before it, is the last. What follows is
         as after every last step: its version is published and evaluated."""
         newest = self._publications.newest
-        served = newest is not None and newest.version == self._buffer.published_version
-        was_due = served and self._is_due(self._buffer.published_version)
-        self._last = self._buffer.trainer_version.step + (self._buffer.batch is not None)
-        self.summary.stopped_early = f"nothing is left to learn after step {self._last}: {self._streak.describe()}"
+        served = newest if newest is not None and newest.version == self._buffer.published_version else None
+        if self._schedule.stop_early(served) and served is not None:
+            self._publications.hold(served.version, _EVALUATED)
+        self.summary.stopped_early = (
+            f"nothing is left to learn after step {self._schedule.last}: {self._streak.describe()}"
+        )
         self._display.say(f"stopping early: {self.summary.stopped_early}")
-        if newest is not None and served and not was_due and self._is_due(newest.version):
-            self._make_due(newest)
 
     # What they wait for.
 
@@ -332,65 +324,30 @@ class TrainingLoop:
     ) -> T | Literal[False]:
         """What `ready` returns when it is not None; asked again whenever a task has changed something. False says that
         there is nothing to wait for any more."""
-        while (value := ready()) is None:
-            self._watchdog.waits(task, why())
-            await self._changed.wait()
-        self._watchdog.works(task, "going on")
+        if (value := ready()) is None:
+            with self._activity(task, waits_for=why):
+                while (value := ready()) is None:
+                    await self._changed.wait()
         return value
 
     def _notify(self) -> None:
         """Something has changed that a task may wait for."""
-        self._watchdog.moved()
         self._changed.set()
         self._changed = asyncio.Event()
 
     def _something_to_start(self) -> bool | None:
-        return True if self._ended() or self._buffer.waiting() or self._admissible() else None
-
-    def _admissible(self) -> int:
-        """Groups to let in now: never more than the run's remaining steps train."""
-        counts = self._buffer.counts
-        wanted = self._last * self._buffer.knobs.groups_per_step
-        return max(0, min(self._buffer.free_slots, wanted - counts.trained - counts.active))
+        return True if self._schedule.over() or self._buffer.waiting() or self._schedule.admissible() else None
 
     def _take(self) -> Batch | Literal[False] | None:
         """The next batch; False: there is none any more."""
-        if self._ended():
+        if self._schedule.over():
             return False
-        return None if self._must_be_published() else self._buffer.take()
+        return None if self._schedule.must_be_published() else self._buffer.take()
 
     def _trainer_waits_for(self) -> str:
-        if self._must_be_published():
+        if self._schedule.must_be_published():
             return f"the publication of {self._buffer.trainer_version}, which is to be evaluated"
         return self._buffer.waits_for()
-
-    def _must_be_published(self) -> bool:
-        """Whether the trainer holds a version that is due for evaluation and would be passed over."""
-        version = self._buffer.trainer_version
-        return self._is_due(version) and version > self._buffer.published_version
-
-    def _trained(self, version: PolicyVersion) -> bool | None:
-        return True if version <= self._buffer.trainer_version else None
-
-    def _may_publish(self) -> bool | None:
-        if self._buffer.published_version.step >= self._last:
-            return False
-        behind = self._buffer.published_version < self._buffer.trainer_version
-        return True if behind and self._stays_at is None else None
-
-    def _publisher_waits_for(self) -> str:
-        if self._buffer.published_version < self._buffer.trainer_version:
-            return f"the evaluation of {self._stays_at}"
-        return "the trainer's next version"
-
-    def _next_due(self) -> Publication | Literal[False] | None:
-        if self._due:
-            return self._due.popleft()
-        return False if self._evaluated >= self._last else None
-
-    def _is_due(self, version: PolicyVersion) -> bool:
-        every = self._system.config.evaluation.every
-        return version.step in (0, self._last) or bool(every and version.step % every == 0)
 
     @property
     def _leases_generators(self) -> bool:
@@ -399,21 +356,9 @@ class TrainingLoop:
 
     def _let_pull(self, version: PolicyVersion) -> None:
         """The evaluation of `version` needs the fleet no more; that of a later version may."""
-        if self._stays_at == version:
-            self._stays_at = None
+        self._schedule.let_go(version)
         self._notify()
-
-    def _ended(self) -> bool:
-        return self._buffer.trainer_version.step >= self._last
-
-    def _raise_alarm(self, report: str) -> None:
-        self._warn(f"watchdog: {report}")
 
     def _warn(self, what: str) -> None:
         self._display.say(what)
         _log.warning("%s", what)
-
-    async def _watched(self, task: str, work: Coroutine[Any, Any, None]) -> None:
-        """A task that is over is not what the others wait for."""
-        await work
-        self._watchdog.ends(task)

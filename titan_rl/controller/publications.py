@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from titan_rl.actors.trainer import Trainer
 from titan_rl.errors import WeightsError
+from titan_rl.observability.activity import Activities
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Publication
 
@@ -43,26 +44,20 @@ class Publications:
         held = (f"{version} by {', '.join(sorted(holders))}" for version, holders in self._holders.items() if holders)
         return f"a place for one more publication (weights.max_live is {self._max_live}); held: {'; '.join(held)}"
 
-    async def publish(
-        self, holder: str, *, on_wait: Callable[[str], None], on_work: Callable[[], None] = lambda: None
-    ) -> Publication:
-        """The trainer's current weights, held by `holder`.
-
-        Args:
-            on_wait: told when all places are taken, by whom.
-            on_work: told when the trainer begins.
-        """
-        while reason := self.waits_for():
-            on_wait(reason)
-            self._freed.clear()
-            await self._freed.wait()
-        on_work()
-        publication = await self._trainer.push_model_state_dict()
-        before = self.newest
-        self._live[publication.version] = publication
-        self._holders[publication.version] = {holder}
-        if before is not None:
-            await self._free_if_unneeded(before.version)
+    async def publish(self, holder: str, activity: Activities) -> Publication:
+        """The trainer's current weights, held by `holder`."""
+        if self.waits_for():
+            with activity("publisher", waits_for=self.waits_for):
+                while self.waits_for():
+                    self._freed.clear()
+                    await self._freed.wait()
+        with activity("publish"):
+            publication = await self._trainer.push_model_state_dict()
+            before = self.newest
+            self._live[publication.version] = publication
+            self._holders[publication.version] = {holder}
+            if before is not None:
+                await self._free_if_unneeded(before.version)
         return publication
 
     async def taken(

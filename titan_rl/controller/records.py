@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from titan_rl.controller.evaluation import Evaluation
 from titan_rl.controller.system import System
 from titan_rl.data_plane.store import HeldReport
+from titan_rl.observability.activity import PhaseSeconds
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
 from titan_rl.rollout.report import GroupReport, RolloutReport
@@ -50,27 +50,12 @@ class StepRecords:
         self._display = display
         self._metrics = metrics
         self._clock = clock
-        self._seconds: dict[str, float] = {}
-        self._running: Counter[str] = Counter()
-        self._since: dict[str, float] = {}
+        self.phases = PhaseSeconds(clock)
         self._last_step = clock()
         self._failed: list[GroupReport] = []
         self.lost = 0
         """Groups whose samples were lost, so far."""
         self.summary = RunSummary()
-
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        """Counts the time in which at least one task is in this phase."""
-        if not self._running[phase]:
-            self._since[phase] = self._clock()
-        self._running[phase] += 1
-        try:
-            yield
-        finally:
-            self._running[phase] -= 1
-            if not self._running[phase]:
-                self._count(phase, self._clock())
 
     def failed(self, report: GroupReport) -> None:
         """A group none of whose rollouts could be trained; counts to the next step's numbers, and is shown at once."""
@@ -109,7 +94,7 @@ class StepRecords:
         step = batch.version.step + 1
         now = self._clock()
         seconds, self._last_step = now - self._last_step, now
-        phases = self._phase_seconds(now)
+        phases = self.phases.take()
         failed, self._failed = self._failed, []
         rollouts = [rollout for report in [*reports, *failed] for rollout in report.rollouts]
         rewards = [rollout.reward for rollout in rollouts if not rollout.error]
@@ -172,18 +157,6 @@ class StepRecords:
         if failed := sum(1 for rollout in report.rollouts if rollout.error):
             self._display.failed(failed, report.first_error)
 
-    def _phase_seconds(self, now: float) -> dict[str, float]:
-        """Seconds per phase since the last call; a phase that is under way counts up to now."""
-        for phase, running in self._running.items():
-            if running:
-                self._count(phase, now)
-                self._since[phase] = now
-        seconds, self._seconds = self._seconds, {}
-        return seconds
-
-    def _count(self, phase: str, until: float) -> None:
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + until - self._since[phase]
-
 
 def _ages(batch: Batch, reports: Sequence[GroupReport]) -> list[int]:
     """Age in steps of every sample that has a trained token."""
@@ -197,8 +170,9 @@ def _ages(batch: Batch, reports: Sequence[GroupReport]) -> list[int]:
 
 async def _fleet_metrics(system: System) -> dict[str, float]:
     """The router's counters by generator."""
-    metrics: dict[str, float] = {}
-    for status in await system.router.fleet_status():
+    fleet = await system.router.fleet_status()
+    metrics = {"fleet/lost": float(sum(status.state == "dead" for status in fleet))}
+    for status in fleet:
         metrics[f"fleet/{status.name}/serving"] = float(status.state == "serving")
         for counter in ("load", "in_flight", "served", "failed"):
             metrics[f"fleet/{status.name}/{counter}"] = float(getattr(status, counter))

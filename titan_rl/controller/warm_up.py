@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 
 from titan_rl.controller.system import System
 from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.observability.activity import Activities
 from titan_rl.observability.progress import RunDisplay
 from titan_rl.rollout.report import GroupReport
 
 _log = logging.getLogger(__name__)
 
 
-async def warm_up(system: System, display: RunDisplay, *, on_step: Callable[[str], None] = lambda what: None) -> None:
+async def warm_up(system: System, display: RunDisplay, activity: Activities) -> None:
     """Train `trainer.warmup.steps` supervised steps; nothing if there are none.
-
-    Args:
-        on_step: told of every step when it begins.
 
     Raises:
         TaskError: the environment has no demonstrations, or one cannot be made.
@@ -35,14 +32,13 @@ async def warm_up(system: System, display: RunDisplay, *, on_step: Callable[[str
     owned: SampleBatch | None = None  # of the step that has begun
     try:
         for step in range(steps):
-            on_step(f"step {step + 1} of {steps}")
-            owned = (await ahead).samples
-            if step + 1 < steps:
-                ahead = _play(system, step + 1)
-            display.mesh("trainer", f"warm-up step {step + 1} of {steps}")
-            metrics = await system.trainer.warm_up_step(owned)
-            await system.rollouts.release(owned)
-            owned = None
+            with activity("warm_up", step=f"{step + 1} of {steps}"):
+                owned = (await ahead).samples
+                if step + 1 < steps:
+                    ahead = _play(system, step + 1)
+                metrics = await system.trainer.warm_up_step(owned)
+                await system.rollouts.release(owned)
+                owned = None
             if (step + 1) % max(1, steps // 5) == 0:
                 display.say(f"warm-up step {step + 1}/{steps}  loss {metrics['loss']:.4f}")
     except Exception:

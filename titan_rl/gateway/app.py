@@ -12,7 +12,6 @@ and errors are written.
 from __future__ import annotations
 
 import asyncio
-import socket
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -20,9 +19,10 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from titan_rl.errors import ActorFailed, ConfigError, TitanError
+from titan_rl.errors import ActorFailed, TitanError
 from titan_rl.gateway.access.callers import ApiKeys, RolloutKeys, unless
 from titan_rl.gateway.access.middleware import CALLER, CallMiddleware
+from titan_rl.gateway.address import listen
 from titan_rl.gateway.calls import Fleet, ServedPolicy
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.gateway.errors import ApiError, api_error
@@ -100,7 +100,7 @@ class GatewayServer:
         Raises:
             ConfigError: the address cannot be listened on.
         """
-        listener = _listen(config.host, config.port)
+        listener = listen(config.host, config.port, backlog=BACKLOG)
         host, port = listener.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         """Without `/v1`."""
@@ -143,13 +143,3 @@ class GatewayServer:
         self.keys.end_all()
         self._server.should_exit = True
         await asyncio.wait([self._running])
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, *_, address = found[0]
-        both = family == socket.AF_INET6
-        return socket.create_server(address[:2], family=family, backlog=BACKLOG, dualstack_ipv6=both)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}, port {port}: {error.strerror or error}") from error

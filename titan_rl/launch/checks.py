@@ -9,10 +9,8 @@ Imports the classes that the config names, and of the project's own nothing that
 
 from __future__ import annotations
 
-import errno
 import inspect
 import math
-import socket
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,10 +25,11 @@ from titan_rl.data_plane.layout import encoded_size
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import Environment
 from titan_rl.errors import AbsentError, ConfigError
+from titan_rl.gateway.address import listen
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.generation.config import ENGINES, LINEARS, refuse_more_ranks
 from titan_rl.importing import import_name, user_code
-from titan_rl.launch.placement import HostFacts, plan, resolve_device
+from titan_rl.launch.placement import HostFacts, plan, plays, resolve_device
 from titan_rl.overrides import did_you_mean, get_setting
 from titan_rl.policy.losses import SHORT_NAMES as LOSSES
 from titan_rl.policy.losses.base import PolicyLoss
@@ -72,17 +71,19 @@ class Problem:
 def check_run(config: RunConfig, host: HostFacts) -> list[Problem]:
     """Everything that speaks against a run of `config` on `host`."""
     agents = config.rollout.agents
+    environment = list(_environment(config))
+    found = _named(config, "environment.name", SHORT_NAMES, Environment)[0] is not None
     return [
-        *_placement(config, host),
+        *(_placement(config, host) if found else ()),
         *_policy(config, host),
         *_generator(config, host),
         *_trainer_classes(config),
-        *_environment(config),
+        *environment,
         *_directory("logging.directory", config.logging.directory),
         *(_package("logging.wandb_project", "wandb") if config.logging.wandb_project else ()),
         *(_package("logging.tensorboard", "tensorboard") if config.logging.tensorboard else ()),
         *(_directory("weights.directory", config.weights.directory) if config.weights.directory else ()),
-        *(_address("rollout.agents.port", agents.host, agents.port) if agents.gateway else ()),
+        *(_address("rollout.agents.port", agents.host, agents.port) if found and plays(config) else ()),
     ]
 
 
@@ -271,20 +272,11 @@ def _package(setting: str, name: str) -> Iterator[Problem]:
 
 
 def _address(setting: str, host: str, port: int) -> Iterator[Problem]:
-    """Whether a server can listen there."""
+    """Whether a server can listen there. Tried, for only that tells."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the gateway will
-            listener.bind(address)
-    except OSError as error:
-        yield Problem(
-            sentence=f"{setting} {port}: cannot listen on {host}, port {port}: {error.strerror}"
-            + "; name another one, or 0 for any free port" * (error.errno == errno.EADDRINUSE),
-            severity=Severity.ABSENT,
-        )
+        listen(host, port).close()
+    except ConfigError as error:
+        yield Problem(sentence=f"{setting} {port}: {error}", severity=Severity.ABSENT)
 
 
 def _environment(config: RunConfig) -> Iterator[Problem]:
@@ -297,13 +289,10 @@ def _environment(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             sentence=f"trainer.warmup.steps is {config.trainer.warmup.steps}, and {name} has no method `demonstration`"
         )
-    if not config.rollout.agents.gateway and cls.play is not Environment.play:
-        yield Problem(sentence=f"{name} plays its rollouts by programs, and rollout.agents.gateway is false")
     kwargs = dict(config.environment.kwargs)
     if "seed" in inspect.signature(cls).parameters:
         kwargs.setdefault("seed", config.seed)
-    # A task of the user may load a data set when it is built, and that is for its own process to do.
-    yield from _arguments("environment.kwargs", cls, kwargs, construct=name in SHORT_NAMES)
+    yield from _arguments("environment.kwargs", cls, kwargs)  # `task_check` constructs it, in a process of its own
 
 
 def _arguments(

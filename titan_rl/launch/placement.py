@@ -2,8 +2,8 @@
 
 What holds for every `Placement`:
 
-- Mesh names are unique: `trainer`, `generator0`, `generator1`, …, `router`, `rollout`, and `gateway` where
-  `rollout.agents.gateway` is on; where a checkpoint is served, generators, `router` and `gateway`.
+- Mesh names are unique: `trainer`, `generator0`, `generator1`, …, `router`, `rollout`, and `gateway` where the task
+  defines `play`; where a checkpoint is served, generators, `router` and `gateway`.
 - On CUDA every rank of the trainer and of the generators sees exactly one device, and no device is seen by two. No
   other process sees a device, and on CPU none does: a stray `.cuda()` fails instead of taking memory from a rank.
 - The environment of a rank is complete before its Python starts. What torchrun left in the controller's environment
@@ -24,8 +24,11 @@ from pathlib import Path
 from typing import Literal
 
 from titan_rl.config import RunConfig
+from titan_rl.environments import SHORT_NAMES
+from titan_rl.environments.base import Environment
 from titan_rl.errors import ConfigError
 from titan_rl.generation.environment import generator_environment
+from titan_rl.importing import import_name
 
 Device = Literal["cpu", "cuda"]
 
@@ -141,6 +144,16 @@ def devices_needed(config: RunConfig, *, serving: bool = False) -> int:
     return generators if serving else config.trainer.ranks + generators
 
 
+def plays(config: RunConfig) -> bool:
+    """Whether the task's rollouts are played by programs, which need a gateway. Imports the task's class.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    task = import_name(config.environment.name, SHORT_NAMES)
+    return getattr(task, "play", Environment.play) is not Environment.play
+
+
 def plan(config: RunConfig, host: HostFacts, *, serving: bool = False) -> Placement:
     """Place the run on one host.
 
@@ -148,7 +161,8 @@ def plan(config: RunConfig, host: HostFacts, *, serving: bool = False) -> Placem
         serving: there is a gateway, and neither trainer nor rollout workers.
 
     Raises:
-        ConfigError: CUDA is wanted and the host has fewer devices than ranks that need one.
+        ConfigError: CUDA is wanted and the host has fewer devices than ranks that need one, or the task cannot be
+            imported.
     """
     device = resolve_device(config, host)
     free: list[int | None] = []
@@ -198,7 +212,7 @@ def plan(config: RunConfig, host: HostFacts, *, serving: bool = False) -> Placem
         positions = [f"tp {rank}/{generator.tensor_parallel}" for rank in range(generator.tensor_parallel)]
         meshes.append(mesh(f"generator{number}", positions, engine, computes=True))
     meshes.append(mesh("router", ["-"], {}, computes=False))
-    if serving or config.rollout.agents.gateway:
+    if serving or plays(config):
         meshes.append(mesh("gateway", ["-"], {}, computes=False))
     if not serving:
         positions = [f"worker {number}/{config.rollout.workers}" for number in range(config.rollout.workers)]

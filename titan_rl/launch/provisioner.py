@@ -1,7 +1,7 @@
 """Spawns meshes of processes and stops them again. The only place that knows where processes come from.
 
-Every mesh has its own environment from before Python starts, its own rendezvous file, and its own log files. A
-`Provisioner` keeps what it needs to spawn a mesh again, so that recovery can ask for one.
+Every mesh has its own environment from before Python starts, its own rendezvous file, and its own log files; each time
+it is spawned they are new.
 
 The end of a process is heard from the kernel (`process_watch`), and from Monarch what fails in a process that lives. A
 fault reaches the provisioner that spawned the mesh, and none after it began to stop it: Monarch may notice the end of a
@@ -28,9 +28,8 @@ from monarch.actor import MeshFailure, ProcMesh, this_host
 from titan_rl.actors.calls import bounded
 from titan_rl.errors import ActorFailed, MeshFailed
 from titan_rl.launch.placement import TORCHRUN_VARIABLES, MeshPlan
-from titan_rl.launch.process import prepare_process
+from titan_rl.launch.process import prepare_process, scratch_directory
 from titan_rl.launch.process_watch import ProcessWatch
-from titan_rl.launch.scratch import scratch_directory
 from titan_rl.process_group import RENDEZVOUS
 from titan_rl.processes import ending_in_words
 
@@ -159,8 +158,9 @@ class Provisioner:
         return mesh
 
     async def stop(self, name: str) -> None:
-        """Stop one mesh's processes. Never raises: what cannot be stopped in time is killed, and logged."""
-        await self._meshes.pop(name).stop()
+        """Stop one mesh, if it is up. Never raises: what cannot be stopped in time is killed, and logged."""
+        if (mesh := self._meshes.pop(name, None)) is not None:
+            await mesh.stop()
 
     async def stop_all(self) -> None:
         """Stop every mesh. The actor runtime itself stays: it cannot be entered again in this process once it was

@@ -1,21 +1,22 @@
-"""One run from a config to an exit code: run directory, logs, loop, summary.
+"""One run, or one service, from a config to an exit code: run directory, logs, signals, work, last words.
 
-Exit codes: 0 done, 1 failed or not learned, 130 stopped by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP. However it ends, the
-run directory holds the resolved config, every finished step, the logs and the trainer's newest weights if the trainer
-still lives, and nothing of the run is left running.
+Exit codes: 0 done, 1 failed or not learned, 2 wrong config, 130 stopped by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP (a
+service that is stopped: 0). However a run ends, its directory holds the resolved config, every finished step, the logs
+and the trainer's newest weights if the trainer still lives, and nothing of it is left running.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import json
 import logging
 import os
 import time
+from collections.abc import Callable, Coroutine
 from datetime import datetime
 from pathlib import Path
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -26,15 +27,19 @@ from titan_rl.controller.faults import Announcer, FaultBoard
 from titan_rl.controller.loop import TrainingLoop
 from titan_rl.controller.records import RunSummary
 from titan_rl.errors import ConfigError, Stopped
-from titan_rl.launch.session import start
-from titan_rl.launch.signals import StopSignals, hold_signals
+from titan_rl.gateway.config import GatewayConfig
+from titan_rl.launch.process import StopSignals, hold_signals
+from titan_rl.launch.session import serve, start
 from titan_rl.observability.logs import log_to_file
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
 from titan_rl.overrides import to_toml
 
+T = TypeVar("T")
+
 EXIT_OK = 0
 EXIT_FAILED = 1
+EXIT_USAGE = 2
 
 DETERMINISTIC_HINT = (
     "deterministic = true: the run repeats bit for bit; on CPU sampling is 2–6 % slower in float32, 16–37 % in bfloat16"
@@ -46,30 +51,86 @@ _log = logging.getLogger(__name__)
 
 def run(config: RunConfig, imports: tuple[str, ...] = ()) -> int:
     """Do the whole run; returns the exit code."""
+    started = time.monotonic()
+    console = Console()
+
+    async def work(directory: Path, faults: FaultBoard) -> RunSummary:
+        (directory / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        say(f"run directory: {directory}")
+        if config.deterministic:
+            say(DETERMINISTIC_HINT)
+        return await _train(config, imports, directory, console, faults)
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def end(summary: RunSummary, directory: Path) -> int:
+        return _conclude(config, summary, directory, console, started)
+
+    stopping = "saving the newest weights, then closing; once more: closing without saving"
+    return _conduct(config, work, end, say=say, stopping=stopping)
+
+
+def run_service(config: RunConfig, gateway: GatewayConfig, imports: tuple[str, ...] = ()) -> int:
+    """Serve until a signal; returns the exit code."""
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    async def work(directory: Path, faults: FaultBoard) -> None:
+        async with serve(
+            config,
+            gateway,
+            imports=imports,
+            log_directory=directory / "logs",
+            faults=faults,
+            on_mesh=lambda mesh, doing: say(f"{mesh}: {doing}"),
+            say=say,
+        ) as up:
+            key = "with the API key" if gateway.api_key else "without an API key"
+            say(f"serving {gateway.model} at {up.url}/v1, {key}; Ctrl-C stops it")
+            await up.run()
+
+    named = dataclasses.replace(config, recipe="serve")
+    code = _conduct(named, work, lambda _, directory: EXIT_OK, say=say, stopping="closing")
+    return EXIT_OK if code > 128 else code
+
+
+def _conduct(
+    config: RunConfig,
+    work: Callable[[Path, FaultBoard], Coroutine[Any, Any, T]],
+    end: Callable[[T, Path], int],
+    *,
+    say: Callable[[str], None],
+    stopping: str,
+) -> int:
+    """Do the work in a run directory of its own; returns the exit code.
+
+    Args:
+        work: given the directory and where faults and signals are heard.
+        end: what is said of what the work came to; returns the exit code.
+        stopping: in words, what follows a signal.
+    """
     hold_signals()
     directory = make_run_directory(config)
-    console = Console()
-    announce = Announcer(
-        functools.partial(_say, console),
-        stopping="saving the newest weights, then closing; once more: closing without saving",
-    )
-    started = time.monotonic()
+    announce = Announcer(say, stopping=stopping)
+
+    async def heard() -> T:
+        faults = FaultBoard(announce)
+        StopSignals(faults.report)
+        return await work(directory, faults)
+
     try:
-        (directory / "config.toml").write_text(to_toml(config), encoding="utf-8")
         log_to_file(directory / "logs" / "controller.log")
-        _say(console, f"run directory: {directory}")
-        if config.deterministic:
-            _say(console, DETERMINISTIC_HINT)
-        summary = asyncio.run(_train(config, imports, directory, console, announce))
-        return _conclude(config, summary, directory, console, started)
+        return end(asyncio.run(heard()), directory)
     except Stopped as stop:
-        _say(console, f"stopped by the user with {stop}; run directory: {directory}")
+        say(f"stopped by the user with {stop}; run directory: {directory}")
         return stop.exit_code
     except Exception as error:
         announce(error)
         _log.error("the run failed", exc_info=error)
-        _say(console, f"logs: {directory / 'logs'}")
-        return EXIT_FAILED
+        say(f"logs: {directory / 'logs'}")
+        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
 
 
 def make_run_directory(config: RunConfig) -> Path:
@@ -92,14 +153,8 @@ def make_run_directory(config: RunConfig) -> Path:
 
 
 async def _train(
-    config: RunConfig,
-    imports: tuple[str, ...],
-    directory: Path,
-    console: Console,
-    announce: Announcer,
+    config: RunConfig, imports: tuple[str, ...], directory: Path, console: Console, faults: FaultBoard
 ) -> RunSummary:
-    faults = FaultBoard(announce)
-    StopSignals(faults.report)
     display = RunDisplay(steps=config.loop.steps, live=config.logging.progress, console=console)
     metrics = MetricsWriter(
         directory,
@@ -117,11 +172,11 @@ async def _train(
                 log_directory=directory / "logs",
                 faults=faults,
                 on_mesh=display.mesh,
-                on_stop=display.say,
+                say=display.say,
             ) as system:
                 loop = TrainingLoop(system, display=display, metrics=metrics)
                 checkpoint = directory / "checkpoint" if config.logging.save_final else None
-                await train_and_save(loop, system.trainer, faults, checkpoint, display.say)
+                await train_and_save(loop.run(), system.trainer, faults, checkpoint, display.say)
                 return loop.summary
     finally:
         metrics.close()
@@ -167,7 +222,3 @@ def _conclude(config: RunConfig, summary: RunSummary, directory: Path, console: 
         )
         return EXIT_FAILED
     return EXIT_OK
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,29 +1,33 @@
-"""A running system for the length of a `with` block: the door to everything for a script of one's own.
+"""A running system for the length of a `with` block: `start` for training, `serve` for a checkpoint behind HTTP.
 
     async with start(config) as system:
         publication = await system.trainer.push_model_state_dict()
         ...
 
-Whatever happens inside the block, afterwards no process, port or shared-memory file of the run is left.
+Whatever happens inside the block, afterwards no process, port or shared-memory file is left.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_rl.config import RunConfig
 from titan_rl.controller.faults import FaultBoard
-from titan_rl.launch.placement import detect_host, plan
+from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch.process import prepare_controller
 from titan_rl.policy.models.tiny import make_tiny_policy
 
 if TYPE_CHECKING:
+    from titan_rl.actors.router_client import Router
     from titan_rl.controller.system import System
+    from titan_rl.weights.manifest import Publication
 
 
 def model_directory(config: RunConfig) -> Path:
@@ -42,7 +46,7 @@ async def start(
     log_directory: Path | None = None,
     faults: FaultBoard | None = None,
     on_mesh: Callable[[str, str], None] = lambda mesh, doing: None,
-    on_stop: Callable[[str], None] = lambda what: None,
+    say: Callable[[str], None] = lambda what: None,
 ) -> AsyncIterator[System]:
     """Bring up every mesh of the config on this host, and take all of them down at the end.
 
@@ -50,39 +54,138 @@ async def start(
         config: the run.
         imports: files or modules of the user, imported first in every process.
         log_directory: one log file per process goes here; None: processes print to the terminal.
-        faults: told about processes that die, and of a gateway that ends by itself; ends the start at the first.
+        faults: hears of every process that dies; its first fault ends the start, and is raised by its next `watch`.
         on_mesh: told what each mesh is doing while it comes up.
-        on_stop: told in words, from any thread, that a process was stopped (SIGSTOP) and is waited for, or goes on.
+        say: told in words, from any thread, of a process that was stopped (SIGSTOP) or goes on, and of a generator that
+            is lost.
 
     Raises:
         ConfigError: the host cannot hold the placement.
         TitanError: a part did not come up.
     """
     prepare_controller()
-    from titan_rl.controller.system import close
-    from titan_rl.launch.bring_up import bring_up
-    from titan_rl.launch.gateway import report_end
-    from titan_rl.launch.provisioner import Provisioner
+    from titan_rl.controller.system import System
+    from titan_rl.launch.meshes import Meshes
 
+    agents = config.rollout.agents
+    gateway = GatewayConfig(host=agents.host, port=agents.port, sessions=True)
     board = faults if faults is not None else FaultBoard()
-    placement = plan(config, detect_host())
-    model_path = model_directory(config)
-    provisioner = Provisioner(
-        log_directory=str(log_directory) if log_directory is not None else "",
+    meshes = Meshes(
+        config,
+        gateway,
+        board,
+        serving=False,
         imports=imports,
-        on_fault=board.report,
-        on_stop=on_stop,
+        log_directory=log_directory,
+        on_mesh=on_mesh,
+        say=say,
     )
-    system: System | None = None
-    watching: asyncio.Future[None] | None = None
+
+    async def bring_up() -> None:
+        meshes.spawn()
+        await meshes.set_up(*meshes.names)
+        if meshes.placement.sample_transport == "rdma":
+            await meshes.trainer.attach_stores(meshes.rollouts.stores)
+
     try:
-        system = await board.watch(
-            bring_up(config, placement, provisioner, model_path=model_path, imports=imports, on_mesh=on_mesh)
+        await board.watch(bring_up())
+        yield System(
+            config=config,
+            model_path=meshes.model_path,
+            trainer=meshes.trainer,
+            router=meshes.router,
+            rollouts=meshes.rollouts,
+            generators=meshes.generators,
+            gateway=meshes.gateway and meshes.gateway.actor,
+            pids=meshes.pids,
         )
-        if system.gateway is not None:
-            watching = asyncio.ensure_future(report_end(system.gateway, board.report))
-        yield system
     finally:
-        if watching is not None:
-            watching.cancel()
-        await close(system, provisioner, board)
+        await meshes.close()
+
+
+@dataclass(slots=True)
+class Serving:
+    """A service that is up."""
+
+    url: str
+    """Of the gateway, without `/v1`."""
+    router: Router
+    pids: dict[str, list[int]]
+    """Process ids of the generators' ranks."""
+    faults: FaultBoard
+    """Hears of the end of what the service cannot do without."""
+
+    async def run(self) -> None:
+        """Wait for what ends the service; raises its fault."""
+        await self.faults.watch(asyncio.Event().wait())
+
+
+@asynccontextmanager
+async def serve(
+    config: RunConfig,
+    gateway: GatewayConfig,
+    *,
+    imports: tuple[str, ...] = (),
+    log_directory: Path | None = None,
+    faults: FaultBoard | None = None,
+    on_mesh: Callable[[str, str], None] = lambda mesh, doing: None,
+    say: Callable[[str], None] = lambda what: None,
+) -> AsyncIterator[Serving]:
+    """Bring up everything that serves the config's policy on this host, and take it down at the end.
+
+        checkpoint ─published as v0─▶ generators pull and verify ─▶ router serves ─▶ gateway listens
+
+    Args:
+        config: its policy, generators, router, renderer and placement are used.
+        imports, log_directory, faults, on_mesh, say: as of `start`.
+
+    Raises:
+        ConfigError: the host cannot hold the placement, or the address cannot be listened on.
+        TitanError: a part did not come up.
+    """
+    prepare_controller()
+    from titan_rl.launch.meshes import Meshes
+
+    # No version comes after the first, so an interrupted completion (its generator died) can start over and give the
+    # same tokens; only then are penalties and min_tokens possible.
+    config = dataclasses.replace(config, router=dataclasses.replace(config.router, resume=False))
+    board = faults if faults is not None else FaultBoard()
+    meshes = Meshes(
+        config,
+        gateway,
+        board,
+        serving=True,
+        imports=imports,
+        log_directory=log_directory,
+        on_mesh=on_mesh,
+        say=say,
+    )
+
+    async def bring_up() -> None:
+        meshes.spawn()
+        fleet = [name for name in meshes.names if name != "gateway"]
+        publication, _ = await asyncio.gather(
+            asyncio.to_thread(_publish, config, meshes.model_path), meshes.set_up(*fleet)
+        )
+        await meshes.router.pull_model_state_dict(publication)
+        await meshes.set_up("gateway")
+
+    try:
+        await board.watch(bring_up())
+        generators = {name: meshes.pids[name] for name in meshes.generators}
+        assert meshes.gateway is not None
+        yield Serving(url=meshes.gateway.url, router=meshes.router, pids=generators, faults=board)
+    finally:
+        await meshes.close()
+
+
+def _publish(config: RunConfig, model_path: Path) -> Publication:
+    """The checkpoint's weights, in shared memory of this process for as long as it serves."""
+    import torch
+
+    from titan_rl.weights.checkpoint import publish_checkpoint
+    from titan_rl.weights.transports.shared_memory import SharedMemoryPublisher
+
+    publisher = SharedMemoryPublisher(channel="policy", owner_pid=os.getpid(), rank=0, group=None, max_live=1)
+    dtype = getattr(torch, config.generator.dtype)
+    return publish_checkpoint(model_path, publisher, dtype=dtype)

@@ -6,14 +6,14 @@ The display only reads what it is told; a display that is off changes nothing ab
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from titan_rl.observability.activity import Span
 from titan_rl.one_line import one_line
 
 PLAIN_LINE_SECONDS = 2.0
@@ -27,7 +27,8 @@ LONGEST_CAUSE = 160
 class RunDisplay:
     """The display of one run.
 
-    Told by the controller: `mesh(name, doing)` while parts come up, then `phase`, `failed`, `step` and `evaluation`.
+    Told by the controller: `mesh(name, doing)` of what each mesh has come to, then `failed`, `step` and `evaluation`;
+    and, as a sink of `Activities`, what is going on.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class RunDisplay:
         self._task = self._progress.add_task("training", total=steps)
         self._meshes: dict[str, str] = {}
         self._numbers: dict[str, str] = {}
-        self._phase_seconds: dict[str, float] = {}
+        self._doing: dict[str, dict[Span, None]] = {}  # open spans by name
         self._failures = 0  # since they were last printed
         self._first_failure = ""
         self._last_line = float("-inf")
@@ -56,13 +57,12 @@ class RunDisplay:
 
     def __enter__(self) -> RunDisplay:
         if self._live:
-            self._panel = Live(self._render(), console=self._console, refresh_per_second=4)
+            self._panel = Live(get_renderable=self.render, console=self._console, refresh_per_second=4)
             self._panel.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._panel is not None:
-            self._panel.update(self._render())
             self._panel.stop()
             self._panel = None
 
@@ -73,28 +73,15 @@ class RunDisplay:
     def mesh(self, name: str, doing: str) -> None:
         """What a mesh is doing now, such as `("trainer", "train step 12")`."""
         self._meshes[name] = doing
-        self._refresh()
 
-    @contextmanager
-    def phase(self, name: str, doing: Mapping[str, str]) -> Iterator[None]:
-        """Times one phase of a step and shows who works at it; seconds are available from `phase_seconds`.
+    def began(self, span: Span) -> None:
+        """Shown until it has ended; of several with one name the newest."""
+        if span.waits_for is None:
+            self._doing.setdefault(span.name, {})[span] = None
 
-        Args:
-            doing: mesh → what it does during the phase; all others are shown as idle.
-        """
-        for mesh in {**self._meshes, **doing}:
-            self._meshes[mesh] = doing.get(mesh, "idle")
-        self._refresh()
-        started = self._clock()
-        try:
-            yield
-        finally:
-            self._phase_seconds[name] = self._clock() - started
-
-    def phase_seconds(self) -> dict[str, float]:
-        """Seconds per phase since the last call."""
-        seconds, self._phase_seconds = self._phase_seconds, {}
-        return seconds
+    def ended(self, span: Span) -> None:
+        if span.waits_for is None:
+            del self._doing[span.name][span]
 
     def failed(self, rollouts: int, cause: str) -> None:
         """So many rollouts failed, the first for this reason. Printed with the next step's line, and without one every
@@ -115,7 +102,6 @@ class RunDisplay:
         timing = " ".join(f"{name} {1000 * value:.0f}" for name, value in phases.items())
         self._progress.update(self._task, completed=step)
         self._numbers |= {**numbers, "ms per phase": timing}
-        self._refresh()
         if self._clock() - self._last_line < PLAIN_LINE_SECONDS and step != self._steps:
             return
         failures = self._told_failures()
@@ -127,20 +113,17 @@ class RunDisplay:
     def evaluation(self, step: int, exact_match: float, reward: float, transcripts: Sequence[str] = ()) -> None:
         """A finished evaluation, with lines that show what was said."""
         self._numbers["exact match"] = f"{exact_match:.3f} (step {step})"
-        self._refresh()
         self.say(f"held-out after step {step}: exact match {exact_match:.3f}, reward {reward:.3f}")
         for transcript in transcripts:
             self.say(f"  {transcript}")
 
-    def _refresh(self) -> None:
-        if self._panel is not None:
-            self._panel.update(self._render())
-
-    def _render(self) -> RenderableType:
-        numbers = Table.grid(padding=(0, 2))
-        for name, value in self._numbers.items():
-            numbers.add_row(f"[dim]{name}", value)
-        meshes = Table.grid(padding=(0, 2))
-        for name, doing in self._meshes.items():
-            meshes.add_row(f"[dim]{name}", doing)
-        return Group(self._progress, numbers, meshes)
+    def render(self) -> RenderableType:
+        """The panel as it is now. Called by the panel's own thread, several times a second."""
+        doing = {}
+        for name, spans in self._doing.copy().items():
+            at_once = list(spans)
+            doing[name] = f"{at_once[-1]}" if len(at_once) == 1 else f"{len(at_once)} at once" if at_once else "idle"
+        table = Table.grid(padding=(0, 2))
+        for name, value in (self._numbers | self._meshes | doing).items():
+            table.add_row(f"[dim]{name}", value)
+        return Group(self._progress, table)

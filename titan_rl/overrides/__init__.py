@@ -13,20 +13,24 @@ A setting is named by its path of fields, `trainer.optimizer.lr`; past a `dict` 
 keys, which need not exist yet. This package knows no config by name: the caller hands its peculiarities in as `Rules`.
 """
 
+from titan_rl.overrides.command import EXIT_USAGE, Command, Verb, say
 from titan_rl.overrides.layers import Override, Rules, absolute_files, apply, get_setting
-from titan_rl.overrides.names import did_you_mean, settings
-from titan_rl.overrides.toml import read_toml, to_toml, toml_overrides
-from titan_rl.overrides.words import option_overrides, split_options
+from titan_rl.overrides.settings import did_you_mean, settings
+from titan_rl.overrides.sources import option_overrides, read_toml, split_options, to_toml, toml_overrides
 
 __all__ = [
+    "EXIT_USAGE",
+    "Command",
     "Override",
     "Rules",
+    "Verb",
     "absolute_files",
     "apply",
     "did_you_mean",
     "get_setting",
     "option_overrides",
     "read_toml",
+    "say",
     "settings",
     "split_options",
     "to_toml",

@@ -1,34 +1,80 @@
-"""All settings of a config as help text: their types, docstrings and present values, laid out by tyro.
+"""All settings of a config as help text: each with its present value, its type and the docstring of its field."""
 
-Its own module, imported when help is asked for: tyro costs some 50 ms.
-"""
-# no `from __future__ import annotations`: tyro evaluates the annotations of a local class, which then must be objects
+from __future__ import annotations
 
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+import ast
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
-import tyro
+from titan_rl.overrides.settings import describe, fields_of, optional_dataclass
+
+WIDTH = 110
 
 
-def print_help(config: Any, *, prog: str) -> None:
-    """Print the options of a training command whose config would start as `config`."""
+def print_help(config: Any, *, about: str, options: Mapping[str, str]) -> None:
+    """Print what a verb takes.
 
-    settings: Any = Annotated[type(config), tyro.conf.arg(name="", prefix_name=False), tyro.conf.FlagConversionOff]
+    Args:
+        config: whose settings are listed, with their values.
+        about: comes first.
+        options: the verb's other options, each with a line.
+    """
+    print(about.strip())
+    if options:
+        print("\noptions")
+        width = max(map(len, options))
+        for option, text in options.items():
+            print(textwrap.fill(f"  {option.ljust(width)}  {text}", WIDTH, subsequent_indent=" " * (width + 4)))
+    print("\nsettings and their values; the command line wins over --config FILE.toml, and that over the recipe")
+    told = {option.split()[0] for option in options}
+    for line in _settings(config, "", told):
+        print(line)
 
-    @dataclass(kw_only=True)
-    class Train:
-        """Train a policy. Settings: the command line wins over --config, and that over the recipe; the values shown are
-        the recipe's. Constructor arguments of a class are set as --environment.kwargs.NAME VALUE."""
 
-        config: str = ""
-        """TOML file: a recipe's name and settings. Relative file names in it start at its directory."""
-        name: str = ""
-        """Name of the run, as --logging.name."""
-        dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-        """Print the resolved config and the placement, and start nothing."""
-        run: settings = field(default_factory=lambda: config)
+def _settings(config: Any, prefix: str, told: Collection[str] = ()) -> Iterator[str]:
+    docs = field_docs(type(config))
+    groups = []
+    for name, hint in fields_of(config).items():
+        value, option = getattr(config, name), f"--{prefix}{name}".replace("_", "-")
+        if option in told:
+            continue
+        kind = optional_dataclass(hint)
+        if kind is not None:
+            groups.append((name, kind() if value is None else value))
+            continue
+        if isinstance(value, dict):
+            shown = [f"  {option}.{key} {each}" for key, each in value.items()] or [f"  {option}.NAME VALUE"]
+            yield from shown
+            type_words = ""
+        else:
+            yield f"  {option} {_words(value)}"
+            type_words = f" ({describe(hint)})"
+        text = f"{docs.get(name, '')}{type_words}".strip()
+        yield from textwrap.wrap(text, WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    for name, group in groups:
+        yield f"\n{prefix}{name}".replace("_", "-") + f": {inspect.getdoc(type(group)) or ''}".replace("\n", " ")
+        yield from _settings(group, f"{prefix}{name}.")
 
-    # given `--help`, tyro parses nothing: it prints its help and exits
-    with suppress(SystemExit):
-        tyro.cli(Train, args=["--help"], prog=prog, config=(tyro.conf.AvoidSubcommands,))
+
+def _words(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return " ".join(map(_words, value))
+    return str(value) if value != "" else '""'
+
+
+def field_docs(config: type) -> dict[str, str]:
+    """Field → its docstring, the text that follows it in the class. Inherited ones too."""
+    docs: dict[str, str] = {}
+    for cls in reversed([cls for cls in config.__mro__ if dataclasses.is_dataclass(cls)]):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        assert isinstance(definition, ast.ClassDef)
+        for statement, after in zip(definition.body, definition.body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                    docs[statement.target.id] = " ".join(str(after.value.value).split())
+    return docs

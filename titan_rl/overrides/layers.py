@@ -10,8 +10,15 @@ from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
 from titan_rl.errors import ConfigError
-from titan_rl.overrides.names import did_you_mean, fields_of, members, optional_dataclass, settings
-from titan_rl.overrides.values import WrongType, fitting
+from titan_rl.overrides.settings import (
+    WrongType,
+    did_you_mean,
+    fields_of,
+    fitting,
+    members,
+    optional_dataclass,
+    settings,
+)
 
 T = TypeVar("T")
 

@@ -5,91 +5,155 @@ Every combination of splits, stalenesses, windows and ways to change weights is 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from titan_rl.errors import ConfigError
-from titan_rl.planner.lengths import Constant, Lengths, LogNormal, Recorded, Uniform
-from titan_rl.planner.report import Planned, table
-from titan_rl.planner.scenario import EngineSpeed, Scenario, TrainerSpeed
-from titan_rl.planner.simulation import simulate
+from titan_rl.overrides import Command, Verb, apply
+from titan_rl.planner.scenario import EngineSpeed, Lengths, LogNormal, Recorded, Scenario, TrainerSpeed, Uniform
+from titan_rl.planner.simulation import Result, simulate
+from titan_rl.scheduling.config import Knobs
 
-EXIT_USAGE = 2
-
-_DESCRIPTION = """\
-Simulate asynchronous training with the scheduling and routing classes of a real run, on a clock of its own, and
-compare splits of the devices, staleness, windows and ways to change weights. Lists give one row per combination.
-
-The defaults describe a 7B policy on 16 devices with long-tailed answers; replace them by what you measured.
-"""
-_LENGTHS_HELP = (
-    "tokens per completion: constant:N, uniform:LEAST:MOST, lognormal:MEAN:SPREAD:MOST (spread of the logarithm) or "
-    "file:PATH (one number per line); default lognormal:4000:1.0:27000"
+HEADER = (
+    "trainer:generators",
+    "S",
+    "window",
+    "weights",
+    "tokens/s",
+    "s/step",
+    "÷ sync",
+    "÷ colocated",
+    "of bound",
+    "limited by",
+    "age mean",
+    "max (bound)",
+    "trained ÷ all lengths",
+    "trainer busy",
+    "generators busy",
 )
-_EXAMPLES = """\
-examples:
-  titan-rl plan --max-staleness 0 1 2 4 --trainer-devices 4 6 8
-  titan-rl plan --devices 8 --trainer-devices 3 --weight-sync hot_swap drain
-  titan-rl plan --lengths file:lengths.txt --step-seconds 0.02 --train-token-seconds 3e-4 --json
-"""
+LEGEND = (
+    "÷ sync: against S = 0 on the same split. ÷ colocated: against S = 0 with every device in both roles, in turn.",
+    "of bound: against a perfect schedule of the resource in `limited by`. age: staleness in steps at consumption.",
+)
 
 
-def main(argv: Sequence[str], *, prog: str) -> int:
-    """Plan what the arguments say; returns the exit code."""
-    try:
-        options = parser(prog).parse_args(argv)
-    except SystemExit as stop:  # argparse has said why
-        return int(stop.code or 0)
-    try:
-        rows = plan(options)
-    except ConfigError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return EXIT_USAGE
+@dataclass(kw_only=True, slots=True)
+class PlanConfig:
+    """What is compared, and the run. The first four take several values: there is one row per combination."""
+
+    trainer_devices: tuple[int, ...] = (6,)
+    """Devices that train; the rest generates."""
+    max_staleness: tuple[int, ...] = (0, 1, 2, 4)
+    """Steps that generation may run ahead."""
+    window: tuple[int, ...] = (0,)
+    """Look-ahead in groups; 1: strictly in order; 0: two batches' worth."""
+    weight_sync: tuple[Literal["hot_swap", "drain"], ...] = ("hot_swap",)
+    """As `router.weight_sync`."""
+    devices: int = 16
+    """In all."""
+    devices_per_generator: int = 1
+    groups_per_step: int = 128
+    samples_per_group: int = 16
+    steps: int = 20
+    """Optimizer steps to simulate."""
+    lengths: str = "lognormal:4000:1.0:27000"
+    """Tokens per completion: constant:N, uniform:LEAST:MOST, lognormal:MEAN:SPREAD:MOST (spread of the logarithm) or
+    file:PATH (one number per line)."""
+    prompt_tokens: int = 512
+    """Of every prompt."""
+    group_seconds: float = 0.0
+    """From a group's last token to its samples: environment, rewards."""
+    strategy: str = "least_loaded"
+    """As `router.strategy`."""
+    max_syncing: int = 0
+    """Generators that drain at once; 0: all."""
+    seed: int = 0
+    """Of the lengths."""
+    engine: EngineSpeed = field(
+        default_factory=lambda: EngineSpeed(
+            seconds_per_step=0.010, seconds_per_sequence=7e-5, seconds_per_prompt_token=5e-5, seconds_per_load=2.0
+        )
+    )
+    trainer: TrainerSpeed = field(
+        default_factory=lambda: TrainerSpeed(
+            seconds_per_step=2.0, seconds_per_token=1.4e-4, seconds_per_publication=2.0
+        )
+    )
+    """`seconds_per_token` is that of ONE device."""
+
+    def __post_init__(self) -> None:
+        if self.devices_per_generator < 1:
+            raise ConfigError(f"--devices-per-generator must be at least 1, got {self.devices_per_generator}")
+        for trainers in self.trainer_devices:
+            left = self.devices - trainers
+            if trainers < 1 or left < self.devices_per_generator:
+                raise ConfigError(
+                    f"--trainer-devices {trainers} of --devices {self.devices} leave {left} for generators, "
+                    f"which take {self.devices_per_generator} each"
+                )
+
+
+def config_of(command: Command) -> PlanConfig:
+    """What a command line asks for. Raises ConfigError."""
+    return apply(PlanConfig(), command.layers)
+
+
+def _act(command: Command, prog: str) -> int:
+    rows = plan(config_of(command))
     print(table(rows))
-    if options.json:
+    if "--json" in command.flags:
         print(json.dumps({"plans": [row.to_plain() for row in rows]}))
     return 0
 
 
-def plan(options: argparse.Namespace) -> list[Planned]:
+VERB = Verb(
+    act=_act,
+    config=lambda command: PlanConfig(),
+    about="""
+usage: {prog} [--key VALUE ...] [--config FILE.toml] [--json]
+
+Simulate asynchronous training with the scheduling and routing classes of a real run, on a clock of its own, and
+compare splits of the devices, staleness, windows and ways to change weights.
+
+The defaults describe a 7B policy on 16 devices with long-tailed answers; replace them by what you measured.
+
+examples:
+  titan-rl plan --max-staleness 0 1 2 4 --trainer-devices 4 6 8
+  titan-rl plan --devices 8 --trainer-devices 3 --weight-sync hot_swap drain
+  titan-rl plan --lengths file:lengths.txt --engine.seconds-per-step 0.02 --trainer.seconds-per-token 3e-4 --json""",
+    options={"--json": "print the plans as one JSON object in the last line"},
+)
+
+
+def plan(config: PlanConfig) -> list[Planned]:
     """One row per combination.
 
     Raises:
         ConfigError: values that are wrong or do not fit together.
     """
-    if options.devices_per_generator < 1:
-        raise ConfigError(f"--devices-per-generator must be at least 1, got {options.devices_per_generator}")
-    for trainers in options.trainer_devices:
-        left = options.devices - trainers
-        if trainers < 1 or left < options.devices_per_generator:
-            raise ConfigError(
-                f"--trainer-devices {trainers} of --devices {options.devices} leave {left} for generators, "
-                f"which take {options.devices_per_generator} each"
-            )
-    lengths = read_lengths(options.lengths, options.seed)
-    colocated = simulate(_scenario(options, lengths, options.devices, options.devices))
+    lengths = read_lengths(config.lengths, config.seed)
+    colocated = simulate(_scenario(config, lengths, config.devices, config.devices))
     rows: list[Planned] = []
-    for trainers in options.trainer_devices:
-        generators = options.devices - trainers
-        synchronous = simulate(_scenario(options, lengths, trainers, generators))
-        for sync, staleness, window in itertools.product(options.weight_sync, options.max_staleness, options.window):
-            scenario = replace(
-                _scenario(options, lengths, trainers, generators),
+    for trainers in config.trainer_devices:
+        generators = config.devices - trainers
+        scenario = _scenario(config, lengths, trainers, generators)
+        synchronous = simulate(scenario)
+        for sync, staleness, window in itertools.product(config.weight_sync, config.max_staleness, config.window):
+            asynchronous = replace(
+                scenario,
                 max_staleness=staleness,
-                window=window or 2 * options.groups_per_step,
+                window=window or 2 * config.groups_per_step,
                 weight_sync=sync,
-                max_syncing=options.max_syncing,
-                admit_after=options.admit_after,
+                max_syncing=config.max_syncing,
             )
             rows.append(
                 Planned(
                     trainer_devices=trainers,
                     generator_devices=generators,
-                    result=simulate(scenario),
+                    result=simulate(asynchronous),
                     synchronous=synchronous,
                     colocated=colocated,
                 )
@@ -103,7 +167,7 @@ def read_lengths(text: str, seed: int) -> Lengths:
     try:
         match kind, rest.split(":"):
             case "constant", [tokens]:
-                return Constant(int(tokens))
+                return Uniform(int(tokens), int(tokens))
             case "uniform", [least, most]:
                 return Uniform(int(least), int(most), seed=seed)
             case "lognormal", [mean, spread, most]:
@@ -117,132 +181,102 @@ def read_lengths(text: str, seed: int) -> Lengths:
     )
 
 
-def _scenario(options: argparse.Namespace, lengths: Lengths, trainers: int, generator_devices: int) -> Scenario:
+def _scenario(config: PlanConfig, lengths: Lengths, trainers: int, generator_devices: int) -> Scenario:
     """The synchronous run: each step begins when every generator serves the version of the one before."""
     return Scenario(
         lengths=lengths,
-        prompt_tokens=options.prompt_tokens,
-        engine=EngineSpeed(
-            seconds_per_step=options.step_seconds,
-            seconds_per_sequence=options.sequence_seconds,
-            seconds_per_prompt_token=options.prompt_token_seconds,
-            seconds_per_load=options.load_seconds,
-            max_num_seqs=options.max_num_seqs,
-        ),
-        trainer=TrainerSpeed(
-            seconds_per_step=options.train_step_seconds,
-            seconds_per_token=options.train_token_seconds / trainers,
-            seconds_per_publication=options.publish_seconds,
-            overlap_publication=not options.no_overlap,
-        ),
-        generators=generator_devices // options.devices_per_generator,
-        groups_per_step=options.groups_per_step,
-        samples_per_group=options.samples_per_group,
-        strategy=options.strategy,
-        seconds_per_group=options.group_seconds,
-        steps=options.steps,
+        prompt_tokens=config.prompt_tokens,
+        engine=config.engine,
+        trainer=replace(config.trainer, seconds_per_token=config.trainer.seconds_per_token / trainers),
+        generators=generator_devices // config.devices_per_generator,
+        groups_per_step=config.groups_per_step,
+        samples_per_group=config.samples_per_group,
+        strategy=config.strategy,
+        seconds_per_group=config.group_seconds,
+        steps=config.steps,
     )
 
 
-def parser(prog: str) -> argparse.ArgumentParser:
-    """All options, with their defaults."""
-    options = argparse.ArgumentParser(
-        prog=prog, description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """One row: a simulated run and what it is compared with."""
+
+    trainer_devices: int
+    generator_devices: int
+    result: Result
+    synchronous: Result
+    colocated: Result
+
+    @property
+    def vs_sync(self) -> float:
+        return self.result.tokens_per_second / self.synchronous.tokens_per_second
+
+    @property
+    def vs_colocated(self) -> float:
+        return self.result.tokens_per_second / self.colocated.tokens_per_second
+
+    def cells(self) -> tuple[str, ...]:
+        result, scenario = self.result, self.result.scenario
+        bound = knobs_of(result).bound
+        return (
+            f"{self.trainer_devices}:{self.generator_devices}",
+            str(scenario.max_staleness),
+            str(scenario.window),
+            scenario.weight_sync,
+            _short(result.tokens_per_second),
+            _short(result.seconds / result.steps),
+            f"{self.vs_sync:.2f}",
+            f"{self.vs_colocated:.2f}",
+            f"{result.share_of_bound:.0%}",
+            result.busiest.value,
+            f"{result.mean_age:.2f}",
+            f"{max(result.ages, default=0)} ({bound})",
+            f"{result.trained_length / result.population_length:.3f}",
+            f"{result.trainer_busy:.0%}",
+            f"{result.generators_busy:.0%}",
+        )
+
+    def to_plain(self) -> dict[str, Any]:
+        """Plain data (JSON)."""
+        result, scenario = self.result, self.result.scenario
+        return {
+            "trainer_devices": self.trainer_devices,
+            "generator_devices": self.generator_devices,
+            "generators": scenario.generators,
+            "max_staleness": scenario.max_staleness,
+            "window": scenario.window,
+            "weight_sync": scenario.weight_sync,
+            "tokens_per_second": result.tokens_per_second,
+            "seconds_per_step": result.seconds / result.steps,
+            "speedup_vs_sync": self.vs_sync,
+            "speedup_vs_colocated": self.vs_colocated,
+            "share_of_bound": result.share_of_bound,
+            "limited_by": result.busiest.value,
+            "ages": {str(age): count for age, count in result.ages.items()},
+            "mean_age": result.mean_age,
+            "bound": knobs_of(result).bound,
+            "trained_to_population_length": result.trained_length / result.population_length,
+            "trainer_busy": result.trainer_busy,
+            "generators_busy": result.generators_busy,
+        }
+
+
+def knobs_of(result: Result) -> Knobs:
+    scenario = result.scenario
+    return Knobs(groups_per_step=scenario.groups_per_step, max_staleness=scenario.max_staleness, window=scenario.window)
+
+
+def table(rows: Sequence[Planned]) -> str:
+    """All rows, a legend, and the fastest of them with what its knobs imply."""
+    cells = [HEADER, *(row.cells() for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(HEADER))]
+    lines = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in cells]
+    best = max(rows, key=lambda row: row.result.tokens_per_second)
+    fastest = f"fastest: {best.trainer_devices}:{best.generator_devices}, {best.result.scenario.weight_sync}, "
+    return "\n".join(
+        [lines[0], "-" * len(lines[0]), *lines[1:], "", *LEGEND, fastest + knobs_of(best.result).describe()]
     )
-    compare = options.add_argument_group("what is compared (lists)")
-    compare.add_argument(
-        "--trainer-devices", type=int, nargs="+", default=[6], metavar="N", help="the rest generates; default 6"
-    )
-    compare.add_argument(
-        "--max-staleness",
-        type=int,
-        nargs="+",
-        default=[0, 1, 2, 4],
-        metavar="S",
-        help="steps that generation may run ahead; default 0 1 2 4",
-    )
-    compare.add_argument(
-        "--window",
-        type=int,
-        nargs="+",
-        default=[0],
-        metavar="W",
-        help="look-ahead in groups; 1: strictly in order; default 0: two batches' worth",
-    )
-    compare.add_argument(
-        "--weight-sync", nargs="+", default=["hot_swap"], choices=["hot_swap", "drain"], help="default hot_swap"
-    )
-    run = options.add_argument_group("the run")
-    run.add_argument("--devices", type=int, default=16, metavar="N", help="in all; default 16")
-    run.add_argument("--devices-per-generator", type=int, default=1, metavar="N", help="default 1")
-    run.add_argument("--groups-per-step", type=int, default=128, metavar="P", help="default 128")
-    run.add_argument("--samples-per-group", type=int, default=16, metavar="N", help="default 16")
-    run.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer steps to simulate; default 20")
-    run.add_argument(
-        "--lengths",
-        default="lognormal:4000:1.0:27000",
-        metavar="KIND",
-        help=_LENGTHS_HELP,
-    )
-    run.add_argument("--prompt-tokens", type=int, default=512, metavar="N", help="of every prompt; default 512")
-    run.add_argument(
-        "--group-seconds",
-        type=float,
-        default=0.0,
-        metavar="SEC",
-        help="from a group's last token to its samples: environment, rewards; default 0",
-    )
-    run.add_argument(
-        "--strategy", default="least_loaded", metavar="NAME", help="as router.strategy; default least_loaded"
-    )
-    run.add_argument(
-        "--max-syncing", type=int, default=0, metavar="N", help="generators that drain at once; default 0: all"
-    )
-    run.add_argument(
-        "--admit-after",
-        default="pull",
-        choices=["pull", "publication"],
-        help="free a batch's slots once every generator serves its version, or once that is published; default pull",
-    )
-    run.add_argument("--seed", type=int, default=0, metavar="N", help="of the lengths; default 0")
-    engine = options.add_argument_group("one generator")
-    engine.add_argument(
-        "--step-seconds",
-        type=float,
-        default=0.010,
-        metavar="SEC",
-        help="of a decode step, whatever the batch; default 0.01",
-    )
-    engine.add_argument(
-        "--sequence-seconds",
-        type=float,
-        default=7e-5,
-        metavar="SEC",
-        help="added by each request in the batch; default 7e-5",
-    )
-    engine.add_argument("--prompt-token-seconds", type=float, default=5e-5, metavar="SEC", help="prefill; default 5e-5")
-    engine.add_argument(
-        "--max-num-seqs", type=int, default=256, metavar="N", help="requests that decode together; default 256"
-    )
-    engine.add_argument("--load-seconds", type=float, default=2.0, metavar="SEC", help="taking new weights; default 2")
-    trainer = options.add_argument_group("the trainer")
-    trainer.add_argument(
-        "--train-token-seconds",
-        type=float,
-        default=1.4e-4,
-        metavar="SEC",
-        help="per trained token on ONE device; default 1.4e-4",
-    )
-    trainer.add_argument(
-        "--train-step-seconds",
-        type=float,
-        default=2.0,
-        metavar="SEC",
-        help="of every step, whatever the batch; default 2",
-    )
-    trainer.add_argument(
-        "--publish-seconds", type=float, default=2.0, metavar="SEC", help="making a version available; default 2"
-    )
-    trainer.add_argument("--no-overlap", action="store_true", help="the next step waits for the publication")
-    options.add_argument("--json", action="store_true", help="print the plans as one JSON object in the last line")
-    return options
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"

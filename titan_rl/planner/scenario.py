@@ -1,15 +1,89 @@
-"""What is planned: plain numbers, all times in seconds."""
+"""What is planned: plain numbers, all times in seconds, and how long completions are.
+
+A group's lengths depend on the seed and the group's id only, so scenarios that are compared generate the same
+completions, whatever their order; and nothing is stored per group.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
 
 from titan_rl.errors import ConfigError
-from titan_rl.planner.lengths import Lengths
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths(Protocol):
+    """Tokens of the completions of a group."""
+
+    def __call__(self, group_id: int, samples: int) -> list[int]:
+        """One length of at least 1 for each sample."""
+        ...
+
+
+class Uniform:
+    """Every length from `least` to `most` is as likely."""
+
+    def __init__(self, least: int, most: int, *, seed: int = 0) -> None:
+        if not 1 <= least <= most:
+            raise ConfigError(f"lengths are at least 1 token and at most as many as that, got {least} to {most}")
+        self._least, self._most = least, most
+        self._seed = seed
+
+    def __call__(self, group_id: int, samples: int) -> list[int]:
+        return _chance(self._seed, group_id).integers(self._least, self._most, samples, endpoint=True).tolist()
+
+
+class LogNormal:
+    """Long-tailed: the logarithm is normal with the given standard deviation; cut at `most`, where sampling stops.
+
+    `mean` is that before the cut.
+    """
+
+    def __init__(self, mean: float, spread: float, *, most: int, seed: int = 0) -> None:
+        if mean <= 0 or spread < 0 or most < 1:
+            raise ConfigError(
+                f"a log-normal length has a positive mean, a spread of at least 0 and room for a token, got {mean}, "
+                f"{spread}, {most}"
+            )
+        self._most = most
+        self._location, self._spread = math.log(mean) - spread**2 / 2, spread
+        self._seed = seed
+
+    def __call__(self, group_id: int, samples: int) -> list[int]:
+        drawn = _chance(self._seed, group_id).lognormal(self._location, self._spread, samples)
+        return np.clip(np.rint(drawn), 1, self._most).astype(int).tolist()
+
+
+class Recorded:
+    """Drawn, with replacement, from lengths that were seen."""
+
+    def __init__(self, lengths: np.ndarray, *, seed: int = 0) -> None:
+        if not len(lengths) or lengths.min() < 1:
+            raise ConfigError("recorded lengths must be at least one number, each of them positive")
+        self._lengths = lengths.astype(np.int64)  # [N]
+        self._seed = seed
+
+    @staticmethod
+    def read(path: str | Path, *, seed: int = 0) -> Recorded:
+        """One length per line; raises ConfigError where the file does not hold that."""
+        try:
+            return Recorded(np.array([int(line) for line in Path(path).read_text().split()]), seed=seed)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: expected one whole number per line: {error}") from error
+
+    def __call__(self, group_id: int, samples: int) -> list[int]:
+        return _chance(self._seed, group_id).choice(self._lengths, samples).tolist()
+
+
+def _chance(seed: int, group_id: int) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64([seed, group_id]))
+
+
+@dataclass(slots=True, kw_only=True)
 class EngineSpeed:
     """One generator. A step samples one token for each of the first `max_num_seqs` requests, the others wait in order;
     it takes `seconds_per_step + seconds_per_sequence * batch`. With `seconds_per_prompt_token = 0` this is
@@ -43,7 +117,7 @@ class EngineSpeed:
         return batch / self.step_seconds(batch)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TrainerSpeed:
     """The trainer mesh as a whole."""
 
@@ -82,9 +156,6 @@ class Scenario:
     """Generators that may drain at once; 0: all (`router.max_syncing`)."""
     strategy: str = "least_loaded"
     """As `router.strategy`."""
-    admit_after: Literal["publication", "pull"] = "pull"
-    """When the slots of a trained batch are free. `pull`: once every generator serves its version. `publication`:
-    earlier, but then the first generator that serves the version gets all the requests that wait for it."""
     seconds_per_group: float = 0.0
     """From a group's last token to its samples being ready: environment, reward, transfer."""
     steps: int = 100

@@ -6,7 +6,17 @@
 the controller and the router drive them; only what computes is replaced. Transport costs nothing here: messages,
 routing and bookkeeping take no time.
 
-Always true: memory holds what is in flight, not what has passed; there is no event per token.
+Always true: memory holds what is in flight, not what has passed; there is no event per token. No schedule is faster
+than its busiest resource. A run that trains given groups in T seconds has kept three busy:
+
+- **trainer**: the sum of its steps;
+- **generators**: the trained tokens, at the rate of all generators together. With `b` requests in flight a generator
+  makes r(b) tokens per second, a concave function of b, so all of them make at most generators · r(mean b), and mean b
+  is at most (slots · samples per group) ÷ generators; prefill comes on top;
+- **slots**: a group holds its slot from admission until it was trained at the earliest, so for its longest completion
+  at the pace of a batch of one, and its batch's step. All slots together offer slots · T.
+
+The figures are those of the groups that were really trained, so T is never below the bound, in no run.
 """
 
 from __future__ import annotations
@@ -16,10 +26,10 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import numpy as np
 
-from titan_rl.planner.bounds import Resource, Work, seconds_needed
 from titan_rl.planner.engine import PlannedEngine, Sequence
 from titan_rl.planner.scenario import Scenario
 from titan_rl.routing.config import RouterConfig
@@ -30,6 +40,49 @@ from titan_rl.routing.strategies import build_strategy
 from titan_rl.scheduling.group import Group
 from titan_rl.scheduling.group_buffer import INITIAL_VERSION, GroupBuffer
 from titan_rl.types import GenerationRequest, PolicyVersion, SamplingParams
+
+
+class Resource(StrEnum):
+    """What can limit a run."""
+
+    TRAINER = "trainer"
+    """More trainer devices help."""
+    GENERATORS = "generators"
+    """More generators help."""
+    SLOTS = "slots"
+    """More staleness helps: too few groups are in flight for their length."""
+
+
+@dataclass(slots=True)
+class Work:
+    """What a run has trained."""
+
+    train_seconds: float = 0.0
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    slot_seconds: float = 0.0
+    """Least time that the trained groups held slots."""
+
+    def __iadd__(self, more: Work) -> Work:
+        self.train_seconds += more.train_seconds
+        self.prompt_tokens += more.prompt_tokens
+        self.sampled_tokens += more.sampled_tokens
+        self.slot_seconds += more.slot_seconds
+        return self
+
+
+def seconds_needed(scenario: Scenario, work: Work) -> dict[Resource, float]:
+    """Least seconds by resource for this work; the largest is the bound."""
+    slots = (scenario.max_staleness + 1) * scenario.groups_per_step
+    in_flight = slots * scenario.samples_per_group / scenario.generators
+    engine = scenario.engine
+    decode = work.sampled_tokens / engine.tokens_per_second(in_flight)
+    prefill = work.prompt_tokens * engine.seconds_per_prompt_token
+    return {
+        Resource.TRAINER: work.train_seconds,
+        Resource.GENERATORS: (decode + prefill) / scenario.generators,
+        Resource.SLOTS: work.slot_seconds / slots,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,15 +314,9 @@ class _Simulation:
         self._gate.ask(version)
         self._behind = len(self._engines)
         self._sync()
-        if self._scenario.admit_after == "publication":
-            self._release(version)
         if self._buffer.trainer_version > version:
             self._publish(self._buffer.trainer_version)
         self._train()
-
-    def _release(self, version: PolicyVersion) -> None:
-        self._buffer.published(version)
-        self._admit()
 
     # Weights.
 
@@ -293,8 +340,9 @@ class _Simulation:
             self._sync()  # this one again, or the next in line
         if version == target:
             self._behind -= 1
-            if not self._behind and self._scenario.admit_after == "pull":
-                self._release(version)
+            if not self._behind:  # not before: the first that has the version would get all requests that wait for it
+                self._buffer.published(version)
+                self._admit()
 
     def _result(self) -> Result:
         totals, scenario = self._totals, self._scenario

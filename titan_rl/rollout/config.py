@@ -47,11 +47,9 @@ class SamplingConfig:
 
 @dataclass(kw_only=True, slots=True)
 class AgentsConfig:
-    """The gateway inside a run: an OpenAI-compatible server through which programs play rollouts, each with a key of
-    its own."""
+    """The gateway inside a run, which a task that defines `play` starts: an OpenAI-compatible server through which
+    programs play rollouts, each with a key of its own."""
 
-    gateway: bool = False
-    """Start it, in a process of its own. Environments that are played by programs (`Environment.play`) need it."""
     host: str = "127.0.0.1"
     """Address to listen on, and that programs are told. Other machines may reach it: every call needs the key of an
     open rollout."""

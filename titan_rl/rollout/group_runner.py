@@ -110,9 +110,7 @@ class GroupRunner:
         info = await self.sandbox.start()
         if info.plays and programs:
             if sessions is None:
-                raise ConfigError(
-                    f"environment {self.setup.name} plays its rollouts by programs: set rollout.agents.gateway = true"
-                )
+                raise ConfigError(f"environment {self.setup.name} plays its rollouts by programs, which need a gateway")
             self.programs = Programs(self.sandbox, sessions, idle_seconds=self.setup.step_seconds)
             self._turns = asyncio.Semaphore(self._rollout.agents.at_once)
         self._info = info

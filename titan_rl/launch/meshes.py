@@ -1,0 +1,319 @@
+"""Every mesh of a run or of a service, described once; brought up, spawned again and closed from that description.
+
+    placement ─▶ MeshSpec: processes · actor · constructor arguments · client · set-up
+                    │ spawn                 │ set_up                    │ close
+                    ▼                       ▼                          ▼
+                processes, actors ─▶ models, engines, servers ─▶ nothing is left
+
+`Meshes` belongs to one event loop. `set_up` returns when every part has answered; a part that fails is named. `close`
+never raises and leaves no process and no shared memory behind, whatever state the parts are in; it waits for no part
+that has lost a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_rl.actors.calls import bounded
+from titan_rl.actors.gateway import Gateway, GatewayMesh
+from titan_rl.actors.generator import Generator, GeneratorMesh
+from titan_rl.actors.rollout_worker import RolloutWorker
+from titan_rl.actors.rollouts import Rollouts
+from titan_rl.actors.router import GeneratorRouter
+from titan_rl.actors.router_client import Router
+from titan_rl.actors.trainer import PolicyTrainer, Trainer
+from titan_rl.config import RunConfig
+from titan_rl.controller.faults import FaultBoard, kind_of
+from titan_rl.errors import MeshFailed, TitanError
+from titan_rl.gateway.config import GatewayConfig
+from titan_rl.launch.placement import MeshPlan, detect_host, plan
+from titan_rl.launch.provisioner import Provisioner
+from titan_rl.launch.session import model_directory
+from titan_rl.weights.transports.segment_files import remove_segments_of, sweep_dead_segments
+
+CLOSE_SECONDS = 5.0
+"""Bound on the polite part of closing a mesh, which goes on in all meshes at once."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshSpec:
+    """One mesh: enough to bring it up any number of times."""
+
+    plan: MeshPlan
+    """Its processes."""
+    actor: type[Any]
+    """What runs in each of them."""
+    arguments: Callable[[], dict[str, Any]]
+    """Of the actor's constructor. Handles of other meshes are those of the moment."""
+    client: Callable[[Any], Any]
+    """Of the actors' handle."""
+    setup: Callable[[Any], Awaitable[list[int]]]
+    """Makes the client's mesh ready; returns its process ids."""
+    doing: str
+    """What it does meanwhile, for people."""
+    end: Callable[[Any], Awaitable[None]] | None = None
+    """Stays open, and raises when the actor fails while its processes live."""
+
+
+class Meshes:
+    """The meshes of one placement: their descriptions, and the clients of what is up."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        gateway: GatewayConfig,
+        faults: FaultBoard,
+        *,
+        serving: bool = False,
+        imports: tuple[str, ...] = (),
+        log_directory: Path | None = None,
+        on_mesh: Callable[[str, str], None] = lambda mesh, doing: None,
+        say: Callable[[str], None] = lambda what: None,
+    ) -> None:
+        """
+        Args:
+            gateway: settings of the gateway, if the placement has one.
+            faults: hears of every process that ends and every actor that fails by itself.
+            serving: a checkpoint is served: no trainer, no rollout workers.
+            imports: the user's modules, imported first in every process.
+            log_directory: one log file per process goes here; None: processes print to the terminal.
+            on_mesh: told what each mesh is doing while it comes up.
+            say: told in words, from any thread, of a process that was stopped (SIGSTOP) or goes on, and of a generator
+                that is lost.
+
+        Raises:
+            ConfigError: this host cannot hold the placement.
+        """
+        self.placement = plan(config, detect_host(), serving=serving)
+        self.model_path = model_directory(config)
+        """Hugging Face directory that trainer and generators load."""
+        self.clients: dict[str, Any] = {}
+        """By mesh; what was spawned and is not lost."""
+        self.generators: dict[str, GeneratorMesh] = {}
+        self.pids: dict[str, list[int]] = {}
+        self._config = config
+        self._gateway_config = gateway
+        self._imports = imports
+        self._faults = faults
+        self._on_mesh = on_mesh
+        self._say = say
+        self._provisioner = Provisioner(
+            log_directory=str(log_directory) if log_directory is not None else "",
+            imports=imports,
+            on_fault=faults.report,
+            on_stop=say,
+        )
+        self._up: dict[str, None] = {}  # set up, or about to be
+        self._watching: set[asyncio.Future[None]] = set()
+        self._stopping: list[asyncio.Future[None]] = []
+        self._specs = {plan.name: self._describe(plan) for plan in self.placement.meshes}
+
+    def _describe(self, plan: MeshPlan) -> MeshSpec:
+        config, device, name = self._config, self.placement.device, plan.name
+        model_path, owner_pid = str(self.model_path), os.getpid()
+        start_seconds, step_seconds = config.placement.start_seconds, config.placement.step_seconds
+        match kind_of(name):
+            case "trainer":
+                return MeshSpec(
+                    plan=plan,
+                    actor=PolicyTrainer,
+                    arguments=lambda: {
+                        "config": config.trainer_settings(),
+                        "weights": config.weights,
+                        "model_path": model_path,
+                        "served_dtype": config.generator.dtype,
+                        "temperature": config.rollout.sampling.temperature,
+                        "total_steps": config.loop.steps,
+                        "device": device,
+                        "seed": config.seed,
+                        "owner_pid": owner_pid,
+                    },
+                    client=lambda actor: Trainer(
+                        actor, config.trainer, start_seconds=start_seconds, step_seconds=step_seconds
+                    ),
+                    setup=lambda trainer: trainer.setup(),
+                    doing="building the policy",
+                )
+            case "generator":
+                return MeshSpec(
+                    plan=plan,
+                    actor=Generator,
+                    arguments=lambda: {
+                        "mesh": name,
+                        "config": config.generator_settings(),
+                        "model_path": model_path,
+                        "device": device,
+                    },
+                    client=lambda actor: GeneratorMesh(actor, name, ranks=plan.ranks),
+                    setup=lambda generator: generator.setup(seconds=start_seconds),
+                    doing="building the engine",
+                )
+            case "router":
+                return MeshSpec(
+                    plan=plan,
+                    actor=GeneratorRouter,
+                    arguments=lambda: {
+                        "config": config.router,
+                        "generators": {name: generator.rank0 for name, generator in self.generators.items()},
+                    },
+                    client=lambda actor: Router(actor.slice(ranks=0), seconds=step_seconds),
+                    setup=lambda router: router.setup(),
+                    doing="starting",
+                )
+            case "gateway":
+                return MeshSpec(
+                    plan=plan,
+                    actor=Gateway,
+                    arguments=lambda: {
+                        "config": self._gateway_config,
+                        "router": self.router.actor,
+                        "model_path": model_path,
+                        "renderer": config.rollout.renderer,
+                        "renderer_kwargs": config.rollout.renderer_kwargs,
+                        "max_model_len": config.generator.max_model_len,
+                        "run_seed": config.seed,
+                    },
+                    client=lambda actor: GatewayMesh(actor.slice(ranks=0)),
+                    setup=lambda gateway: gateway.setup(seconds=start_seconds),
+                    doing="listening",
+                    end=lambda gateway: gateway.end(),
+                )
+            case _:
+                return MeshSpec(
+                    plan=plan,
+                    actor=RolloutWorker,
+                    arguments=lambda: {
+                        "config": config,
+                        "model_path": model_path,
+                        "imports": self._imports,
+                        "owner_pid": owner_pid,
+                    },
+                    client=lambda actor: Rollouts(
+                        actor, workers=plan.ranks, start_seconds=start_seconds, step_seconds=step_seconds
+                    ),
+                    setup=lambda rollouts: rollouts.setup(self.router.actor, self.gateway and self.gateway.actor),
+                    doing="starting the environment process",
+                )
+
+    @property
+    def trainer(self) -> Trainer:
+        return self.clients["trainer"]
+
+    @property
+    def router(self) -> Router:
+        return self.clients["router"]
+
+    @property
+    def rollouts(self) -> Rollouts:
+        return self.clients["rollout"]
+
+    @property
+    def gateway(self) -> GatewayMesh | None:
+        return self.clients.get("gateway")
+
+    # Up, again, and down.
+
+    @property
+    def names(self) -> list[str]:
+        """Of all meshes, in the order in which they are spawned: each uses handles of those before it."""
+        return list(self._specs)
+
+    def spawn(self, *names: str) -> None:
+        """Start the processes and actors of these meshes, or of all; nothing is waited for."""
+        sweep_dead_segments()
+        for name in names or self._specs:
+            self._on_mesh(name, "starting processes")
+            spec = self._specs[name]
+            actor = self._provisioner.spawn(spec.plan).spawn(name, spec.actor, **spec.arguments())
+            self.clients[name] = spec.client(actor)
+            if isinstance(self.clients[name], GeneratorMesh):
+                self.generators[name] = self.clients[name]
+
+    async def set_up(self, *names: str) -> None:
+        """Make these meshes ready, all at once; from then on `faults.POLICY` judges their ends.
+
+        Raises:
+            TitanError: a part did not come up.
+        """
+        await asyncio.gather(*(self._set_up(self._specs[name]) for name in names))
+
+    async def again(self, name: str) -> None:
+        """Replace a mesh: stop what is left of its processes, spawn it and set it up. Whoever holds the old client has
+        to take the new one."""
+        await self._provisioner.stop(name)
+        self.spawn(name)
+        await self.set_up(name)
+
+    async def close(self) -> None:
+        """Take everything down: the gateway, which takes calls, then those who answer them, then every process."""
+        self._faults.settle()
+        for watch in self._watching:
+            watch.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        await asyncio.gather(*(self._close(name) for name in self._up if name == "gateway"))
+        await asyncio.gather(*(self._close(name) for name in self._up if name != "gateway"))
+        await asyncio.gather(*self._stopping)
+        await self._provisioner.stop_all()
+        remove_segments_of(os.getpid())
+
+    async def _set_up(self, spec: MeshSpec) -> None:
+        name = spec.plan.name
+        self._on_mesh(name, spec.doing)
+        self._up[name] = None
+        client = self.clients[name]
+        self.pids[name] = await spec.setup(client)
+        self._on_mesh(name, "ready")
+        self._faults.ready(name, self._spare_lost)
+        if spec.end is not None:
+            self._watch(self._report_end(spec.end(client)))
+
+    async def _close(self, name: str) -> None:
+        started = time.monotonic()
+
+        async def ask() -> None:
+            await bounded(self.clients[name].close(), what=f"{name}.close", seconds=CLOSE_SECONDS)
+
+        try:
+            await self._faults.unless_lost(name, ask())
+        except Exception as error:
+            _log.warning("closing %s: %s", name, error)
+        _log.info("closing %s took %.1f s", name, time.monotonic() - started)
+
+    async def _report_end(self, end: Awaitable[None]) -> None:
+        try:
+            await end
+        except TitanError as error:
+            self._faults.report(error)
+
+    def _spare_lost(self, fault: MeshFailed) -> None:
+        self._watch(self._go_on_without(fault))
+
+    async def _go_on_without(self, fault: MeshFailed) -> None:
+        """Tell the router of a generator's end, and stop what is left of it."""
+        name = fault.mesh
+        del self.generators[name], self.clients[name], self.pids[name], self._up[name]
+        self._on_mesh(name, "lost")
+        try:
+            await self.router.generator_lost(name, str(fault))
+            (heard,) = [status.last_error for status in await self.router.fleet_status() if status.name == name]
+            why = "; ".join(dict.fromkeys((str(fault), heard)))  # the generator itself may have said why
+            if self.generators:
+                self._say(f"lost {name}, going on with {', '.join(self.generators)}: {why}")
+        except TitanError as error:
+            self._faults.report(error)
+        finally:
+            self._stopping.append(asyncio.ensure_future(self._provisioner.stop(name)))
+
+    def _watch(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._watching.add(task)
+        task.add_done_callback(self._watching.discard)
