@@ -165,6 +165,16 @@ async def test_a_body_of_wrong_entries_has_a_short_answer(renderer):
         assert problems.value.error_count() < 10
 
 
+async def test_no_depth_of_nesting_is_a_bug_of_ours(renderer):
+    async with http(PlayedFleet([]), renderer) as client:
+        for depth in range(900, 1010, 3):
+            deep = '{"a":' * depth + "1" + "}" * depth
+            call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": deep}}
+            said = {"role": "assistant", "tool_calls": [call]}
+            answer = await client.post("/v1/chat/completions", json={"model": MODEL, "messages": [said]})
+            assert answer.status_code == 400, f"{depth}: {answer.text}"
+
+
 async def test_a_bug_is_an_error_object_too(renderer):
     answer = await complete(PlayedFleet([ValueError("oops")]), renderer)
     assert answer.status_code == 500

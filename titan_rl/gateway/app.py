@@ -70,7 +70,7 @@ def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: A
     async def refused(request: Request, error: Exception) -> Response:
         return refusal(error)
 
-    for kind in (ApiError, TitanError, RequestValidationError, HTTPException, Exception):
+    for kind in (ApiError, TitanError, RequestValidationError, HTTPException, RecursionError, Exception):
         app.add_exception_handler(kind, refused)  # the server logs the traceback of what is a bug
     app.add_middleware(
         CallMiddleware,

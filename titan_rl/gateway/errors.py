@@ -75,6 +75,8 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(503, str(error), code="engine_unavailable")
         case RequestTooLong():
             return ApiError(400, str(error), code="context_length_exceeded")
+        case RecursionError():
+            return ApiError(400, "the body is nested too deeply", code="invalid_request")
         case RequestError() | TaskError():
             return ApiError(400, str(error), code="invalid_request")
         case GatewayClosing():

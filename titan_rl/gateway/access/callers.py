@@ -226,7 +226,7 @@ class RolloutCaller(Caller):
         self._session.answered(choice.completion, choice.message, stopped=choice.stopped)
 
     def failed(self, error: Exception) -> None:
-        if not isinstance(error, (ApiError, RequestError, TaskError)):  # those are the program's own
+        if not isinstance(error, (ApiError, RecursionError, RequestError, TaskError)):  # those are the program's own
             self._session.failed(f"{type(error).__name__}: {error}")
 
     def dropped(self, requests: Sequence[GenerationRequest]) -> None:
