@@ -59,6 +59,29 @@ class FinishReason(StrEnum):
     """Somebody aborted the request; `token_ids` holds what was sampled until then."""
 
 
+class StopReason(StrEnum):
+    """Why a rollout ended."""
+
+    STOP = "stop"
+    """The policy ended its only turn."""
+    LENGTH = "length"
+    """Its only turn was cut off at `sampling.max_new_tokens`."""
+    MAX_TURNS = "max_turns"
+    """`rollout.max_turns` was reached."""
+    TOKEN_BUDGET = "token_budget"
+    """`rollout.max_sampled_tokens` were sampled."""
+    CONTEXT_FULL = "context_full"
+    """The model has no room for a further turn."""
+    DONE = "done"
+    """The environment said so, or its program returned."""
+    ERROR = "error"
+    """User code, or a request, failed."""
+    TIMEOUT = "timeout"
+    """`rollout.seconds` were over."""
+    ABORT = "abort"
+    """A request was aborted."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are drawn. Logprobs are those of the distribution that was really sampled from."""

@@ -27,7 +27,7 @@ from titan_rl.errors import GeneratorNotServing, OwnershipError
 from titan_rl.observability.progress import RunDisplay
 from titan_rl.policy.config import TrainerConfig, WarmupConfig
 from titan_rl.rollout.report import GroupReport, RolloutReport
-from titan_rl.types import NO_VERSION, GroupRequest, PolicyVersion, Purpose
+from titan_rl.types import NO_VERSION, GroupRequest, PolicyVersion, Purpose, StopReason
 from titan_rl.weights.config import WeightsConfig
 from titan_rl.weights.manifest import Manifest, Publication
 
@@ -241,6 +241,7 @@ def rollout(sample: int, reward: float, error: str = "") -> RolloutReport:
         reward=reward,
         reward_parts={},
         error=error,
+        stop_reason=StopReason.STOP,
         truncated=False,
         turns=1,
         sampled_tokens=2,

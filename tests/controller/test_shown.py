@@ -7,7 +7,7 @@ from scripted_system import World
 
 from titan_rl.controller.evaluation import evaluate
 from titan_rl.rollout.report import RolloutReport, Shown
-from titan_rl.types import PolicyVersion
+from titan_rl.types import PolicyVersion, StopReason
 
 WRONG = "wrong  '{0}=' → '7', wanted '{0}{0}', reward 0.500"
 RIGHT = "right  '{0}=' → '7', reward 1.000"
@@ -19,6 +19,7 @@ def rollout(number: int, reward: float, truncated: bool = False) -> RolloutRepor
         reward=reward,
         reward_parts={},
         error="",
+        stop_reason=StopReason.STOP,
         truncated=truncated,
         turns=1,
         sampled_tokens=2,

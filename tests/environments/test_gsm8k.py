@@ -13,7 +13,7 @@ from titan_rl.environments.gsm8k import INSTRUCTION, Gsm8k, last_box
 from titan_rl.environments.splits import is_held_out
 from titan_rl.errors import ConfigError
 from titan_rl.sandbox.sandbox import Sandbox
-from titan_rl.sandbox.wire import Asked, Call, CallKind, EnvironmentSetup
+from titan_rl.sandbox.wire import Call, CallKind, EnvironmentSetup, ExamplePrompt
 from titan_rl.types import Example, FinishReason, Purpose
 
 
@@ -246,7 +246,7 @@ async def test_a_group_is_asked_and_scored_in_a_process_of_its_own(files):
     try:
         assert (info.size, info.held_out, info.multi_turn) == (60, 20, False)
         example = task.example(7)
-        assert await process.call(Call(CallKind.EXAMPLE, Purpose.TRAIN, 7)) == Asked(example.prompt)
+        assert await process.call(Call(CallKind.EXAMPLE, Purpose.TRAIN, 7)) == ExamplePrompt(example.prompt)
         texts = [f"\\boxed{{{example.answer}}}", "\\boxed{1}", "\\boxed{9^{9^{9^{9}}}}", ""]
         calls = [
             Call(CallKind.SCORE, Purpose.TRAIN, 7, said(text).messages, said(text).finish_reasons) for text in texts

@@ -13,7 +13,7 @@ from titan_rl.environments.reasoning_gym import INSTRUCTION, SOURCE_ONLY, Reason
 from titan_rl.environments.splits import is_held_out
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.sandbox.sandbox import Sandbox
-from titan_rl.sandbox.wire import Asked, Call, CallKind, EnvironmentSetup
+from titan_rl.sandbox.wire import Call, CallKind, EnvironmentSetup, ExamplePrompt
 from titan_rl.types import FinishReason, Purpose
 
 SUMS = {
@@ -254,7 +254,7 @@ async def test_a_group_is_asked_and_scored_in_a_process_of_its_own():
     info = await process.start()
     try:
         assert (info.size, info.held_out, info.multi_turn) == (10_000, 4, False)
-        assert await process.call(Call(CallKind.EXAMPLE, Purpose.TRAIN, 7)) == Asked(task.example(7).prompt)
+        assert await process.call(Call(CallKind.EXAMPLE, Purpose.TRAIN, 7)) == ExamplePrompt(task.example(7).prompt)
         for purpose, example in ((Purpose.TRAIN, task.example(7)), (Purpose.EVALUATE, task.held_out(4)[2])):
             index = 7 if purpose is Purpose.TRAIN else 2
             for text, reward in ((example.answer["answer"], 1.0), ("x", 0.0)):

@@ -26,4 +26,4 @@ async def test_no_request_that_a_fuzzer_makes_up_in_a_session_is_a_server_error(
         await fuzz(up, tmp_path, endpoint.api_key)
         record = await sessions.close("fuzzed")
         assert record.failure == ""
-        assert record.calls
+        assert record.turns

@@ -1,4 +1,4 @@
-"""Sessions of a gateway in a process of its own, over a real router: abandoned calls and ends (20 s)."""
+"""RolloutGateway of a gateway in a process of its own, over a real router: abandoned calls and ends (20 s)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_a_program_plays_and_its_rollout_is_recorded(up, sessions):
     record = await sessions.close("plays")
     assert answer.choices[0].message.content == "12"
     assert record.messages == (Message("user", "+12"), Message("assistant", "12"))
-    assert record.calls[0].completion.logprobs.tolist() == [-0.25] * 3
+    assert record.turns[0].completion.logprobs.tolist() == [-0.25] * 3
     with pytest.raises(openai.AuthenticationError):
         await client.chat.completions.create(model=MODEL, messages=say("12"))
 
@@ -61,7 +61,7 @@ async def test_64_programs_play_at_once_and_none_reads_anothers_answers(up, sess
             await client.chat.completions.create(model=MODEL, messages=say(f"{number}={turn}"))
         record = await sessions.close(f"one of 64, {number}")
         assert record.messages == (Message("user", f"+{number}=2"), Message("assistant", f"{number}=2"))
-        assert len(record.calls) == 3
+        assert len(record.turns) == 3
 
     await asyncio.gather(*map(play, range(64)))
 
@@ -80,7 +80,7 @@ async def test_an_abandoned_call_leaves_no_slot_and_no_record(up, sessions, stre
     await client.chat.completions.create(model=MODEL, messages=say("1"))
     record = await sessions.close(f"abandoned {stream}")
     assert [message.content for message in record.messages] == ["+1", "1"]
-    assert len(record.calls) == 1
+    assert len(record.turns) == 1
 
 
 async def test_closing_a_session_frees_its_slots_and_tells_its_program(up, sessions):
@@ -94,7 +94,7 @@ async def test_closing_a_session_frees_its_slots_and_tells_its_program(up, sessi
     assert ended.value.code == "rollout_over"
     await idle
     await until_idle(up)
-    assert record.calls == ()
+    assert record.turns == ()
 
 
 async def test_what_a_worker_asks_wrongly_comes_back_as_it_is(sessions):

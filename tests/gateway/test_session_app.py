@@ -110,7 +110,7 @@ async def test_a_conversation_with_a_tool_goes_on_in_the_sampled_tokens(renderer
     assert (await ask(client, user("1+2="), back, result, tools=[ADD])).choices[0].message.content == "3"
 
     record = await gateway.sessions.close("s")
-    first, second = record.calls
+    first, second = record.turns
     assert second.prompt_token_ids.tolist() == renderer.encode("1+2=4<tool>1+2</tool><result>3</result>")
     assert renderer.decode(second.completion.token_ids.tolist()) == "3<eos>"
     assert first.completion.logprobs.tolist() == [-1, -2, -3, -4, -5, -6]
@@ -132,7 +132,7 @@ async def test_what_openais_client_gives_may_be_sent_back_as_it_came(renderer, s
         messages += [sent_back(answer), *(results or [user("=")])]
     await ask(client, *messages, tools=[ADD])
     record = await gateway.sessions.close("s")
-    assert renderer.decode(record.calls[-1].prompt_token_ids.tolist()) == "1=<tool>1</tool><result>1</result>2<eos>="
+    assert renderer.decode(record.turns[-1].prompt_token_ids.tolist()) == "1=<tool>1</tool><result>1</result>2<eos>="
     assert record.rendered_anew == 0
 
 
@@ -143,7 +143,7 @@ async def test_a_malformed_call_is_the_text_that_it_was(renderer):
     assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == ("12</tool>", None, "stop")
     await ask(client, user("="), {"role": "assistant", "content": "12</tool>"}, user("+"), tools=[ADD])
     record = await gateway.sessions.close("s")
-    assert renderer.decode(record.calls[-1].prompt_token_ids.tolist()) == "=12</tool>+"
+    assert renderer.decode(record.turns[-1].prompt_token_ids.tolist()) == "=12</tool>+"
     assert record.rendered_anew == 0
 
 
@@ -154,13 +154,13 @@ async def test_a_stop_text_cuts_what_is_recorded_behind_it(renderer):
     assert (choice.message.content, choice.finish_reason) == ("12", "stop")
     await ask(client, user("1"), {"role": "assistant", "content": "12"}, user("9"))
     record = await gateway.sessions.close("s")
-    completion = record.calls[0].completion
+    completion = record.turns[0].completion
     assert renderer.decode(completion.token_ids.tolist()) == "12+="
     assert completion.logprobs.tolist() == [-1, -2, -3, -4]
     assert len(completion.versions) == 4
     assert completion.finish_reason is FinishReason.LENGTH  # no stop token is its last
     assert record.finish_reasons == (FinishReason.STOP, FinishReason.STOP)
-    assert renderer.decode(record.calls[1].prompt_token_ids.tolist()) == "112+=9"
+    assert renderer.decode(record.turns[1].prompt_token_ids.tolist()) == "112+=9"
 
 
 @pytest.mark.parametrize("said", ["", "$"])
@@ -172,7 +172,7 @@ async def test_a_turn_in_which_nothing_is_said_can_be_gone_on_from(renderer, sai
     await ask(client, user("1"), {"role": "assistant", "content": ""}, user("9"))
     record = await gateway.sessions.close("s")
     eos = "<eos>" if said else ""
-    assert renderer.decode(record.calls[1].prompt_token_ids.tolist()) == f"1{eos}9"
+    assert renderer.decode(record.turns[1].prompt_token_ids.tolist()) == f"1{eos}9"
     assert record.rendered_anew == 0
 
 
@@ -185,7 +185,7 @@ async def test_streams_are_recorded_like_whole_answers(renderer):
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
     record = await gateway.sessions.close("s")
-    assert [renderer.decode(call.completion.token_ids.tolist()) for call in record.calls] == ["2<eos>", "3<eos>"]
+    assert [renderer.decode(call.completion.token_ids.tolist()) for call in record.turns] == ["2<eos>", "3<eos>"]
     assert texts == {0: "2", 1: "3"}
     assert record.messages == (Message("user", "1"), Message("assistant", "2"))
 
@@ -197,7 +197,7 @@ async def test_text_completions_take_token_ids_as_they_are(renderer):
     await client.completions.create(model=MODEL, prompt=ids, max_tokens=7)
     await client.completions.create(model=MODEL, prompt="1=")
     record = await gateway.sessions.close("s")
-    assert [call.prompt_token_ids.tolist() for call in record.calls] == [ids, renderer.encode("1=")]
+    assert [call.prompt_token_ids.tolist() for call in record.turns] == [ids, renderer.encode("1=")]
     assert [each.sampling.max_new_tokens for each in gateway.fleet.asked] == [7, 16]
     assert record.messages == (Message("user", "1="), Message("assistant", "3"))
 
@@ -209,7 +209,7 @@ async def test_two_sessions_do_not_know_each_others_conversations(renderer):
     await ask(other, user("1"), {"role": "assistant", "content": "2"}, user("="))
     await ask(one, user("1"), {"role": "assistant", "content": "2"}, user("="))
     records = [await gateway.sessions.close(name) for name in ("one", "other")]
-    prompts = [[renderer.decode(call.prompt_token_ids.tolist()) for call in record.calls] for record in records]
+    prompts = [[renderer.decode(call.prompt_token_ids.tolist()) for call in record.turns] for record in records]
     assert prompts == [["1", "12<eos>="], ["12="]]  # not the other's end of turn
     assert [each.session_id for each in gateway.fleet.asked] == ["one", "other", "one"]
 
@@ -248,7 +248,7 @@ async def test_past_its_budget_a_program_is_refused_and_not_told_to_try_again(re
     assert refused.value.code == "rollout_over"
     assert refused.value.response.headers["x-should-retry"] == "false"
     record = await gateway.sessions.close("s")
-    assert (len(record.calls), record.failure) == (1, "")
+    assert (len(record.turns), record.failure) == (1, "")
 
 
 async def test_the_rest_of_the_tokens_bounds_a_call(renderer):
@@ -278,7 +278,7 @@ async def test_a_failure_of_an_engine_is_told_and_recorded(renderer, stream):
         await ask(client, user("1"), stream=stream)
     record = await gateway.sessions.close("s")
     assert "generator0 died" in record.failure
-    assert len(record.calls) == 1
+    assert len(record.turns) == 1
 
 
 async def test_a_bug_of_ours_is_not_the_programs_fault(renderer):
@@ -308,7 +308,7 @@ async def test_closing_a_session_aborts_its_open_calls_and_records_nothing_of_th
             await call
         assert ended.value.code == "rollout_over"
     await gateway.fleet.until(0)
-    assert (record.calls, record.messages, record.failure) == ((), (), "")
+    assert (record.turns, record.messages, record.failure) == ((), (), "")
 
 
 async def test_a_session_is_idle_while_it_has_no_open_call(renderer):
@@ -337,5 +337,5 @@ async def test_calls_of_one_session_are_recorded_in_the_order_in_which_they_are_
     waiting.cancel()
     await gateway.fleet.until(0)
     record = await gateway.sessions.close("s")
-    assert [renderer.decode(call.prompt_token_ids.tolist()) for call in record.calls] == ["5"]
-    assert np.array_equal(record.calls[0].completion.token_ids, renderer.encode("2<eos>"))
+    assert [renderer.decode(call.prompt_token_ids.tolist()) for call in record.turns] == ["5"]
+    assert np.array_equal(record.turns[0].completion.token_ids, renderer.encode("2<eos>"))

@@ -17,8 +17,8 @@ from support.gateway import ADD, MODEL, served, session_request
 
 from titan_rl.actors.gateway import GatewayClient
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.rollout.session import SessionRecord
 from titan_rl.rollout.token_graph import TokenGraph
+from titan_rl.rollout.turns import RolloutRecord
 from titan_rl.types import Endpoint, FinishReason
 
 ENGINE = f"{sampling_engine.__file__}:sampling_engine"
@@ -88,7 +88,7 @@ async def program(endpoint: Endpoint, number: int) -> Agent:
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory) -> Iterator[tuple[list[Agent], list[SessionRecord], list[tuple]]]:
+def played(tmp_path_factory) -> Iterator[tuple[list[Agent], list[RolloutRecord], list[tuple]]]:
     file = tmp_path_factory.mktemp("sampled") / "sampled.pkl"
     file.touch()
     with pytest.MonkeyPatch.context() as patch:
@@ -101,7 +101,7 @@ def played(tmp_path_factory) -> Iterator[tuple[list[Agent], list[SessionRecord],
     yield agents, records, sampled
 
 
-async def play() -> tuple[list[Agent], list[SessionRecord]]:
+async def play() -> tuple[list[Agent], list[RolloutRecord]]:
     gateway = GatewayConfig(port=0, model=MODEL, sessions=True)
     async with served(generators=1, gateway=gateway, length=LENGTH, engine=ENGINE) as up:
         sessions = GatewayClient(up.gateway, seconds=300)
@@ -130,7 +130,7 @@ def test_what_is_recorded_is_what_the_engine_sampled_with_its_own_numbers(played
     left = Counter(map(repr, (each[:4] for each in sampled)))
     longer = [each[:4] for each in sampled]
     for record in records:
-        for call in record.calls:
+        for call in record.turns:
             one = call.completion
             arrays = (call.prompt_token_ids, one.token_ids, one.logprobs, one.versions)
             mine = tuple(array.tolist() for array in arrays)
@@ -148,7 +148,7 @@ def test_what_is_recorded_is_what_the_engine_sampled_with_its_own_numbers(played
 def test_what_programs_were_told_is_what_is_recorded_in_their_own_session(played):
     agents, records, _ = played
     for agent, record in zip(agents, records, strict=True):
-        recorded = [(call.prompt_token_ids.tolist(), call.completion.token_ids.tolist()) for call in record.calls]
+        recorded = [(call.prompt_token_ids.tolist(), call.completion.token_ids.tolist()) for call in record.turns]
         assert not Counter(map(repr, agent.told)) - Counter(map(repr, recorded))
         assert len(recorded) == len(agent.told) + 2  # the text completion and the stream give no token ids
 
@@ -157,7 +157,7 @@ def test_every_sampled_token_is_trained_once_behind_what_it_was_sampled_behind(p
     _, records, _ = played
     for record in records:
         graph = TokenGraph()
-        for call in record.calls:
+        for call in record.turns:
             graph.add(call.prompt_token_ids, call.completion)
         trained = sorted(
             (*branch.token_ids[: place + 1].tolist(), float(branch.logprobs[place]), int(branch.versions[place]))
@@ -171,7 +171,7 @@ def test_every_sampled_token_is_trained_once_behind_what_it_was_sampled_behind(p
                 float(call.completion.logprobs[place]),
                 int(call.completion.versions[place]),
             )
-            for call in record.calls
+            for call in record.turns
             for place in range(len(call.completion.token_ids))
         )
 

@@ -24,13 +24,13 @@ GROUPS, SAMPLES = 6, 4
 class Wandering(Rollouter):
     """Goes on from another history when a conversation is over: one that is cut short, and one with another prompt."""
 
-    async def play(self, group, sample, generate, world):
-        rollout = await super().play(group, sample, generate, world)
-        prompt, last = world.prompt_token_ids, rollout.graph.completions[0].token_ids
-        for turn, history in enumerate((np.concatenate((prompt, last[:2])), prompt[1:]), start=10):
-            completion = await self.complete(group, sample, turn, history, f"{sample}", generate)
-            rollout.graph.add(history, completion)
-        return rollout
+    async def play(self, group, sample, generate, rollout):
+        played = await super().play(group, sample, generate, rollout)
+        prompt, last = rollout.prompt.token_ids, played.graph.completions[0].token_ids
+        turns = self.turns(self.request(group, sample))
+        for history in (np.concatenate((prompt, last[:2])), prompt[1:]):
+            await self.complete(turns, turns.prompt_of_tokens(history.tolist()), generate, rollout)
+        return played
 
 
 async def play(model_path: Path, engine):

@@ -156,11 +156,10 @@ async def test_branches_of_a_rollout_are_samples_with_numbers_of_their_own(model
 class Forking(Rollouter):
     """Asks the same twice, as a program that talks to the policy might, and is graded for the last answer."""
 
-    async def play(self, group, sample, generate, world):
-        rollout = await super().play(group, sample, generate, world)
-        again = await self.complete(group, sample, 1, world.prompt_token_ids, "again", generate)
-        rollout.graph.add(world.prompt_token_ids, again)
-        return rollout
+    async def play(self, group, sample, generate, rollout):
+        played = await super().play(group, sample, generate, rollout)
+        await self.complete(self.turns(self.request(group, sample)), rollout.prompt, generate, rollout)
+        return played
 
 
 @pytest.mark.parametrize("cls", ["Countdown", "CountdownAsync"])
@@ -213,7 +212,7 @@ async def test_a_conversation_ends_where_the_model_has_no_room_left(model_path):
         assert len(result.samples[0].token_ids) == 7 and result.rollouts[0].error == ""
     async with runner(model_path, f"{UNRULY}:Countdown", max_model_len=2) as group_runner:
         result = await group_runner.run_group(request(4, samples=1), policy)
-        assert "leaves no room" in result.rollouts[0].error
+        assert "more than max_model_len (2)" in result.rollouts[0].error
 
 
 async def test_a_prompt_with_a_foreign_character_is_an_error_that_names_it(model_path):
@@ -237,11 +236,11 @@ async def test_a_users_task_is_one_file(model_path):
 class SecondThought(Rollouter):
     """Asks twice and keeps the second answer."""
 
-    async def play(self, group, sample, generate, world):
+    async def play(self, group, sample, generate, rollout):
         if sample == 3:
             raise KeyError("a user's bug")
-        await super().play(group, sample, generate, world)
-        return await super().play(group, sample, generate, world)
+        await super().play(group, sample, generate, rollout)
+        return await super().play(group, sample, generate, rollout)
 
 
 async def test_a_users_rollouter_plays_its_own_way_and_its_bugs_cost_one_rollout(model_path):

@@ -16,28 +16,26 @@ from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.rollout.config import AgentsConfig
 from titan_rl.rollout.report import report_of
-from titan_rl.rollout.session import SessionCall, SessionRecord, SessionRequest
+from titan_rl.rollout.turns import RolloutRecord, RolloutRequest, Turn
 from titan_rl.sandbox.wire import Call, CallKind
-from titan_rl.types import Endpoint, Message, Purpose
+from titan_rl.types import Endpoint, FinishReason, Message, Purpose
 
 ASKED, ANSWERED, ADDED, ENDED = [3, 12], [4, 1], [5, 12], [6, 1]
 CONVERSATION = (Message("user", "1="), Message("assistant", "2"), Message("user", "3="), Message("assistant", "4"))
 
 
-def call(prompt, sampled) -> SessionCall:
-    return SessionCall(
-        prompt_token_ids=np.array(prompt, dtype=np.int32), completion=completion("of a program", sampled)
+def call(prompt, sampled, *, anew=False) -> Turn:
+    return Turn(
+        prompt_token_ids=np.array(prompt, dtype=np.int32),
+        completion=completion("of a program", sampled),
+        message=Message("assistant", ""),
+        finish_reason=FinishReason.STOP,
+        anew=anew,
     )
 
 
-def record(*calls, messages=CONVERSATION, rendered_anew=0, failure="") -> SessionRecord:
-    return SessionRecord(
-        calls=calls,
-        messages=messages if calls else (),
-        finish_reasons=tuple(each.completion.finish_reason for each in calls),
-        rendered_anew=rendered_anew,
-        failure=failure,
-    )
+def record(*turns, refused=None, failure="") -> RolloutRecord:
+    return RolloutRecord(turns=turns, messages=CONVERSATION if turns else (), refused=refused, failure=failure)
 
 
 TWO_TURNS = record(call(ASKED, ANSWERED), call(ASKED + ANSWERED + ADDED, ENDED))
@@ -132,7 +130,7 @@ async def test_a_program_that_asks_nothing_is_graded_over_its_prompt_and_trains_
 
 
 async def test_prompts_that_were_rendered_anew_are_reported(model_path):
-    sessions = ScriptedSessions(record(call(ASKED, ANSWERED), call([9], ENDED), rendered_anew=1))
+    sessions = ScriptedSessions(record(call(ASKED, ANSWERED), call([9], ENDED, anew=True)))
     async with runner(model_path, sessions) as group_runner:
         result = await play(group_runner, samples=1)
     (reported,) = report_of(request(samples=1), result, ()).rollouts
@@ -228,7 +226,7 @@ async def test_a_conversation_past_the_rollouts_limit_keeps_its_turns(model_path
         if a_request.request_id.split("-")[3] == "1":
             rollout_limits[0].reschedule(asyncio.get_running_loop().time())
             await asyncio.Event().wait()
-        return call(a_request.prompt_token_ids, ANSWERED).completion
+        return completion(a_request.request_id, ANSWERED)
 
     async with any_runner(model_path, f"{UNRULY}:Countdown", seconds=4321.0) as group_runner:
         result = await group_runner.run_group(request(4, samples=1), policy)
@@ -273,7 +271,7 @@ async def test_a_session_is_closed_also_when_nobody_waits_for_it_any_more(model_
     sessions.may_close.clear()
     async with runner(model_path, sessions) as group_runner:
         kept = []
-        session = SessionRequest(session_id="s", group=request(), sample=0, max_turns=1, max_sampled_tokens=0)
+        session = RolloutRequest(session_id="s", group=request(), sample=0, max_turns=1, max_sampled_tokens=0)
         playing = asyncio.ensure_future(group_runner.programs.play(session, kept.append))
         await sessions.closing.wait()
         for _ in range(2):  # the second cancellation is not waited out

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from support.sessions import ADD, UNEXTENDABLE, Program, Renderer, prompt_of, user
 
 from titan_rl.errors import RequestError, SessionOver, TaskError
-from titan_rl.rollout.session import SessionRecord
 from titan_rl.rollout.token_graph import TokenGraph
+from titan_rl.rollout.turns import RolloutRecord
 from titan_rl.types import (
     GenerationRequest,
     Message,
@@ -105,7 +105,7 @@ def test_every_sampled_token_of_any_program_is_trained_once_behind_what_it_was_s
         for _ in range(draw(st.integers(0, len(answers)))):
             each, asked_messages, tools = answers.pop(draw(st.integers(0, len(answers) - 1)))
             if draw(st.integers(0, 6)) == 0:
-                program.session.dropped([each.request_id])
+                program.turns.dropped([each.request_id])
                 continue
             sampled = draw(st.sampled_from(turns))
             stopped = sampled[-1:] in ([call_end], [stop])
@@ -117,12 +117,12 @@ def test_every_sampled_token_of_any_program_is_trained_once_behind_what_it_was_s
             if asked_messages is not None:
                 histories.append([*asked_messages, answer])
                 naive.answered.append((histories[-1], tools, *expected[-1][:2]))
-    assert_trained_once(program.session.close(), expected)
+    assert_trained_once(program.turns.close(), expected)
 
 
-def assert_trained_once(record: SessionRecord, expected: list[tuple[list[int], list[int], list[float]]]) -> None:
+def assert_trained_once(record: RolloutRecord, expected: list[tuple[list[int], list[int], list[float]]]) -> None:
     graph = TokenGraph()
-    for call in record.calls:
+    for call in record.turns:
         graph.add(call.prompt_token_ids, call.completion)
     trained = {}
     for branch in graph.branches():
@@ -160,7 +160,7 @@ def test_no_program_gets_more_than_its_turns_and_tokens(renderer, data):
         for _ in range(draw(st.integers(0, len(open_calls)))):
             each = open_calls.pop(draw(st.integers(0, len(open_calls) - 1)))
             if draw(st.booleans()):
-                program.session.dropped([each.request_id])
+                program.turns.dropped([each.request_id])
             else:
                 said = draw(st.integers(0, each.sampling.max_new_tokens))
                 program.answer(each, [renderer.encode("1")[0]] * said)

@@ -24,7 +24,7 @@ def test_an_answer_that_goes_on_is_the_tokens_before_it_and_not_rendered_again(r
     answer = program.answer(asked, sampled)
     follow = program.ask([user("1+1="), answer, user("+1=")])
     assert prompt_of(follow) == [*renderer.encode("1+1="), *sampled, *renderer.encode("+1=")]
-    assert program.session.close().rendered_anew == 0
+    assert program.turns.close().rendered_anew == 0
 
 
 def test_a_call_that_comes_back_with_other_spaces_in_its_arguments_is_the_same(renderer):
@@ -52,14 +52,14 @@ def test_a_call_that_comes_back_with_other_spaces_in_its_arguments_is_the_same(r
 def test_counted_are_bridges_that_could_not_be_proven(renderer, change, counted):
     program = Program(renderer)
     program.says(change(program.says([user("1+1=")], "2")), "1")
-    assert program.session.close().rendered_anew == counted
+    assert program.turns.close().rendered_anew == counted
 
 
 def test_other_tools_than_before_are_rendered_and_counted(renderer):
     program = Program(renderer)
     messages = program.says([user("1+1=")], "2", (ADD,))
     program.says([*messages, user("=")], "1")
-    assert program.session.close().rendered_anew == 1
+    assert program.turns.close().rendered_anew == 1
 
 
 def test_the_choices_of_one_prompt_count_once(renderer):
@@ -67,19 +67,19 @@ def test_the_choices_of_one_prompt_count_once(renderer):
     messages = [*program.says([user("1")], "2"), user(UNEXTENDABLE)]
     for asked in program.ask(messages, choices=3):
         program.answer(asked, renderer.encode("1"))
-    record = program.session.close()
+    record = program.turns.close()
     assert record.rendered_anew == 1
-    assert len(record.calls) == 4
+    assert len(record.turns) == 4
 
 
 def test_a_conversation_that_was_rendered_anew_can_be_extended_from_then_on(renderer):
     program = Program(renderer)
     messages = program.says([*program.says([user("1")], "2"), user(UNEXTENDABLE)], "3")
-    before = program.session._calls[-1]
+    before = program.turns._turns[-1]
     follow = program.ask([*messages, user("=")])
     sampled = before.completion.token_ids.tolist()
     assert prompt_of(follow) == [*before.prompt_token_ids.tolist(), *sampled, *renderer.encode("=")]
-    assert program.session.close().rendered_anew == 1
+    assert program.turns.close().rendered_anew == 1
 
 
 def test_of_equal_answers_the_youngest_is_gone_on_from(renderer):
@@ -127,10 +127,10 @@ def test_a_prompt_that_leaves_no_room_is_refused_and_takes_no_turn(renderer):
 def test_what_is_asked_for_and_dropped_has_used_up_a_turn(renderer):
     program = Program(renderer, {"max_turns": 2})
     for _ in range(2):
-        program.session.dropped([program.ask([user("1")])[0].request_id])
+        program.turns.dropped([program.ask([user("1")])[0].request_id])
     with pytest.raises(SessionOver, match="2 turns"):
         program.ask([user("1")])
-    assert program.session.close().calls == ()
+    assert program.turns.close().turns == ()
 
 
 def test_the_record_has_the_conversation_of_the_last_answer_and_of_several_choices_the_first(renderer):
@@ -139,34 +139,34 @@ def test_the_record_has_the_conversation_of_the_last_answer_and_of_several_choic
     (other,) = program.ask([user("5")])
     program.answer(other, renderer.encode("6"))
     answers = [program.answer(each, renderer.encode(text)) for each, text in ((second, "3"), (first, "2"))]
-    record = program.session.close()
-    assert [call.prompt_token_ids.tolist() for call in record.calls] == [renderer.encode(text) for text in "511"]
+    record = program.turns.close()
+    assert [call.prompt_token_ids.tolist() for call in record.turns] == [renderer.encode(text) for text in "511"]
     assert record.messages == (user("1"), answers[1])
-    assert record.finish_reasons == (FinishReason.LENGTH,) * 3
+    assert [turn.finish_reason for turn in record.turns] == [FinishReason.LENGTH] * 3
 
 
 def test_tokens_without_messages_are_recorded_as_what_they_say(renderer):
     program = Program(renderer)
     (asked,) = program.ask_tokens(renderer.encode("1+1="))
     program.answer(asked, [*renderer.encode("2"), renderer.stop_token_ids[0]])
-    assert program.session.close().messages == (user("1+1="), Message("assistant", "2"))
+    assert program.turns.close().messages == (user("1+1="), Message("assistant", "2"))
 
 
 def test_the_first_failure_is_recorded(renderer):
     program = Program(renderer)
-    program.session.failed("generator0 died")
-    program.session.failed("generator1 died")
-    assert program.session.close().failure == "generator0 died"
+    program.turns.failed("generator0 died")
+    program.turns.failed("generator1 died")
+    assert program.turns.close().failure == "generator0 died"
 
 
 def test_a_closed_session_takes_nothing_more(renderer):
     program = Program(renderer)
     (asked,) = program.ask([user("1")])
-    record = program.session.close()
+    record = program.turns.close()
     with pytest.raises(SessionOver):
         program.ask([user("1")])
     with pytest.raises(SessionOver):
         program.answer(asked, renderer.encode("2"))
-    program.session.failed("later")
-    assert (record.calls, record.failure) == ((), "")
-    assert program.session.close() == record
+    program.turns.failed("later")
+    assert (record.turns, record.failure) == ((), "")
+    assert program.turns.close() == record

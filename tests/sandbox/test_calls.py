@@ -18,7 +18,7 @@ from support.rollouts import UNRULY
 from titan_rl.errors import TaskError
 from titan_rl.sandbox.host_process import ForkedProcess
 from titan_rl.sandbox.sandbox import MAX_PROCESSES, Sandbox
-from titan_rl.sandbox.wire import Asked, Call, CallKind, EnvironmentSetup
+from titan_rl.sandbox.wire import Call, CallKind, EnvironmentSetup, ExamplePrompt
 from titan_rl.types import FinishReason, Message, Purpose
 
 
@@ -258,7 +258,7 @@ async def test_it_says_what_the_environment_is():
     async with environment(size=7, held_out=100) as process:
         assert process.info == (7, 3, False, (), False, False, frozenset())
         asked = await process.call(Call(CallKind.EXAMPLE, Purpose.TRAIN, 7 + 2))
-        assert asked == Asked((Message("user", "2="),))  # the stream starts over; the answer stays where it is
+        assert asked == ExamplePrompt((Message("user", "2="),))  # the stream starts over; the answer stays where it is
         assert await process.call(score(2, Purpose.EVALUATE))
         with pytest.raises(TaskError, match="no held-out prompt 3"):
             await process.call(score(3, Purpose.EVALUATE))

@@ -24,7 +24,7 @@ from titan_rl.gateway.config import GatewayConfig
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.launch.session import Serving, serve
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig, TrainerConfig
-from titan_rl.rollout.session import SessionRequest
+from titan_rl.rollout.turns import RolloutRequest
 from titan_rl.types import (
     Completion,
     FinishReason,
@@ -109,7 +109,7 @@ def http_client(app: Any, key: str = "") -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=headers)
 
 
-def session_request(session_id: str, *, tokens: int = 40, **options) -> SessionRequest:
+def session_request(session_id: str, *, tokens: int = 40, **options) -> RolloutRequest:
     group = GroupRequest(
         group_id=0,
         purpose=Purpose.TRAIN,
@@ -117,7 +117,7 @@ def session_request(session_id: str, *, tokens: int = 40, **options) -> SessionR
         sampling=SamplingParams(max_new_tokens=tokens, temperature=1.0),
         min_version=PolicyVersion(0, 0),
     )
-    return SessionRequest(
+    return RolloutRequest(
         **{"session_id": session_id, "group": group, "sample": 0, "max_turns": 100, "max_sampled_tokens": 0, **options}
     )
 

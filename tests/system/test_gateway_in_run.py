@@ -16,7 +16,7 @@ from titan_rl.config_registry import copy4
 from titan_rl.controller.faults import FaultBoard
 from titan_rl.errors import ActorFailed
 from titan_rl.launch.session import start
-from titan_rl.rollout.session import SessionRequest
+from titan_rl.rollout.turns import RolloutRequest
 from titan_rl.types import PolicyVersion
 
 PLAYED = """
@@ -42,13 +42,13 @@ async def test_programs_play_in_a_run_whose_weights_they_sample_and_which_ends_w
         await system.router.pull_model_state_dict(await system.trainer.push_model_state_dict())
         sessions = GatewayClient(system.gateway, seconds=300)
         group = system.train_group(3, PolicyVersion(0, 0))
-        request = SessionRequest(session_id="s", group=group, sample=1, max_turns=2, max_sampled_tokens=0)
+        request = RolloutRequest(session_id="s", group=group, sample=1, max_turns=2, max_sampled_tokens=0)
         endpoint = await sessions.open(request)
         client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
         answer = await client.completions.create(model=endpoint.model, prompt="12=", temperature=0.1)
         assert answer.usage.completion_tokens <= group.sampling.max_new_tokens
         record = await sessions.close("s")
-        (call,) = record.calls
+        (call,) = record.turns
         assert record.failure == ""
         assert set(call.completion.versions.tolist()) == {PolicyVersion(0, 0).encode()}
 

@@ -14,7 +14,7 @@ from titan_rl.actors.connection import ConnectedActor, Connection
 from titan_rl.actors.router_client import Router
 from titan_rl.errors import ActorFailed
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.rollout.session import SessionRecord, SessionRequest
+from titan_rl.rollout.turns import RolloutRecord, RolloutRequest
 from titan_rl.types import Endpoint
 
 if TYPE_CHECKING:
@@ -87,18 +87,18 @@ class Gateway(ConnectedActor):
         await self._server.ended()
 
     @served
-    async def open_session(self, request: SessionRequest) -> Endpoint:
-        """See `Sessions`."""
+    async def open_session(self, request: RolloutRequest) -> Endpoint:
+        """See `RolloutGateway`."""
         return await self._sessions().open(request)
 
     @served
     async def idle(self, session_id: str, seconds: float) -> None:
-        """See `Sessions`; stays open until then."""
+        """See `RolloutGateway`; stays open until then."""
         await self._sessions().idle(session_id, seconds)
 
     @served
-    async def close_session(self, session_id: str) -> SessionRecord:
-        """See `Sessions`."""
+    async def close_session(self, session_id: str) -> RolloutRecord:
+        """See `RolloutGateway`."""
         record = await self._sessions().close(session_id)
         if self._fleet is not None:
             self._fleet.end_sessions([session_id])
@@ -143,7 +143,7 @@ class GatewayMesh:
 
 
 class GatewayClient:
-    """The `Sessions` of a gateway."""
+    """The `RolloutGateway` of a gateway."""
 
     def __init__(self, gateway: Any, *, seconds: float) -> None:
         """
@@ -154,11 +154,11 @@ class GatewayClient:
         self._gateway = Connection(gateway, what="gateway.{}")
         self._seconds = seconds
 
-    async def open(self, request: SessionRequest) -> Endpoint:
+    async def open(self, request: RolloutRequest) -> Endpoint:
         return await self._gateway.call(self._seconds, Gateway.open_session, request)
 
     async def idle(self, session_id: str, seconds: float) -> None:
         await self._gateway.call(None, Gateway.idle, session_id, seconds)
 
-    async def close(self, session_id: str) -> SessionRecord:
+    async def close(self, session_id: str) -> RolloutRecord:
         return await self._gateway.call(self._seconds, Gateway.close_session, session_id)

@@ -17,7 +17,7 @@ from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
 from titan_rl.rollout.report import GroupReport, RolloutReport
 from titan_rl.scheduling.group import Batch, Counts
-from titan_rl.types import NO_VERSION, PolicyVersion
+from titan_rl.types import NO_VERSION, PolicyVersion, StopReason
 
 
 @dataclass(slots=True)
@@ -118,6 +118,7 @@ class StepRecords:
                 "rollout/truncated_share": truncated,
                 "environment/restarts": sum(report.restarts for report in [*reports, *failed]),
                 "rollout/failed": sum(1 for rollout in rollouts if rollout.error),
+                **{f"rollout/stop_{reason}": share for reason, share in _shares_of_stop_reasons(rollouts).items()},
                 "rollout/turns_mean": float(np.mean([rollout.turns for rollout in rollouts])),
                 "rollout/branched": sum(1 for rollout in rollouts if rollout.branches > 1),
                 "rollout/rendered_anew": sum(rollout.rendered_anew for rollout in rollouts),
@@ -177,6 +178,12 @@ async def _fleet_metrics(system: System) -> dict[str, float]:
         for counter in ("load", "in_flight", "served", "failed"):
             metrics[f"fleet/{status.name}/{counter}"] = float(getattr(status, counter))
     return metrics
+
+
+def _shares_of_stop_reasons(rollouts: Sequence[RolloutReport]) -> dict[StopReason, float]:
+    """Why rollouts ended, each reason as a share of them."""
+    counts = Counter(rollout.stop_reason for rollout in rollouts)
+    return {reason: counts[reason] / len(rollouts) for reason in StopReason}
 
 
 def _mean_of_reward_parts(rollouts: Sequence[RolloutReport]) -> dict[str, float]:

@@ -2,10 +2,15 @@
 
 A new task needs one file: a subclass of `Environment` and its reward functions, all importable from here.
 
-    from titan_rl.environments.base import Environment, Example, Message, Rubric
+    from titan_rl.environments.base import Environment, Example, Message, Rubric, tool
+
+    @tool
+    def multiply(first: int, second: int) -> str:
+        'The product of two numbers.'
+        return str(first * second)
 
     def right(example, transcript):
-        return float(transcript.answer == example.answer)
+        return {"right": transcript.answer == example.answer, "turns": len(transcript.finish_reasons)}
 
     class Double(Environment):
         def example(self, index):
@@ -14,13 +19,16 @@ A new task needs one file: a subclass of `Environment` and its reward functions,
         def held_out(self, count):
             return [self._ask(number) for number in range(min(count, 1000))]
 
+        def tools(self):
+            return [multiply]
+
         def rubric(self):
             return Rubric(right)
 
         def _ask(self, number):
             return Example(prompt=(Message("user", f"2*{number}="),), answer=str(2 * number))
 
-What must hold, because the process that runs this code may be killed and started anew at any time:
+What must hold, because calls run in several processes, each of which may be killed and started anew at any time:
 
 - `example`, `demonstration`, `held_out` and `size` depend on the constructor's arguments and on nothing else.
 - A method keeps nothing for a later call. What a conversation needs is in the example, the transcript, or the

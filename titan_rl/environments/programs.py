@@ -11,15 +11,14 @@
 
 from __future__ import annotations
 
-import json
+import importlib
 import os
 import subprocess
 import sys
 import threading
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -106,7 +105,7 @@ def import_openai() -> None:
     """Import OpenAI's client and ask with it once, for the constructor of an environment whose programs use it.
 
     The package imports its parts and builds its schemas when they are first used, which takes five times as long as a
-    whole rollout of a short script. What is asked is a server of this call's own, on loopback.
+    whole rollout of a short script. One answer is made up in this process, one connection is refused.
 
     Raises:
         ConfigError: it is not installed.
@@ -118,32 +117,21 @@ def import_openai() -> None:
             f"this environment's programs need the package openai ({error}): install it with `pip install "
             "'titan-rl[agents]'`"
         ) from error
-    with HTTPServer(("127.0.0.1", 0), _Hello) as server:
-        answering = threading.Thread(target=server.handle_request)
-        answering.start()
-        url = f"http://127.0.0.1:{server.server_port}/v1"
-        directly = openai.DefaultHttpxClient(trust_env=False)  # whatever proxy there is
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=directly) as client:
-            tools: Any = [{"type": "function", "function": {"name": "none", "parameters": {"type": "object"}}}]
+    library = openai.DefaultHttpxClient.__bases__[0].__module__.partition(".")[0]  # httpx or its successor
+    httpx: Any = importlib.import_module(library)
+    choice = {"index": 0, "message": {"role": "assistant", "content": "Hello"}, "finish_reason": "stop"}
+    answer = {"id": "none", "object": "chat.completion", "created": 0, "model": "none", "choices": [choice]}
+    tools: Any = [{"type": "function", "function": {"name": "none", "parameters": {"type": "object"}}}]
+    answering = httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(200, json=answer)))
+    refused = httpx.Client(trust_env=False)  # whatever proxy there is: nobody listens at port 0
+    for http_client in (answering, refused):
+        with (
+            openai.OpenAI(
+                base_url="http://127.0.0.1:0", api_key="none", max_retries=0, http_client=http_client
+            ) as client,
+            suppress(openai.APIConnectionError),
+        ):
             client.chat.completions.create(model="none", messages=[{"role": "user", "content": "Hello"}], tools=tools)
-        answering.join()
-
-
-class _Hello(BaseHTTPRequestHandler):
-    """Answers whatever it is asked with a greeting."""
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        message = {"role": "assistant", "content": "Hello"}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        body = {"id": "none", "object": "chat.completion", "created": 0, "model": "none", "choices": [choice]}
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing to tell."""
 
 
 def _run(program: str) -> str:

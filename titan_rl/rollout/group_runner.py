@@ -23,15 +23,15 @@ from titan_rl.errors import ConfigError, GeneratorFailed, TaskError, TitanError
 from titan_rl.importing import import_name
 from titan_rl.rollout.advantages import group_advantages
 from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig
+from titan_rl.rollout.open_rollout import OpenRollout
 from titan_rl.rollout.programs import Programs
 from titan_rl.rollout.result import GroupResult, Rollout
 from titan_rl.rollout.rollouter import Generate, Rollouter
 from titan_rl.rollout.samples import demonstration_sample, training_samples
-from titan_rl.rollout.session import Sessions
-from titan_rl.rollout.world import World
+from titan_rl.rollout.turns import Prompt, RolloutGateway, first_prompt
 from titan_rl.sandbox.sandbox import Sandbox
-from titan_rl.sandbox.wire import Asked, Call, CallKind, EnvironmentSetup, TaskInfo
-from titan_rl.types import GroupRequest, Purpose, TrainingSample
+from titan_rl.sandbox.wire import Call, CallKind, EnvironmentSetup, ExamplePrompt, TaskInfo
+from titan_rl.types import GroupRequest, Purpose, StopReason, TrainingSample
 
 logger = logging.getLogger(__name__)
 
@@ -77,13 +77,13 @@ class GroupRunner:
         )
         self.sandbox = Sandbox(self.setup)
         self.programs: Programs | None = None
-        self._turns: AbstractAsyncContextManager[None] = nullcontext()  # to be played
+        self._free: AbstractAsyncContextManager[None] = nullcontext()  # to run a program
         self._info: TaskInfo | None = None
         self._restarts_told = 0
         self.renderer: Renderer
         self._rollouter: Rollouter
 
-    async def start(self, sessions: Sessions | None = None, *, programs: bool = True) -> TaskInfo:
+    async def start(self, sessions: RolloutGateway | None = None, *, programs: bool = True) -> TaskInfo:
         """Load the tokenizer, make the environment and the rollouter.
 
         Args:
@@ -112,7 +112,7 @@ class GroupRunner:
             if sessions is None:
                 raise ConfigError(f"environment {self.setup.name} plays its rollouts by programs, which need a gateway")
             self.programs = Programs(self.sandbox, sessions, idle_seconds=self.setup.step_seconds)
-            self._turns = asyncio.Semaphore(self._rollout.agents.at_once)
+            self._free = asyncio.Semaphore(self._rollout.agents.at_once)
         self._info = info
         return info
 
@@ -134,22 +134,22 @@ class GroupRunner:
         if request.purpose is Purpose.DEMONSTRATE:
             return await self._demonstrate(request, self._info)
         try:
-            asked: Asked = await self.sandbox.call(Call(CallKind.EXAMPLE, request.purpose, request.group_id))
-            rendered = [] if self._info.plays else self.renderer.render(asked.prompt, self._info.tools)
+            asked: ExamplePrompt = await self.sandbox.call(Call(CallKind.EXAMPLE, request.purpose, request.group_id))
+            if self._info.plays:
+                prompt = Prompt(token_ids=np.zeros(0, np.int32), messages=asked.prompt)
+            else:
+                prompt = first_prompt(self.renderer, asked.prompt, self._info.tools)
         except TaskError as error:
             failed = tuple(Rollout(sample=sample, error=str(error)) for sample in range(request.samples))
             return self._result(request, failed)
 
-        info = self._info
-        worlds = [
-            World(
+        opened = [
+            OpenRollout(
                 self.sandbox,
+                self._info,
                 purpose=request.purpose,
                 index=request.group_id,
-                prompt=asked.prompt,
-                prompt_token_ids=np.asarray(rendered, dtype=np.int32),
-                multi_turn=info.multi_turn,
-                tools=info.tools,
+                prompt=prompt,
                 programs=self.programs,
             )
             for _ in range(request.samples)
@@ -157,26 +157,26 @@ class GroupRunner:
         try:
             async with asyncio.TaskGroup() as tasks:
                 playing = [
-                    tasks.create_task(self._play(request, sample, generate, world))
-                    for sample, world in enumerate(worlds)
+                    tasks.create_task(self._play(request, sample, generate, rollout))
+                    for sample, rollout in enumerate(opened)
                 ]
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from failures
         if any(task.cancelled() for task in playing):  # not by us: a CancelledError would look like our caller's own
             raise GeneratorFailed(f"generation for {request.purpose} group {request.group_id} was cancelled")
         rollouts = tuple(task.result() for task in playing)
-        if info.scores_groups:
-            rollouts = await self._compare(request, rollouts, worlds)
+        if self._info.scores_groups:
+            rollouts = await self._compare(request, rollouts, opened)
         return replace(self._result(request, rollouts), asked=asked)
 
     async def _compare(
-        self, request: GroupRequest, rollouts: tuple[Rollout, ...], worlds: Sequence[World]
+        self, request: GroupRequest, rollouts: tuple[Rollout, ...], opened: Sequence[OpenRollout]
     ) -> tuple[Rollout, ...]:
         """The rollouts with what the group's rewards add to theirs; those that were graded, if any."""
         graded = {
-            rollout.sample: world.scored
-            for rollout, world in zip(rollouts, worlds, strict=True)
-            if world.scored is not None and not rollout.error
+            rollout.sample: each.scored
+            for rollout, each in zip(rollouts, opened, strict=True)
+            if each.scored is not None and not rollout.error
         }
         if not graded:
             return rollouts
@@ -184,9 +184,7 @@ class GroupRunner:
         try:
             scores = dict(zip(graded, await self.sandbox.call(call), strict=True))
         except TaskError as error:
-            return tuple(
-                replace(rollout, error=str(error)) if rollout.sample in graded else rollout for rollout in rollouts
-            )
+            return tuple(_failed(rollout, str(error)) if rollout.sample in graded else rollout for rollout in rollouts)
 
         def compared(rollout: Rollout) -> Rollout:
             if rollout.sample not in scores:
@@ -213,28 +211,30 @@ class GroupRunner:
             samples.append(sample)
         return GroupResult(group_id=request.group_id, purpose=request.purpose, rollouts=(), samples=tuple(samples))
 
-    async def _play(self, request: GroupRequest, sample: int, generate: Generate, world: World) -> Rollout:
-        async with self._turns:
-            return await self._play_within_limit(request, sample, generate, world)
+    async def _play(self, request: GroupRequest, sample: int, generate: Generate, opened: OpenRollout) -> Rollout:
+        async with self._free:
+            return await self._play_within_limit(request, sample, generate, opened)
 
-    async def _play_within_limit(self, request: GroupRequest, sample: int, generate: Generate, world: World) -> Rollout:
+    async def _play_within_limit(
+        self, request: GroupRequest, sample: int, generate: Generate, opened: OpenRollout
+    ) -> Rollout:
         limit = asyncio.timeout(self._rollout.seconds or None)
         try:
             async with limit:
-                rollout = await self._rollouter.play(request, sample, generate, world)
+                rollout = await self._rollouter.play(request, sample, generate, opened)
         except TaskError as error:
-            return world.played.failed(sample, str(error))
+            return opened.ended(sample, StopReason.ERROR, error=str(error))
         except TitanError:
             raise
         except Exception as error:  # a user's own rollouter is user code
             if limit.expired():
                 late = f"was not over within rollout.seconds ({self._rollout.seconds:g} s)"
-                return world.played.failed(sample, late)
+                return opened.ended(sample, StopReason.TIMEOUT, error=late)
             logger.exception("%s group %d sample %d failed", request.purpose, request.group_id, sample)
-            return world.played.failed(sample, f"the rollouter raised {error!r}")
+            return opened.ended(sample, StopReason.ERROR, error=f"the rollouter raised {error!r}")
         if rollout.error or abs(rollout.reward) <= LARGEST_REWARD:
             return rollout
-        return replace(rollout, error=f"the rollouter gave the reward {rollout.reward:g}")
+        return _failed(rollout, f"the rollouter gave the reward {rollout.reward:g}")
 
     def _result(self, request: GroupRequest, rollouts: tuple[Rollout, ...]) -> GroupResult:
         samples: tuple[TrainingSample, ...] = ()
@@ -256,3 +256,7 @@ class GroupRunner:
             samples=samples,
             restarts=restarts - told,
         )
+
+
+def _failed(rollout: Rollout, error: str) -> Rollout:
+    return replace(rollout, error=error, stop_reason=StopReason.ERROR)

@@ -14,11 +14,11 @@ import logging
 from collections.abc import Callable
 
 from titan_rl.errors import GeneratorFailed, TaskError
-from titan_rl.rollout.session import SessionRecord, SessionRequest, Sessions
+from titan_rl.rollout.turns import RolloutGateway, RolloutRecord, RolloutRequest
 from titan_rl.sandbox.sandbox import Sandbox
 from titan_rl.types import Endpoint
 
-Keep = Callable[[SessionRecord], None]
+Keep = Callable[[RolloutRecord], None]
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class Programs:
     """Plays one worker's rollouts by programs."""
 
-    def __init__(self, sandbox: Sandbox, sessions: Sessions, *, idle_seconds: float):
+    def __init__(self, sandbox: Sandbox, sessions: RolloutGateway, *, idle_seconds: float):
         self._sandbox = sandbox
         self._sessions = sessions
         self._idle_seconds = idle_seconds
@@ -37,7 +37,7 @@ class Programs:
         if self._running:
             await asyncio.wait(self._running)
 
-    async def play(self, request: SessionRequest, keep: Keep) -> bytes | None:
+    async def play(self, request: RolloutRequest, keep: Keep) -> bytes | None:
         """Run the environment's `play` for the request's prompt in a session of its own.
 
         A cancellation ends the program; it takes effect when the session is closed.
@@ -65,7 +65,7 @@ class Programs:
             await asyncio.wait([session])
             raise
 
-    async def _session(self, request: SessionRequest, keep: Keep, abandoned: asyncio.Event) -> bytes | None:
+    async def _session(self, request: RolloutRequest, keep: Keep, abandoned: asyncio.Event) -> bytes | None:
         """From opening to closing, in a task that is never cancelled: a cancellation in between would lose a record."""
         endpoint = await self._sessions.open(request)
         try:
@@ -76,7 +76,7 @@ class Programs:
             if record.failure:
                 raise GeneratorFailed(f"{request.group} sample {request.sample}: {record.failure}")
 
-    async def _until_over(self, request: SessionRequest, endpoint: Endpoint, abandoned: asyncio.Event) -> bytes | None:
+    async def _until_over(self, request: RolloutRequest, endpoint: Endpoint, abandoned: asyncio.Event) -> bytes | None:
         group = request.group
         playing = asyncio.ensure_future(self._sandbox.play(group.purpose, group.group_id, endpoint))
         idle = asyncio.ensure_future(self._sessions.idle(request.session_id, self._idle_seconds))

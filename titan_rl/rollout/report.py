@@ -16,7 +16,7 @@ from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.one_line import one_line
 from titan_rl.rollout.result import GroupResult, Rollout
 from titan_rl.sandbox.wire import LONGEST_SHOWN
-from titan_rl.types import NO_VERSION, GroupRequest, Message, Purpose
+from titan_rl.types import NO_VERSION, GroupRequest, Message, Purpose, StopReason
 
 LONGEST_ERROR = 600
 """Characters of a rollout's error that are reported; the worker's log has all of it."""
@@ -46,6 +46,7 @@ class RolloutReport(NamedTuple):
     """Unweighted value of each reward function by name."""
     error: str
     """Non-empty when user code failed."""
+    stop_reason: StopReason
     truncated: bool
     turns: int
     sampled_tokens: int
@@ -138,6 +139,7 @@ def _report(rollout: Rollout, shown: Shown | None) -> RolloutReport:
         reward=rollout.reward,
         reward_parts=dict(rollout.reward_parts),
         error=rollout.error[:LONGEST_ERROR],
+        stop_reason=rollout.stop_reason,
         truncated=rollout.truncated,
         turns=len(completions),
         sampled_tokens=sum(len(completion.token_ids) for completion in completions),

@@ -5,14 +5,11 @@ Both stay in the worker that played them; what leaves it is a `GroupReport` and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import numpy as np
-
-from titan_rl.environments.rubric import Score
 from titan_rl.rollout.token_graph import TokenGraph
-from titan_rl.sandbox.wire import Asked
-from titan_rl.types import Completion, FinishReason, Message, Purpose, TrainingSample
+from titan_rl.sandbox.wire import ExamplePrompt
+from titan_rl.types import FinishReason, Message, Purpose, StopReason, TrainingSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +26,7 @@ class Rollout:
     """Unweighted value of each reward function by name."""
     error: str = ""
     """Non-empty when user code failed; such a rollout is reported, never trained."""
+    stop_reason: StopReason = StopReason.ERROR
     rendered_anew: int = 0
     """Prompts that go on from what was sampled and yet could not be made by extending it."""
 
@@ -37,36 +35,6 @@ class Rollout:
         """Whether its last turn was cut off."""
         completions = self.graph.completions
         return bool(completions) and completions[-1].finish_reason is FinishReason.LENGTH
-
-
-@dataclass(slots=True, kw_only=True)
-class Played:
-    """What has been played of a rollout so far; becomes a `Rollout` when it ends, however it ends."""
-
-    messages: list[Message]
-    graph: TokenGraph = field(default_factory=TokenGraph)
-    finish_reasons: list[FinishReason] = field(default_factory=list)
-    """One per turn of the policy."""
-    rendered_anew: int = 0
-
-    def add(self, prompt_token_ids: np.ndarray, completion: Completion, finish_reason: FinishReason) -> None:
-        """A turn of the policy; see `TokenGraph.add`."""
-        self.graph.add(prompt_token_ids, completion)
-        self.finish_reasons.append(finish_reason)
-
-    def scored(self, sample: int, score: Score) -> Rollout:
-        """Over, and graded."""
-        return replace(self.failed(sample, ""), reward=score.reward, reward_parts=score.parts)
-
-    def failed(self, sample: int, error: str) -> Rollout:
-        """Cut off by a failure of user code."""
-        return Rollout(
-            sample=sample,
-            graph=self.graph,
-            messages=tuple(self.messages),
-            error=error,
-            rendered_anew=self.rendered_anew,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +46,7 @@ class GroupResult:
     rollouts: tuple[Rollout, ...]
     samples: tuple[TrainingSample, ...]
     """Empty for evaluation groups; rollouts with an error contribute none."""
-    asked: Asked | None = None
+    asked: ExamplePrompt | None = None
     """None where the example could not be made."""
     restarts: int = 0
     """Processes of user code that died in the worker since its last result."""

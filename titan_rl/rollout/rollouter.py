@@ -1,13 +1,8 @@
 """How one rollout is played: render → generate → parse → the environment answers → … → score. Or by a program of the
-environment, in a session at the gateway (`programs`), and then: score.
+environment, through the gateway (`programs`), and then: score.
 
-- Every turn's prompt is the exact tokens of all turns before it plus what the renderer adds. Where the chat format
-  cannot add to them without changing what went before, the conversation is rendered anew, and what it no longer shares
-  becomes a branch of its token graph; the report counts branches.
-- A request's seed depends on the run's seed and the request's place in the run; its id is new for every attempt; the
-  session id is the conversation's.
-- User code that fails costs this rollout: it is returned with `error`, and its turns so far. A generator that fails
-  is not the rollout's fault: that error is raised.
+User code that fails costs this rollout: it is returned with `error`, and its turns so far. A generator that fails is
+not the rollout's fault: that error is raised.
 
 Subclass `Rollouter` and name the class in `rollout.rollouter` to play rollouts another way. An instance is shared by
 all rollouts of a worker: what belongs to one rollout are local variables.
@@ -15,31 +10,16 @@ all rollouts of a worker: what belongs to one rollout are local variables.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import logging
 import uuid
 from collections.abc import Awaitable, Callable
 
-import numpy as np
-
 from titan_rl.chat.renderer import Renderer
-from titan_rl.errors import RequestError, TaskError
-from titan_rl.rollout.result import Played, Rollout
-from titan_rl.rollout.session import SessionRequest
-from titan_rl.rollout.token_graph import TokenGraph
-from titan_rl.rollout.world import World
-from titan_rl.seeding import request_seed
-from titan_rl.types import (
-    Completion,
-    FinishReason,
-    GenerationRequest,
-    GroupRequest,
-    Message,
-    SamplingParams,
-)
-
-logger = logging.getLogger(__name__)
+from titan_rl.errors import RequestError, RequestTooLong, TaskError, TitanError
+from titan_rl.rollout.open_rollout import OpenRollout
+from titan_rl.rollout.result import Rollout
+from titan_rl.rollout.turns import Prompt, RolloutRequest, Turn, Turns
+from titan_rl.types import Completion, FinishReason, GenerationRequest, GroupRequest, SamplingParams, StopReason
 
 Generate = Callable[[GenerationRequest], Awaitable[Completion]]
 
@@ -71,136 +51,93 @@ class Rollouter:
         self.max_model_len = max_model_len
         self._attempts = itertools.count()
         self._attempt_prefix = uuid.uuid4().hex[:8]  # a restarted worker counts from 0 again
-        self._sampling: dict[tuple[SamplingParams, int], SamplingParams] = {}
 
-    async def play(self, group: GroupRequest, sample: int, generate: Generate, world: World) -> Rollout:
-        """Play sample number `sample` of a group to its end. What was played stays in `world.played` where this is
-        cut off."""
-        played = world.begin()
+    async def play(self, group: GroupRequest, sample: int, generate: Generate, rollout: OpenRollout) -> Rollout:
+        """Play sample number `sample` of a group to its end. What was played stays in `rollout` where this is cut
+        off."""
+        rollout.begin()
+        request = self.request(group, sample)
         try:
-            if world.plays:
-                await self._by_program(group, sample, world)
+            if rollout.plays:
+                reason = await rollout.play(request)
             else:
-                await self._by_turns(group, sample, generate, world, played)
-            score = await world.score(played.messages, played.finish_reasons)
+                reason = await self._converse(self.turns(request), generate, rollout)
+            score = await rollout.score()
         except (TaskError, RequestError) as error:
-            return played.failed(sample, str(error))
-        return played.scored(sample, score)
+            return rollout.ended(sample, _reason_of(error), error=str(error))
+        return rollout.ended(sample, reason, score=score)
 
-    async def _by_program(self, group: GroupRequest, sample: int, world: World) -> None:
-        await world.play(
-            SessionRequest(
-                session_id=self._session_id(group, sample),
-                group=group,
-                sample=sample,
-                max_turns=self.max_turns,
-                max_sampled_tokens=self.max_sampled_tokens,
-            )
+    def request(self, group: GroupRequest, sample: int) -> RolloutRequest:
+        """What a rollout is asked for: its place in the run, its bounds, and a session id of its own."""
+        return RolloutRequest(
+            session_id=f"{group.purpose}-{group.group_id}-{sample}-{self._attempt()}",
+            group=group,
+            sample=sample,
+            max_turns=self.max_turns,
+            max_sampled_tokens=self.max_sampled_tokens,
         )
 
-    async def _by_turns(
-        self, group: GroupRequest, sample: int, generate: Generate, world: World, played: Played
-    ) -> None:
-        messages, finish_reasons = played.messages, played.finish_reasons
-        session_id = self._session_id(group, sample)
-        prompt = world.prompt_token_ids
-        while True:
-            group = self._within_budget(group, played.graph)
-            completion = await self.complete(group, sample, len(finish_reasons), prompt, session_id, generate)
-            played.add(prompt, completion, completion.finish_reason)
-            sampled = completion.token_ids.tolist()
-            messages.append(self.renderer.parse(sampled, completion.finish_reason, prompt, world.tools))
-            added = await self._reply(messages, finish_reasons, world)
-            if not added:
-                return
-            messages.extend(added)
-            prompt = self._next_prompt(prompt, sampled, added, world)
-            if not self._room(prompt) or self._budget(played.graph) < 1:
-                return
+    def turns(self, request: RolloutRequest) -> Turns:
+        """The turns of a rollout that is played here."""
+        return Turns(request, self.renderer, run_seed=self.run_seed, max_model_len=self.max_model_len)
 
-    def _next_prompt(
-        self, prompt: np.ndarray, sampled: list[int], added: tuple[Message, ...], world: World
-    ) -> np.ndarray:
-        try:
-            extension = self.renderer.extend(prompt.tolist(), sampled, added, world.tools)
-        except TaskError as error:
-            logger.debug("rendered anew: %s", error)
-            world.played.rendered_anew += 1
-            return np.asarray(self.renderer.render(world.played.messages, world.tools), dtype=np.int32)
-        return np.concatenate((prompt, np.asarray([*sampled, *extension], dtype=np.int32)))
-
-    async def _reply(
-        self, messages: list[Message], finish_reasons: list[FinishReason], world: World
-    ) -> tuple[Message, ...]:
-        """What the policy is to answer next; nothing where the conversation is over. Last words go to `messages`."""
-        last = len(finish_reasons) >= self.max_turns
-        if messages[-1].tool_calls:
-            return () if last else await world.call_tools(messages, finish_reasons)
-        if not world.multi_turn:
-            return ()
-        reply = await world.respond(messages, finish_reasons)
-        if reply.done or last:
-            messages.extend(reply.messages)
-            return ()
-        return reply.messages
-
-    async def complete(
-        self,
-        group: GroupRequest,
-        sample: int,
-        turn: int,
-        prompt: np.ndarray,
-        session_id: str,
-        generate: Generate,
-    ) -> Completion:
-        """One turn of the policy: the completion of `prompt` ([T] int32) under the group's sampling.
+    async def complete(self, turns: Turns, prompt: Prompt, generate: Generate, rollout: OpenRollout) -> Turn:
+        """One turn of the policy, which becomes part of the rollout and is to be trained.
 
         Raises:
+            SessionOver: the rollout has no turns or tokens left.
             RequestError: the prompt leaves no room, or the generator refuses it, or the completion was aborted.
         """
-        room = self._room(prompt)
-        if not room:
-            raise RequestError(f"the prompt of {len(prompt)} tokens leaves no room in {self.max_model_len}")
-        request = GenerationRequest(
-            request_id=f"{group.purpose}-{group.group_id}-{sample}-{turn}-{self._attempt()}",
-            prompt_token_ids=prompt,
-            sampling=self._sampling_within(group.sampling, room),
-            seed=request_seed(self.run_seed, group.purpose, group.group_id, sample, turn),
-            min_version=group.min_version,
-            session_id=session_id,
-            pinned_to=group.pinned_to,
+        group, sample = turns.request.group, turns.request.sample
+        wanted = SamplingParams(
+            max_new_tokens=group.sampling.max_new_tokens, stop_token_ids=tuple(self.renderer.stop_token_ids)
         )
+        name = f"{group.purpose}-{group.group_id}-{sample}-{turns.asked}-{self._attempt()}"
+        (request,) = turns.ask(name, [(prompt, wanted)], choices=1)
         completion = await generate(request)
         if completion.finish_reason is FinishReason.ABORT:
-            raise RequestError(f"request {request.request_id} was aborted after {len(completion.token_ids)} tokens")
-        return completion
+            raise _Aborted(f"request {request.request_id} was aborted after {len(completion.token_ids)} tokens")
+        message = self.renderer.parse(
+            completion.token_ids.tolist(), completion.finish_reason, prompt.token_ids, rollout.tools
+        )
+        turn = turns.answered(completion, message, stopped=completion.finish_reason is FinishReason.STOP)
+        rollout.add(turn)
+        return turn
 
-    def _budget(self, graph: TokenGraph) -> int:
-        """Tokens that may still be sampled."""
-        sampled = sum(len(completion.token_ids) for completion in graph.completions)
-        return self.max_sampled_tokens - sampled if self.max_sampled_tokens else 1 << 30
-
-    def _within_budget(self, group: GroupRequest, graph: TokenGraph) -> GroupRequest:
-        if (budget := self._budget(graph)) >= group.sampling.max_new_tokens:
-            return group
-        return dataclasses.replace(group, sampling=dataclasses.replace(group.sampling, max_new_tokens=budget))
-
-    def _session_id(self, group: GroupRequest, sample: int) -> str:
-        return f"{group.purpose}-{group.group_id}-{sample}-{self._attempt()}"
+    async def _converse(self, turns: Turns, generate: Generate, rollout: OpenRollout) -> StopReason:
+        """Until the conversation is over, and why it is."""
+        prompt = rollout.prompt
+        while True:
+            turn = await self.complete(turns, prompt, generate, rollout)
+            rollout.messages.append(turn.message)
+            last = turns.asked >= self.max_turns
+            if turn.message.tool_calls:
+                if last:
+                    return StopReason.MAX_TURNS
+                rollout.messages += await rollout.call_tools()
+            elif not rollout.multi_turn:
+                return StopReason(turn.finish_reason.value)
+            else:
+                reply = await rollout.respond()
+                rollout.messages += reply.messages
+                if reply.done or last:
+                    return StopReason.DONE if reply.done else StopReason.MAX_TURNS
+            prompt = turns.prompt_of_chat(rollout.messages, rollout.tools)
+            if (reason := turns.exhausted(prompt)) is not None:
+                return reason
 
     def _attempt(self) -> str:
         return f"{self._attempt_prefix}{next(self._attempts):x}"
 
-    def _room(self, prompt: np.ndarray) -> int:
-        """Tokens that may follow the prompt."""
-        return max(0, self.max_model_len - len(prompt)) if self.max_model_len else 1 << 30
 
-    def _sampling_within(self, sampling: SamplingParams, room: int) -> SamplingParams:
-        """The group's sampling with the renderer's stop tokens, and no more new tokens than there is room for."""
-        budget = min(sampling.max_new_tokens, room)
-        found = self._sampling.get((sampling, budget))
-        if found is None:
-            stop_token_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *self.renderer.stop_token_ids)))
-            found = dataclasses.replace(sampling, max_new_tokens=budget, stop_token_ids=stop_token_ids)
-            self._sampling[(sampling, budget)] = found
-        return found
+class _Aborted(RequestError):
+    """A completion was aborted."""
+
+
+def _reason_of(error: TitanError) -> StopReason:
+    match error:
+        case _Aborted():
+            return StopReason.ABORT
+        case RequestTooLong():
+            return StopReason.CONTEXT_FULL
+    return StopReason.ERROR

@@ -121,7 +121,7 @@ class _Ordered:
         """Load means nothing here."""
 
     def end_session(self, session_id: str) -> None:
-        """Sessions mean nothing here."""
+        """RolloutGateway mean nothing here."""
 
     def _push(self, name: str) -> None:
         self._entries += 1
@@ -252,7 +252,7 @@ class StickySession:
 
     @property
     def sessions(self) -> int:
-        """Sessions that are remembered."""
+        """RolloutGateway that are remembered."""
         return len(self._live) + len(self._idle)
 
 

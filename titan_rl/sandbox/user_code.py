@@ -29,11 +29,11 @@ from titan_rl.sandbox.task import Examples, make_environment, plain
 from titan_rl.sandbox.wire import (
     LONGEST_SHOWN,
     Answer,
-    Asked,
     Call,
     CallKind,
     Conversation,
     EnvironmentSetup,
+    ExamplePrompt,
     Failure,
     Frames,
     TaskInfo,
@@ -150,7 +150,7 @@ class UserCode:
         example = self._examples.find(call.purpose, call.prompt_index)
         if call.kind is CallKind.EXAMPLE:
             wanted = _as_text(example.answer) if call.purpose is Purpose.EVALUATE else ""
-            return Asked(plain(example.prompt), wanted)
+            return ExamplePrompt(plain(example.prompt), wanted)
         if call.kind is CallKind.PLAY:
             assert call.endpoint is not None
             state = self._environment.play(example, call.endpoint)

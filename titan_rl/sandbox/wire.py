@@ -75,7 +75,7 @@ class EnvironmentSetup:
 
 class CallKind(StrEnum):
     EXAMPLE = "example"
-    """→ `Asked`."""
+    """→ `ExamplePrompt`."""
     RESPOND = "respond"
     """→ (messages, done, pickled state)."""
     CALL_TOOLS = "tool calls"
@@ -111,7 +111,7 @@ class TaskInfo(NamedTuple):
     """Kinds of calls that run `async def` functions, many at a time in one process."""
 
 
-class Asked(NamedTuple):
+class ExamplePrompt(NamedTuple):
     """An example, as far as the worker may see it."""
 
     prompt: tuple[Message, ...]

@@ -5,7 +5,7 @@ become that rollout. The app treats both alike. Of a rollout's key:
 
 - It is good from `open` to `close` of its session. What is asked with it belongs to that rollout and to no other.
 - A session is closed at once: its record is what was answered until then, and open calls are aborted in the engines.
-- The run decides how tokens are drawn: sampling options of a program are accepted and ignored (see `rollout.session`).
+- The run decides how tokens are drawn: sampling options of a program are accepted and ignored (see `rollout.turns`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from titan_rl.errors import GatewayClosing, RequestError, SessionOver, TaskError
 from titan_rl.gateway.calls import Call, Chat, Choice, ServedPolicy
 from titan_rl.gateway.errors import ApiError
 from titan_rl.generation.engine import validate_request
-from titan_rl.rollout.session import Prompt, Session, SessionRecord, SessionRequest
+from titan_rl.rollout.turns import Prompt, RolloutRecord, RolloutRequest, Turns
 from titan_rl.seeding import derive_seed
 from titan_rl.types import Endpoint, GenerationRequest
 
@@ -124,7 +124,7 @@ class ApiKeys:
 
 
 class RolloutKeys(ApiKeys):
-    """A key per open session; a `Sessions` for rollout workers. Belongs to one loop."""
+    """A key per open session; a `RolloutGateway` for rollout workers. Belongs to one loop."""
 
     def __init__(self, policy: ServedPolicy, *, base_url: str, run_seed: int) -> None:
         """
@@ -138,8 +138,8 @@ class RolloutKeys(ApiKeys):
         self._by_id: dict[str, RolloutCaller] = {}
         self._by_key: dict[bytes, RolloutCaller] = {}
 
-    async def open(self, request: SessionRequest) -> Endpoint:
-        """See `Sessions`. Raises RequestError where a session of that id is open."""
+    async def open(self, request: RolloutRequest) -> Endpoint:
+        """See `RolloutGateway`. Raises RequestError where a session of that id is open."""
         if request.session_id in self._by_id:
             raise RequestError(f"session {request.session_id} is open already")
         key = f"sk-{secrets.token_urlsafe(32)}"
@@ -148,11 +148,11 @@ class RolloutKeys(ApiKeys):
         return Endpoint(base_url=self._base_url, api_key=key, model=self._policy.name)
 
     async def idle(self, session_id: str, seconds: float) -> None:
-        """See `Sessions`; returns too when the session is closed. Raises SessionOver where there is none."""
+        """See `RolloutGateway`; returns too when the session is closed. Raises SessionOver where there is none."""
         await self._open(session_id).idle(seconds)
 
-    async def close(self, session_id: str) -> SessionRecord:
-        """See `Sessions`. Raises SessionOver where there is none."""
+    async def close(self, session_id: str) -> RolloutRecord:
+        """See `RolloutGateway`. Raises SessionOver where there is none."""
         caller = self._open(session_id)
         del self._by_id[session_id], self._by_key[caller.key_digest]
         return caller.close(SessionOver("the rollout has ended; the call was aborted"))
@@ -178,10 +178,10 @@ class RolloutKeys(ApiKeys):
 class RolloutCaller(Caller):
     """A rollout's program."""
 
-    def __init__(self, request: SessionRequest, policy: ServedPolicy, *, run_seed: int, key_digest: bytes) -> None:
+    def __init__(self, request: RolloutRequest, policy: ServedPolicy, *, run_seed: int, key_digest: bytes) -> None:
         super().__init__(policy)
         self.key_digest = key_digest
-        self._session = Session(request, policy.renderer, run_seed=run_seed, max_model_len=policy.max_model_len)
+        self._turns = Turns(request, policy.renderer, run_seed=run_seed, max_model_len=policy.max_model_len)
         self._open_calls = 0
         self._quiet = asyncio.Event()  # there is no open call, or there will be no more
         self._quiet.set()
@@ -196,9 +196,9 @@ class RolloutCaller(Caller):
                 return
             await asyncio.wait([self.ended], timeout=left)
 
-    def close(self, reason: TitanError) -> SessionRecord:
+    def close(self, reason: TitanError) -> RolloutRecord:
         """All that came of it. Open calls end with `reason`."""
-        record = self._session.close()
+        record = self._turns.close()
         self.end(reason)
         self._quiet.set()
         return record
@@ -217,26 +217,26 @@ class RolloutCaller(Caller):
 
     def requests(self, call: Call, prompts: Sequence[Prompt], stops: tuple[int, ...]) -> list[GenerationRequest]:
         wanted = [(each, call.sampling(len(each.token_ids), stops, self._policy)) for each in prompts]
-        return self._session.ask(call.id, wanted, choices=call.choices)
+        return self._turns.ask(call.id, wanted, choices=call.choices)
 
     def ignored(self, call: Call) -> Sequence[str]:
         return [*call.drawing, *(["seed"] if call.seed is not None else [])]
 
     def answered(self, choice: Choice) -> None:
-        self._session.answered(choice.completion, choice.message, stopped=choice.stopped)
+        self._turns.answered(choice.completion, choice.message, stopped=choice.stopped)
 
     def failed(self, error: Exception) -> None:
         if not isinstance(error, (ApiError, RecursionError, RequestError, TaskError)):  # those are the program's own
-            self._session.failed(f"{type(error).__name__}: {error}")
+            self._turns.failed(f"{type(error).__name__}: {error}")
 
     def dropped(self, requests: Sequence[GenerationRequest]) -> None:
-        self._session.dropped(each.request_id for each in requests)
+        self._turns.dropped(each.request_id for each in requests)
 
     def _prompt_of_chat(self, chat: Chat) -> Prompt:
-        return self._session.prompt_of_chat(chat.messages, chat.tools)
+        return self._turns.prompt_of_chat(chat.messages, chat.tools)
 
     def _prompt_of_tokens(self, token_ids: Sequence[int]) -> Prompt:
-        return self._session.prompt_of_tokens(token_ids)
+        return self._turns.prompt_of_tokens(token_ids)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -1,14 +1,14 @@
-"""What a program asks of the policy through the gateway, as one rollout: from its first call to its record.
+"""The turns of one rollout, whoever makes them: a rollouter in its worker, or a program through the gateway.
 
-- What was sampled is never rendered again while the program goes on with the conversation: the prompt is then the
-  tokens of the call before, what was sampled after them, and what the renderer says that the new messages add.
+- What was sampled is never rendered again while a conversation goes on: the prompt is then the tokens of the call
+  before, what was sampled after them, and what the renderer says that the new messages add. A conversation that its
+  chat format cannot extend so is rendered anew.
 - The record holds exactly what was answered, with the engine's own tokens, logprobs and versions. What was asked and
   not answered (aborted, failed) is not in it, but has used up a turn: a program that hangs up for ever comes to an end.
-- No more than the session's turns are ever asked for, and no more than its tokens ever answered, however many calls are
+- No more than the rollout's turns are ever asked for, and no more than its tokens ever answered, however many calls are
   open at once: each call takes what it may need before it is sent, and gives back what it did not.
 - How tokens are drawn is the run's business: temperature, truncation, penalties and seeds that a program asks for are
-  taken and not used, since the trainer's logprobs are those of the run's temperature. Where a turn ends (tokens, stop
-  texts) is the program's business.
+  not used, since the trainer's logprobs are those of the run's temperature. Where a turn ends is up to the program.
 
 Pure: no clock, no tasks, no server.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -34,13 +35,16 @@ from titan_rl.types import (
     GroupRequest,
     Message,
     SamplingParams,
+    StopReason,
     ToolSpec,
 )
 
+UNBOUNDED = 1 << 30
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionRequest:
-    """What a rollout worker asks the gateway for."""
+class RolloutRequest:
+    """Which rollout, and its bounds."""
 
     session_id: str
     """The conversation's id (sticky routing), unique per attempt."""
@@ -55,37 +59,45 @@ class SessionRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionCall:
-    """One answered choice."""
+class Turn:
+    """An answer of the policy."""
 
     prompt_token_ids: np.ndarray  # [T] int32
     completion: Completion
-    """What counts of it: cut behind the token that completed a stop text of the program's."""
+    """What counts of it: cut behind the token that completed a stop text of a program's."""
+    message: Message
+    """As whoever asked reads it."""
+    finish_reason: FinishReason
+    """As whoever asked is told: a turn that a stop text ended has stopped."""
+    anew: bool = False
+    """Its prompt was rendered anew and could not be proven to extend what was sampled, although it goes on from there:
+    the answer came back changed, or behind it stands an assistant message of the program's own, or with other tools, or
+    the chat format cannot be extended. A first prompt, a fork and a history that was edited before the answer are not
+    counted: a program that makes them means them. Of several choices of one prompt the first counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SessionRecord:
-    """All that came of a session."""
+class RolloutRecord:
+    """All that came of a rollout's turns."""
 
-    calls: tuple[SessionCall, ...]
+    turns: tuple[Turn, ...] = ()
     """In the order in which they were answered."""
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...] = ()
     """The conversation of the last answered call, its answer included; () if there is none."""
-    finish_reasons: tuple[FinishReason, ...]
-    """One per call, as the program was told: a turn that a stop text ended has stopped."""
-    rendered_anew: int
-    """Prompts that could not be proven to extend what was sampled, although the program went on from there: the answer
-    came back changed, or behind it stands an assistant message of the program's own, or with other tools, or the chat
-    format cannot be extended. A first prompt, a fork and a history that was edited before the answer are not counted: a
-    program that makes them means them."""
-    failure: str
+    refused: StopReason | None = None
+    """Which bound of the rollout first refused a call."""
+    failure: str = ""
     """Non-empty: an engine failed a call, which is not the program's fault."""
 
+    @property
+    def rendered_anew(self) -> int:
+        return sum(turn.anew for turn in self.turns)
 
-class Sessions(Protocol):
+
+class RolloutGateway(Protocol):
     """The gateway, as rollout workers see it."""
 
-    async def open(self, request: SessionRequest) -> Endpoint:
+    async def open(self, request: RolloutRequest) -> Endpoint:
         """Begin a session: where the program finds the policy, and its key."""
         ...
 
@@ -93,7 +105,7 @@ class Sessions(Protocol):
         """Returns once the session has had no open call for so many seconds (also: since it was opened)."""
         ...
 
-    async def close(self, session_id: str) -> SessionRecord:
+    async def close(self, session_id: str) -> RolloutRecord:
         """End it: open calls are aborted, the key is refused from now on."""
         ...
 
@@ -111,6 +123,19 @@ class Prompt:
     """Counts as rendered anew."""
 
 
+def first_prompt(renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Prompt:
+    """The prompt of a conversation nothing of which was sampled. Rollouts may share it."""
+    place = Conversations().place(messages, tools)
+    token_ids = np.asarray(renderer.render(messages, tools), dtype=np.int32)
+    return Prompt(token_ids=token_ids, messages=tuple(messages), place=place)
+
+
+@lru_cache(maxsize=1024)
+def _limited(sampling: SamplingParams, tokens: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    """One object per distinct value: requests that share theirs travel for less."""
+    return replace(sampling, max_new_tokens=tokens, stop_token_ids=stop_token_ids)
+
+
 class _Open(NamedTuple):
     """A choice that was asked for and not answered."""
 
@@ -121,27 +146,28 @@ class _Open(NamedTuple):
     """That it may sample."""
 
 
-class Session:
-    """One rollout's program and what it has asked so far.
+class Turns:
+    """What was asked and answered so far.
 
     `prompt_of_chat` and `prompt_of_tokens` change nothing, so another thread than that of the other methods may call
     them.
     """
 
-    def __init__(self, request: SessionRequest, renderer: Renderer, *, run_seed: int, max_model_len: int) -> None:
+    def __init__(self, request: RolloutRequest, renderer: Renderer, *, run_seed: int, max_model_len: int) -> None:
         self.request = request
         self._renderer = renderer
         self._run_seed = run_seed
-        self._max_model_len = max_model_len
+        self._max_model_len = max_model_len or UNBOUNDED
         self._conversations = Conversations()
-        self._asked = 0
+        self.asked = 0
+        """Turns that were asked for."""
         self._sampled = 0
         self._open: dict[str, _Open] = {}
-        self._calls: list[SessionCall] = []
-        self._finish_reasons: list[FinishReason] = []
-        self._anew: set[Prompt] = set()
+        self._turns: list[Turn] = []
+        self._anew: set[Prompt] = set()  # of which an answer was recorded
         self._last: Prompt | None = None
         self._messages: tuple[Message, ...] = ()
+        self._refused: StopReason | None = None
         self._failure = ""
         self._over = False
 
@@ -178,6 +204,7 @@ class Session:
             RequestError: no engine can serve it. Nothing of the call was counted.
         """
         total = len(prompts) * choices
+        self._refused = self._refused or next(filter(None, (self.exhausted(prompt) for prompt, _ in prompts)), None)
         share = self._share(total)
         group = self.request.group
         requests: list[GenerationRequest] = []
@@ -186,9 +213,9 @@ class Session:
             room = max(1, self._max_model_len - len(prompt.token_ids))
             tokens = min(wanted.max_new_tokens, group.sampling.max_new_tokens, room, share)
             stops = tuple(dict.fromkeys((*group.sampling.stop_token_ids, *wanted.stop_token_ids)))
-            sampling = replace(group.sampling, max_new_tokens=tokens, stop_token_ids=stops)
+            sampling = _limited(group.sampling, tokens, stops)
             for number in range(choices):
-                turn = self._asked + len(requests)
+                turn = self.asked + len(requests)
                 request = GenerationRequest(
                     request_id=f"{call_id}-{len(requests)}",
                     prompt_token_ids=prompt.token_ids,
@@ -201,12 +228,22 @@ class Session:
                 validate_request(request, max_model_len=self._max_model_len, vocab_size=self._renderer.vocab_size)
                 requests.append(request)
                 open_calls[request.request_id] = _Open(prompt, number, tokens)
-        self._asked += total
+        self.asked += total
         self._open.update(open_calls)
         return requests
 
-    def answered(self, completion: Completion, message: Message, *, stopped: bool) -> None:
-        """A choice is handed to the program.
+    def exhausted(self, prompt: Prompt) -> StopReason | None:
+        """Why nothing more can be asked for, after this prompt; None where something can."""
+        if self.asked >= self.request.max_turns:
+            return StopReason.MAX_TURNS
+        if self.request.max_sampled_tokens and self._sampled >= self.request.max_sampled_tokens:
+            return StopReason.TOKEN_BUDGET
+        if len(prompt.token_ids) >= self._max_model_len:
+            return StopReason.CONTEXT_FULL
+        return None
+
+    def answered(self, completion: Completion, message: Message, *, stopped: bool) -> Turn:
+        """A choice is handed to whoever asked.
 
         Args:
             completion: what counts of it.
@@ -220,14 +257,20 @@ class Session:
             raise SessionOver("the rollout has ended")
         prompt, number, _ = self._open.pop(completion.request_id)
         self._sampled += len(completion.token_ids)
-        self._calls.append(SessionCall(prompt_token_ids=prompt.token_ids, completion=completion))
-        self._finish_reasons.append(FinishReason.STOP if stopped else FinishReason.LENGTH)
-        if prompt.anew:
-            self._anew.add(prompt)
+        turn = Turn(
+            prompt_token_ids=prompt.token_ids,
+            completion=completion,
+            message=message,
+            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+            anew=prompt.anew and prompt not in self._anew,
+        )
+        self._turns.append(turn)
+        self._anew.add(prompt)
         if prompt.place is not None:
             self._conversations.remember(prompt.place, message, Said(prompt.token_ids, completion.token_ids))
         if prompt is not self._last or number == 0:  # of several choices programs go on with the first
             self._last, self._messages = prompt, (*prompt.messages, message)
+        return turn
 
     def dropped(self, request_ids: Iterable[str]) -> None:
         """These will not be answered, if they were not: what they did not use is free again."""
@@ -239,14 +282,13 @@ class Session:
         if not self._over:
             self._failure = self._failure or failure
 
-    def close(self) -> SessionRecord:
+    def close(self) -> RolloutRecord:
         """All that came of it; nothing can be added any more."""
         self._over = True
-        return SessionRecord(
-            calls=tuple(self._calls),
+        return RolloutRecord(
+            turns=tuple(self._turns),
             messages=self._messages,
-            finish_reasons=tuple(self._finish_reasons),
-            rendered_anew=len(self._anew),
+            refused=self._refused,
             failure=self._failure,
         )
 
@@ -266,12 +308,10 @@ class Session:
         if self._over:
             raise SessionOver("the rollout has ended")
         most = self.request.max_turns
-        if self._asked + choices > most:
-            raise SessionOver(
-                f"{choices} more completions after {self._asked} are more than the rollout's {most} turns"
-            )
+        if self.asked + choices > most:
+            raise SessionOver(f"{choices} more completions after {self.asked} are more than the rollout's {most} turns")
         if not self.request.max_sampled_tokens:
-            return 1 << 30
+            return UNBOUNDED
         free = self.request.max_sampled_tokens - self._sampled - sum(each.tokens for each in self._open.values())
         if free < choices:
             taken = " or promised to calls that are open" if self._open else ""
