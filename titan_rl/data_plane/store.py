@@ -13,6 +13,7 @@ Files are not recycled: that saved 30 to 60 ms in a step of a million tokens, an
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections import Counter
@@ -159,11 +160,15 @@ class SampleStore:
         """
         with self._lock:
             self._check_open()
-            pieces = []
-            for held in self._known(ids, "read").values():
-                with open(held.path, "rb") as file:
-                    pieces.append(os.pread(file.fileno(), held.nbytes, held.offset))
-        return np.frombuffer(bytearray().join(pieces), np.uint8)
+            known = self._known(ids, "read").values()
+            content = np.empty(sum(held.nbytes for held in known), np.uint8)
+            end = 0
+            for path, in_file in itertools.groupby(known, key=lambda held: held.path):
+                with open(path, "rb", buffering=0) as file:
+                    for held in in_file:
+                        os.preadv(file.fileno(), [content.data[end : end + held.nbytes]], held.offset)
+                        end += held.nbytes
+            return content
 
     def held(self) -> HeldReport:
         """What is held now."""
