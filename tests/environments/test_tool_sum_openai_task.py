@@ -104,14 +104,14 @@ def test_it_is_the_same_task():
     mine, other = ToolSumOpenAI(seed=3), ToolSum(seed=3)
     assert mine.held_out(50) == other.held_out(50) and mine.example(7) == other.example(7)
     assert mine.demonstration(7) == other.demonstration(7)
-    assert [tool.parameters for tool in mine.tools()] == [tool.parameters for tool in other.tools()]
+    assert [tool.spec.parameters for tool in mine.tools()] == [tool.spec.parameters for tool in other.tools()]
 
 
 def test_the_program_declares_the_tool_that_the_task_demonstrates():
     (tool,) = ToolSum().tools()
     with served(says("1")) as (endpoint, asked):
         ToolSumOpenAI().play(EXAMPLE, endpoint)
-    assert asked[0][1]["tools"][0]["function"]["parameters"] == tool.parameters
+    assert asked[0][1]["tools"][0]["function"]["parameters"] == tool.spec.parameters
 
 
 def test_the_program_knows_nothing_of_titan_rl():

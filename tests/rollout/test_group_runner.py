@@ -5,6 +5,7 @@ import functools
 import os
 
 import pytest
+from support.processes import descendants, ends
 from support.rollouts import EOS, TASKS, UNRULY, ScriptedPolicy, request, runner, sample_of
 
 from titan_rl.chat.symbol_renderer import SymbolRenderer
@@ -182,19 +183,22 @@ async def test_a_conversation_goes_on_from_its_exact_tokens(model_path, cls):
     assert len({each.request_id for each in policy.requests}) == 3
 
 
-async def test_a_process_that_dies_between_turns_loses_no_conversation(model_path):
+async def test_processes_that_die_between_turns_lose_no_conversation(model_path):
     killed = []
 
     async def policy(a_request):
         if a_request.request_id.split("-")[3] == "1" and not killed:
-            killed.append(group_runner.sandbox.pid)
-            os.kill(killed[0], 9)
+            host = group_runner.sandbox.pid
+            killed.extend([host, *descendants(host)])
+            os.kill(host, 9)
+            for pid in killed:
+                assert await asyncio.to_thread(ends, pid)
         return await scripted(a_request)
 
     scripted = ScriptedPolicy(model_path, lambda a_request: "7")
     async with runner(model_path, f"{UNRULY}:Countdown") as group_runner:
         result = await group_runner.run_group(request(4, samples=2), policy)
-        assert group_runner.sandbox.restarts > 0
+        assert len(killed) >= 3 and group_runner.sandbox.restarts > 0  # the host, a keeper, what it keeps
     assert [(rollout.error, rollout.reward) for rollout in result.rollouts] == [("", 3.0)] * 2
 
 

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import select
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,12 @@ def ends(pid: int) -> bool:
         return bool(poll.poll(10_000))
     finally:
         os.close(pidfd)
+
+
+def descendants(pid: int) -> list[int]:
+    """Of a process, the youngest last."""
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [each for child in children for each in (child, *descendants(child))]
 
 
 class Heard(logging.Handler):

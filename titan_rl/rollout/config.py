@@ -18,8 +18,8 @@ class EnvironmentConfig:
     """Constructor arguments of the environment class."""
     step_seconds: float = 30.0
     """Longest time user code may take for one step or one reward, per rollout, and a program that plays one between two
-    calls; past it the process is killed and the rollout reported as failed. What takes longer than a second has its
-    process to itself, and each worker runs up to 4 of these, every one with its own copy of the environment."""
+    calls; past it the process is killed and the rollout reported as failed. Calls that take long run side by side, in
+    up to 4 processes of a worker."""
     start_seconds: float = 300.0
     """Longest time the import and the construction of the environment may take, data sets included."""
 

@@ -135,11 +135,6 @@ class TokenGraph:
         """How many branches there are."""
         return sum(1 for _ in self._paths())
 
-    @property
-    def stored_tokens(self) -> int:
-        """Tokens that the nodes hold, given and sampled."""
-        return sum(len(node.token_ids) for node in {id(node): node for path in self._paths() for node in path}.values())
-
     def _longest_known(self, tokens: np.ndarray) -> tuple[_Node, int]:
         """The node that ends the longest path which `tokens` begin with, and that path's length. Of equally long ones
         the youngest: what a conversation goes on from is most likely what was said last."""

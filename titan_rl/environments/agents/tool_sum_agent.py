@@ -22,6 +22,7 @@ CALCULATOR = {
             "type": "object",
             "properties": {"expression": {"type": "string", "description": "two numbers, such as 12+35"}},
             "required": ["expression"],
+            "additionalProperties": False,
         },
     },
 }
