@@ -226,8 +226,6 @@ def whole_run(device: str) -> Finding:
 
 CHECKS = (trainer_step, attention, fingerprints, publication, ranks, engine, whole_run)
 
-# -- running them --
-
 
 def devices() -> int:
     import torch
@@ -276,7 +274,7 @@ def inside(function: str, result: str, *arguments: str) -> None:
 
 def main() -> int:
     names = [check.__name__ for check in CHECKS]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", action="append", choices=names, help="this check; may be given several times")
     parser.add_argument("--seconds", type=float, default=600.0, help="time limit of a check")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
