@@ -69,7 +69,7 @@ def test_a_setting_that_cannot_be_is_refused_by_its_option(setting, named):
     ("arguments", "told"),
     [
         (["--port", "0"], "name what to serve: --policy.path DIR"),
-        (["--recipe", "copy4", "--port", "many"], "--port: expected a number"),
+        (["--recipe", "copy4", "--port", "many"], "--port: expected an integer"),
         (["--recipe", "copy4", "--port"], "--port: expected one value"),
         (["--recipe", "copy4", "--host", "0.0.0.0"], "--api-key"),
         (["--policy.path", "/nowhere/at/all"], "there is no directory /nowhere/at/all"),
