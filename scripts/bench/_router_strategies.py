@@ -1,6 +1,6 @@
 """Part (c): how well each strategy spreads a long-tailed load of conversations over generators of equal speed.
 
-A simulated clock drives the very classes of the router: `Dispatcher`, the strategies and `FleetHealth`; there are no
+A simulated clock drives the very classes of the router: `Dispatcher`, the strategies and `Fleet`; there are no
 actors and nothing waits. A simulated generator runs so many requests at once, the others queue in order of arrival.
 A request takes the time to read what is not in the generator's cache plus the time to write its answer; a session's
 history is in the cache of the generator that served its last turn, and of no other.
@@ -23,7 +23,7 @@ import numpy as np
 
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Assignment, Dispatcher
-from titan_rl.routing.fleet import FleetHealth
+from titan_rl.routing.fleet import Fleet, GeneratorState
 from titan_rl.routing.strategies import build_strategy
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion, SamplingParams
 
@@ -116,12 +116,12 @@ class Simulation:
 
     def run(self) -> Outcome:
         strategy = build_strategy(RouterConfig(strategy=self.strategy))
-        dispatcher, health = Dispatcher(strategy), FleetHealth(strategy)
+        dispatcher, health = Dispatcher(strategy), Fleet(strategy)
         names = [f"generator{index}" for index in range(GENERATORS)]
         for name in names:
             health.add(name)
-            health.sync_started(name)
-            health.pull_verified(name, PolicyVersion(0, 0))
+            health.move(name, GeneratorState.SYNCING)
+            health.move(name, GeneratorState.SERVING, version=PolicyVersion(0, 0))
         fleet = _Fleet(names)
         waiting = iter(enumerate(self.sessions))
         talks: dict[str, _Talk] = {}

@@ -48,7 +48,7 @@ class _CollectiveEngine(SimulatedEngine):
         join_world("gloo")
 
     def step(self) -> StepOutput:
-        if self._rank == self.falls and self.stats()["steps"] == FALLS_AT - 1:
+        if self._rank == self.falls and self.steps == FALLS_AT - 1:
             raise ArithmeticError("the GPU fell off the bus")
         output = super().step()
         dist.all_reduce(torch.zeros(1))
@@ -74,8 +74,11 @@ def stray_engine(config: Any, model_path: Any, device: str) -> Any:
     from titan_rl.generation.vllm.engine import VllmEngine
 
     class StrayEngine(VllmEngine):
+        steps = 0
+
         def step(self) -> StepOutput:
-            if os.environ["RANK"] == "1" and self.stats()["steps"] == 5:
+            self.steps += 1
+            if os.environ["RANK"] == "1" and self.steps == 6:
                 states = self.llm_engine.model_executor.driver_worker.model_runner.requests
                 torch.rand(1, generator=next(iter(states.values())).generator)
             return super().step()

@@ -23,10 +23,8 @@ from safetensors.torch import load_file
 from titan_rl.actors.generator import Generator, GeneratorMesh
 from titan_rl.actors.requests import CompletionClient
 from titan_rl.config import RunConfig
-from titan_rl.errors import ActorFailed, GeneratorFailed, GeneratorNotServing, WeightsError
+from titan_rl.errors import ActorFailed, GeneratorFailed, GeneratorNotServing, RequestError, WeightsError
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.generation.decisions import ServingState
-from titan_rl.generation.reports import LoopStatus
 from titan_rl.launch.placement import detect_host, plan
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig
@@ -68,12 +66,22 @@ class One:
     async def call(self, endpoint: Any, *args: Any) -> Any:
         return await self.mesh.ranks[0].call(BOUND, endpoint, *args)
 
-    async def status(self) -> LoopStatus:
-        return await self.call(Generator.status)
+    async def begin(self) -> asyncio.Task[Completion]:
+        """A long request of which a token is sampled by now."""
+        stream = self.client.stream(request(new=LONG))
+        await asyncio.wait_for(anext(stream), BOUND)
 
-    async def until_running(self, requests: int) -> None:
-        while (await self.status()).running != requests:
-            await asyncio.sleep(0)
+        async def completion() -> Completion:
+            *_, last = [each async for each in stream]
+            assert isinstance(last, Completion)
+            return last
+
+        return asyncio.create_task(completion())
+
+    async def until_running(self, requests: int, publication: Publication) -> None:
+        """Until so many go on under these weights, which it serves already."""
+        while (await self.call(Generator.pull_model_state_dict, publication)).requests_in_flight != requests:
+            pass  # each look is a round trip
 
 
 class Fleet:
@@ -152,26 +160,25 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
         await provisioner.stop_all()
 
 
-async def test_twenty_status_calls_are_answered_within_one_step(fleet: Fleet) -> None:
+async def test_requests_are_refused_while_a_step_takes_its_time(fleet: Fleet) -> None:
     held = fleet.generators["held"]
     call = asyncio.create_task(held.client.generate(request(new=1)))
-    await held.until_running(1)
-    answers = await asyncio.gather(*(held.status() for _ in range(20)))
-    assert {(answer.running, answer.engine["steps"]) for answer in answers} == {(1, 0)}
+    refused = await asyncio.gather(
+        *(held.client.generate(request(new=3 * LONG)) for _ in range(20)), return_exceptions=True
+    )
+    assert all(isinstance(error, RequestError) and "max_model_len" in str(error) for error in refused)
+    assert not call.done()
     await asyncio.get_running_loop().run_in_executor(None, (fleet.model / faulty_engines.GATE).write_bytes, b"")
     assert len((await call).token_ids) == 1
 
 
 async def test_a_cancelled_call_frees_its_slot(fleet: Fleet) -> None:
     slow = fleet.generators["slow"]
-    finished = (await slow.status()).engine["finished"]
-    call = asyncio.create_task(slow.client.generate(request(new=LONG)))
-    await slow.until_running(1)
+    call = await slow.begin()
+    await slow.until_running(1, fleet.publications[0])
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
-    await slow.until_running(0)
-    status = await slow.status()
-    assert (status.waiting, status.engine["finished"]) == (0, finished), "it left before its end"
+    await slow.until_running(0, fleet.publications[0])
 
 
 async def test_a_stream_gets_its_tokens_while_more_are_sampled_and_frees_its_slot_when_it_is_closed(
@@ -186,9 +193,9 @@ async def test_a_stream_gets_its_tokens_while_more_are_sampled_and_frees_its_slo
         assert isinstance(piece, Piece) and piece.offset == len(tokens)
         tokens += piece.token_ids.tolist()
     assert tokens[:8] == whole.token_ids.tolist()
-    assert (await slow.status()).running == 1, "it is far from its end"
+    await slow.until_running(1, fleet.publications[0])  # it is far from its end
     await stream.aclose()
-    await slow.until_running(0)
+    await slow.until_running(0, fleet.publications[0])
 
 
 async def test_the_pieces_of_a_stream_are_its_completion(fleet: Fleet) -> None:
@@ -201,11 +208,9 @@ async def test_the_pieces_of_a_stream_are_its_completion(fleet: Fleet) -> None:
 
 async def test_a_sleeping_generator_wakes_only_with_weights(fleet: Fleet) -> None:
     patient = fleet.generators["patient"]
-    flying = asyncio.create_task(patient.client.generate(request(new=LONG)))
-    await patient.until_running(1)
+    flying = await patient.begin()
     assert await patient.call(Generator.sleep) == 0, "vLLM frees nothing on CPU, and says so"
     assert (await flying).finish_reason is FinishReason.ABORT
-    assert (await patient.status()).state is ServingState.ASLEEP
     with pytest.raises(GeneratorNotServing, match="patient: asleep: wake it up with a publication first"):
         await patient.client.generate(request())
     with pytest.raises(GeneratorNotServing, match="asleep"):
@@ -213,7 +218,8 @@ async def test_a_sleeping_generator_wakes_only_with_weights(fleet: Fleet) -> Non
     gone = dataclasses.replace(fleet.publications[1], location="/dev/shm/nothing")
     with pytest.raises(WeightsError, match="v1 cannot be served: rank 0: .* is gone"):
         await patient.call(Generator.wake_up, gone)
-    assert (await patient.status()).state is ServingState.STALE
+    with pytest.raises(GeneratorNotServing, match="patient: stale: .* is gone"):
+        await patient.client.generate(request())
     report = await patient.call(Generator.wake_up, fleet.publications[1])
     assert report.version == PolicyVersion(0, 1)
     assert set((await patient.client.generate(request())).versions.tolist()) == {1}
@@ -230,12 +236,10 @@ async def test_a_follower_that_draws_otherwise_ends_its_generator_with_the_cause
 
 async def test_a_follower_that_raises_fails_calls_of_every_kind(fleet: Fleet) -> None:
     falling = fleet.generators["falling"]
-    generate = asyncio.create_task(falling.client.generate(request(new=50)))
-    await falling.until_running(1)
+    generate = await falling.begin()
     pull = asyncio.create_task(falling.call(Generator.pull_model_state_dict, fleet.publications[1]))
-    sleep = asyncio.create_task(falling.call(Generator.sleep))
     cause = "falling rank 1 failed: ArithmeticError: the GPU fell off the bus"
-    for error in await asyncio.gather(generate, pull, sleep, return_exceptions=True):
+    for error in await asyncio.gather(generate, pull, return_exceptions=True):
         assert isinstance(error, GeneratorFailed) and cause in str(error), repr(error)
     await fleet.ends(falling)
 
@@ -252,8 +256,7 @@ async def test_when_rank_0_raises_its_callers_hear_why_and_every_process_ends(fl
 
 async def test_a_killed_follower_fails_what_was_under_way(fleet: Fleet) -> None:
     patient = fleet.generators["patient"]
-    calls = [asyncio.create_task(patient.client.generate(request(new=LONG))) for _ in range(3)]
-    await patient.until_running(3)
+    calls = [await patient.begin() for _ in range(3)]
     os.kill(patient.pids[1], signal.SIGKILL)
     for error in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(error, GeneratorFailed), repr(error)

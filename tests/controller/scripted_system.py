@@ -16,7 +16,6 @@ from typing import Any
 
 from rich.console import Console
 
-from titan_rl.actors.router_client import FleetPull
 from titan_rl.config import EvaluationConfig, LoopConfig, RunConfig
 from titan_rl.controller.loop import TrainingLoop
 from titan_rl.controller.system import System
@@ -24,6 +23,7 @@ from titan_rl.data_plane.refs import SampleRef
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport
 from titan_rl.errors import GeneratorNotServing, OwnershipError
+from titan_rl.generation.reports import FleetPull
 from titan_rl.observability.progress import RunDisplay
 from titan_rl.policy.config import TrainerConfig, WarmupConfig
 from titan_rl.rollout.report import GroupReport, RolloutReport

@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from titan_rl.generation.channel import DecisionChannel, SoloChannel
 from titan_rl.generation.decisions import LoopDecision
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.engine_loop import EngineLoop
+from titan_rl.generation.lockstep import DecisionChannel, Lockstep, SoloChannel
 from titan_rl.generation.simulated_engine import SimulatedEngine
 from titan_rl.types import Completion, Piece
 from titan_rl.weights.manifest import Publication
@@ -143,15 +143,14 @@ def make_loop(
     load: Callable[[Publication], Iterable[tuple[str, Any]]] = no_tensors,
     verify: Callable[[Publication, Engine], int] = all_well,
 ) -> EngineLoop:
+    channel = channel or SoloChannel()
     return EngineLoop(
-        engine,
+        lambda: Lockstep(engine(), rank=rank, channel=channel, load_publication=load, verify=verify),
         rank=rank,
         world_size=world_size,
         burst_steps=burst_steps,
         heartbeat_seconds=heartbeat_seconds,
-        channel=channel or SoloChannel(),
-        load_publication=load,
-        verify=verify,
+        channel=channel,
         on_completions=collector.add,
         on_pieces=collector.add_pieces,
         on_fatal=collector.errors.put,

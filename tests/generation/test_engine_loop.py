@@ -11,10 +11,10 @@ from generation_examples import make_publication, make_request
 from loop_harness import BOUND, VOCAB, Collector, Turnstile, make_loop
 
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, RequestError
-from titan_rl.generation.channel import SoloChannel
 from titan_rl.generation.decisions import LoopAction, LoopDecision, ServingState
 from titan_rl.generation.engine import Engine, StepOutput
 from titan_rl.generation.engine_loop import EngineLoop
+from titan_rl.generation.lockstep import SoloChannel
 from titan_rl.generation.simulated_engine import SimulatedEngine, simulated_token
 from titan_rl.types import FinishReason, PolicyVersion
 
@@ -23,17 +23,16 @@ def test_requests_before_the_first_pull_wait_and_are_then_served(collector: Coll
     loop = make_loop(collector, engine=lambda: SimulatedEngine(vocab_size=VOCAB))
     loop.start().result(timeout=BOUND)
     assert loop.submit([make_request("a", new=3, seed=5)]) == [None]
-    status = loop.status()
-    assert (status.state, status.waiting, status.version) == (ServingState.RECOVERING, 1, None)
+    assert (loop.state, loop.version) == (ServingState.RECOVERING, None)
     report = loop.pull(make_publication(4)).result(timeout=BOUND)
-    assert (report.version, report.bytes, report.superseded) == (PolicyVersion(0, 4), 64, False)
+    assert (report.version, report.bytes) == (PolicyVersion(0, 4), 64)
     (completion,) = collector.wait_for("a")
     assert completion.token_ids.tolist() == [simulated_token(5, position, VOCAB) for position in range(3)]
     assert completion.versions.tolist() == [4, 4, 4]
     assert completion.finish_reason is FinishReason.LENGTH
     assert {"seconds_queued", "seconds_in_engine"} <= completion.metrics.keys()
     loop.close().result(timeout=BOUND)
-    assert loop.status().state is ServingState.CLOSED
+    assert loop.state is ServingState.CLOSED
 
 
 def test_invalid_requests_are_refused_one_by_one_and_disturb_nobody(
@@ -80,7 +79,6 @@ def test_the_event_loop_answers_while_the_engine_is_in_a_slow_step(
 
     async def ping(number: int) -> int:
         await asyncio.sleep(0)
-        assert loop.status().running == 1
         assert loop.submit([make_request(f"later{number}", new=1)]) == [None]
         return number
 
@@ -164,7 +162,6 @@ def test_a_crash_fails_everything_outstanding_and_everything_later(collector: Co
     ):
         with pytest.raises(GeneratorFailed, match="head_dim 16"):
             call()
-    assert "head_dim 16" in loop.status().failure
     assert collector.errors.empty(), "told once"
 
 
@@ -253,7 +250,7 @@ def test_a_follower_takes_no_calls(collector: Collector) -> None:
     done = threading.Event()
     loop = make_loop(collector, rank=1, world_size=2, channel=Silent())
     loop.start().result(timeout=BOUND)
-    empty_digest = int(loop.status().digest, 16)
+    _, empty_digest = loop.progress
     with pytest.raises(GeneratorFailed, match="only rank 0"):
         loop.submit([make_request("a")])
     with pytest.raises(GeneratorFailed, match="only rank 0"):

@@ -10,11 +10,9 @@ from generation_examples import make_publication, make_request
 from loop_harness import BOUND, Collector, Turnstile, make_ranks
 
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, LockstepError, WeightsError
-from titan_rl.generation.channel import SoloChannel
 from titan_rl.generation.decisions import LoopAction, LoopDecision, ServingState
-from titan_rl.generation.digest import RunningDigest
 from titan_rl.generation.engine import Engine, StepOutput
-from titan_rl.generation.lockstep import Lockstep
+from titan_rl.generation.lockstep import Lockstep, RunningDigest, SoloChannel
 from titan_rl.generation.simulated_engine import SimulatedEngine, simulated_token
 from titan_rl.types import FinishReason, PolicyVersion
 from titan_rl.weights.manifest import Publication
@@ -54,11 +52,9 @@ def test_random_calls_leave_both_ranks_with_one_digest_and_answer_everything_onc
         assert np.all(np.diff(completion.versions) >= 0)
     leader.close().result(timeout=BOUND)
     follower.close().result(timeout=BOUND)
-    mine, theirs = leader.status(), follower.status()
-    assert mine.digest == theirs.digest
-    assert mine.decisions == theirs.decisions > 50
-    assert (mine.running, theirs.running, mine.waiting) == (0, 0, 0)
-    assert theirs.state is ServingState.CLOSED
+    assert leader.progress == follower.progress
+    assert leader.progress[0] > 50
+    assert leader.state is ServingState.CLOSED
     assert not collectors[1].completions, "only rank 0 answers"
 
 
@@ -67,23 +63,21 @@ class _StrayToken(SimulatedEngine):
 
     def step(self) -> StepOutput:
         output = super().step()
-        if self.stats()["steps"] == 3:
+        if self.steps == 3:
             output.sampled[0] = (output.sampled[0] + 1) % VOCAB
         return output
 
 
 def test_one_other_token_on_a_follower_is_seen_at_the_next_decision() -> None:
-    collectors = [Collector(), Collector()]
-    leader, follower = make_ranks(
-        collectors, [small_engine, lambda: _StrayToken(vocab_size=VOCAB)], heartbeat_seconds=0.001, burst_steps=1
-    )
+    collectors, stray = [Collector(), Collector()], _StrayToken(vocab_size=VOCAB)
+    leader, follower = make_ranks(collectors, [small_engine, lambda: stray], heartbeat_seconds=0.001, burst_steps=1)
     leader.pull(make_publication(0)).result(timeout=BOUND)
     leader.submit([make_request("a", new=50)])
     error = collectors[1].fatal()
     assert isinstance(error, LockstepError)
-    decision = follower.status().decisions
+    decision, _ = follower.progress
     assert f"rank 1 differs from rank 0 before decision {decision} " in str(error)
-    assert follower.status().engine["steps"] == 3, "nothing was computed after it"
+    assert stray.steps == 3, "nothing was computed after it"
     with pytest.raises(GeneratorFailed, match="LockstepError"):
         follower.close().result(timeout=BOUND)
 
@@ -128,7 +122,7 @@ def test_weights_that_one_rank_cannot_read_are_served_by_none(bad_rank: int) -> 
     assert collectors[0].wait_for("served")[0].versions.tolist() == [2, 2]
     leader.close().result(timeout=BOUND)
     follower.close().result(timeout=BOUND)
-    assert leader.status().digest == follower.status().digest
+    assert leader.progress == follower.progress
 
 
 def test_a_decision_out_of_turn_is_refused() -> None:

@@ -93,8 +93,6 @@ def test_a_stop_token_ends_a_completion_and_is_its_last_token(engine: Facts) -> 
 
 def test_equal_prefixes_are_reused_until_the_cache_is_dropped(engine: Facts) -> None:
     assert engine["cached"] == [0.0, 32.0, 0.0]
-    queries, hits = engine["looked_up"]
-    assert queries == 3 * 40 and hits == 32
 
 
 def test_metrics_are_plain_numbers(engine: Facts) -> None:

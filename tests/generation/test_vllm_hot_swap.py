@@ -57,7 +57,6 @@ def test_the_prefix_cache_is_never_reused_across_versions(facts: Facts) -> None:
     assert cache["in_flight"] == 1
     assert cache["preemptions"] == 1, "the running request computed its KV again"
     assert cache["after"] == 0.0
-    assert cache["counted"] == [3 * 40 + 5, 32.0]
     completion, tokens, logprobs = cache["through"]
     assert spans(completion.versions) == 2
     assert completion.token_ids.tolist() == tokens.tolist()
@@ -70,7 +69,6 @@ def test_a_kept_prefix_cache_is_reused_across_versions_and_logprobs_are_of_no_si
     assert cache["in_flight"] == 1
     assert cache["preemptions"] == 0, "the running request kept its KV"
     assert cache["after"] == 32.0
-    assert cache["counted"] == [3 * 40 + 5, 64.0]
     completion, tokens, logprobs = cache["through"]
     old = completion.versions == completion.versions[0]
     assert completion.token_ids[old].tolist() == tokens[old].tolist()
@@ -90,7 +88,7 @@ def test_a_kept_prefix_cache_is_reused_across_versions_and_logprobs_are_of_no_si
 def test_a_damaged_publication_is_never_served(facts: Facts, damage: str, reason: str) -> None:
     found = facts["corrupted"][damage]
     assert "cannot be served: rank 0: WeightsError" in found["error"] and reason in found["error"]
-    assert (found["status"].state, found["status"].version) == (ServingState.STALE, None)
+    assert found["state"] == (ServingState.STALE, None)
     assert reason in found["refused"]
     assert found["flying"].finish_reason is FinishReason.ABORT
     assert set(found["flying"].versions.tolist()) == {found["good"]} and len(found["flying"].token_ids) < 40
@@ -116,7 +114,7 @@ def test_random_calls_of_many_seeds(tiny_models: dict[str, str], ranks: int) -> 
     for torture in everyone[0]["tortures"]:
         nothing_is_left(torture)
         like_alone(torture)
-    assert len({each["end"].digest for each in everyone}) == 1
+    assert len({each["end"] for each in everyone}) == 1
     assert [each["errors"] for each in everyone] == [0] * ranks
 
 

@@ -25,15 +25,13 @@ def test_two_ranks_give_the_tokens_of_one(one_rank: Facts, two_ranks: list[Facts
 
 def test_all_ranks_end_with_one_digest(two_ranks: list[Facts]) -> None:
     ends = [facts["first"]["end"] for facts in two_ranks]
-    assert ends[0].digest == ends[1].digest
-    assert ends[0].decisions == ends[1].decisions
-    assert [end.state for end in ends] == [ServingState.CLOSED] * 2
-    assert ends[0].engine["sampled_tokens"] == ends[1].engine["sampled_tokens"] > 0
+    assert ends[0] == ends[1], "decisions, and the digest of them and of what came of them"
+    assert ends[0][0] > 100
     assert [facts["first"]["errors"] for facts in two_ranks] == [0, 0]
 
 
 def test_nothing_is_served_before_the_first_verified_pull(facts: Facts) -> None:
-    assert facts["waiting_before_pull"] == 8
+    assert facts["answered_before_pull"] == []
     assert facts["first_pull"].requests_in_flight == 0
     assert facts["first_pull"].bytes > 400_000
     for completion in facts["early"].values():
@@ -77,7 +75,7 @@ def test_an_aborted_request_comes_back_with_the_tokens_so_far(facts: Facts) -> N
 def test_a_load_that_skipped_a_tensor_on_one_rank_is_served_by_none(facts: Facts) -> None:
     assert "cannot be served" in facts["bad_pull"]
     assert "model.layers.1.mlp.down_proj.weight is not what was published" in facts["bad_pull"]
-    assert (facts["stale"].state, facts["stale"].version) == (ServingState.STALE, None)
+    assert facts["stale"] == (ServingState.STALE, None)
     assert "down_proj" in facts["refused"]
     assert facts["flying"].finish_reason is FinishReason.ABORT
     assert 4 <= len(facts["flying"].token_ids) < 40
@@ -92,7 +90,7 @@ def test_a_good_pull_after_a_bad_one_serves_again(facts: Facts) -> None:
 def test_one_stray_draw_on_a_follower_is_seen_and_ends_the_generator(two_ranks: list[Facts]) -> None:
     leader, follower = (facts["stray"] for facts in two_ranks)
     assert follower["fatal"].startswith("LockstepError('rank 1 differs from rank 0 before decision ")
-    assert follower["end"].engine["steps"] <= 8, "seen at the end of the burst in which it happened"
+    assert follower["steps"] <= 8, "seen at the end of the burst in which it happened"
     assert leader["fatal"], "rank 0 notices that its follower is gone"
     assert leader["answered"] == []
     assert "the engine loop of rank 0 died" in leader["late"]

@@ -206,14 +206,12 @@ def one_engine(model: Path, other: Path) -> dict[str, Any]:
     facts["stopped"] = drain(engine, [make_request("s", new=24, seed=100, stop_token_ids=(stop,))])["s"]
 
     engine.drop_cache()
-    before = engine.stats()
     cold = drain(engine, [make_request("cold", prompt=LONG_PROMPT, new=2)])["cold"]
     warm = drain(engine, [make_request("warm", prompt=LONG_PROMPT, new=2)])["warm"]
     engine.drop_cache()
     dropped = drain(engine, [make_request("dropped", prompt=LONG_PROMPT, new=2)])["dropped"]
     facts["cached"] = [each.metrics["cached_tokens"] for each in (cold, warm, dropped)]
     facts["metrics"] = warm.metrics
-    facts["looked_up"] = [engine.stats()[name] - before[name] for name in ("prefix_cache_queries", "prefix_cache_hits")]
 
     for name in ("kept", "aborted"):
         engine.add(make_request(name, new=24, seed=100))
@@ -223,7 +221,6 @@ def one_engine(model: Path, other: Path) -> dict[str, Any]:
     engine.drop_cache()  # the one that stays recomputes its KV
     facts["kept"] = drain(engine, [])["kept"]
     facts["after_abort"] = drain(engine, [make_request("again", new=24, seed=100)])["again"]
-    facts["stats"] = engine.stats()
     facts["slept"] = engine.sleep()
     engine.wake()
 

@@ -23,11 +23,11 @@ from loop_harness import Collector
 from safetensors.torch import load_file
 
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, WeightsError
-from titan_rl.generation.channel import SoloChannel
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.engine import Engine, StepOutput
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.gloo_channel import GlooChannel
+from titan_rl.generation.lockstep import Lockstep, SoloChannel
 from titan_rl.generation.reports import PullReport
 from titan_rl.generation.vllm.engine import VllmEngine
 from titan_rl.process_group import RENDEZVOUS
@@ -86,8 +86,11 @@ class HeldEngine(VllmEngine):
 class StrayEngine(HeldEngine):
     """Draws one number too many from a request's generator, before its sixth step."""
 
+    steps = 0
+
     def step(self) -> StepOutput:
-        if self.stats()["steps"] == 5:
+        self.steps += 1
+        if self.steps == 6:
             states = self.llm_engine.model_executor.driver_worker.model_runner.requests
             (state,) = states.values()
             torch.rand(1, generator=state.generator)
@@ -123,9 +126,18 @@ class Loop:
             keep_prefix_cache=keep_prefix_cache,
         )
 
-        def build() -> Engine:
+        channel = self._gloo or SoloChannel()
+
+        def build() -> Lockstep:
             self.engine = engine(config, models["tied_a"])
-            return self.engine
+            return Lockstep(
+                self.engine,
+                rank=self.rank,
+                channel=channel,
+                load_publication=self._load,
+                verify=self._verify,
+                keep_cache=config.keep_prefix_cache,
+            )
 
         self.loop = EngineLoop(
             build,
@@ -133,13 +145,10 @@ class Loop:
             world_size=self.world_size,
             burst_steps=4,
             heartbeat_seconds=0.2,
-            channel=self._gloo or SoloChannel(),
-            load_publication=self._load,
-            verify=self._verify,
+            channel=channel,
             on_completions=self.collector.add,
             on_pieces=self.collector.add_pieces,
             on_fatal=self.collector.errors.put,
-            keep_cache=config.keep_prefix_cache,
         )
         self.loop.start().result(timeout=BOUND)
 
@@ -214,7 +223,7 @@ def lead(this: Loop) -> dict[str, Any]:
         make_request("joined-alone", new=8, seed=77),
     ]
     loop.submit(early)
-    facts["waiting_before_pull"] = loop.status().waiting
+    facts["answered_before_pull"] = list(this.collector.completions)
     facts["first_pull"] = this.pull(0, "tied_a").result(timeout=BOUND)
     facts["early"] = dict(
         zip(
@@ -262,7 +271,7 @@ def lead(this: Loop) -> dict[str, Any]:
     except WeightsError as error:
         facts["bad_pull"] = str(error)
     (facts["flying"],) = this.collector.wait_for("flying")
-    facts["stale"] = loop.status()
+    facts["stale"] = (loop.state, loop.version)
     try:
         loop.submit([make_request("refused")])
     except GeneratorNotServing as error:
@@ -283,7 +292,7 @@ def one_life(models: dict[str, str], seed: int) -> dict[str, Any]:
         facts["corrupted"] = vllm_swap_scenario.corrupted_publications(this)
         facts["torture"] = vllm_torture_scenario.torture(this, seed)
     this.close()
-    facts["end"] = this.loop.status()
+    facts["end"] = this.loop.progress
     facts["errors"] = this.collector.errors.qsize()
     return facts
 
@@ -301,7 +310,7 @@ def stray_draw(models: dict[str, str]) -> dict[str, Any]:
         facts["fatal"] = repr(this.collector.errors.get(timeout=BOUND))
     except queue.Empty:
         facts["fatal"] = ""
-    facts["end"] = this.loop.status()
+    facts["steps"] = getattr(this.engine, "steps", 0)
     this.release()
     if this.rank == 0:
         facts["answered"] = sorted(this.collector.completions)
@@ -326,7 +335,7 @@ def tortures(models: dict[str, str], seeds: list[int]) -> dict[str, Any]:
     if this.rank == 0:
         facts["tortures"] = [vllm_torture_scenario.torture(this, seed) for seed in seeds]
     this.close()
-    return facts | {"end": this.loop.status(), "errors": this.collector.errors.qsize()}
+    return facts | {"end": this.loop.progress, "errors": this.collector.errors.qsize()}
 
 
 def lives(models: dict[str, str]) -> dict[str, Any]:

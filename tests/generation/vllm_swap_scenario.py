@@ -90,7 +90,6 @@ def prefix_cache(this: Loop) -> dict[str, Any]:
     engine = this.engine
     assert engine is not None
     this.pull_next("tied_a").result(timeout=BOUND)
-    counted = this.loop.status().engine
 
     def cached(name: str) -> float:
         return this.serve(make_request(name, prompt=LONG_PROMPT, new=2))[name].metrics["cached_tokens"]
@@ -106,8 +105,6 @@ def prefix_cache(this: Loop) -> dict[str, Any]:
     (through,) = this.collector.wait_for("through")
     facts["preemptions"] = request.num_preemptions
     facts["after"] = cached("after")
-    now = this.loop.status().engine
-    facts["counted"] = [now[name] - counted[name] for name in ("prefix_cache_queries", "prefix_cache_hits")]
     facts["through"] = (through, *replay(this, PROMPT, through))
     return facts
 
@@ -119,7 +116,7 @@ def corrupted_publications(this: Loop) -> dict[str, dict[str, Any]]:
     this.pull_next("tied_a").result(timeout=BOUND)
     facts = {}
     for name, spoil in {"flipped": flip_a_byte, "truncated": truncate, "missing": leave_out}.items():
-        good = this.loop.status().version
+        good = this.loop.version
         assert good is not None
         bad = spoil(this.publish(name, this.perturbed(200)))
         bad = dataclasses.replace(bad, version=good._replace(step=good.step + 1))
@@ -135,7 +132,7 @@ def corrupted_publications(this: Loop) -> dict[str, dict[str, Any]]:
         except WeightsError as error:
             found["error"] = str(error)
         found["flying"], found["waiting"] = this.collector.wait_for(f"flying-{name}", f"waiting-{name}")
-        found["status"] = loop.status()
+        found["state"] = (loop.state, loop.version)
         try:
             loop.submit([make_request(f"refused-{name}")])
         except GeneratorNotServing as error:

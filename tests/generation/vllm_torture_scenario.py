@@ -73,7 +73,6 @@ def torture(this: Loop, seed: int) -> dict[str, Any]:
         pull.result(timeout=BOUND)
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
     blocks = scheduler.kv_cache_manager.block_pool
-    status = loop.status()
     facts: dict[str, Any] = {
         "calls": calls,
         "completions": completions,
@@ -82,8 +81,6 @@ def torture(this: Loop, seed: int) -> dict[str, Any]:
             "requests of vLLM": tuple(scheduler.requests),
             "unfinished": scheduler.has_unfinished_requests(),
             "KV blocks": blocks.num_gpu_blocks - 1 - blocks.get_num_free_blocks(),  # one is never given out
-            "running": status.running,
-            "waiting": status.waiting,
         },
     }
     facts["alone"] = alone(this, requests, completions)

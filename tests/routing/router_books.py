@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from titan_rl.routing.dispatcher import Assignment, Dispatcher, estimated_cost
-from titan_rl.routing.fleet import FleetHealth, GeneratorState
-from titan_rl.routing.gate import ServingGate, SyncMode
+from titan_rl.routing.fleet import Fleet, GeneratorState, SyncMode
 from titan_rl.routing.strategies import RoutingStrategy, StickySession
 from titan_rl.types import Completion, GenerationRequest, PolicyVersion
 
@@ -49,7 +48,7 @@ class Pull:
 
 
 class RouterBooks:
-    """Dispatcher, gate, fleet and strategy of a router, and what they should agree with."""
+    """Dispatcher, fleet and strategy of a router, and what they should agree with."""
 
     def __init__(
         self,
@@ -70,8 +69,7 @@ class RouterBooks:
         self.sync_wait, self.max_sessions = sync_wait, max_sessions
         self.request_seconds, self.request_retries = request_seconds, request_retries
         self.dispatcher = Dispatcher(strategy, resume=resume, seconds=request_seconds, retries=request_retries)
-        self.fleet = FleetHealth(strategy)
-        self.gate = ServingGate(self.fleet, mode=mode, max_syncing=max_syncing, retries=retries)
+        self.fleet = Fleet(strategy, mode=mode, max_syncing=max_syncing, retries=retries)
         self.names = [f"g{index}" for index in range(generators)]
         for name in self.names:
             self.fleet.add(name)
@@ -91,6 +89,10 @@ class RouterBooks:
 
     def live_on(self, name: str) -> list[str]:
         return [attempt_id for attempt_id, (assignment, _) in self.live.items() if assignment.generator == name]
+
+    @property
+    def anyone_serves(self) -> bool:
+        return any(health.state is GeneratorState.SERVING for health in self.fleet)
 
     def can_serve(self, name: str, asked: GenerationRequest) -> bool:
         if asked.pinned_to is not None:
@@ -154,9 +156,9 @@ class RouterBooks:
                 continue
             if self.failures.get(health.name, 0) <= self.retries:
                 assert (health.state, health.version) == (GeneratorState.SERVING, target), health
-        assert target is None or self.gate.settled(target)
+        assert target is None or self.fleet.settled(target)
         assert all(pull.done for pull in self.pulls)
-        if self.fleet.anyone_serving or self.fleet.all_dead:
+        if self.anyone_serves or self.fleet.all_dead:
             assert all(caller.place == LEFT for caller in self.callers.values())
 
     def check_settled(self, pull: Pull) -> None:

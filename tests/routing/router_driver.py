@@ -20,7 +20,7 @@ NEVER = PolicyVersion(-1, 0)
 
 
 class RouterDriver(RouterBooks):
-    """Dispatcher, gate, fleet and strategy, wired as in the actor."""
+    """Dispatcher, fleet and strategy, wired as in the actor."""
 
     # Requests.
 
@@ -99,7 +99,7 @@ class RouterDriver(RouterBooks):
             else:
                 self._queued(caller)
             if fatal:
-                self.gate.died(assignment.generator, f"killed at {self.now}")
+                self.fleet.died(assignment.generator, f"killed at {self.now}")
                 self._dead(assignment.generator)
         self.advance()
 
@@ -130,7 +130,7 @@ class RouterDriver(RouterBooks):
         self._reconsider()
         self._fail_what_nobody_serves()
         served = {name for name in self.names if self.fleet[name].state is GeneratorState.SERVING}
-        started = self.gate.startable(self.dispatcher.load)
+        started = self.fleet.startable(self.dispatcher.load)
         for name in started:
             assert name not in self.syncs, "one pull at a time"
             self.syncs[name] = None
@@ -139,7 +139,7 @@ class RouterDriver(RouterBooks):
         turns = [(self.held.get(name, NEVER), self.dispatcher.load(name)) for name in started]
         assert turns == sorted(turns), "the oldest version first, and of equals the least load"
         for pull in self.pulls:
-            if not pull.done and self.gate.settled(pull.version):
+            if not pull.done and self.fleet.settled(pull.version):
                 pull.done = True
                 self.check_settled(pull)
 
@@ -147,9 +147,9 @@ class RouterDriver(RouterBooks):
         target = self.fleet.target
         if target is not None and version < target:
             with pytest.raises(WeightsError, match="pull refused"):
-                self.gate.ask(version)
+                self.fleet.ask(version)
             return
-        self.gate.ask(version)
+        self.fleet.ask(version)
         self.failures = (
             {} if version != target else {name: n for name, n in self.failures.items() if name in self.syncs}
         )
@@ -157,18 +157,18 @@ class RouterDriver(RouterBooks):
         self.advance()
 
     def can_begin(self, name: str) -> bool:
-        return self.syncs.get(name, ...) is None and not (self.gate.must_drain(name) and self.live_on(name))
+        return self.syncs.get(name, ...) is None and not (self.fleet.must_drain(name) and self.live_on(name))
 
     def begin_pull(self, name: str) -> None:
         """The generator is idle, or need not be: its pull begins."""
         if self.fleet[name].state is GeneratorState.DEAD:
             with pytest.raises(GeneratorFailed):
-                self.gate.pulling(name)
+                self.fleet.pulling(name)
             del self.syncs[name]
-            self.gate.died(name, "a later symptom")
+            self.fleet.died(name, "a later symptom")
             self.advance()
             return
-        version = self.gate.pulling(name)
+        version = self.fleet.pulling(name)
         assert version == self.fleet.target, "pulls coalesce to the newest"
         self.syncs[name] = version
 
@@ -182,7 +182,7 @@ class RouterDriver(RouterBooks):
             pull.woke |= pull.wakes == name
         match outcome:
             case "verified":
-                self.gate.verified(name, version)
+                self.fleet.verified(name, version)
                 if alive:
                     assert version >= self.held.get(name, version), "weights never go back"
                     self.held[name] = self.reached[name] = version
@@ -191,7 +191,7 @@ class RouterDriver(RouterBooks):
                     self.closed.discard(name)
                     self.left.discard(name)
             case "failed":
-                self.gate.failed(name, f"bad bytes in {version}")
+                self.fleet.failed(name, f"bad bytes in {version}")
                 self.closed.discard(name)
                 if version == self.fleet.target:
                     self.failures[name] = self.failures.get(name, 0) + 1
@@ -199,13 +199,13 @@ class RouterDriver(RouterBooks):
                     self.left.add(name)
                     assert self.fleet[name].reason == f"bad bytes in {version}"
             case "died":
-                self.gate.died(name, "killed in a pull")
+                self.fleet.died(name, "killed in a pull")
                 self._dead(name)
         self.advance()
 
     def is_late(self, name: str) -> None:
         """The sync takes too long, and goes on."""
-        self.gate.late(name, "too slow")
+        self.fleet.late(name, "too slow")
         if self.fleet[name].state is not GeneratorState.DEAD:
             assert self.fleet[name].state is GeneratorState.STALE
             self.late.add(name)
@@ -224,9 +224,9 @@ class RouterDriver(RouterBooks):
         may = state in (GeneratorState.SERVING, GeneratorState.STALE, GeneratorState.RECOVERING)
         if not may or name in self.syncs:
             with pytest.raises(GeneratorNotServing):
-                self.gate.sleep(name)
+                self.fleet.sleep(name)
             return
-        self.gate.sleep(name)
+        self.fleet.sleep(name)
         self.reached.pop(name, None)
         self.advance()
         assert self.fleet[name].state is GeneratorState.ASLEEP
@@ -234,10 +234,10 @@ class RouterDriver(RouterBooks):
     def wake(self, name: str) -> None:
         if self.fleet[name].state is not GeneratorState.ASLEEP or self.fleet.target is None:
             with pytest.raises(GeneratorNotServing):
-                self.gate.wake(name)
+                self.fleet.wake(name)
             return
-        self.gate.wake(name)
-        assert self.gate.wakes(name)
+        self.fleet.wake(name)
+        assert self.fleet[name].waking
         self.failures.pop(name, None)
         self.pulls.append(Pull(self.fleet.target, wakes=name))
         self.advance()
@@ -249,22 +249,22 @@ class RouterDriver(RouterBooks):
         free = [name for name in serving if self.fleet[name].version == version and name not in self.syncs]
         if not free or len(serving) == 1:
             with pytest.raises(GeneratorNotServing, match="cannot be pinned|can be pinned"):
-                self.gate.pin(version, self.dispatcher.load)
+                self.fleet.pin(version, self.dispatcher.load)
             return None
-        name = self.gate.pin(version, self.dispatcher.load)
+        name = self.fleet.pin(version, self.dispatcher.load)
         assert name in free and self.dispatcher.load(name) == min(map(self.dispatcher.load, free))
         self.leases[name] = version
         self.dispatcher.leased(name, version)
         self.advance()
-        assert self.fleet.anyone_serving, "somebody else serves"
+        assert self.anyone_serves, "somebody else serves"
         return name
 
     def unpin(self, name: str) -> None:
         if name not in self.leases:
             with pytest.raises(GeneratorNotServing, match="cannot be unpinned"):
-                self.gate.unpin(name)
+                self.fleet.unpin(name)
             return
-        self.gate.unpin(name)
+        self.fleet.unpin(name)
         self.dispatcher.lease_ended(name)
         del self.leases[name]
         self.failures.pop(name, None)

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 
 from titan_rl.routing.dispatcher import Dispatcher
-from titan_rl.routing.fleet import FleetHealth
+from titan_rl.routing.fleet import Fleet, GeneratorState
 from titan_rl.routing.strategies import RoutingStrategy
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion, SamplingParams
 
@@ -59,15 +59,15 @@ def completion(
     )
 
 
-def comes_to_serve(fleet: FleetHealth, name: str, version: PolicyVersion = V0) -> None:
+def comes_to_serve(fleet: Fleet, name: str, version: PolicyVersion = V0) -> None:
     """A generator drains, pulls and serves."""
-    fleet.sync_started(name)
-    fleet.pull_verified(name, version)
+    fleet.move(name, GeneratorState.SYNCING)
+    fleet.move(name, GeneratorState.SERVING, version=version)
 
 
-def serving(strategy: RoutingStrategy, count: int, *, resume: bool = True) -> tuple[FleetHealth, Dispatcher]:
+def serving(strategy: RoutingStrategy, count: int, *, resume: bool = True) -> tuple[Fleet, Dispatcher]:
     """`g0` … that all serve v0."""
-    fleet = FleetHealth(strategy)
+    fleet = Fleet(strategy)
     for index in range(count):
         fleet.add(f"g{index}")
         comes_to_serve(fleet, f"g{index}")

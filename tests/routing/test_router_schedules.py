@@ -1,4 +1,4 @@
-"""Dispatcher, serving gate, fleet and strategies together, as the router runs them, under random schedules.
+"""Dispatcher, fleet and strategies together, as the router runs them, under random schedules.
 
 What must hold after every event is in `RouterBooks.check`; what must hold once nothing more goes wrong is in
 `RouterBooks.check_quiet`.

@@ -12,14 +12,14 @@ from routing_examples import V0, V1, comes_to_serve, completion, request, servin
 from titan_rl.errors import ConfigError
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Assignment, Dispatcher
-from titan_rl.routing.fleet import FleetHealth
+from titan_rl.routing.fleet import Fleet, GeneratorState
 from titan_rl.routing.strategies import StickySession, Wait, build_strategy
 from titan_rl.types import FinishReason
 
 WAIT_SECONDS = 5.0
 
 
-def sticky_fleet(count: int, **options: Any) -> tuple[StickySession, FleetHealth, Dispatcher]:
+def sticky_fleet(count: int, **options: Any) -> tuple[StickySession, Fleet, Dispatcher]:
     strategy = StickySession(**{"sync_wait_seconds": WAIT_SECONDS} | options)
     return strategy, *serving(strategy, count)
 
@@ -73,11 +73,11 @@ def test_a_session_waits_for_its_syncing_generator_and_gets_it() -> None:
     _, fleet, dispatcher = sticky_fleet(2)
     home = turn(dispatcher, "m0", "mine")
     finish(dispatcher, "m0")
-    fleet.sync_started(home)
+    fleet.move(home, GeneratorState.SYNCING)
     assert dispatcher.submit([request("m1", session="mine")], 10.0) == []
     assert dispatcher.wake_at == 10.0 + WAIT_SECONDS
     assert dispatcher.reconsider(14.9) == []
-    fleet.pull_verified(home, V1)
+    fleet.move(home, GeneratorState.SERVING, version=V1)
     assert where(dispatcher.reconsider(14.9)) == [home]
 
 
@@ -85,7 +85,7 @@ def test_a_session_that_waited_long_enough_is_pinned_anew_and_stays() -> None:
     strategy, fleet, dispatcher = sticky_fleet(2)
     home = turn(dispatcher, "m0", "mine")
     finish(dispatcher, "m0")
-    fleet.sync_started(home)
+    fleet.move(home, GeneratorState.SYNCING)
     dispatcher.submit([request("m1", session="mine"), request("m2", session="mine")], 10.0)
     dispatcher.submit([request("m3", session="mine")], 12.0)
     assert dispatcher.wake_at == 15.0, "the earliest of all waits"
@@ -93,17 +93,17 @@ def test_a_session_that_waited_long_enough_is_pinned_anew_and_stays() -> None:
     (new_home,) = set(where(dispatcher.reconsider(15.0)))
     assert new_home != home
     assert dispatcher.waiting == 0, "its other requests need not wait any more: the session serves elsewhere now"
-    fleet.pull_verified(home, V1)
+    fleet.move(home, GeneratorState.SERVING, version=V1)
     assert turn(dispatcher, "m4", "mine", now=20.0) == new_home == strategy.pinned_to("mine")
 
 
 def test_a_session_whose_wait_is_over_still_takes_its_generator_when_nobody_else_serves() -> None:
     _, fleet, dispatcher = sticky_fleet(1)
     turn(dispatcher, "m0", "mine")
-    fleet.sync_started("g0")
+    fleet.move("g0", GeneratorState.SYNCING)
     dispatcher.submit([request("m1", session="mine")], 0.0)
     assert dispatcher.reconsider(WAIT_SECONDS) == [] and dispatcher.wake_at is None
-    fleet.pull_verified("g0", V1)
+    fleet.move("g0", GeneratorState.SERVING, version=V1)
     assert where(dispatcher.reconsider(60.0)) == ["g0"]
 
 
@@ -120,7 +120,7 @@ def test_a_session_waits_while_its_generator_serves_an_older_version_than_it_ask
 def test_a_session_does_not_wait_where_waiting_is_switched_off() -> None:
     _, fleet, dispatcher = sticky_fleet(2, sync_wait_seconds=0)
     home = turn(dispatcher, "m0", "mine")
-    fleet.sync_started(home)
+    fleet.move(home, GeneratorState.SYNCING)
     assert turn(dispatcher, "m1", "mine") != home
 
 
@@ -132,14 +132,14 @@ def test_a_session_is_pinned_anew_at_once_when_its_generator_is_gone(event: str)
         fleet.died(home, "killed")
     else:
         if event == "stale":
-            fleet.sync_started(home)
-        fleet.pull_failed(home, "bad bytes")
+            fleet.move(home, GeneratorState.SYNCING)
+        fleet.move(home, GeneratorState.STALE, reason="bad bytes")
         if event == "stale and tried again":
-            fleet.sync_started(home)
+            fleet.move(home, GeneratorState.SYNCING)
     new_home = turn(dispatcher, "m1", "mine")
     assert new_home != home
     if event == "stale and tried again":
-        fleet.pull_verified(home, V1)
+        fleet.move(home, GeneratorState.SERVING, version=V1)
     elif event != "dead":
         comes_to_serve(fleet, home, V1)
     finish(dispatcher, "m0")
@@ -149,9 +149,9 @@ def test_a_session_is_pinned_anew_at_once_when_its_generator_is_gone(event: str)
 def test_a_session_that_waits_moves_at_once_when_its_generator_fails() -> None:
     _, fleet, dispatcher = sticky_fleet(2)
     home = turn(dispatcher, "m0", "mine")
-    fleet.sync_started(home)
+    fleet.move(home, GeneratorState.SYNCING)
     dispatcher.submit([request("m1", session="mine")], 0.0)
-    fleet.pull_failed(home, "bad bytes")
+    fleet.move(home, GeneratorState.STALE, reason="bad bytes")
     assert where(dispatcher.reconsider(0.1)) != [home] and dispatcher.waiting == 0
 
 
@@ -217,7 +217,7 @@ def test_an_ended_session_with_live_requests_is_forgotten_after_the_last() -> No
 def test_a_wait_says_until_when() -> None:
     strategy, fleet, dispatcher = sticky_fleet(2)
     home = turn(dispatcher, "m0", "mine")
-    fleet.sync_started(home)
+    fleet.move(home, GeneratorState.SYNCING)
     asked = request("m1", session="mine")
     assert strategy.choose(asked, now=3.0, waiting_since=1.0) == Wait(1.0 + WAIT_SECONDS)
 

@@ -29,7 +29,7 @@ from titan_rl.actors.requests import RequestServer
 from titan_rl.errors import GeneratorFailed, TitanError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.engine_loop import EngineLoop
-from titan_rl.generation.reports import LoopStatus, PullReport
+from titan_rl.generation.reports import PullReport
 from titan_rl.types import Completion, GenerationRequest, Piece
 from titan_rl.weights.manifest import Publication
 
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 class Generator(RequestServer):
     """One rank. Endpoints of rank 0: `generate_many`, `abort`, `pull_model_state_dict`, `sleep`, `wake_up`; of every
-    rank: `setup`, `status`, `close`."""
+    rank: `setup`, `close`."""
 
     def __init__(self, mesh: str, config: GeneratorConfig, *, model_path: str, device: str) -> None:
         super().__init__()
@@ -134,11 +134,6 @@ class Generator(RequestServer):
         report = await self._outcome(self._running().wake_up(publication))
         _log.info("awake, serving %s: %s", report.version, report)
         return report
-
-    @served
-    async def status(self) -> LoopStatus:
-        """The loop in plain numbers: version, requests, decisions, digest."""
-        return self._running().status()
 
     @served
     async def peer_failed(self, reason: str) -> None:

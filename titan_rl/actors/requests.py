@@ -21,10 +21,10 @@ from typing import Any
 
 from titan_rl.actors.calls import served
 from titan_rl.actors.connection import Caller, ConnectedActor, Connection, caller
-from titan_rl.actors.streams import PieceOrder
+from titan_rl.actors.streams import Shown
 from titan_rl.errors import ActorFailed, RequestError, TitanError
 from titan_rl.types import Completion, GenerationRequest, Piece
-from titan_rl.wire import PackedCompletions, PackedPieces, PackedRequests
+from titan_rl.wire import Packed, pack
 
 _log = logging.getLogger(__name__)
 
@@ -36,9 +36,9 @@ Failures = Sequence[tuple[str, TitanError]]
 class Answers:
     """One message to a client."""
 
-    completions: PackedCompletions | None = None
+    completions: Packed[Completion] | None = None
     failures: Failures = ()
-    pieces: PackedPieces | None = None
+    pieces: Packed[Piece] | None = None
 
 
 class RequestServer(ConnectedActor):
@@ -48,7 +48,7 @@ class RequestServer(ConnectedActor):
         self._asked_by: dict[str, Caller] = {}  # by the ids of the requests that have no answer yet
 
     @served
-    async def generate_many(self, requests: PackedRequests) -> None:
+    async def generate_many(self, requests: Packed[GenerationRequest]) -> None:
         """Complete these requests; answers are pushed to the caller as they finish.
 
         A request id that is in use is refused; the request that has it is not disturbed. A message that raises costs
@@ -120,12 +120,12 @@ class RequestServer(ConnectedActor):
             if (asking := self._asked_by.get(piece.request_id)) is not None:
                 to.setdefault(asking, []).append(piece)
         for asking, its in to.items():
-            asking.push(Answers(pieces=PackedPieces.pack(its)))
+            asking.push(Answers(pieces=pack(Piece, its)))
 
 
-def _packed(completions: list[Completion]) -> tuple[PackedCompletions | None, list[tuple[str, TitanError]]]:
+def _packed(completions: list[Completion]) -> tuple[Packed[Completion] | None, list[tuple[str, TitanError]]]:
     try:
-        return PackedCompletions.pack(completions) if completions else None, []
+        return pack(Completion, completions) if completions else None, []
     except ValueError as why:
         if len(completions) == 1:
             request_id = completions[0].request_id
@@ -205,7 +205,7 @@ class RequestClient:
         if not requests:
             return
         try:
-            self.connection.tell(RequestServer.generate_many, PackedRequests.pack(requests))
+            self.connection.tell(RequestServer.generate_many, pack(GenerationRequest, requests))
         except Exception as why:  # a token id of more than 32 bits, for one; it must not take the others with it
             if len(requests) == 1:
                 request_id, reason = requests[0].request_id, f"cannot be sent: {type(why).__name__}: {why}"
@@ -282,14 +282,13 @@ class CompletionClient:
         inbox: asyncio.Queue[Piece | None] = asyncio.Queue()
         self._pieces[request_id] = inbox
         future.add_done_callback(lambda _: inbox.put_nowait(None))
-        order = PieceOrder()
+        shown = Shown()
         try:
             while (piece := await inbox.get()) is not None:
-                for new in order.add(piece):
+                if (new := shown.add(piece)) is not None:
                     yield new
             completion = future.result()
-            rest = order.rest(completion)
-            if rest is not None:
+            if (rest := shown.rest(completion)) is not None:
                 yield rest
             yield completion
         finally:

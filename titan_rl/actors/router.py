@@ -1,6 +1,6 @@
 """`GeneratorRouter`: the one actor in front of all generators.
 
-A thin shell: `Dispatcher` decides who serves what, `ServingGate` who takes new weights when; this class makes the calls
+A thin shell: `Dispatcher` decides who serves what, `Fleet` who takes new weights when; this class makes the calls
 and waits. Every request that was taken in is answered once: whole, stitched from several attempts, interrupted, or
 failed with the cause. Whatever changes who may serve ends in `_advance`.
 
@@ -25,13 +25,11 @@ from typing import Any
 from titan_rl.actors.calls import is_fatal, served
 from titan_rl.actors.generator import Generator
 from titan_rl.actors.requests import RequestClient, RequestServer
-from titan_rl.actors.router_reports import FleetPull, GeneratorStatus
 from titan_rl.errors import ActorFailed, CallTimeout, GeneratorFailed, RequestError, TitanError, WeightsError
-from titan_rl.generation.reports import PullReport
+from titan_rl.generation.reports import FleetPull, PullReport
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Assignment, Dispatcher
-from titan_rl.routing.fleet import FleetHealth, GeneratorState
-from titan_rl.routing.gate import ServingGate
+from titan_rl.routing.fleet import Fleet, GeneratorState, GeneratorStatus
 from titan_rl.routing.strategies import build_strategy
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import Publication
@@ -60,9 +58,8 @@ class GeneratorRouter(RequestServer):
             seconds=config.request_seconds,
             retries=config.request_retries,
         )
-        self._fleet = FleetHealth(self._strategy)
-        self._gate = ServingGate(
-            self._fleet, mode=config.weight_sync, max_syncing=config.max_syncing, retries=config.pull_retries
+        self._fleet = Fleet(
+            self._strategy, mode=config.weight_sync, max_syncing=config.max_syncing, retries=config.pull_retries
         )
         self._generators: dict[str, RequestClient] = {}
         for name, rank0 in generators.items():
@@ -183,7 +180,7 @@ class GeneratorRouter(RequestServer):
         Raises:
             WeightsError: older than what was asked for before.
         """
-        self._gate.ask(publication.version)
+        self._fleet.ask(publication.version)
         self._publication = publication
         await self._settle(publication.version)
         reports = {
@@ -199,21 +196,21 @@ class GeneratorRouter(RequestServer):
     @served
     async def sleep(self, name: str) -> int:
         """Take a generator out of service until `wake_up`; what it runs goes on elsewhere. Returns the bytes freed."""
-        self._gate.sleep(name)
+        self._fleet.sleep(name)
         self._advance()
         return await self._generators[name].connection.call(None, Generator.sleep)
 
     @served
     async def wake_up(self, name: str) -> PullReport:
         """Bring a sleeping generator back, through a verified pull of the newest publication."""
-        self._gate.wake(name)
+        self._fleet.wake(name)
         return await self._back(name)
 
     @served
     async def pin(self, version: PolicyVersion) -> str:
         """Lease a generator that stays at exactly this version and serves only requests with its name in `pinned_to`,
-        until `unpin`; see `ServingGate.pin`. Returns its name."""
-        name = self._gate.pin(version, self._dispatcher.load)
+        until `unpin`; see `Fleet.pin`. Returns its name."""
+        name = self._fleet.pin(version, self._dispatcher.load)
         self._dispatcher.leased(name, version)
         self._advance()
         return name
@@ -222,12 +219,12 @@ class GeneratorRouter(RequestServer):
     async def unpin(self, name: str) -> PullReport:
         """End a lease: the generator finishes what it has, pulls the newest publication and serves with the others.
         Requests that still wait for it fail."""
-        self._gate.unpin(name)
+        self._fleet.unpin(name)
         self._dispatcher.lease_ended(name)
         return await self._back(name)
 
     async def _back(self, name: str) -> PullReport:
-        """Wait until the generator, which the gate lets come back, serves the newest publication again."""
+        """Wait until the generator, which is on its way back, serves the newest publication again."""
         assert self._publication is not None
         self._outcomes.pop(name, None)
         await self._settle(self._publication.version)
@@ -241,7 +238,7 @@ class GeneratorRouter(RequestServer):
     async def _settle(self, version: PolicyVersion) -> None:
         """Wait until no generator is on its way to `version`."""
         self._advance()
-        await self._until(lambda: self._gate.settled(version))
+        await self._until(lambda: self._fleet.settled(version))
 
     async def _sync(self, name: str) -> None:
         """One generator's change of weights, from its drain to its first request under them."""
@@ -250,17 +247,17 @@ class GeneratorRouter(RequestServer):
         drain, pull = self._config.drain_seconds, self._config.pull_seconds
         late = loop.call_later(drain + pull, self._is_late, name)  # one that is stopped does not even end its drain
         try:
-            if self._gate.must_drain(name):
+            if self._fleet.must_drain(name):
                 await self._drained(name, drain)
             late.cancel()
             late = loop.call_later(pull, self._is_late, name)
-            version = self._gate.pulling(name)
+            version = self._fleet.pulling(name)
             publication = self._publication
             assert publication is not None and publication.version == version
             waited = loop.time() - started
-            endpoint = Generator.wake_up if self._gate.wakes(name) else Generator.pull_model_state_dict
+            endpoint = Generator.wake_up if self._fleet[name].waking else Generator.pull_model_state_dict
             report = await self._generators[name].connection.call(None, endpoint, publication)
-            self._gate.verified(name, report.version)
+            self._fleet.verified(name, report.version)
             self._outcomes[name] = replace(report, seconds_waited=waited + report.seconds_waited)
         except Exception as why:  # whatever it is, it is about this generator only
             error = why if isinstance(why, TitanError) else WeightsError(f"{type(why).__name__}: {why}")
@@ -269,7 +266,7 @@ class GeneratorRouter(RequestServer):
             if is_fatal(error):
                 self._died(name, error)
             else:
-                self._gate.failed(name, str(error))
+                self._fleet.failed(name, str(error))
         finally:
             late.cancel()
         self._advance()
@@ -294,7 +291,7 @@ class GeneratorRouter(RequestServer):
         error = CallTimeout(f"{name} takes new weights for longer than {limit}; it serves nothing until it has them")
         _log.warning("%s", error)
         self._outcomes[name] = error
-        self._gate.late(name, str(error))
+        self._fleet.late(name, str(error))
         self._advance()
 
     # The fleet.
@@ -337,7 +334,7 @@ class GeneratorRouter(RequestServer):
         its weights. The first word of it counts."""
         if self._fleet[name].state is GeneratorState.DEAD:
             return
-        self._gate.died(name, str(error))
+        self._fleet.died(name, str(error))
         self._dispatcher.lease_ended(name)
         self._generators[name].fail(error)
         self._advance()
@@ -348,7 +345,7 @@ class GeneratorRouter(RequestServer):
         if self._ended is not None:
             return
         self._send(self._dispatcher.reconsider(self._now()))
-        for name in self._gate.startable(self._dispatcher.load):
+        for name in self._fleet.startable(self._dispatcher.load):
             self._spawn(self._sync(name))
         self._tell()
 

@@ -7,8 +7,8 @@ from typing import Any, ParamSpec, TypeVar
 from titan_rl.actors.calls import Endpoint
 from titan_rl.actors.requests import CompletionClient
 from titan_rl.actors.router import GeneratorRouter
-from titan_rl.actors.router_reports import FleetPull, GeneratorStatus
-from titan_rl.generation.reports import PullReport
+from titan_rl.generation.reports import FleetPull, PullReport
+from titan_rl.routing.fleet import GeneratorStatus
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Publication
 

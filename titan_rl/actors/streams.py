@@ -1,9 +1,8 @@
-"""From pieces in any order to the tokens of one completion, each once.
+"""From the pieces of a completion to its tokens, each once.
 
-Always true: what was handed on is the beginning of the completion, without a gap, or `rest` says that it is not.
-Pieces may come late, twice, overlapping or never; the completion at the end has what is missing. Logprobs and versions
-go with the tokens that were handed on first: where a fleet does not resume, a lost completion is sampled again, and
-its second logprobs may differ from the first in the last digits.
+Pieces come in the order in which they were sampled. Where a fleet does not resume, a lost completion is sampled again
+from its beginning: pieces of what was shown before are skipped. What is missing of the pieces is in the completion.
+Logprobs and versions go with the tokens that were shown first; a second sampling's may differ in the last digits.
 """
 
 from __future__ import annotations
@@ -16,38 +15,37 @@ from titan_rl.errors import GeneratorFailed
 from titan_rl.types import Completion, Piece
 
 
-class PieceOrder:
-    """The pieces of one completion."""
+class Shown:
+    """The beginning of one completion that its caller has seen, without a gap."""
 
     def __init__(self) -> None:
-        self._handed_on: list[np.ndarray] = []  # token ids
+        self._token_ids: list[np.ndarray] = []
         self._end = 0
-        self._ahead: dict[int, Piece] = {}  # by offset: tokens before them are missing
 
-    def add(self, piece: Piece) -> list[Piece]:
-        """A piece that came. Returns what can be handed on now, in order; none of it was before."""
-        known = self._ahead.get(piece.offset)
-        if known is None or known.end < piece.end:
-            self._ahead[piece.offset] = piece
-        ready = []
-        for offset in sorted(self._ahead):
-            if offset > self._end:
-                break
-            new = _after(self._ahead.pop(offset), self._end)
-            if len(new.token_ids):
-                ready.append(new)
-                self._handed_on.append(new.token_ids)
-                self._end = new.end
-        return ready
+    def add(self, piece: Piece) -> Piece | None:
+        """What is new in a piece; None: nothing, or tokens before it are missing."""
+        if piece.offset > self._end or piece.end <= self._end:
+            return None
+        known = self._end - piece.offset
+        self._end = piece.end
+        new = replace(
+            piece,
+            offset=piece.offset + known,
+            token_ids=piece.token_ids[known:],
+            logprobs=piece.logprobs[known:],
+            versions=piece.versions[known:],
+        )
+        self._token_ids.append(new.token_ids)
+        return new
 
     def rest(self, completion: Completion) -> Piece | None:
-        """What was not handed on yet of the whole completion; None: all of it was.
+        """What was not shown yet of the whole completion; None: all of it was.
 
         Raises:
-            GeneratorFailed: what was handed on is not its beginning.
+            GeneratorFailed: what was shown is not its beginning.
         """
         tokens = completion.token_ids
-        if self._handed_on and not np.array_equal(tokens[: self._end], np.concatenate(self._handed_on)):
+        if self._token_ids and not np.array_equal(tokens[: self._end], np.concatenate(self._token_ids)):
             raise GeneratorFailed(
                 f"request {completion.request_id}: its generator was lost after {self._end} tokens were streamed, and "
                 f"those that were sampled in their place are others"
@@ -59,20 +57,4 @@ class PieceOrder:
             logprobs=completion.logprobs,
             versions=completion.versions,
         )
-        rest = _after(whole, self._end)
-        self._end = len(tokens)
-        return rest if len(rest.token_ids) else None
-
-
-def _after(piece: Piece, position: int) -> Piece:
-    """The part of a piece from `position` on."""
-    known = position - piece.offset
-    if known <= 0:
-        return piece
-    return replace(
-        piece,
-        offset=position,
-        token_ids=piece.token_ids[known:],
-        logprobs=piece.logprobs[known:],
-        versions=piece.versions[known:],
-    )
+        return self.add(whole)

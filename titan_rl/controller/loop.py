@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
-from titan_rl.actors.router_client import FleetPull
 from titan_rl.controller.ending import check_nothing_is_held, let_go
 from titan_rl.controller.evaluation import evaluate
 from titan_rl.controller.group_filter import make_filter
@@ -37,6 +36,7 @@ from titan_rl.controller.warm_up import warm_up
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, SamplesLost, WeightsError
+from titan_rl.generation.reports import FleetPull
 from titan_rl.observability.activity import Activities, Watchdog
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay

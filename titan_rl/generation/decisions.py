@@ -6,7 +6,7 @@ Invariants, whatever the order of calls:
   by `interrupt`. Requests are admitted in the order of submission.
 - No request is admitted outside SERVING, and SERVING is reached only through `verified`.
 - CLOSE > SLEEP and WAKE > PULL_MODEL_STATE_DICT > STEP > IDLE; sequence numbers rise by one per decision.
-- Pulls that wait coalesce to the newest version; the version never goes back.
+- Of several pulls that wait the last one counts; the version never goes back.
 
     submit(a)  pull(v0)      -> 0 PULL v0      (a waits: nothing is served before weights are verified)
     verified(v0)             -> 1 STEP admit a
@@ -17,7 +17,7 @@ Invariants, whatever the order of calls:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, RequestError, WeightsError
@@ -80,47 +80,29 @@ class DecisionMaker:
     """Rank 0's inbox. Callers put in what they want; `decide` takes out what happens next.
 
     Not thread-safe: the engine loop calls it under one lock. The loop reports back what came of a decision:
-    `verified` or `failed` after a pull, `finished` after a step. On other ranks it only keeps the state: they report
-    the outcomes of rank 0's decisions, `slept` and `closed` included.
+    `verified` or `failed` after a pull, `finished` after a step.
     """
 
     def __init__(self, *, burst_steps: int = 1) -> None:
         self._burst_steps = burst_steps
         self._sequence = 0
-        self._state = ServingState.RECOVERING
-        self._reason = ""
-        self._version: PolicyVersion | None = None
-        self._newest: PolicyVersion | None = None  # newest version ever verified: pulls may not go below it
+        self.state = ServingState.RECOVERING
+        self.reason = ""
+        """Why the state is STALE; empty otherwise."""
+        self.version: PolicyVersion | None = None
+        """The verified version, also while asleep; None in RECOVERING and STALE."""
+        self._newest: PolicyVersion | None = None  # newest version ever asked for: pulls may not go below it
         self._waiting: dict[str, GenerationRequest] = {}
         self._admitted: set[str] = set()
         self._aborts: dict[str, None] = {}  # an ordered set
-        self._pull: Publication | None = None
-        self._transition: LoopAction | None = None
+        self._change: LoopAction | None = None  # PULL, SLEEP or WAKE, asked for and not decided
+        self._publication: Publication | None = None  # of that
         self._closing = False
-
-    @property
-    def state(self) -> ServingState:
-        return self._state
-
-    @property
-    def reason(self) -> str:
-        """Why the state is STALE; empty otherwise."""
-        return self._reason
-
-    @property
-    def version(self) -> PolicyVersion | None:
-        """The verified version, also while asleep; None in RECOVERING and STALE."""
-        return self._version
 
     @property
     def waiting(self) -> int:
         """Requests that are not admitted yet."""
         return len(self._waiting)
-
-    @property
-    def admitted(self) -> int:
-        """Requests that were admitted and have not finished."""
-        return len(self._admitted)
 
     # What callers want.
 
@@ -133,9 +115,9 @@ class DecisionMaker:
             GeneratorFailed: closed.
         """
         self._refuse_when_closing()
-        if self._state is ServingState.STALE:
-            raise GeneratorNotServing(f"stale: {self._reason}")
-        if self._state is ServingState.ASLEEP or self._transition is LoopAction.SLEEP:
+        if self.state is ServingState.STALE:
+            raise GeneratorNotServing(f"stale: {self.reason}")
+        if self.state is ServingState.ASLEEP or self._change is LoopAction.SLEEP:
             raise GeneratorNotServing("asleep: wake it up with a publication first")
         if request.request_id in self._waiting or request.request_id in self._admitted:
             raise RequestError(f"request id {request.request_id!r} is already in use by a live request")
@@ -158,31 +140,30 @@ class DecisionMaker:
         return request
 
     def pull(self, publication: Publication) -> None:
-        """Ask for a publication; of several that wait, only the newest is loaded.
+        """Ask for a publication; of several that wait, only the last is loaded.
 
         Raises:
-            WeightsError: older than a version that was verified here.
+            WeightsError: older than a version that was asked for before.
             GeneratorNotServing: asleep (`wake` pulls) or about to be.
             GeneratorFailed: closed.
         """
         self._refuse_when_closing()
-        if self._transition is LoopAction.SLEEP or (
-            self._state is ServingState.ASLEEP and self._transition is not LoopAction.WAKE
-        ):
+        waking = self._change is LoopAction.WAKE
+        if self._change is LoopAction.SLEEP or (self.state is ServingState.ASLEEP and not waking):
             raise GeneratorNotServing("asleep: wake it up with a publication first")
-        self._keep_newest(publication)
+        self._ask(LoopAction.WAKE if waking else LoopAction.PULL_MODEL_STATE_DICT, publication)
 
     def sleep(self) -> None:
-        """Ask to sleep. A pull that waits is dropped when SLEEP is decided.
+        """Ask to sleep. A pull that waits is dropped.
 
         Raises:
             GeneratorNotServing: a wake-up is under way.
             GeneratorFailed: closed.
         """
         self._refuse_when_closing()
-        if self._transition is LoopAction.WAKE:
+        if self._change is LoopAction.WAKE:
             raise GeneratorNotServing("waking up: wait for that before the next sleep")
-        self._transition = LoopAction.SLEEP
+        self._change, self._publication = LoopAction.SLEEP, None
 
     def wake(self, publication: Publication) -> None:
         """Ask to wake up with a publication. There is no other way out of ASLEEP.
@@ -192,10 +173,9 @@ class DecisionMaker:
             WeightsError, GeneratorFailed: as `pull`.
         """
         self._refuse_when_closing()
-        if self._transition is LoopAction.SLEEP:
+        if self._change is LoopAction.SLEEP:
             raise GeneratorNotServing("falling asleep: wait for that before waking it up")
-        self._keep_newest(publication)
-        self._transition = LoopAction.WAKE
+        self._ask(LoopAction.WAKE, publication)
 
     def close(self) -> None:
         """Ask to end. From now on everything else is refused."""
@@ -207,11 +187,9 @@ class DecisionMaker:
         """What `decide` would decide."""
         if self._closing:
             return LoopAction.CLOSE
-        if self._transition is not None:
-            return self._transition
-        if self._pull is not None:
-            return LoopAction.PULL_MODEL_STATE_DICT
-        if self._state is ServingState.SERVING and (engine_has_work or self._aborts or self._has_admissible()):
+        if self._change is not None:
+            return self._change
+        if self.state is ServingState.SERVING and (engine_has_work or self._aborts or self._has_admissible()):
             return LoopAction.STEP
         return LoopAction.IDLE
 
@@ -225,60 +203,37 @@ class DecisionMaker:
         action = self.next_action(engine_has_work)
         sequence = self._sequence
         self._sequence += 1
+        decision = LoopDecision(sequence=sequence, action=action, digest=digest)
         match action:
             case LoopAction.STEP:
-                return LoopDecision(
-                    sequence=sequence,
-                    action=action,
-                    admit=self._take_admissible(),
-                    abort=self._take_aborts(),
-                    burst_steps=self._burst_steps,
-                    digest=digest,
-                )
+                admit, abort = self._take_admissible(), self._take_aborts()
+                return replace(decision, admit=admit, abort=abort, burst_steps=self._burst_steps)
             case LoopAction.PULL_MODEL_STATE_DICT | LoopAction.WAKE:
-                publication, self._pull = self._pull, None
-                if action is LoopAction.WAKE:
-                    self._transition = None
-                return LoopDecision(sequence=sequence, action=action, publication=publication, digest=digest)
+                decision = replace(decision, publication=self._publication)
+                self._change = self._publication = None
             case LoopAction.SLEEP:
-                self.slept()
+                self._change = None
+                self.state = ServingState.ASLEEP
             case LoopAction.CLOSE:
-                self.closed()
+                self._change = self._publication = None
+                self.state = ServingState.CLOSED
             case LoopAction.IDLE:
                 pass
-        return LoopDecision(sequence=sequence, action=action, digest=digest)
+        return decision
 
     # What came of it.
 
     def verified(self, version: PolicyVersion) -> None:
-        """A pull was loaded and verified: serve it. What waits and is older is superseded, and dropped."""
-        if self._pull is not None and self._pull.version < version:
-            self._pull = None
-            if self._transition is LoopAction.WAKE:
-                self._transition = None  # the engine that pulled is awake
-        self._state = ServingState.SERVING
-        self._reason = ""
-        self._version = version
-        self._newest = version if self._newest is None else max(self._newest, version)
+        """A pull was loaded and verified: serve it."""
+        self.state = ServingState.SERVING
+        self.reason = ""
+        self.version = version
 
     def failed(self, reason: str) -> None:
         """A pull failed: what the engine holds is unknown, so nothing is served."""
-        self._state = ServingState.STALE
-        self._reason = reason
-        self._version = None
-
-    def slept(self) -> None:
-        """SLEEP was decided: from now on nothing comes in."""
-        self._transition = None
-        self._pull = None
-        self._state = ServingState.ASLEEP
-
-    def closed(self) -> None:
-        """CLOSE was decided."""
-        self._closing = True
-        self._transition = None
-        self._pull = None
-        self._state = ServingState.CLOSED
+        self.state = ServingState.STALE
+        self.reason = reason
+        self.version = None
 
     def finished(self, request_id: str) -> None:
         """The engine is done with an admitted request, whatever the reason."""
@@ -295,14 +250,13 @@ class DecisionMaker:
         if self._closing:
             raise GeneratorFailed("the generator was closed")
 
-    def _keep_newest(self, publication: Publication) -> None:
+    def _ask(self, change: LoopAction, publication: Publication) -> None:
         if self._newest is not None and publication.version < self._newest:
-            raise WeightsError(f"{publication.version} is older than {self._newest}, which this generator has served")
-        if self._pull is None or publication.version >= self._pull.version:
-            self._pull = publication
+            raise WeightsError(f"{publication.version} is older than {self._newest}, which was asked for before")
+        self._change, self._publication, self._newest = change, publication, publication.version
 
     def _is_admissible(self, request: GenerationRequest) -> bool:
-        return self._version is not None and request.min_version <= self._version
+        return self.version is not None and request.min_version <= self.version
 
     def _has_admissible(self) -> bool:
         return any(self._is_admissible(request) for request in self._waiting.values())

@@ -1,4 +1,4 @@
-"""What the loop needs from an engine. One thread builds it and calls it; only `validate` and `stats` are for all.
+"""What the loop needs from an engine. One thread builds it and calls it; only `validate` is for all.
 
 Contract of every implementation, on all ranks of one generator alike:
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises lower temperatures (other than 0) to this, so the logprobs would not be those that were asked for."""
-COUNTERS = ("steps", "sampled_tokens", "prompt_tokens", "prefix_cache_queries", "prefix_cache_hits", "finished")
-"""Of `Engine.stats`, in every implementation."""
 STRONGEST_PENALTY = 2.0
 """Bound on presence and frequency penalties, either way: vLLM's own."""
 
@@ -101,13 +99,6 @@ class Engine(Protocol):
 
     def wake(self) -> None:
         """Take the memory back."""
-
-    def stats(self) -> dict[str, float]:
-        """Counters since the start; thread-safe.
-
-        Among them `prefix_cache_queries` and `prefix_cache_hits`: prompt tokens that were looked up in the prefix
-        cache, and those of them whose KV was there.
-        """
 
     def close(self) -> None:
         """Give everything up; the last call."""

@@ -19,35 +19,42 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, RequestError
-from titan_rl.generation.callers import Callers, PullCaller, promise
-from titan_rl.generation.channel import DecisionChannel
 from titan_rl.generation.decisions import DecisionMaker, LoopAction, LoopDecision, ServingState
 from titan_rl.generation.engine import Engine
-from titan_rl.generation.lockstep import LoadPublication, Lockstep, Outcome, PullOutcome, Verify
-from titan_rl.generation.reports import LoopStatus, PullReport
-from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
+from titan_rl.generation.lockstep import DecisionChannel, Lockstep, Outcome, PullOutcome
+from titan_rl.generation.reports import PullReport
+from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import Publication
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """Who waits for what comes of a change of weights. The engine thread resolves every future here, exactly once."""
+
+    pulls: list[tuple[float, Future[PullReport]]] = field(default_factory=list)  # with the time of the call
+    sleeps: list[Future[int]] = field(default_factory=list)
+
+    def futures(self) -> list[Future[Any]]:
+        return [*(future for _, future in self.pulls), *self.sleeps]
 
 
 class EngineLoop:
     """One rank's engine thread.
 
     Args:
-        make_engine: builds the engine, in the engine thread.
+        make_lockstep: builds the engine and what applies decisions to it, in the engine thread.
         rank: of this process within its generator.
         world_size: ranks of the generator.
         burst_steps: engine steps per decision; with one rank there is no broadcast to amortise and each decision
             is one step.
         heartbeat_seconds: an idle rank 0 sends a decision at least this often.
         channel: carries decisions from rank 0 to the others.
-        load_publication: reads a publication; see `lockstep.LoadPublication`.
-        verify: checks what the engine serves; see `lockstep.Verify`.
-        keep_cache: whether a pull leaves the KV of older weights in use; see `GeneratorConfig.keep_prefix_cache`.
         on_completions: rank 0 gets finished and aborted requests here, in the engine thread (in the thread that
             calls `abort` for a request that never reached the engine). It must be quick and must not raise.
         on_pieces: the same for what requests that stream have sampled, once per decision.
@@ -58,28 +65,22 @@ class EngineLoop:
 
     def __init__(
         self,
-        make_engine: Callable[[], Engine],
+        make_lockstep: Callable[[], Lockstep],
         *,
         rank: int,
         world_size: int,
         burst_steps: int,
         heartbeat_seconds: float,
         channel: DecisionChannel,
-        load_publication: LoadPublication,
-        verify: Verify,
         on_completions: Callable[[list[Completion]], None],
         on_pieces: Callable[[list[Piece]], None],
         on_fatal: Callable[[BaseException], None],
-        keep_cache: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._make_engine = make_engine
+        self._make_lockstep = make_lockstep
         self._rank = rank
         self._heartbeat_seconds = heartbeat_seconds
         self._channel = channel
-        self._load_publication = load_publication
-        self._verify = verify
-        self._keep_cache = keep_cache
         self._on_completions = on_completions
         self._on_pieces = on_pieces
         self._on_fatal = on_fatal
@@ -88,14 +89,14 @@ class EngineLoop:
         self._inbox = DecisionMaker(burst_steps=burst_steps if world_size > 1 else 1)
         self._submitted_at: dict[str, float] = {}  # of waiting requests
         self._queued_for: dict[str, float] = {}  # of requests in the engine
-        self._pull_callers: list[PullCaller] = []
-        self._sleep_callers: list[Future[int]] = []
-        self._callers = Callers()  # of the decision that is being applied
+        self._waiting = _Waiting()  # for a change that is not decided yet
+        self._served = _Waiting()  # for the decision that is being applied
         self._failure: BaseException | None = None
         self._engine: Engine | None = None
-        self._progress = (0, 0)  # decisions applied and the digest after them
-        self._ready: Future[None] = promise()
-        self._ended: Future[None] = promise()
+        self.progress = (0, 0)
+        """Decisions that were applied, and the digest of them and of what came of them."""
+        self._ready: Future[None] = _promise()
+        self._ended: Future[None] = _promise()
         self._thread = threading.Thread(target=self._run, name=f"engine-loop-{rank}", daemon=True)
 
     # For the caller's threads.
@@ -159,19 +160,19 @@ class EngineLoop:
     def pull(self, publication: Publication) -> Future[PullReport]:
         """Load, verify and serve a publication between two decisions; requests in flight go on under it.
 
-        Of several pulls that wait only the newest is loaded, and all their futures resolve with it. The future
+        Of several pulls that wait only the last is loaded, and all their futures resolve with it. The future
         fails with WeightsError when the pull does: then requests in flight come back aborted with their tokens so
         far, and requests are refused until a pull succeeds.
 
         Raises:
-            WeightsError: older than what was served here before.
+            WeightsError: older than what was asked for before.
             GeneratorNotServing: asleep.
             GeneratorFailed: crashed or closed, with the cause.
         """
         with self._changed:
             self._leading_engine()
             self._inbox.pull(publication)
-            return self._await_pull(publication)
+            return self._await_pull()
 
     def sleep(self) -> Future[int]:
         """Stop serving and give up memory. Everything in flight comes back aborted with its tokens so far.
@@ -186,8 +187,8 @@ class EngineLoop:
         with self._changed:
             self._leading_engine()
             self._inbox.sleep()
-            future: Future[int] = promise()
-            self._sleep_callers.append(future)
+            future: Future[int] = _promise()
+            self._waiting.sleeps.append(future)
             self._changed.notify()
             return future
 
@@ -196,7 +197,7 @@ class EngineLoop:
         with self._changed:
             self._leading_engine()
             self._inbox.wake(publication)
-            return self._await_pull(publication)
+            return self._await_pull()
 
     def close(self) -> Future[None]:
         """End the loop on all ranks and give the engine up; whatever is in flight comes back aborted.
@@ -210,46 +211,30 @@ class EngineLoop:
                 self._changed.notify()
             return self._ended
 
-    def status(self) -> LoopStatus:
-        """The loop as it is after the last applied decision; never fails and never waits for a step."""
-        with self._changed:
-            inbox, engine = self._inbox, self._engine
-            decisions, digest = self._progress
-            return LoopStatus(
-                rank=self._rank,
-                state=inbox.state,
-                reason=inbox.reason,
-                version=inbox.version,
-                running=0 if engine is None else len(engine.running()),
-                waiting=inbox.waiting,
-                decisions=decisions,
-                digest=f"{digest:016x}",
-                failure="" if self._failure is None else str(self._failure),
-                engine={} if engine is None else engine.stats(),
-            )
+    @property
+    def state(self) -> ServingState:
+        """Of rank 0."""
+        return self._inbox.state
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """The verified version on rank 0, also while asleep; None before the first pull and after a failed one."""
+        return self._inbox.version
 
     # In the engine thread.
 
     def _run(self) -> None:
         try:
-            engine = self._make_engine()
+            lockstep = self._make_lockstep()
+            engine = lockstep.engine
             self._channel.open()
         except BaseException as error:
             self._die(error)
             self._ready.set_exception(error)
             return
-        lockstep = Lockstep(
-            engine,
-            rank=self._rank,
-            channel=self._channel,
-            load_publication=self._load_publication,
-            verify=self._verify,
-            keep_cache=self._keep_cache,
-            clock=self._clock,
-        )
         with self._changed:
             self._engine = engine
-            self._progress = (lockstep.decisions, lockstep.digest)
+            self.progress = (lockstep.decisions, lockstep.digest)
         self._ready.set_result(None)
         try:
             if self._rank == 0:
@@ -272,7 +257,7 @@ class EngineLoop:
             self._channel.send(decision)
             decided_at = self._clock()
             outcome = lockstep.apply(decision)
-            self._progress = (lockstep.decisions, lockstep.digest)
+            self.progress = (lockstep.decisions, lockstep.digest)
             self._settle(decision, outcome, decided_at)
 
     def _follow(self, lockstep: Lockstep) -> None:
@@ -280,14 +265,8 @@ class EngineLoop:
         while action is not LoopAction.CLOSE:
             decision = self._channel.receive()
             action = decision.action
-            outcome = lockstep.apply(decision)
-            self._progress = (lockstep.decisions, lockstep.digest)
-            with self._changed:
-                self._note(outcome.pull)
-                if action is LoopAction.SLEEP:
-                    self._inbox.slept()
-                elif action is LoopAction.CLOSE:
-                    self._inbox.closed()
+            lockstep.apply(decision)
+            self.progress = (lockstep.decisions, lockstep.digest)
 
     def _next_decision(self, engine: Engine, digest: int) -> LoopDecision:
         """Wait for something to do, for a heartbeat at most, and take it out of the inbox with those who asked."""
@@ -297,30 +276,22 @@ class EngineLoop:
                 lambda: self._inbox.next_action(has_work) is not LoopAction.IDLE, timeout=self._heartbeat_seconds
             )
             decision = self._inbox.decide(has_work, digest)
-            match decision.action:
-                case LoopAction.STEP:
-                    now = self._clock()
-                    for request in decision.admit:
-                        self._queued_for[request.request_id] = now - self._submitted_at.pop(request.request_id)
-                case LoopAction.PULL_MODEL_STATE_DICT | LoopAction.WAKE:
-                    self._callers, self._pull_callers = Callers(pull=self._pull_callers), []
-                case LoopAction.SLEEP | LoopAction.CLOSE:
-                    self._callers = Callers(pull=self._pull_callers, sleep=self._sleep_callers)
-                    self._pull_callers, self._sleep_callers = [], []
-                case LoopAction.IDLE:
-                    pass
+            now = self._clock()
+            for request in decision.admit:
+                self._queued_for[request.request_id] = now - self._submitted_at.pop(request.request_id)
+            if decision.action not in (LoopAction.STEP, LoopAction.IDLE):
+                self._served, self._waiting = self._waiting, _Waiting()
             return decision
 
     def _settle(self, decision: LoopDecision, outcome: Outcome, decided_at: float) -> None:
         """Tell everybody what came of a decision."""
-        completions = outcome.completions
+        completions, pull = outcome.completions, outcome.pull
         with self._changed:
-            callers, self._callers = self._callers, Callers()
-            if outcome.pull is not None and outcome.pull.error is None:
-                served = outcome.pull.publication.version  # asked for while a newer one was pulled: superseded too
-                callers.pull += [caller for caller in self._pull_callers if caller.version < served]
-                self._pull_callers = [caller for caller in self._pull_callers if caller.version >= served]
-            self._note(outcome.pull)
+            served = self._served if decision.action not in (LoopAction.STEP, LoopAction.IDLE) else _Waiting()
+            if pull is not None and pull.error is not None:
+                self._inbox.failed(str(pull.error))
+            elif pull is not None:
+                self._inbox.verified(pull.publication.version)
             for completion in completions:
                 self._inbox.finished(completion.request_id)
                 completion.metrics["seconds_queued"] = self._queued_for.pop(completion.request_id)
@@ -330,33 +301,25 @@ class EngineLoop:
             self._on_pieces(outcome.pieces)
         if completions:
             self._on_completions(completions)
-        closed = GeneratorFailed("the generator was closed") if decision.action is LoopAction.CLOSE else None
-        for sleeper in callers.sleep:
-            if closed is not None:
-                sleeper.set_exception(closed)
+        if decision.action is LoopAction.CLOSE:
+            for future in served.futures():
+                future.set_exception(GeneratorFailed("the generator was closed"))
+            return
+        for sleeper in served.sleeps:
+            sleeper.set_result(outcome.freed_bytes)
+        for asked_at, puller in served.pulls:
+            if pull is None:
+                puller.set_exception(GeneratorNotServing("asleep"))
+            elif pull.error is not None:
+                puller.set_exception(pull.error)
             else:
-                sleeper.set_result(outcome.freed_bytes)
-        for caller in callers.pull:
-            if outcome.pull is None:
-                caller.future.set_exception(closed or GeneratorNotServing("asleep"))
-            else:
-                caller.tell(outcome.pull, decided_at)
-
-    def _note(self, pull: PullOutcome | None) -> None:
-        """Bring the serving state up to date after a pull, on any rank."""
-        if pull is not None and pull.error is not None:
-            self._inbox.failed(str(pull.error))
-        elif pull is not None:
-            self._inbox.verified(pull.publication.version)
+                puller.set_result(_report(pull, seconds_waited=max(0.0, decided_at - asked_at)))
 
     def _die(self, error: BaseException) -> None:
         """Fail everything that is outstanding; later calls fail by themselves."""
         with self._changed:
             self._failure = error
-            pulls = self._callers.pull + self._pull_callers
-            sleeps = self._callers.sleep + self._sleep_callers
-        futures: list[Future[Any]] = [*(caller.future for caller in pulls), *sleeps, self._ended]
-        for future in futures:
+        for future in [*self._served.futures(), *self._waiting.futures(), self._ended]:
             if not future.done():
                 future.set_exception(self._failed())
 
@@ -378,11 +341,11 @@ class EngineLoop:
             raise GeneratorNotServing("the engine is not built yet")
         return self._engine
 
-    def _await_pull(self, publication: Publication) -> Future[PullReport]:
-        caller = PullCaller(version=publication.version, asked_at=self._clock())
-        self._pull_callers.append(caller)
+    def _await_pull(self) -> Future[PullReport]:
+        future: Future[PullReport] = _promise()
+        self._waiting.pulls.append((self._clock(), future))
         self._changed.notify()
-        return caller.future
+        return future
 
     def _unstarted(self, request: GenerationRequest) -> Completion:
         """An aborted completion of a request that no engine has seen."""
@@ -394,3 +357,21 @@ class EngineLoop:
             finish_reason=FinishReason.ABORT,
             metrics={"seconds_queued": self._clock() - self._submitted_at.pop(request.request_id)},
         )
+
+
+def _promise() -> Future[Any]:
+    """A future that its holder cannot cancel: the engine thread will resolve it, whoever still waits."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def _report(pull: PullOutcome, *, seconds_waited: float) -> PullReport:
+    return PullReport(
+        version=pull.publication.version,
+        seconds_waited=seconds_waited,
+        seconds_copied=pull.seconds_copied,
+        seconds_verifying=pull.seconds_verifying,
+        bytes=pull.publication.manifest.nbytes,
+        requests_in_flight=pull.requests_in_flight,
+    )

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from titan_rl.generation.decisions import LoopDecision
-from titan_rl.wire import PackedRequests
+from titan_rl.types import GenerationRequest
+from titan_rl.wire import pack
 
 _MESSAGE_BYTES = 2048
 """Holds every decision that admits nothing, and a STEP that admits a few short requests."""
@@ -82,7 +83,7 @@ class GlooChannel:
 
 
 def _encode(decision: LoopDecision) -> bytes:
-    packed = PackedRequests.pack(decision.admit) if decision.admit else None
+    packed = pack(GenerationRequest, decision.admit) if decision.admit else None
     return pickle.dumps((dataclasses.replace(decision, admit=()), packed), protocol=pickle.HIGHEST_PROTOCOL)
 
 

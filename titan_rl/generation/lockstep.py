@@ -7,27 +7,120 @@ waits in a collective for a rank that gave up.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
 
 from titan_rl.errors import LockstepError, WeightsError
-from titan_rl.generation.channel import DecisionChannel
 from titan_rl.generation.decisions import LoopAction, LoopDecision
-from titan_rl.generation.digest import RunningDigest
 from titan_rl.generation.engine import Engine
-from titan_rl.types import Completion, Piece
+from titan_rl.types import Completion, Piece, PolicyVersion
 from titan_rl.weights.manifest import Publication
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_DIGEST_BYTES = 8
 
 LoadPublication = Callable[[Publication], "Iterable[tuple[str, Tensor]]"]
 """Whole tensors of a publication under Hugging Face names; raises WeightsError."""
 Verify = Callable[[Publication, Engine], int]
 """Compares what the engine serves with the manifest; raises WeightsError; returns the combined fingerprint. May use
 collectives over the generator's ranks: it runs on all of them or on none."""
+
+
+class DecisionChannel(Protocol):
+    """Carries decisions from rank 0 to all ranks. Every rank calls the same methods in the same order."""
+
+    def open(self) -> None:
+        """Called once by every rank, after its engine is built."""
+
+    def send(self, decision: LoopDecision) -> None:
+        """Rank 0: hand a decision to every other rank."""
+
+    def receive(self) -> LoopDecision:
+        """Other ranks: wait for the next decision."""
+
+    def gather_failures(self, failure: str) -> list[str]:
+        """Tell all ranks how this one fared; empty means well.
+
+        Returns:
+            One entry per rank, the same on all ranks.
+        """
+
+    def close(self) -> None:
+        """Called once by every rank, before its engine is closed."""
+
+
+class SoloChannel:
+    """World size 1: there is nobody to tell."""
+
+    def open(self) -> None:
+        pass
+
+    def send(self, decision: LoopDecision) -> None:
+        pass
+
+    def receive(self) -> LoopDecision:
+        raise RuntimeError("a generator of one rank has no follower")
+
+    def gather_failures(self, failure: str) -> list[str]:
+        return [failure]
+
+    def close(self) -> None:
+        pass
+
+
+class RunningDigest:
+    """64-bit digest of what a rank did and what came out of it.
+
+    Two ranks that applied the same decisions and computed the same things have equal digests; any difference stays
+    visible for ever after. What goes in: every decision, every sampled token of every step, the fingerprint of every
+    loaded version. Nothing that may rightly differ between ranks (time, addresses) goes in.
+    """
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+
+    @property
+    def value(self) -> int:
+        """Unsigned 64-bit."""
+        return int.from_bytes(self._hash.copy().digest(), "little")
+
+    def add_decision(self, decision: LoopDecision) -> None:
+        """A decision that is about to be applied."""
+        version = "" if decision.publication is None else decision.publication.version
+        self._hash.update(
+            f"{decision.sequence}|{decision.action}|{decision.burst_steps}|{version}|{decision.abort}|".encode()
+        )
+        for request in decision.admit:
+            self._hash.update(f"{request.request_id}|{request.seed}|{request.sampling}|".encode())
+            self._hash.update(request.prompt_token_ids.astype(np.int32, copy=False).tobytes())
+
+    def add_sampled(self, token_ids: np.ndarray) -> None:
+        """Every token of one engine step, in the engine's order; [N] int32."""
+        self._hash.update(token_ids.tobytes())
+
+    def add_loaded(self, version: PolicyVersion, fingerprint: int | None) -> None:
+        """The outcome of a pull; None: it failed."""
+        self._hash.update(f"loaded|{version}|{fingerprint}|".encode())
+
+    def check(self, decision: LoopDecision, rank: int) -> None:
+        """Compare with rank 0, before `decision` is applied.
+
+        Raises:
+            LockstepError: this rank did or computed something else than rank 0.
+        """
+        if decision.digest != self.value:
+            raise LockstepError(
+                f"rank {rank} differs from rank 0 before decision {decision.sequence} ({decision.action}): digest "
+                f"{self.value:016x}, rank 0 has {decision.digest:016x}; the ranks sampled different tokens, loaded "
+                f"different weights or applied different decisions"
+            )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,7 +164,7 @@ class Lockstep:
         Args:
             keep_cache: whether KV of older weights stays in use after a pull; see `GeneratorConfig.keep_prefix_cache`.
         """
-        self._engine = engine
+        self.engine = engine
         self._rank = rank
         self._channel = channel
         self._load_publication = load_publication
@@ -103,7 +196,7 @@ class Lockstep:
         self._digest.check(decision, self._rank)
         self._digest.add_decision(decision)
         self._decisions += 1
-        engine = self._engine
+        engine = self.engine
         match decision.action:
             case LoopAction.STEP:
                 return self._step(decision)
@@ -121,7 +214,7 @@ class Lockstep:
                 return Outcome()
 
     def _step(self, decision: LoopDecision) -> Outcome:
-        engine = self._engine
+        engine = self.engine
         completions = engine.abort(decision.abort) if decision.abort else []
         for request in decision.admit:
             engine.add(request)
@@ -137,7 +230,7 @@ class Lockstep:
         publication = decision.publication
         if publication is None:
             raise LockstepError(f"decision {decision.sequence} ({decision.action}) carries no publication")
-        engine = self._engine
+        engine = self.engine
         pull = PullOutcome(publication=publication, requests_in_flight=len(engine.running()))
         started = self._clock()
         pull.error = self._together(publication, lambda: self._load(publication))
@@ -157,9 +250,9 @@ class Lockstep:
         return Outcome(completions=completions, pull=pull)
 
     def _load(self, publication: Publication) -> None:
-        self._engine.load_weights(self._load_publication(publication), publication.version)
+        self.engine.load_weights(self._load_publication(publication), publication.version)
         if not self._keep_cache:
-            self._engine.drop_cache()
+            self.engine.drop_cache()
 
     def _together(self, publication: Publication, work: Callable[[], None]) -> WeightsError | None:
         """Do this rank's part, then learn how all ranks fared."""

@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from titan_rl.generation.channel import DecisionChannel, SoloChannel
 from titan_rl.generation.config import ENGINES, GeneratorConfig
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.gloo_channel import GlooChannel
+from titan_rl.generation.lockstep import DecisionChannel, Lockstep, SoloChannel
 from titan_rl.importing import import_name
 from titan_rl.types import Completion, Piece
 from titan_rl.weights.manifest import Publication
@@ -38,16 +38,23 @@ def make_engine_loop(
     def check(publication: Publication, engine: Engine) -> int:
         return puller.verify(publication, engine.served_shards(), gloo.group if gloo is not None else None)
 
+    def make_lockstep() -> Lockstep:
+        return Lockstep(
+            import_name(config.engine, ENGINES)(config, model_path, device),
+            rank=rank,
+            channel=channel,
+            load_publication=puller.tensors,
+            verify=check,
+            keep_cache=config.keep_prefix_cache,
+        )
+
     return EngineLoop(
-        lambda: import_name(config.engine, ENGINES)(config, model_path, device),
+        make_lockstep,
         rank=rank,
         world_size=world_size,
         burst_steps=config.burst_steps,
         heartbeat_seconds=config.heartbeat_seconds,
         channel=channel,
-        load_publication=puller.tensors,
-        verify=check,
-        keep_cache=config.keep_prefix_cache,
         on_completions=on_completions,
         on_pieces=on_pieces,
         on_fatal=on_fatal,

@@ -1,10 +1,10 @@
-"""What a generator tells about itself: plain data that crosses process boundaries."""
+"""How pulls went: plain data that crosses process boundaries."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from titan_rl.generation.decisions import ServingState
+from titan_rl.errors import WeightsError
 from titan_rl.types import PolicyVersion
 
 
@@ -13,9 +13,7 @@ class PullReport:
     """A pull that ended with verified weights."""
 
     version: PolicyVersion
-    """What is served now."""
-    superseded: bool = False
-    """True when the caller asked for an older version, which a newer one overtook while it waited."""
+    """What is served now: what was asked for, or a newer version that came before it was loaded."""
     seconds_waited: float
     """From the call to the decision: the running burst, and pulls before it."""
     seconds_copied: float
@@ -27,25 +25,23 @@ class PullReport:
     """Requests that go on under the new weights with the tokens they have."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopStatus:
-    """One moment of an engine loop."""
+@dataclass(frozen=True, slots=True)
+class FleetPull:
+    """How one pull went, over the whole fleet."""
 
-    rank: int
-    state: ServingState
-    """On a follower: whether its loop runs (SERVING) or has ended (CLOSED)."""
-    reason: str
-    """Why the state is STALE."""
-    version: PolicyVersion | None
-    running: int
-    """Requests in the engine."""
-    waiting: int
-    """Requests that are not in the engine yet."""
-    decisions: int
-    """Applied so far."""
-    digest: str
-    """Hexadecimal; equal on all ranks that applied the same decisions."""
-    failure: str
-    """Why the loop died; empty while it lives."""
-    engine: dict[str, float] = field(default_factory=dict)
-    """The engine's own counters: steps, tokens, prefix-cache queries and hits, …"""
+    version: PolicyVersion
+    reports: dict[str, PullReport]
+    """Of the generators that serve the version, or a newer one that overtook it."""
+    failures: dict[str, str]
+    """Of those that do not: why."""
+
+    def require_served(self) -> FleetPull:
+        """This pull, if anybody serves the version.
+
+        Raises:
+            WeightsError: nobody does; names every generator and why.
+        """
+        if not self.reports:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.failures.items())
+            raise WeightsError(f"{self.version} is served by nobody: {reasons}")
+        return self

@@ -17,7 +17,7 @@ import numpy as np
 
 from titan_rl.errors import ConfigError
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.generation.engine import COUNTERS, StepOutput, validate_request
+from titan_rl.generation.engine import StepOutput, validate_request
 from titan_rl.types import NO_VERSION, Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import TensorShard
 
@@ -110,7 +110,8 @@ class SimulatedEngine:
         self._weights: dict[str, Tensor] = {}
         self._running: dict[str, _Simulated] = {}
         self._streaming: dict[str, _Simulated] = {}  # of those
-        self._counters = dict.fromkeys(COUNTERS, 0.0)
+        self.steps = 0
+        """Taken so far."""
 
     def validate(self, request: GenerationRequest) -> None:
         validate_request(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
@@ -120,7 +121,6 @@ class SimulatedEngine:
         running = self._running[request.request_id] = _Simulated(request, length, self._clock())
         if request.streams:
             self._streaming[request.request_id] = running
-        self._counters["prompt_tokens"] += len(request.prompt_token_ids)
 
     def abort(self, request_ids: Sequence[str]) -> list[Completion]:
         aborted = [self._end(request_id) for request_id in request_ids if request_id in self._running]
@@ -142,10 +142,8 @@ class SimulatedEngine:
             if stopped or len(running.tokens) >= running.length:
                 cut = not stopped and running.length == running.request.sampling.max_new_tokens
                 self._end(running.request.request_id)
-                self._counters["finished"] += 1
                 finished.append(self._complete(running, FinishReason.LENGTH if cut else FinishReason.STOP))
-        self._counters["steps"] += 1
-        self._counters["sampled_tokens"] += len(sampled)
+        self.steps += 1
         return StepOutput(finished, np.array(sampled, dtype=np.int32))
 
     def take_pieces(self) -> list[Piece]:
@@ -193,9 +191,6 @@ class SimulatedEngine:
 
     def wake(self) -> None:
         """Nothing was given up."""
-
-    def stats(self) -> dict[str, float]:
-        return {**self._counters, "running": float(len(self._running))}
 
     def close(self) -> None:
         self._running.clear()

@@ -2,7 +2,7 @@
 
     admit ─▶ submit ─▶ dispatcher ─▶ engines ─▶ finish ─▶ take ─▶ train ─▶ publish ─▶ gate ─▶ engines pull ─▶ admit …
 
-`GroupBuffer`, `Dispatcher`, the routing strategies, `FleetHealth` and `ServingGate` are those of a real run, driven as
+`GroupBuffer`, `Dispatcher`, the routing strategies, and `Fleet` are those of a real run, driven as
 the controller and the router drive them; only what computes is replaced. Transport costs nothing here: messages,
 routing and bookkeeping take no time.
 
@@ -34,8 +34,7 @@ from titan_rl.planner.engine import PlannedEngine, Sequence
 from titan_rl.planner.scenario import Scenario
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Assignment, Dispatcher
-from titan_rl.routing.fleet import FleetHealth
-from titan_rl.routing.gate import ServingGate
+from titan_rl.routing.fleet import Fleet
 from titan_rl.routing.strategies import build_strategy
 from titan_rl.scheduling.group import Group
 from titan_rl.scheduling.group_buffer import INITIAL_VERSION, GroupBuffer
@@ -161,8 +160,7 @@ class _Simulation:
         )
         strategy = build_strategy(RouterConfig(strategy=scenario.strategy))
         self._dispatcher = Dispatcher(strategy)
-        self._fleet = FleetHealth(strategy)
-        self._gate = ServingGate(self._fleet, mode=scenario.weight_sync, max_syncing=scenario.max_syncing)
+        self._fleet = Fleet(strategy, mode=scenario.weight_sync, max_syncing=scenario.max_syncing)
         self._engines = {
             f"generator{index}": PlannedEngine(scenario.engine, INITIAL_VERSION) for index in range(scenario.generators)
         }
@@ -183,10 +181,10 @@ class _Simulation:
     def run(self) -> Result:
         for name in self._engines:
             self._fleet.add(name)
-        self._gate.ask(INITIAL_VERSION)
-        for name in self._gate.startable(self._dispatcher.load):
-            self._gate.pulling(name)
-            self._gate.verified(name, INITIAL_VERSION)
+        self._fleet.ask(INITIAL_VERSION)
+        for name in self._fleet.startable(self._dispatcher.load):
+            self._fleet.pulling(name)
+            self._fleet.verified(name, INITIAL_VERSION)
         self._admit()
         while self._buffer.trainer_version.step < self._scenario.steps:
             self._now, _, name, action = heapq.heappop(self._events)
@@ -311,7 +309,7 @@ class _Simulation:
 
     def _published(self, version: PolicyVersion) -> None:
         self._publishing = False
-        self._gate.ask(version)
+        self._fleet.ask(version)
         self._behind = len(self._engines)
         self._sync()
         if self._buffer.trainer_version > version:
@@ -321,18 +319,18 @@ class _Simulation:
     # Weights.
 
     def _sync(self) -> None:
-        for name in self._gate.startable(self._dispatcher.load):
-            if self._gate.must_drain(name) and self._dispatcher.in_flight(name):
+        for name in self._fleet.startable(self._dispatcher.load):
+            if self._fleet.must_drain(name) and self._dispatcher.in_flight(name):
                 self._draining.add(name)
             else:
                 self._pull(name)
 
     def _pull(self, name: str) -> None:
-        self._engines[name].pull(self._gate.pulling(name), self._now)
+        self._engines[name].pull(self._fleet.pulling(name), self._now)
         self._schedule(name)
 
     def _verified(self, name: str, version: PolicyVersion) -> None:
-        self._gate.verified(name, version)
+        self._fleet.verified(name, version)
         target = self._fleet.target
         if self._dispatcher.waiting:
             self._send(self._dispatcher.reconsider(self._now))

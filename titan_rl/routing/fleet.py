@@ -1,25 +1,44 @@
-"""The state of every generator, and the only ways from one state to another.
-
-There is no way to SERVING but through `pull_verified`, and no generator goes back to an older version. A version that
-was overtaken by a newer publication is served until the newer one is there: a request's `min_version` keeps those away
-that must not have it. DEAD is final; a replacement is a new generator with a new name.
+"""The one state machine of the generators behind a router: who serves, and who takes new weights when.
 
     RECOVERING ─▶ SYNCING ─ verified ─▶ SERVING ─ drain ─▶ SYNCING            any ─▶ DEAD
                      │  ▲                  │ └─ hot swap verified ─▶ SERVING at the new version
                      │  └──── STALE ◀──────┘ pull failed
                      └─ pull failed ─▶ STALE        SERVING ─▶ PINNED, ASLEEP ─▶ SYNCING
 
-Pure: no asyncio, no torch, no Monarch. Whoever calls does the I/O.
+It decides; the actor waits for idleness, pulls, and reports back:
+
+    ask(v) ─▶ startable(): [g0]  ─▶ (drain: wait until g0 is idle) ─▶ pulling(g0) = v ─▶ verified(g0, v) | failed(g0, …)
+
+Always true, after every method:
+
+- there is no way to SERVING but through `verified`, and no generator goes back to an older version; DEAD is final: a
+  replacement is a new generator with a new name;
+- a generator that drains or pulls to come to serve takes no requests; in `hot_swap` one that serves goes on serving;
+- at most `max_syncing` generators that served are closed at once (0: any number); those that serve nothing anyway
+  (new, stale, asleep) start at once;
+- a pinned generator stays at its version and is never the last one that served when it was pinned;
+- a generator is under one pull at a time, which takes the newest version that was asked for when it begins; a failed
+  one is tried again `retries` times per version asked for;
+- what was verified serves, though a newer version may have been asked for meanwhile: however fast versions follow each
+  other, every pull that ends well serves those who wait. A request's `min_version` keeps the others away;
+- nobody waits for a generator whose pull is late; it serves nothing until that pull ends.
+
+Pure: no asyncio, no clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
+from titan_rl.errors import GeneratorFailed, GeneratorNotServing, WeightsError
 from titan_rl.types import PolicyVersion
+
+SyncMode = Literal["drain", "hot_swap"]
+
+_NEVER = PolicyVersion(-1, 0)
 
 
 class GeneratorState(StrEnum):
@@ -38,26 +57,19 @@ class GeneratorState(StrEnum):
     STALE = "stale"
     """Its last pull failed or is late; serves nothing until a later pull is verified. The reason is kept."""
     DEAD = "dead"
-    """Its process or engine is gone. Final."""
+    """Its process is gone. Final."""
 
+
+_RECOVERING, _SERVING, _SYNCING, _PINNED, _ASLEEP, _STALE, _DEAD = GeneratorState
 
 _TRANSITIONS: dict[GeneratorState, frozenset[GeneratorState]] = {
-    GeneratorState.RECOVERING: frozenset({GeneratorState.SYNCING, GeneratorState.ASLEEP, GeneratorState.DEAD}),
-    GeneratorState.SERVING: frozenset(
-        {
-            GeneratorState.SERVING,
-            GeneratorState.SYNCING,
-            GeneratorState.PINNED,
-            GeneratorState.ASLEEP,
-            GeneratorState.STALE,
-            GeneratorState.DEAD,
-        }
-    ),
-    GeneratorState.SYNCING: frozenset({GeneratorState.SERVING, GeneratorState.STALE, GeneratorState.DEAD}),
-    GeneratorState.PINNED: frozenset({GeneratorState.SYNCING, GeneratorState.DEAD}),
-    GeneratorState.ASLEEP: frozenset({GeneratorState.SYNCING, GeneratorState.DEAD}),
-    GeneratorState.STALE: frozenset({GeneratorState.SYNCING, GeneratorState.ASLEEP, GeneratorState.DEAD}),
-    GeneratorState.DEAD: frozenset(),
+    _RECOVERING: frozenset({_SYNCING, _ASLEEP, _DEAD}),
+    _SERVING: frozenset({_SERVING, _SYNCING, _PINNED, _ASLEEP, _STALE, _DEAD}),
+    _SYNCING: frozenset({_SERVING, _STALE, _DEAD}),
+    _PINNED: frozenset({_SYNCING, _DEAD}),
+    _ASLEEP: frozenset({_SYNCING, _DEAD}),
+    _STALE: frozenset({_SYNCING, _ASLEEP, _DEAD}),
+    _DEAD: frozenset(),
 }
 
 
@@ -71,6 +83,40 @@ class GeneratorHealth:
     """Last verified version; None before the first."""
     reason: str = ""
     """Why it is STALE or DEAD."""
+    in_sync: bool = False
+    """Under a change of weights, from its drain to its outcome."""
+    pulls: PolicyVersion | None = None
+    """What that change pulls; None in its drain."""
+    closed: bool = False
+    """Served, and was closed to sync; until it serves again, fails or is late."""
+    late: bool = False
+    """The change takes longer than it may."""
+    waking: bool = False
+    """Asleep, and asked to wake; until a pull is verified."""
+    failures: int = 0
+    """Pulls of the target that failed since it was asked for."""
+    reached: PolicyVersion = _NEVER
+    """Verified since it last fell asleep or was pinned."""
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorStatus:
+    """One generator as the router sees it; plain numbers and words."""
+
+    name: str
+    state: str
+    """A `GeneratorState`."""
+    version: str
+    load: int
+    """Estimated tokens in flight."""
+    in_flight: int
+    """Requests that it runs or is about to run."""
+    served: int
+    """Completions given to callers whose last part came from here."""
+    failed: int
+    """Attempts that ended in an error."""
+    last_error: str
+    """Why it is stale or dead."""
 
 
 class FleetListener(Protocol):
@@ -89,13 +135,17 @@ class FleetListener(Protocol):
         ...
 
 
-class FleetHealth:
+class Fleet:
     """All generators of one router, by name."""
 
-    def __init__(self, listener: FleetListener) -> None:
+    def __init__(
+        self, listener: FleetListener, *, mode: SyncMode = "drain", max_syncing: int = 0, retries: int = 1
+    ) -> None:
         self._listener = listener
+        self._mode = mode
+        self._max_syncing = max_syncing
+        self._retries = retries
         self._generators: dict[str, GeneratorHealth] = {}
-        self._serving = 0
         self.target: PolicyVersion | None = None
         """Newest version that anybody was asked to pull."""
 
@@ -111,66 +161,213 @@ class FleetHealth:
         self._generators[name] = GeneratorHealth(name)
 
     @property
-    def anyone_serving(self) -> bool:
-        return self._serving > 0
-
-    @property
     def all_dead(self) -> bool:
-        return bool(self._generators) and all(h.state is GeneratorState.DEAD for h in self)
+        return bool(self._generators) and all(health.state is _DEAD for health in self)
 
-    def aim(self, version: PolicyVersion) -> None:
-        """The whole fleet is to serve `version`. Raises ValueError if that is older than what it was asked before."""
-        if self.target is not None and version < self.target:
-            raise ValueError(f"{version} is older than {self.target}, which the fleet was asked to serve")
-        self.target = version
+    # New weights.
 
-    def sync_started(self, name: str) -> None:
-        """The generator takes no more requests until a pull is verified."""
-        self._move(name, GeneratorState.SYNCING)
-
-    def pull_verified(self, name: str, version: PolicyVersion) -> None:
-        """The engine holds `version` and its fingerprints agree: it serves.
+    def ask(self, version: PolicyVersion) -> None:
+        """The fleet is to serve `version`.
 
         Raises:
-            ValueError: it is older than what was verified here before, or the generator was not SYNCING or SERVING.
+            WeightsError: it is older than what was asked for before. A newer incarnation is newer than any step of
+                the one before.
         """
-        health = self._generators[name]
-        if health.state is GeneratorState.DEAD:
+        if self.target is not None and version < self.target:
+            raise WeightsError(
+                f"pull refused: {version} is older than {self.target}, which the fleet was asked to serve"
+            )
+        for health in self:
+            # Asked for again: what failed gets its attempts anew.
+            if version != self.target or not health.in_sync:
+                health.failures = 0
+        self.target = version
+
+    def startable(self, load: Callable[[str], int]) -> list[str]:
+        """Generators whose sync is to begin now. Each is in a sync from here until `verified`, `failed` or `died`.
+
+        Where only some may close at once, those with the oldest version go first, and of equals those with the least
+        load: an idle one is back at once, a busy one holds its place for a whole drain.
+        """
+        started = []
+        waiting = [health for health in self if self._wants(health)]
+        for health in sorted(waiting, key=lambda health: (health.version or _NEVER, load(health.name))):
+            if health.state is _SERVING and self._mode == "drain":
+                if self._max_syncing and sum(each.closed for each in self) >= self._max_syncing:
+                    continue
+                health.closed = True
+                self.move(health.name, _SYNCING)
+            elif health.state not in (_SERVING, _SYNCING):
+                self.move(health.name, _SYNCING)
+            health.in_sync, health.pulls = True, None
+            started.append(health.name)
+        return started
+
+    def must_drain(self, name: str) -> bool:
+        """Whether the sync that has begun waits until the generator is idle."""
+        return self[name].state is _SYNCING
+
+    def pulling(self, name: str) -> PolicyVersion:
+        """The pull itself begins now: this is what to pull.
+
+        Raises:
+            GeneratorFailed: the generator died in its drain.
+        """
+        health = self[name]
+        if not health.in_sync:
+            raise GeneratorFailed(f"{name} was to pull, but died before that: {health.reason}")
+        assert self.target is not None
+        health.pulls = self.target
+        return self.target
+
+    def verified(self, name: str, version: PolicyVersion) -> None:
+        """The pull ended well, and the generator serves. If a newer version was asked for meanwhile, `startable` names
+        it again: let in who waits before that."""
+        health = self[name]
+        if health.state is _DEAD:
             return
-        if health.version is not None and version < health.version:
-            raise ValueError(f"generator {name} cannot go back from {health.version} to {version}")
-        health.version = version
-        self._move(name, GeneratorState.SERVING)
+        self._ended(health)
+        health.waking, health.failures, health.reached = False, 0, version
+        self.move(name, _SERVING, version=version)
 
-    def pull_failed(self, name: str, reason: str) -> None:
-        """The pull ended without verified weights; nothing may be served from here."""
-        if self._generators[name].state is not GeneratorState.DEAD:
-            self._move(name, GeneratorState.STALE, reason)
+    def failed(self, name: str, reason: str) -> None:
+        """The pull ended without verified weights; the generator serves nothing."""
+        health = self[name]
+        if health.state is _DEAD:
+            return
+        if health.pulls in (None, self.target):  # of an overtaken version it says nothing about the target
+            health.failures += 1
+        self._ended(health)
+        self.move(name, _STALE, reason=reason)
 
-    def pinned(self, name: str) -> None:
-        """Leased at the version it serves; ends with `sync_started`."""
-        self._move(name, GeneratorState.PINNED)
+    def late(self, name: str, reason: str) -> None:
+        """The sync takes longer than it may, and goes on: the generator serves nothing, and nobody waits for it, until
+        `verified`, `failed` or `died`. Nothing happens where one of these came first."""
+        health = self[name]
+        if health.in_sync and not health.late:
+            health.late, health.closed = True, False
+            self.move(name, _STALE, reason=reason)
 
-    def slept(self, name: str) -> None:
-        self._move(name, GeneratorState.ASLEEP)
+    def settled(self, version: PolicyVersion) -> bool:
+        """Whether no generator is still on its way to `version`: each has reached it, failed for good, or may not
+        take it (dead, pinned, asleep)."""
+        return not any(
+            health.reached < version and not health.late and (health.in_sync or self._wants(health)) for health in self
+        )
+
+    # Out of service.
 
     def died(self, name: str, reason: str) -> None:
-        """Idempotent: the first reason is kept."""
-        if self._generators[name].state is not GeneratorState.DEAD:
-            self._move(name, GeneratorState.DEAD, reason)
+        """The generator is gone, in a sync or not. Idempotent: the first reason is kept."""
+        health = self[name]
+        if health.state is not _DEAD:
+            health.in_sync = health.closed = health.late = health.waking = False
+            self.move(name, _DEAD, reason=reason)
 
-    def _move(self, name: str, state: GeneratorState, reason: str = "") -> None:
+    def sleep(self, name: str) -> None:
+        """The generator is to give up its memory; from here it takes no requests.
+
+        Raises:
+            GeneratorNotServing: it is in a sync, asleep already, pinned or dead.
+        """
+        health = self[name]
+        if health.in_sync or health.state not in (_SERVING, _STALE, _RECOVERING):
+            doing = "in a change of weights" if health.in_sync else health.state
+            raise GeneratorNotServing(f"{name} cannot be put to sleep: it is {doing}")
+        health.waking, health.reached = False, _NEVER  # it gives its weights up
+        self.move(name, _ASLEEP)
+
+    def wake(self, name: str) -> None:
+        """The generator is to come back, through a verified pull of the target (`startable`).
+
+        Raises:
+            GeneratorNotServing: it is not asleep, or nothing was published yet.
+        """
+        health = self[name]
+        if health.state is not _ASLEEP:
+            raise GeneratorNotServing(f"{name} cannot be woken: it is {health.state}")
+        if self.target is None:
+            raise GeneratorNotServing(f"{name} cannot be woken: there are no weights to pull yet")
+        health.waking, health.failures = True, 0
+
+    def pin(self, version: PolicyVersion, load: Callable[[str], int]) -> str:
+        """Lease a generator that serves exactly `version`, the one with the least load. It takes no weights and no
+        requests of others until `unpin`; what it runs it finishes, at that version.
+
+        The last one that serves is never leased: training would stop, silently. A fleet of one evaluates by ordinary
+        requests, between two pulls.
+
+        Returns:
+            Its name.
+
+        Raises:
+            GeneratorNotServing: nobody serves exactly this version outside of a change of weights, or nobody else
+                serves.
+        """
+        serving = [health for health in self if health.state is _SERVING]
+        free = [health.name for health in serving if health.version == version and not health.in_sync]
+        if not free:
+            states = ", ".join(f"{health.name} is {health.state} at {health.version}" for health in self)
+            raise GeneratorNotServing(f"no generator can be pinned at {version}: {states}")
+        if len(serving) == 1:
+            raise GeneratorNotServing(f"{free[0]} cannot be pinned at {version}: nobody else would serve")
+        name = min(free, key=load)
+        self.move(name, _PINNED)
+        return name
+
+    def unpin(self, name: str) -> None:
+        """The lease is over: the generator is to pull the target, verified, and serve (`startable`).
+
+        Raises:
+            GeneratorNotServing: it is not pinned.
+        """
+        health = self[name]
+        if health.state is not _PINNED:
+            raise GeneratorNotServing(f"{name} cannot be unpinned: it is {health.state}")
+        health.failures, health.reached = 0, _NEVER
+        self.move(name, _SYNCING)
+
+    def move(self, name: str, state: GeneratorState, *, version: PolicyVersion | None = None, reason: str = "") -> None:
+        """The transition itself, and the word of it to the strategy.
+
+        Args:
+            version: to SERVING only: what was verified.
+
+        Raises:
+            ValueError: there is no such transition, or the version is older than what was verified here before.
+        """
         health = self._generators[name]
         if state not in _TRANSITIONS[health.state]:
             raise ValueError(f"generator {name} cannot go from {health.state} to {state}")
-        self._serving += (state is GeneratorState.SERVING) - (health.state is GeneratorState.SERVING)
-        health.state = state
-        health.reason = reason
-        match state:
+        if state is _SERVING:
+            if version is None or version < (health.version or _NEVER):
+                raise ValueError(f"generator {name} cannot go back from {health.version} to {version}")
+            health.version = version
+        health.state, health.reason = state, reason
+        if state is _SERVING:
+            assert health.version is not None
+            self._listener.serves(name, health.version)
+        elif state in (_STALE, _DEAD):
+            self._listener.leaves(name)
+        else:
+            self._listener.pauses(name)
+
+    def _ended(self, health: GeneratorHealth) -> None:
+        """The sync has an outcome; a late one's like any other."""
+        if health.late:
+            self.move(health.name, _SYNCING)
+        health.in_sync = health.closed = health.late = False
+
+    def _wants(self, health: GeneratorHealth) -> bool:
+        """Whether the generator should begin a sync, if there is room."""
+        if self.target is None or health.in_sync or health.failures > self._retries:
+            return False
+        match health.state:
+            case GeneratorState.RECOVERING | GeneratorState.STALE | GeneratorState.SYNCING:
+                return True
             case GeneratorState.SERVING:
-                assert health.version is not None
-                self._listener.serves(name, health.version)
-            case GeneratorState.STALE | GeneratorState.DEAD:
-                self._listener.leaves(name)
+                return health.version is None or health.version < self.target
+            case GeneratorState.ASLEEP:
+                return health.waking
             case _:
-                self._listener.pauses(name)
+                return False

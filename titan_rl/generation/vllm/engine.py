@@ -28,7 +28,7 @@ from vllm.v1.engine import EngineCoreOutput
 
 from titan_rl.errors import GeneratorFailed
 from titan_rl.generation.config import GeneratorConfig, refuse_more_ranks
-from titan_rl.generation.engine import COUNTERS, StepOutput, validate_request
+from titan_rl.generation.engine import StepOutput, validate_request
 from titan_rl.generation.environment import check_environment
 from titan_rl.generation.vllm import adaptation, deterministic, linear, weights
 from titan_rl.process_group import RENDEZVOUS, join_world
@@ -190,7 +190,6 @@ class VllmEngine:
         self._running: dict[str, _Running] = {}
         self._streaming: dict[str, _Running] = {}  # of those
         self._asleep = False
-        self._counters = dict.fromkeys(COUNTERS, 0.0)
         self._core.set_weight_version(str(NO_VERSION))
         if config.deterministic and device == "cpu":
             deterministic.check_rows(self.model)
@@ -240,7 +239,6 @@ class VllmEngine:
         running = self._running[request.request_id] = _Running(request, self._clock())
         if request.streams:
             self._streaming[request.request_id] = running
-        self._counters["prompt_tokens"] += len(request.prompt_token_ids)
 
     def abort(self, request_ids: Sequence[str]) -> list[Completion]:
         aborted = [self._end(request_id) for request_id in request_ids if request_id in self._running]
@@ -267,8 +265,6 @@ class VllmEngine:
                 sampled += tokens
             if output.finish_reason is not None:
                 finished.append(self._finish(running, str(output.finish_reason), now))
-        self._counters["steps"] += 1
-        self._counters["sampled_tokens"] += len(sampled)
         return StepOutput(finished, np.array(sampled, dtype=np.int32))
 
     def take_pieces(self) -> list[Piece]:
@@ -311,9 +307,6 @@ class VllmEngine:
             self.llm_engine.wake_up()
             self._asleep = False
 
-    def stats(self) -> dict[str, float]:
-        return {**self._counters, "running": float(len(self._running))}
-
     def close(self) -> None:
         """Shuts vLLM down, and with it the process groups that it made."""
         self._core.shutdown()
@@ -323,9 +316,6 @@ class VllmEngine:
         running.first_at = now
         if output.prefill_stats is not None:
             running.cached = output.prefill_stats.num_cached_tokens
-            if self._config.prefix_caching:
-                self._counters["prefix_cache_queries"] += running.prompt_length
-                self._counters["prefix_cache_hits"] += running.cached
 
     def _end(self, request_id: str) -> _Running:
         self._streaming.pop(request_id, None)
@@ -335,7 +325,6 @@ class VllmEngine:
         if reason not in _FINISH_REASONS:
             raise GeneratorFailed(f"vLLM ended request {running.request_id!r} with {reason!r}")
         self._end(running.request_id)
-        self._counters["finished"] += 1
         return running.complete(_FINISH_REASONS[reason], now)
 
 

@@ -45,7 +45,7 @@ def test_requests_wait_until_somebody_serves_and_then_go_through() -> None:
 def test_requests_wait_while_all_are_syncing_and_then_go_through() -> None:
     driver = router(1)
     driver.pull(V1)
-    assert not driver.fleet.anyone_serving
+    assert not driver.anyone_serves
     driver.arrive([request("r0", at_least=V1)])
     one_pull(driver, "g0")
     driver.become_quiet()
@@ -92,7 +92,7 @@ def test_a_hot_swap_goes_on_serving() -> None:
     driver = router(2, mode="hot_swap", max_syncing=1)
     driver.pull(V1)
     assert states(driver) == ["serving", "serving"] and sorted(driver.syncs) == ["g0", "g1"]
-    assert not driver.gate.must_drain("g0")
+    assert not driver.fleet.must_drain("g0")
     driver.arrive([request("r0")])
     assert driver.callers["r0"].place == LIVE
     one_pull(driver, "g0")
@@ -156,7 +156,7 @@ def test_a_late_pull_that_fails_is_tried_again() -> None:
     driver.pull(V1)
     driver.begin_pull("g0")
     driver.is_late("g0")
-    assert driver.pulls[-1].done and not driver.fleet.anyone_serving
+    assert driver.pulls[-1].done and not driver.anyone_serves
     driver.end_pull("g0", "failed")
     assert states(driver) == ["syncing"]
     one_pull(driver, "g0")
@@ -190,7 +190,7 @@ def test_an_older_version_of_the_same_incarnation_is_refused_and_a_new_incarnati
     driver = router(1)
     driver.pull(V3)
     with pytest.raises(WeightsError, match="pull refused: v2 is older than v3"):
-        driver.gate.ask(V2)
+        driver.fleet.ask(V2)
     driver.pull(PolicyVersion(1, 0))
     one_pull(driver, "g0")
     assert driver.fleet["g0"].version == PolicyVersion(1, 0)
@@ -204,7 +204,7 @@ def test_a_failed_pull_is_tried_again_and_then_leaves_it_stale_while_others_serv
     one_pull(driver, "g0", "failed")
     one_pull(driver, "g1")
     assert states(driver) == ["stale", "serving"] and driver.fleet["g0"].reason == "bad bytes in v1"
-    assert not driver.syncs and driver.gate.settled(V1)
+    assert not driver.syncs and driver.fleet.settled(V1)
     driver.pull(V2)
     driver.become_quiet()
     assert states(driver) == ["serving", "serving"]
@@ -221,7 +221,7 @@ def test_a_generator_that_failed_for_good_gets_its_attempts_anew_when_the_versio
     driver = router(1, retries=0)
     driver.pull(V1)
     one_pull(driver, "g0", "failed")
-    assert not driver.fleet.anyone_serving and not driver.syncs
+    assert not driver.anyone_serves and not driver.syncs
     driver.pull(V1)
     one_pull(driver, "g0")
     assert states(driver) == ["serving"]
@@ -261,7 +261,7 @@ def test_a_generator_that_dies_in_its_drain_has_nothing_to_pull() -> None:
     driver.pull(V1)
     driver.lose(driver.live_on("g0"), fatal=True)
     with pytest.raises(GeneratorFailed, match="g0 was to pull, but died before that: killed"):
-        driver.gate.pulling("g0")
+        driver.fleet.pulling("g0")
     assert states(driver) == ["dead", "syncing"], "its place among the closed is free"
     driver.become_quiet()
     assert states(driver) == ["dead", "serving"]
@@ -284,18 +284,18 @@ def test_a_sleeping_generator_takes_no_requests_and_no_weights_until_it_is_woken
     assert driver.dispatcher.in_flight("g0") == 0
     driver.pull(V1)
     driver.become_quiet()
-    assert states(driver) == ["asleep", "serving"] and driver.gate.settled(V1)
+    assert states(driver) == ["asleep", "serving"] and driver.fleet.settled(V1)
     driver.wake("g0")
-    assert driver.gate.wakes("g0") and not driver.pulls[-1].done
+    assert driver.fleet["g0"].waking and not driver.pulls[-1].done
     one_pull(driver, "g0")
-    assert driver.fleet["g0"].version == V1 and not driver.gate.wakes("g0")
+    assert driver.fleet["g0"].version == V1 and not driver.fleet["g0"].waking
 
 
 def test_a_wake_up_is_not_over_before_its_pull_though_the_version_was_served_before() -> None:
     driver = router(2)
     driver.sleep("g0")
     driver.wake("g0")
-    assert not driver.gate.settled(V0)
+    assert not driver.fleet.settled(V0)
     one_pull(driver, "g0")
     assert driver.pulls[-1].done and driver.fleet["g0"].state is GeneratorState.SERVING
 
@@ -305,7 +305,7 @@ def test_a_failed_wake_up_is_retried_as_a_wake_up() -> None:
     driver.sleep("g0")
     driver.wake("g0")
     one_pull(driver, "g0", "failed")
-    assert driver.gate.wakes("g0")
+    assert driver.fleet["g0"].waking
     one_pull(driver, "g0")
     assert states(driver) == ["serving", "serving"]
 
@@ -326,16 +326,16 @@ def test_who_is_in_a_sync_cannot_be_put_to_sleep_and_who_is_awake_cannot_be_woke
     driver = router(2, mode="hot_swap")
     driver.pull(V1)
     with pytest.raises(GeneratorNotServing, match="g0 cannot be put to sleep"):
-        driver.gate.sleep("g0")
+        driver.fleet.sleep("g0")
     with pytest.raises(GeneratorNotServing, match="g0 cannot be woken: it is serving"):
-        driver.gate.wake("g0")
+        driver.fleet.wake("g0")
 
 
 def test_nobody_is_woken_before_there_are_weights() -> None:
     driver = router(1, ready=False)
     driver.sleep("g0")
     with pytest.raises(GeneratorNotServing, match="there are no weights to pull yet"):
-        driver.gate.wake("g0")
+        driver.fleet.wake("g0")
 
 
 def test_a_leased_generator_stays_at_its_version_while_the_others_go_on() -> None:
@@ -349,7 +349,7 @@ def test_a_leased_generator_stays_at_its_version_while_the_others_go_on() -> Non
     for other in ("g1", "g2"):
         driver.drain_deadline(other)
         one_pull(driver, other)
-    assert driver.gate.settled(V1) and driver.fleet["g0"].version == V0
+    assert driver.fleet.settled(V1) and driver.fleet["g0"].version == V0
     driver.unpin("g0")
     assert states(driver) == ["syncing", "serving", "serving"] and not driver.can_begin("g0"), "it finishes first"
     driver.deliver(["r0", "judged"])
@@ -360,10 +360,10 @@ def test_a_leased_generator_stays_at_its_version_while_the_others_go_on() -> Non
 def test_the_last_one_that_serves_is_not_leased_and_no_other_version_is() -> None:
     driver = router(2)
     with pytest.raises(GeneratorNotServing, match="no generator can be pinned at v1: g0 is serving at v0, g1 is"):
-        driver.gate.pin(V1, driver.dispatcher.load)
+        driver.fleet.pin(V1, driver.dispatcher.load)
     driver.sleep("g1")
     with pytest.raises(GeneratorNotServing, match="g0 cannot be pinned at v0: nobody else would serve"):
-        driver.gate.pin(V0, driver.dispatcher.load)
+        driver.fleet.pin(V0, driver.dispatcher.load)
 
 
 def test_requests_for_a_lease_that_ended_fail_instead_of_waiting() -> None:
@@ -381,4 +381,4 @@ def test_a_generator_in_a_hot_swap_says_so_when_it_is_put_to_sleep() -> None:
     driver = router(1, mode="hot_swap")
     driver.pull(V1)
     with pytest.raises(GeneratorNotServing, match="g0 cannot be put to sleep: it is in a change of weights"):
-        driver.gate.sleep("g0")
+        driver.fleet.sleep("g0")

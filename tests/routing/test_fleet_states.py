@@ -9,18 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from routing_examples import V0, V1, V2, comes_to_serve
 
-from titan_rl.routing.fleet import FleetHealth, GeneratorState
+from titan_rl.errors import WeightsError
+from titan_rl.routing.fleet import Fleet, GeneratorState
 from titan_rl.types import PolicyVersion
 
 RECOVERING, SERVING, SYNCING, PINNED, ASLEEP, STALE, DEAD = GeneratorState
 
-EVENTS: dict[str, Callable[[FleetHealth], None]] = {
-    "sync": lambda fleet: fleet.sync_started("g0"),
-    "verified": lambda fleet: fleet.pull_verified("g0", V2),
-    "verified, overtaken": lambda fleet: fleet.pull_verified("g0", V1),
-    "failed": lambda fleet: fleet.pull_failed("g0", "bad bytes"),
-    "pin": lambda fleet: fleet.pinned("g0"),
-    "sleep": lambda fleet: fleet.slept("g0"),
+EVENTS: dict[str, Callable[[Fleet], None]] = {
+    "sync": lambda fleet: fleet.move("g0", GeneratorState.SYNCING),
+    "verified": lambda fleet: fleet.move("g0", GeneratorState.SERVING, version=V2),
+    "verified, overtaken": lambda fleet: fleet.move("g0", GeneratorState.SERVING, version=V1),
+    "failed": lambda fleet: fleet.move("g0", GeneratorState.STALE, reason="bad bytes"),
+    "pin": lambda fleet: fleet.move("g0", GeneratorState.PINNED),
+    "sleep": lambda fleet: fleet.move("g0", GeneratorState.ASLEEP),
     "die": lambda fleet: fleet.died("g0", "killed"),
 }
 
@@ -34,7 +35,7 @@ TABLE: dict[GeneratorState, tuple[GeneratorState | None, ...]] = {
     PINNED: (SYNCING, REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, DEAD),
     ASLEEP: (SYNCING, REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, DEAD),
     STALE: (SYNCING, REFUSED, REFUSED, REFUSED, REFUSED, ASLEEP, DEAD),
-    DEAD: (REFUSED, DEAD, DEAD, DEAD, REFUSED, REFUSED, DEAD),
+    DEAD: (REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, DEAD),
 }
 
 # How a new generator comes to each state.
@@ -68,12 +69,12 @@ class Candidates:
         self.may_return.discard(name)
 
 
-def fleet_of(*names: str, target: PolicyVersion | None = None) -> FleetHealth:
-    fleet = FleetHealth(Candidates())
+def fleet_of(*names: str, target: PolicyVersion | None = None) -> Fleet:
+    fleet = Fleet(Candidates())
     for name in names:
         fleet.add(name)
     if target is not None:
-        fleet.aim(target)
+        fleet.ask(target)
     return fleet
 
 
@@ -85,13 +86,13 @@ def test_the_table_speaks_of_every_state() -> None:
 @pytest.mark.parametrize("event", list(EVENTS))
 def test_every_event_leads_from_every_state_where_the_table_says(state: GeneratorState, event: str) -> None:
     candidates = Candidates()
-    fleet = FleetHealth(candidates)
+    fleet = Fleet(candidates)
     fleet.add("g0")
     for step in PATHS[state]:
         # On the way there nothing was newer than v1, so that the overtaken pull of v1 does not go back.
-        fleet.pull_verified("g0", V1) if step == "verified" else EVENTS[step](fleet)
+        fleet.move("g0", GeneratorState.SERVING, version=V1) if step == "verified" else EVENTS[step](fleet)
     assert fleet["g0"].state is state
-    fleet.aim(V2)
+    fleet.ask(V2)
     expected = TABLE[state][list(EVENTS).index(event)]
     if expected is REFUSED:
         with pytest.raises(ValueError, match=f"cannot go from {state} to"):
@@ -100,7 +101,6 @@ def test_every_event_leads_from_every_state_where_the_table_says(state: Generato
     else:
         EVENTS[event](fleet)
     assert fleet["g0"].state is expected
-    assert fleet.anyone_serving == (expected is SERVING)
     assert fleet.all_dead == (expected is DEAD)
     assert list(candidates.serving) == (["g0"] if expected is SERVING else [])
 
@@ -114,29 +114,29 @@ def test_nothing_comes_to_serve_but_through_a_verified_pull(
     events: list[tuple[str, str, int]],
 ) -> None:
     candidates = Candidates()
-    fleet = FleetHealth(candidates)
+    fleet = Fleet(candidates)
     fleet.add("g0")
     fleet.add("g1")
     step = 1
     for name, event, newer in events:
         step += newer
-        fleet.aim(PolicyVersion(0, step))
+        fleet.ask(PolicyVersion(0, step))
         before = fleet[name].state
         version = fleet[name].version
         try:
             match event:
                 case "verified":
-                    fleet.pull_verified(name, PolicyVersion(0, step))
+                    fleet.move(name, GeneratorState.SERVING, version=PolicyVersion(0, step))
                 case "verified, overtaken":
-                    fleet.pull_verified(name, PolicyVersion(0, step - 1))
+                    fleet.move(name, GeneratorState.SERVING, version=PolicyVersion(0, step - 1))
                 case "sync":
-                    fleet.sync_started(name)
+                    fleet.move(name, GeneratorState.SYNCING)
                 case "failed":
-                    fleet.pull_failed(name, "bad bytes")
+                    fleet.move(name, GeneratorState.STALE, reason="bad bytes")
                 case "pin":
-                    fleet.pinned(name)
+                    fleet.move(name, GeneratorState.PINNED)
                 case "sleep":
-                    fleet.slept(name)
+                    fleet.move(name, GeneratorState.ASLEEP)
                 case "die":
                     fleet.died(name, "killed")
         except ValueError:
@@ -149,14 +149,13 @@ def test_nothing_comes_to_serve_but_through_a_verified_pull(
         assert version is None or (health.version is not None and health.version >= version)
         assert candidates.serving == {h.name: h.version for h in fleet if h.state is SERVING}
         assert all(h.state not in (STALE, DEAD) for h in fleet if h.name in candidates.may_return)
-        assert fleet.anyone_serving == bool(candidates.serving)
 
 
 def test_a_verified_version_serves_though_the_fleet_was_asked_for_a_newer_one() -> None:
     fleet = fleet_of("g0", target=V1)
-    fleet.sync_started("g0")
-    fleet.aim(V2)
-    fleet.pull_verified("g0", V1)
+    fleet.move("g0", GeneratorState.SYNCING)
+    fleet.ask(V2)
+    fleet.move("g0", GeneratorState.SERVING, version=V1)
     assert (fleet["g0"].state, fleet["g0"].version) == (SERVING, V1)
 
 
@@ -164,22 +163,22 @@ def test_a_generator_never_goes_back_to_an_older_version() -> None:
     fleet = fleet_of("g0", target=V2)
     comes_to_serve(fleet, "g0", V2)
     with pytest.raises(ValueError, match="cannot go back from v2 to v1"):
-        fleet.pull_verified("g0", V1)
+        fleet.move("g0", GeneratorState.SERVING, version=V1)
     assert (fleet["g0"].state, fleet["g0"].version) == (SERVING, V2)
 
 
 def test_an_older_target_is_refused_and_a_new_incarnation_is_newer_than_any_step() -> None:
     fleet = fleet_of("g0", target=PolicyVersion(0, 90))
-    with pytest.raises(ValueError, match="v89 is older than v90"):
-        fleet.aim(PolicyVersion(0, 89))
-    fleet.aim(PolicyVersion(1, 50))
+    with pytest.raises(WeightsError, match="v89 is older than v90"):
+        fleet.ask(PolicyVersion(0, 89))
+    fleet.ask(PolicyVersion(1, 50))
     assert fleet.target == PolicyVersion(1, 50)
 
 
 def test_a_failed_pull_leaves_it_stale_with_the_reason_until_a_later_one_is_verified() -> None:
     fleet = fleet_of("g0", target=V0)
-    fleet.sync_started("g0")
-    fleet.pull_failed("g0", "fingerprint of lm_head.weight")
+    fleet.move("g0", GeneratorState.SYNCING)
+    fleet.move("g0", GeneratorState.STALE, reason="fingerprint of lm_head.weight")
     assert (fleet["g0"].state, fleet["g0"].reason) == (STALE, "fingerprint of lm_head.weight")
     comes_to_serve(fleet, "g0", V1)
     assert (fleet["g0"].state, fleet["g0"].reason) == (SERVING, "")
@@ -189,7 +188,7 @@ def test_death_is_final_and_keeps_its_first_reason() -> None:
     fleet = fleet_of("g0")
     fleet.died("g0", "killed")
     fleet.died("g0", "a later symptom")
-    fleet.pull_failed("g0", "another")
+    fleet.failed("g0", "another")
     assert (fleet["g0"].state, fleet["g0"].reason) == (DEAD, "killed")
 
 
