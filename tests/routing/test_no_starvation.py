@@ -162,7 +162,7 @@ def test_a_strategy_of_ones_own_is_a_class_in_a_file(tmp_path: Path) -> None:
         "        super().__init__()\n"
         "        self.suffix = suffix\n\n"
         "    def choose(self, request, *, now, waiting_since):\n"
-        "        return max(self._version, default=None)\n"
+        "        return max(self.serving, default=None)\n"
     )
     strategy = build_strategy(RouterConfig(strategy=f"{file}:Last", strategy_kwargs={"suffix": "x"}))
     _, dispatcher = serving(strategy, 3)

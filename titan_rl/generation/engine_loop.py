@@ -90,7 +90,7 @@ class EngineLoop:
         self._submitted_at: dict[str, float] = {}  # of waiting requests
         self._queued_for: dict[str, float] = {}  # of requests in the engine
         self._waiting = _Waiting()  # for a change that is not decided yet
-        self._served = _Waiting()  # for the decision that is being applied
+        self._applying = _Waiting()  # for the decision that is being applied
         self._failure: BaseException | None = None
         self._engine: Engine | None = None
         self.progress = (0, 0)
@@ -280,14 +280,14 @@ class EngineLoop:
             for request in decision.admit:
                 self._queued_for[request.request_id] = now - self._submitted_at.pop(request.request_id)
             if decision.action not in (LoopAction.STEP, LoopAction.IDLE):
-                self._served, self._waiting = self._waiting, _Waiting()
+                self._applying, self._waiting = self._waiting, _Waiting()
             return decision
 
     def _settle(self, decision: LoopDecision, outcome: Outcome, decided_at: float) -> None:
         """Tell everybody what came of a decision."""
         completions, pull = outcome.completions, outcome.pull
         with self._changed:
-            served = self._served if decision.action not in (LoopAction.STEP, LoopAction.IDLE) else _Waiting()
+            applied = self._applying if decision.action not in (LoopAction.STEP, LoopAction.IDLE) else _Waiting()
             if pull is not None and pull.error is not None:
                 self._inbox.failed(str(pull.error))
             elif pull is not None:
@@ -302,12 +302,12 @@ class EngineLoop:
         if completions:
             self._on_completions(completions)
         if decision.action is LoopAction.CLOSE:
-            for future in served.futures():
+            for future in applied.futures():
                 future.set_exception(GeneratorFailed("the generator was closed"))
             return
-        for sleeper in served.sleeps:
+        for sleeper in applied.sleeps:
             sleeper.set_result(outcome.freed_bytes)
-        for asked_at, puller in served.pulls:
+        for asked_at, puller in applied.pulls:
             if pull is None:
                 puller.set_exception(GeneratorNotServing("asleep"))
             elif pull.error is not None:
@@ -319,7 +319,7 @@ class EngineLoop:
         """Fail everything that is outstanding; later calls fail by themselves."""
         with self._changed:
             self._failure = error
-        for future in [*self._served.futures(), *self._waiting.futures(), self._ended]:
+        for future in [*self._applying.futures(), *self._waiting.futures(), self._ended]:
             if not future.done():
                 future.set_exception(self._failed())
 

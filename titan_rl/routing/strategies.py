@@ -1,8 +1,8 @@
 """Which generator gets the next request.
 
 A strategy hears who serves which version (`FleetListener`) and what each generator has to do, and answers `choose`.
-It never names a generator that does not serve the request's `min_version`, and a choice costs the logarithm of the
-fleet's size: candidates are kept in order, not searched.
+It never names a generator that does not serve the request's `min_version`. A choice looks at every generator: 2 µs
+among 8, 6 µs among 32, of the 100 µs that a request costs a router.
 
 No starvation: a generator that serves all the time is chosen by `RoundRobin` within n choices of n candidates, and
 by `LeastLoaded` as soon as no other has less to do, among equals within n choices. One that comes back from a pause
@@ -13,7 +13,6 @@ A strategy of one's own is a class in any file with these methods, named in the 
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Protocol
@@ -30,10 +29,6 @@ SHORT_NAMES = {
     "sticky_session": "titan_rl.routing.strategies:StickySession",
 }
 """Values of `router.strategy`, beside `pkg.mod:Class` and `file.py:Class`."""
-
-
-_STALE_ENTRIES_PER_CANDIDATE = 8
-"""A heap is swept when it holds more entries than this per candidate; the sweep's cost is paid by that many pushes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,49 +64,30 @@ class RoutingStrategy(FleetListener, Protocol):
 
 
 class _Ordered:
-    """Candidates by served version, each version's in a heap of (load, time of last choice).
-
-    What changes about a candidate enters the heap at the next choice, once for any number of changes; the entry before
-    is dropped when it comes up, because its stamp is not the candidate's any more.
-    """
+    """Of those that serve a new enough version: the one with the smallest (load, time of last choice)."""
 
     def __init__(self) -> None:
         self._clock = 0
         self._chosen_at: dict[str, int] = {}
         self._load: dict[str, int] = {}
-        self._stamp: dict[str, int] = {}  # of candidates only: the number of the entry that counts
-        self._changed: set[str] = set()  # candidates whose entry is not what it should be
-        self._version: dict[str, PolicyVersion] = {}
-        self._heaps: dict[PolicyVersion, list[tuple[int, int, str, int]]] = {}
-        self._entries = 0
+        self.serving: dict[str, PolicyVersion] = {}
+        """Who takes requests now, and at which version."""
 
     def serves(self, name: str, version: PolicyVersion) -> None:
-        self._version[name] = version
-        self._stamp[name] = 0
-        self._changed.add(name)
+        self.serving[name] = version
 
     def pauses(self, name: str) -> None:
-        self._stamp.pop(name, None)
+        self.serving.pop(name, None)
 
-    def leaves(self, name: str) -> None:
-        self._stamp.pop(name, None)
+    leaves = pauses
 
     def choose(self, request: GenerationRequest, *, now: float, waiting_since: float) -> str | Wait | None:
-        for name in self._changed:
-            if name in self._stamp:
-                self._push(name)
-        self._changed.clear()
-        best: tuple[int, int, str, int] | None = None
-        for version in tuple(self._heaps):
-            top = self._top(version)
-            if top is not None and version >= request.min_version and (best is None or top < best):
-                best = top
-        if best is None:
+        able = [name for name, version in self.serving.items() if version >= request.min_version]
+        if not able:
             return None
-        name = best[2]
+        name = min(able, key=lambda name: (self._load.get(name, 0), self._chosen_at.get(name, 0), name))
         self._clock += 1
         self._chosen_at[name] = self._clock
-        self._changed.add(name)
         return name
 
     def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
@@ -123,24 +99,6 @@ class _Ordered:
     def end_session(self, session_id: str) -> None:
         """RolloutGateway mean nothing here."""
 
-    def _push(self, name: str) -> None:
-        self._entries += 1
-        self._stamp[name] = self._entries
-        heap = self._heaps.setdefault(self._version[name], [])
-        heapq.heappush(heap, (self._load.get(name, 0), self._chosen_at.get(name, 0), name, self._entries))
-        if len(heap) > _STALE_ENTRIES_PER_CANDIDATE * (len(self._stamp) + 1):
-            heap[:] = [entry for entry in heap if self._stamp.get(entry[2]) == entry[3]]
-            heapq.heapify(heap)
-
-    def _top(self, version: PolicyVersion) -> tuple[int, int, str, int] | None:
-        heap = self._heaps[version]
-        while heap and self._stamp.get(heap[0][2]) != heap[0][3]:
-            heapq.heappop(heap)
-        if not heap:
-            del self._heaps[version]
-            return None
-        return heap[0]
-
 
 class RoundRobin(_Ordered):
     """Each in turn: the one that was chosen longest ago."""
@@ -151,7 +109,6 @@ class LeastLoaded(_Ordered):
 
     def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
         self._load[name] = load
-        self._changed.add(name)
 
     released = assigned
 
