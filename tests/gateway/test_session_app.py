@@ -117,7 +117,7 @@ async def test_a_conversation_with_a_tool_goes_on_in_the_sampled_tokens(renderer
     assert first.completion.versions.tolist() == [3] * 6
     assert [message.role for message in record.messages] == ["user", "assistant", "tool", "assistant"]
     assert record.messages[-1] == Message("assistant", "3")
-    assert record.finish_reasons == (FinishReason.STOP,) * 2
+    assert [turn.finish_reason for turn in record.turns] == [FinishReason.STOP] * 2
     assert (record.rendered_anew, record.failure) == (0, "")
 
 
@@ -159,7 +159,7 @@ async def test_a_stop_text_cuts_what_is_recorded_behind_it(renderer):
     assert completion.logprobs.tolist() == [-1, -2, -3, -4]
     assert len(completion.versions) == 4
     assert completion.finish_reason is FinishReason.LENGTH  # no stop token is its last
-    assert record.finish_reasons == (FinishReason.STOP, FinishReason.STOP)
+    assert [turn.finish_reason for turn in record.turns] == [FinishReason.STOP] * 2
     assert renderer.decode(record.turns[1].prompt_token_ids.tolist()) == "112+=9"
 
 

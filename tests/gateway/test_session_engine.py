@@ -120,7 +120,7 @@ def test_programs_met_every_kind_of_turn(played):
     assert roles["assistant"] and roles["user"]
     told = [tokens for agent in agents for _, tokens in agent.told]
     assert min(map(len, told)) == 1 and max(map(len, told)) == TOKENS
-    reasons = Counter(reason for record in records for reason in record.finish_reasons)
+    reasons = Counter(reason for record in records for reason in (turn.finish_reason for turn in record.turns))
     assert reasons[FinishReason.STOP] and reasons[FinishReason.LENGTH]
     assert any(agent.calls for agent in agents)
 

@@ -216,7 +216,7 @@ async def test_a_conversation_ends_where_the_model_has_no_room_left(model_path):
         assert len(result.samples[0].token_ids) == 7 and result.rollouts[0].error == ""
     async with runner(model_path, f"{UNRULY}:Countdown", max_model_len=2) as group_runner:
         result = await group_runner.run_group(request(4, samples=1), policy)
-        assert "more than max_model_len (2)" in result.rollouts[0].error
+        assert "leaves no room" in result.rollouts[0].error
 
 
 async def test_a_prompt_with_a_foreign_character_is_an_error_that_names_it(model_path):

@@ -89,6 +89,8 @@ class Rollouter:
             RequestError: the prompt leaves no room, or the generator refuses it, or the completion was aborted.
         """
         group, sample = turns.request.group, turns.request.sample
+        if turns.exhausted(prompt) is StopReason.CONTEXT_FULL:
+            raise RequestTooLong(f"the prompt of {len(prompt.token_ids)} tokens leaves no room in {self.max_model_len}")
         wanted = SamplingParams(
             max_new_tokens=group.sampling.max_new_tokens, stop_token_ids=tuple(self.renderer.stop_token_ids)
         )
