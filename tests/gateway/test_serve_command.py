@@ -147,11 +147,12 @@ async def test_a_generator_that_dies_while_it_is_stopped_is_given_up_at_once():
         assert states == {name: ("dead", cause), other: ("serving", "")}
 
 
-async def test_a_dead_router_ends_the_service():
+@pytest.mark.parametrize("mesh", ["router", "generator0"])
+async def test_a_dead_router_or_last_generator_ends_the_service(mesh):
     async with served(generators=1) as up:
-        [router] = [pid for pid in children() if b"\0router\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        os.kill(router, signal.SIGKILL)
-        with pytest.raises(ActorFailed, match="router"):
+        [victim] = [pid for pid in children() if f"\0{mesh}\0".encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(ActorFailed, match=mesh):
             await asyncio.wait_for(up.run(), SOON)
 
 
