@@ -74,8 +74,10 @@ class BareEngine(Actor):
 
         from titan_rl.generation.vllm.engine import engine_arguments
         from titan_rl.generation.vllm.linear import adapt_linear
+        from titan_rl.process_group import join_world
 
         adapt_linear(self._config.linear)
+        join_world("gloo")
         arguments = engine_arguments(self._config, Path(self._model_path), "cpu")
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
 
