@@ -1,0 +1,152 @@
+"""Every command and every snippet of every README works as it is written, as far as that goes without training.
+
+A `python` block runs as a program of its own. A block after "Save this as `NAME`" is kept under that name, and the
+commands of the README run beside it; a block of JSON lines is kept the same way. What would train or serve is resolved and
+checked to the end by `--dry-run`; `tests/system` trains the front page's task. Links lead to files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from titan_rl.policy.config import TinyPolicyConfig
+from titan_rl.policy.models.tiny import make_tiny_policy
+
+ROOT = Path(__file__).resolve().parents[2]
+READMES = sorted(
+    path for path in ROOT.rglob("README.md") if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+)
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+SAVED_AS = re.compile(r"[Ss]ave this as `([\w.]+)`")
+LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)[^)]*\)")
+RUNNERS = {
+    "titan-rl": ["-m", "titan_rl.cli"],
+    "python": [],
+    "torchrun": ["-m", "torch.distributed.run"],
+}
+DRY = {"train", "serve"}
+"""Verbs whose command would start processes."""
+MODELS = re.compile(r"(runs/\S*checkpoint|\bDIR\b|/path/to/[\w.-]+)")
+"""What a README calls a checkpoint of the reader's own."""
+NOT_HERE = ("curl ", "source ", "pip install ", "kill ", "export ", "docker ")
+"""Commands of the shell or of other projects; `pip install` is checked for the extras that it names."""
+
+
+@dataclass(frozen=True)
+class Snippet:
+    readme: Path
+    language: str
+    text: str
+    file: str
+    """Where it is to be saved; empty: nowhere."""
+
+
+def snippets(readme: Path) -> list[Snippet]:
+    text = readme.read_text(encoding="utf-8")
+    found = []
+    for match in BLOCK.finditer(text):
+        before = text[: match.start()].rstrip().rpartition("\n\n")[2]
+        named = SAVED_AS.search(before)
+        found.append(Snippet(readme, match[1], match[2], named[1] if named else ""))
+    return found
+
+
+def commands(text: str) -> list[str]:
+    """The commands of a block, comments taken away, continued lines joined."""
+    lines = text.replace("\\\n", " ").splitlines()
+    stripped = (re.sub(r"(^|\s)#.*$", "", line).strip() for line in lines)
+    return [line for line in stripped if line]
+
+
+def name(readme: Path) -> str:
+    return str(readme.relative_to(ROOT))
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return make_tiny_policy(TinyPolicyConfig())
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Path:
+    """A directory that looks like the root of the project and can be written."""
+    for entry in ("rl_configs", "scripts", "titan_rl"):
+        (tmp_path / entry).symlink_to(ROOT / entry)
+    return tmp_path
+
+
+def run(arguments: list[str], where: Path, **variables: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=where, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, f"{shlex.join(arguments)}\n{done.stdout}\n{done.stderr}"
+
+
+def run_command(command: str, desk: Path, model: Path) -> None:
+    command = MODELS.sub(str(model), command.replace("…", "x"))
+    variables = {}
+    words = shlex.split(command)
+    while re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        variable, _, value = words.pop(0).partition("=")
+        variables[variable] = value
+    program, *arguments = words
+    if command.startswith("pip install"):
+        extras = set(re.findall(r"\[([\w,-]+)\]", command))
+        declared = (ROOT / "pyproject.toml").read_text()
+        assert all(f"\n{extra} = [" in declared for extra in extras), command
+        return
+    if command.startswith(NOT_HERE):
+        return
+    if program.removeprefix("./").startswith("scripts/") or (
+        program == "python" and arguments[0].startswith("scripts/")
+    ):
+        script = Path((program if program != "python" else arguments[0]).removeprefix("./"))
+        assert (ROOT / script).is_file() and (program == "python" or os.access(ROOT / script, os.X_OK)), command
+        if script.suffix == ".py":
+            run([str(script), "--help"], desk, **variables)
+        return
+    assert program in RUNNERS, f"{command}: nobody knows how to try {program}"
+    verb = (
+        arguments[0]
+        if program == "titan-rl"
+        else next((w.rpartition(".")[2] for w in arguments if "titan_rl." in w), "")
+    )
+    ends_by_itself = {"--help", "--dry-run"} & set(arguments)
+    run(
+        [*RUNNERS[program], *arguments, *(["--dry-run"] if verb in DRY and not ends_by_itself else [])],
+        desk,
+        **variables,
+    )
+
+
+@pytest.mark.parametrize("readme", READMES, ids=name)
+def test_every_snippet_and_command_works_as_written(readme: Path, desk: Path, model: Path) -> None:
+    found = snippets(readme)
+    for number, snippet in enumerate(found):
+        if snippet.file or snippet.language == "python":
+            (desk / (snippet.file or f"snippet{number}.py")).write_text(snippet.text)
+    for number, snippet in enumerate(found):
+        if snippet.language == "python":
+            run([snippet.file or f"snippet{number}.py"], desk)
+        elif snippet.language == "bash":
+            for command in commands(snippet.text):
+                run_command(command, desk, model)
+
+
+@pytest.mark.parametrize("readme", READMES, ids=name)
+def test_every_link_leads_to_a_file(readme: Path) -> None:
+    missing = [link for link in LINK.findall(readme.read_text()) if not (readme.parent / link).exists()]
+    assert missing == []
+
+
+def test_the_front_page_stays_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 1300
