@@ -98,7 +98,8 @@ def transcript(run: Path, svg: Path) -> None:
         console.print(Text(result, style="bold"))
         for answer in answers[:ANSWERS_SHOWN]:
             console.print(Text(answer, style="green" if answer.lstrip().startswith("right") else "red"))
-    console.save_svg(str(svg), title="before and after", unique_id="titan-rl")
+    drawn = console.export_svg(title="before and after", unique_id="titan-rl")
+    svg.write_text(re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL), encoding="utf-8")  # fonts of a web server
 
 
 def main() -> int:

@@ -68,7 +68,7 @@ def _act(command: Command, prog: str) -> int:
     if not train.may_start(check_serving(config, host, config.gateway), prog, dry_run=dry_run):
         return EXIT_USAGE
     if dry_run:
-        secret = "…" if config.gateway.api_key else ""
+        secret = "***" if config.gateway.api_key else ""
         train.show(replace(config, gateway=replace(config.gateway, api_key=secret)), host, serving=True)
         return 0
     train.forget_torchrun(os.environ)

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titan_rl.config import RunConfig
 from titan_rl.controller.faults import FaultBoard
@@ -110,6 +110,8 @@ class Serving:
     url: str
     """Of the gateway, without `/v1`."""
     router: Router
+    gateway: Any
+    """Handle of the `Gateway` actor."""
     pids: dict[str, list[int]]
     """Process ids of the generators' ranks."""
     faults: FaultBoard
@@ -174,7 +176,9 @@ async def serve(
         await board.watch(bring_up())
         generators = {name: meshes.pids[name] for name in meshes.generators}
         assert meshes.gateway is not None
-        yield Serving(url=meshes.gateway.url, router=meshes.router, pids=generators, faults=board)
+        yield Serving(
+            url=meshes.gateway.url, router=meshes.router, gateway=meshes.gateway.actor, pids=generators, faults=board
+        )
     finally:
         await meshes.close()
 

@@ -5,6 +5,7 @@ The display only reads what it is told; a display that is off changes nothing ab
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -22,6 +23,8 @@ FAILURE_LINE_SECONDS = 10.0
 """Failures are told once per so many seconds where no step line tells them."""
 LONGEST_CAUSE = 160
 """Characters of a failure's cause; logs have all of it."""
+
+_log = logging.getLogger(__name__)
 
 
 class RunDisplay:
@@ -67,7 +70,8 @@ class RunDisplay:
             self._panel = None
 
     def say(self, text: str) -> None:
-        """One line that stays."""
+        """One line that stays, in the log too."""
+        _log.info("%s", text)
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def mesh(self, name: str, doing: str) -> None:

@@ -43,17 +43,6 @@ class OpenRequest:
         return sum(len(part.token_ids) for part in self.segments)
 
 
-def nothing_sampled(request_id: str) -> Completion:
-    """What a request gets that was given up before anybody served it."""
-    return Completion(
-        request_id=request_id,
-        token_ids=np.zeros(0, np.int32),
-        logprobs=np.zeros(0, np.float32),
-        versions=np.zeros(0, np.int64),
-        finish_reason=FinishReason.ABORT,
-    )
-
-
 def from_pieces(attempt_id: str, request: OpenRequest) -> Completion:
     """As if the attempt had been interrupted after the last of its pieces."""
     shown = Piece.join(request.pieces)
