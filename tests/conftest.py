@@ -1,9 +1,17 @@
-"""For all tests: Monarch reads its supervision settings when it is imported, which a test module may do first; and
-hypothesis judges no example by its time, which on a busy machine says nothing."""
+"""For all tests.
+
+- A test runner that was started in the background ignores Ctrl-C, and so would every process that a test starts.
+- Monarch reads its supervision settings when it is imported, which a test module may do first.
+- hypothesis judges no example by its time, which on a busy machine says nothing.
+"""
+
+import signal
 
 from hypothesis import HealthCheck, settings
 
 from titan_rl.launch.process import prepare_controller
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 prepare_controller()
 
