@@ -101,7 +101,7 @@ class SampleStoreFull(TitanError):
 
 
 class OwnershipError(TitanError):
-    """A sample was released twice, leased after its release, or is unknown to its store. Nothing was changed."""
+    """A sample was released twice, or is unknown to its store. Nothing was changed."""
 
 
 class GroupStopped(TitanError):

@@ -77,11 +77,11 @@ async def bounded(call: Awaitable[T], *, what: str, seconds: float | None) -> T:
 
 
 def is_fatal(error: TitanError) -> bool:
-    """Whether the generator that answered so is gone, as opposed to not serving just now."""
+    """Whether this error means that the generator is gone, and not only out of service."""
     return isinstance(error, (ActorFailed, GeneratorFailed)) and not isinstance(error, GeneratorNotServing)
 
 
 def gone(error: SupervisionError) -> str:
-    """What Monarch says of a process or actor that answers nobody any more, in one line."""
+    """Monarch's report of a dead process or actor, in one line."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return f"the process or actor is gone ({lines[0]})"

@@ -1,13 +1,14 @@
-"""Calls to one actor that are made again and again: neither end keeps anything of a call that is over.
+"""Repeated calls to one actor over one connection. Neither end keeps any state of a finished call.
 
     client ── connect(reply port) ──▶ actor       one Monarch call that stays open: it fails when the actor is gone
     client ◀── the actor's port ──────────
     client ── [(number, endpoint, arguments), …] ──▶    the calls of one tick in one message, in order
     client ◀── [(number, outcome), …] ─────────────     the outcomes of one tick in one message
-    client ◀── [(None, item), …] ──────────────────     what an endpoint pushes to its caller, at any later time
+    client ◀── [(None, item), …] ──────────────────     items that an endpoint pushes to its caller, at any later time
 
-Monarch's own `call_one` opens a reply port for every call. Monarch 0.7 never forgets such a port: about 1 KB stays in
-the caller (a split port) and 0.3 KB in the actor (a sequence number), gigabytes in a run of a million groups.
+Monarch's own `call_one` opens a reply port for every call, and Monarch 0.7 never frees such a port. Each call leaks
+about 1 KB in the caller (a split port) and 0.3 KB in the actor (a sequence number): gigabytes in a run of a million
+groups.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Caller:
         self._outbox = outbox
 
     def push(self, item: object) -> None:
-        """Send the client something that is no call's outcome; it is lost where the client is gone."""
+        """Send the client an item that is not the outcome of a call. If the client is gone, the item is lost."""
         self._outbox.put(pickle.dumps((None, item)))
 
 
@@ -74,7 +75,7 @@ _caller: ContextVar[Caller] = ContextVar("caller")
 
 
 def caller() -> Caller:
-    """Whose call this endpoint answers."""
+    """The client whose call the running endpoint answers."""
     return _caller.get()
 
 
@@ -95,9 +96,9 @@ class Connection:
         """
         Args:
             actor: handle of one actor.
-            what: what errors call a call: a format string for the endpoint's name, such as `trainer.{} of rank 1`.
-            on_push: given what endpoints push; must not raise.
-            on_lost: told why when the actor is gone; nothing will be pushed for the calls made until then.
+            what: name of a call in errors: a format string that takes the endpoint, such as `trainer.{} of rank 1`.
+            on_push: called with each item that an endpoint pushes; must not raise.
+            on_lost: called with the reason when the actor is gone. Calls made before that push nothing more.
         """
         self._actor = actor
         self._what = what
@@ -111,8 +112,8 @@ class Connection:
     def call(
         self, seconds: float | None, endpoint: Endpoint[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> Coroutine[Any, Any, T]:
-        """What the endpoint returns. The call is made now, not when its outcome is first awaited: whoever numbers
-        calls may be cancelled in between. A call that is cancelled or late is not ended in the actor.
+        """Call an endpoint and return its result. The call is sent now, not at the first await: a caller that numbers
+        its calls may be cancelled in between. Cancelling a call, or its time-out, does not stop it in the actor.
 
         Args:
             seconds: bound on the answer; None: only the end of the process bounds it.
@@ -131,11 +132,12 @@ class Connection:
         return self._result(self._what.format(name), outcome, seconds)
 
     def tell(self, endpoint: Endpoint[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
-        """The same without an outcome: whether it arrived shows in what the endpoint pushes, and in `on_lost`."""
+        """Call an endpoint without waiting for an outcome. Only what it pushes, or `on_lost`, shows whether the call
+        arrived."""
         self._put((None, endpoint.answer.__name__, args, kwargs))
 
     async def close(self) -> None:
-        """Leave; calls that are open fail."""
+        """Disconnect. Open calls fail."""
         if self._connected is not None:
             self._connected.cancel()
             await asyncio.gather(self._connected, return_exceptions=True)
@@ -160,7 +162,7 @@ class Connection:
         return result
 
     async def _connect(self, outbox: _Outbox) -> None:
-        """The connection, for as long as it lasts. The next call after its end makes another one."""
+        """Hold the connection open until it ends. The next call after that opens a new one."""
         port, receiver = Channel[bytes].open()
         reason = "the connection was closed"
         try:
@@ -194,20 +196,20 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class _Raised:
-    """The outcome of an endpoint that raised what is none of the project's errors."""
+    """The outcome of an endpoint that raised an error which is not a `TitanError`."""
 
     text: str
 
 
 class _Outbox:
-    """Sends what is put in within one tick as one message. Belongs to one event loop."""
+    """Sends all items of one event-loop tick as one message. Belongs to one event loop."""
 
     def __init__(self, send: Callable[[bytes], None] | None = None) -> None:
         self._send = send
         self._waiting: list[bytes] = []
 
     def open(self, send: Callable[[bytes], None]) -> None:
-        """From here messages can be sent; what was put in before waits for this."""
+        """Start to send, beginning with the items that were put in before."""
         self._send = send
         self._flush()
 
@@ -241,4 +243,4 @@ async def _answer(actor: Actor, call: bytes, outcomes: _Outbox) -> None:
 
 
 async def _ended(call: Any) -> None:
-    await call  # a task takes no future of Monarch's
+    await call  # create_task does not accept a Monarch future

@@ -1,7 +1,7 @@
-"""`Gateway`: the HTTP server in front of a router, in a process of its own; `GatewayClient`: as rollout workers see it.
+"""`Gateway`: the HTTP server in front of a router, in its own process. `GatewayClient`: its handle in rollout workers.
 
-The process loads neither torch nor vLLM. Its only TCP port speaks HTTP and JSON; pickles travel on Monarch's own
-channels, which no client of the gateway has.
+The process loads neither torch nor vLLM. Its only TCP port speaks HTTP and JSON. Pickles travel only on Monarch's
+channels, which HTTP clients cannot reach.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Gateway(ConnectedActor):
         """
         Args:
             router: handle of a `GeneratorRouter`.
-            model_path: directory with the tokenizer of what the fleet serves.
+            model_path: directory with the tokenizer of the served policy.
             renderer, renderer_kwargs: as in `RolloutConfig`.
             max_model_len: of the generators.
             run_seed: the run's seed; only sessions sample by it.
@@ -63,7 +63,7 @@ class Gateway(ConnectedActor):
         Raises:
             ConfigError: the address cannot be listened on, or there is no renderer for the checkpoint.
         """
-        # Here, because workers and the controller import this module, and have no use for a server.
+        # Imported here because workers and the controller import this module and do not need the server.
         from titan_rl.chat.renderer import make_renderer
         from titan_rl.gateway.app import GatewayServer
         from titan_rl.gateway.calls import ServedPolicy
@@ -77,7 +77,7 @@ class Gateway(ConnectedActor):
 
     @served
     async def serve(self) -> None:
-        """Stays open for as long as the server runs: the failure channel.
+        """Return when the server was closed. An open call of this endpoint is the failure channel.
 
         Raises:
             ActorFailed: the server ended by itself.
@@ -93,7 +93,7 @@ class Gateway(ConnectedActor):
 
     @served
     async def idle(self, session_id: str, seconds: float) -> None:
-        """See `RolloutGateway`; stays open until then."""
+        """See `RolloutGateway`; the call stays open until the session is idle."""
         await self._sessions().idle(session_id, seconds)
 
     @served
@@ -106,7 +106,7 @@ class Gateway(ConnectedActor):
 
     @served
     async def close(self) -> None:
-        """Take no more calls, end all sessions, and abort what is open; clients are told so."""
+        """Refuse new calls, end all sessions and abort open calls; their clients get an error."""
         if self._server is not None:
             await self._server.close()
         if self._fleet is not None:
@@ -123,27 +123,27 @@ class GatewayMesh:
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
-        """Handle of the actor; what rollout workers are given."""
+        """Handle of the actor, for rollout workers."""
         self.url = ""
         """Without `/v1`; known after `setup`."""
         self._calls = Connection(actor, what="gateway.{}")
 
     async def setup(self, *, seconds: float) -> list[int]:
-        """Let it listen; returns its process id."""
+        """Start to listen; returns the process id."""
         pid, self.url = await self._calls.call(seconds, Gateway.setup)
         return [pid]
 
     async def end(self) -> None:
-        """Stays open while it serves; raises ActorFailed when it ends by itself or its process is gone."""
+        """Wait until the gateway is closed. Raises ActorFailed if it ends by itself or its process is gone."""
         await self._calls.call(None, Gateway.serve)
 
     async def close(self) -> None:
-        """Take no more calls. The caller bounds it."""
+        """Refuse new calls. The caller sets the time limit."""
         await self._calls.call(None, Gateway.close)
 
 
 class GatewayClient:
-    """The `RolloutGateway` of a gateway."""
+    """`RolloutGateway` by calls to a `Gateway` actor."""
 
     def __init__(self, gateway: Any, *, seconds: float) -> None:
         """

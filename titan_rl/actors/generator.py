@@ -1,11 +1,11 @@
 """`Generator`: one tensor-parallel rank of a generator mesh, and `GeneratorMesh`, the handle of all its ranks.
 
-All engine work happens in the loop's one thread; this actor only moves messages, so it answers within milliseconds
+All engine work happens in the loop's one thread. This actor only moves messages, so it answers within milliseconds
 however long an engine step takes. Rank 0 takes requests and pulls; the other ranks follow its broadcast decisions.
 
-A generator dies as a whole, for one reason. A rank whose engine loop fails ends its process: a follower tells rank 0
-why before that, and rank 0 fails every request and call with the cause. The end of one process breaks the collectives
-of the others, which then fail and end in the same way. So a generator that is up is whole, whatever its size.
+A generator dies as a whole, with one cause. A rank whose engine loop fails ends its process. A follower first tells
+rank 0 the cause, and rank 0 fails every request and call with it. The end of one process breaks the collectives of the
+other ranks, so they fail and end too. A generator that is up therefore has all its ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FATAL_EXIT_CODE = 70
 """Exit code of a rank whose generator is lost (EX_SOFTWARE)."""
 
 FAREWELL_SECONDS = 1.0
-"""How long a lost rank lives on, so that what it said about the cause is delivered."""
+"""How long a lost rank stays alive so that its last messages, with the cause, are delivered."""
 
 T = TypeVar("T")
 
@@ -64,10 +64,10 @@ class Generator(RequestServer):
 
     @served
     async def setup(self, rank0: Any) -> int:
-        """Build the engine and start its loop. Serves nothing until the first verified pull.
+        """Build the engine and start its loop. Nothing is served before the first verified pull.
 
         Args:
-            rank0: handle of this generator's rank 0, for a follower that fails.
+            rank0: handle of this generator's rank 0, where a follower reports its failure.
 
         Returns:
             This process's id.
@@ -97,12 +97,12 @@ class Generator(RequestServer):
         self.answer([], [(r.request_id, error) for r, error in zip(requests, verdicts, strict=True) if error])
 
     def give_up(self, request_ids: Sequence[str]) -> None:
-        with contextlib.suppress(GeneratorFailed):  # what a lost generator had is answered already
+        with contextlib.suppress(GeneratorFailed):  # a lost generator has already answered its requests
             self._running().abort(request_ids)
 
     @served
     async def pull_model_state_dict(self, publication: Publication) -> PullReport:
-        """Take these weights between two engine steps, verify them, serve them.
+        """Load these weights between two engine steps, verify them, serve them.
 
         Raises:
             WeightsError: the engine does not compute with what was published; it serves nothing now.
@@ -113,10 +113,10 @@ class Generator(RequestServer):
 
     @served
     async def sleep(self) -> int:
-        """Stop serving and give up what memory the engine can give up; requests in flight come back aborted.
+        """Stop serving and free as much memory as the engine can. Requests in flight come back aborted.
 
         Returns:
-            The bytes that rank 0 really freed; 0 on CPU, where vLLM can free nothing.
+            The bytes that rank 0 freed; 0 on CPU, where vLLM can free nothing.
 
         Raises:
             GeneratorNotServing: a wake-up is under way.
@@ -125,10 +125,10 @@ class Generator(RequestServer):
 
     @served
     async def wake_up(self, publication: Publication) -> PullReport:
-        """Take the memory back, load these weights, verify them, serve them: the only way out of sleep.
+        """Allocate the memory again, load these weights, verify them, serve them. The only way out of sleep.
 
         Raises:
-            GeneratorNotServing: it is just falling asleep.
+            GeneratorNotServing: it is falling asleep.
             WeightsError: the engine does not compute with what was published; it serves nothing now.
         """
         report = await self._outcome(self._running().wake_up(publication))
@@ -137,12 +137,12 @@ class Generator(RequestServer):
 
     @served
     async def peer_failed(self, reason: str) -> None:
-        """A follower says why it ends; called on rank 0."""
+        """Called on rank 0 by a follower that is about to end, with the cause."""
         self._lose(GeneratorFailed(reason))
 
     @served
     async def close(self) -> None:
-        """End the loop. Rank 0's decision ends it on all ranks; the others wait for that."""
+        """End the loop. Rank 0's decision ends it on all ranks; other ranks wait for that decision."""
         if self._loop is not None and self._lost is None:
             await self._outcome(self._loop.close())
         error = GeneratorFailed(f"{self._name} was closed")
@@ -156,9 +156,9 @@ class Generator(RequestServer):
         return self._loop
 
     async def _outcome(self, future: Future[T]) -> T:
-        """What the loop answers, or why this generator is lost, whichever comes first.
+        """The loop's answer. Raises the cause if the generator is lost first.
 
-        A caller that goes away must not cancel the future: the engine thread will still resolve it.
+        A caller that goes away must not cancel the future, because the engine thread will still resolve it.
         """
         answer = asyncio.wrap_future(future)
         loss = asyncio.get_running_loop().create_task(self._loss.wait())
@@ -167,7 +167,7 @@ class Generator(RequestServer):
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         finally:
             loss.cancel()
-            # Nobody will look at an answer that comes too late.
+            # Mark a late answer's exception as retrieved: nobody else will.
             answer.add_done_callback(lambda late: late.exception())
         if self._lost is not None:
             raise self._lost
@@ -177,7 +177,7 @@ class Generator(RequestServer):
             raise self._named(error) from error
 
     def _named(self, error: GeneratorFailed) -> TitanError:
-        """The loop's error under this generator's name; the reason of its loss where that is known by now."""
+        """The loop's error with this generator's name, or the cause of the generator's loss if it is lost."""
         if self._lost is not None:
             return self._lost
         return type(error)(f"{self._name}: {error}")
@@ -201,7 +201,7 @@ class Generator(RequestServer):
         self._event_loop.call_soon_threadsafe(self._lose, cause)
 
     def _lose(self, cause: GeneratorFailed) -> None:
-        """The first cause is kept: what follows (a broken collective) follows from it."""
+        """Keep the first cause: later errors, such as a broken collective, follow from it."""
         if self._lost is None:
             self._lost = cause
             self._loss.set()
@@ -209,7 +209,8 @@ class Generator(RequestServer):
             self._farewell = asyncio.get_running_loop().create_task(self._leave(cause))
 
     async def _leave(self, cause: GeneratorFailed) -> None:
-        """A rank that lost lockstep must not stay in any collective: its exit breaks those of the others at once."""
+        """Report the cause and exit. A lost rank must leave every collective; its exit breaks those of the other ranks
+        at once."""
         try:
             if self._rank == 0:
                 await asyncio.sleep(FAREWELL_SECONDS)
@@ -232,7 +233,7 @@ class GeneratorMesh:
             mesh: handle of all ranks.
         """
         self.rank0 = mesh.slice(ranks=0)
-        """Handle of the rank that takes requests and pulls: what a router is given."""
+        """Handle of the rank that takes requests and pulls, for the router."""
         self.ranks = [Connection(mesh.slice(ranks=rank), what=f"{name}.{{}} of rank {rank}") for rank in range(ranks)]
 
     async def setup(self, *, seconds: float) -> list[int]:
@@ -241,5 +242,5 @@ class GeneratorMesh:
         return await asyncio.gather(*(rank.call(seconds, Generator.setup, self.rank0) for rank in self.ranks))
 
     async def close(self) -> None:
-        """End the engine loop on every rank. The caller bounds it."""
+        """End the engine loop on every rank. The caller sets the time limit."""
         await asyncio.gather(*(rank.call(None, Generator.close) for rank in self.ranks))

@@ -1,14 +1,13 @@
 """Requests and completions between actors: the requests of one tick travel together, each answer as it finishes.
 
     client ── generate_many(requests) ──▶ server       one message per tick, in order
-    client ◀── Answers(pieces) ───────────────         of requests that stream: what they have sampled by now
+    client ◀── Answers(pieces) ───────────────         for streamed requests: the tokens sampled so far
     client ◀── Answers(completions, failures) ──       any number of messages; each request id once
     client ── abort(ids) ──▶ server                    they are still answered, with the tokens they have
 
-Rank 0 of a generator and the router are both a `RequestServer`; rollout workers and gateways talk to the router, the
-router to generators. Every request that a server accepted is answered once, and one whose server is gone fails. There
-is no bound on the time of an answer: only the server knows what it waits for. Pieces are a courtesy: what is lost of
-them is in the completion.
+Rank 0 of a generator and the router are both a `RequestServer`. Rollout workers and gateways talk to the router, the
+router talks to generators. Every accepted request is answered once; if its server is gone, it fails. Answers have no
+time-out, because only the server knows what it waits for. Pieces may be lost: the completion has all tokens.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class RequestServer(ConnectedActor):
     async def generate_many(self, requests: Packed[GenerationRequest]) -> None:
         """Complete these requests; answers are pushed to the caller as they finish.
 
-        A request id that is in use is refused; the request that has it is not disturbed. A message that raises costs
-        its own requests and no others.
+        A request whose id is in use is refused; the live request is not affected. A message that raises fails its own
+        requests and no others.
         """
         asking = caller()
         accepted: list[GenerationRequest] = []
@@ -75,15 +74,15 @@ class RequestServer(ConnectedActor):
 
     @served
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Stop working on these; each is answered with the tokens it has. Ids that are not live are ignored."""
+        """Stop these requests; each is answered with the tokens it has. Ids that are not live are ignored."""
         self.give_up(request_ids)
 
     @served
     async def end_sessions(self, session_ids: Sequence[str]) -> None:
-        """These conversations are over. Here: of no interest."""
+        """These conversations are over. The default does nothing."""
 
     def take(self, requests: Sequence[GenerationRequest]) -> None:
-        """Begin to work on a message's requests; must not wait, or later messages would."""
+        """Start on a message's requests. Must not block, because later messages would wait too."""
         raise NotImplementedError
 
     def give_up(self, request_ids: Sequence[str]) -> None:
@@ -98,9 +97,9 @@ class RequestServer(ConnectedActor):
         return request_id in self._asked_by
 
     def answer(self, completions: Sequence[Completion], failures: Failures = ()) -> None:
-        """Send each answer to whoever asked, one message per client. Ids that are not live are dropped: a late answer.
+        """Send each answer to its client, one message per client. Answers to ids that are not live are late: dropped.
 
-        A completion that cannot be carried exactly fails alone.
+        If a completion cannot be packed exactly, only its request fails.
         """
         to: dict[Caller, tuple[list[Completion], list[tuple[str, TitanError]]]] = {}
         for completion in completions:
@@ -114,7 +113,7 @@ class RequestServer(ConnectedActor):
             asking.push(Answers(packed, failed + unsendable))
 
     def hand_out(self, pieces: Sequence[Piece]) -> None:
-        """Send each piece to whoever asked, one message per client. Those of ids that are not live are dropped."""
+        """Send each piece to its client, one message per client. Pieces of ids that are not live are dropped."""
         to: dict[Caller, list[Piece]] = {}
         for piece in pieces:
             if (asking := self._asked_by.get(piece.request_id)) is not None:
@@ -154,16 +153,16 @@ class RequestClient:
         Args:
             server: handle of a `RequestServer`.
             name: of the server, for errors.
-            on_answers: called on the event loop with what has come in.
-            on_pieces: the same, with what open requests that stream have sampled.
+            on_answers: called on the event loop with completions and failures.
+            on_pieces: called on the event loop with pieces of open requests.
         """
         self._name = name
         self._on_answers = on_answers
         self._on_pieces = on_pieces
         self._open: set[str] = set()
-        self._tick: list[GenerationRequest] = []  # to be sent at its end
+        self._tick: list[GenerationRequest] = []  # to be sent at the end of this tick
         self.connection = Connection(server, what=f"{name}.{{}}", on_push=self._hear, on_lost=self._on_lost)
-        """For other calls to the same actor, in order with the requests."""
+        """For other calls to the same actor; they keep their order among the requests."""
 
     def send(self, requests: Iterable[GenerationRequest]) -> None:
         """Queue requests for this tick's message."""
@@ -178,25 +177,25 @@ class RequestClient:
         return request_id in self._open
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Ask the server to stop working on these; they are still answered, with what was sampled so far."""
-        self._flush()  # an abort that overtakes its request is ignored
+        """Ask the server to stop these requests. They are still answered, with the tokens sampled so far."""
+        self._flush()  # the server would ignore an abort that arrives before its request
         self.connection.tell(RequestServer.abort, request_ids)
 
     def end_sessions(self, session_ids: Iterable[str]) -> None:
         """These conversations are over."""
         if ended := tuple(session_ids):
-            self._flush()  # theirs come before
+            self._flush()  # the sessions' requests go first
             self.connection.tell(RequestServer.end_sessions, ended)
 
     def fail(self, error: TitanError) -> None:
-        """The server is gone, as somebody else found out: whatever is open fails."""
+        """Fail all open requests, because the caller knows that the server is gone."""
         self._fail(list(self._open), error)
 
     async def close(self) -> None:
-        """Leave. Whatever is open fails, and the server stops working on it."""
+        """Disconnect. Open requests fail, and the server stops them."""
         if self._open:
             self.abort(tuple(self._open))
-            await asyncio.sleep(0)  # it is sent at the end of the tick
+            await asyncio.sleep(0)  # the abort is sent at the end of the tick
         self.fail(ActorFailed(f"{self._name}: the client was closed"))
         await self.connection.close()
 
@@ -206,7 +205,7 @@ class RequestClient:
             return
         try:
             self.connection.tell(RequestServer.generate_many, pack(GenerationRequest, requests))
-        except Exception as why:  # a token id of more than 32 bits, for one; it must not take the others with it
+        except Exception as why:  # such as a token id of more than 32 bits; only its own request may fail
             if len(requests) == 1:
                 request_id, reason = requests[0].request_id, f"cannot be sent: {type(why).__name__}: {why}"
                 return self._fail([request_id], RequestError(f"request {request_id!r} {reason}"))
@@ -220,7 +219,7 @@ class RequestClient:
     def _hear(self, answers: Answers) -> None:
         try:
             self._take(answers)
-        except Exception:  # it is about the requests of this message only; the connection goes on
+        except Exception:  # costs only this message's requests; the connection goes on
             _log.exception("a message of %s could not be taken", self._name)
 
     def _take(self, answers: Answers) -> None:
@@ -238,7 +237,7 @@ class RequestClient:
             self._on_answers([], failures)
 
     def _close(self, request_id: str) -> bool:
-        """Whether the request was open; it is not any more."""
+        """Close a request; returns whether it was open."""
         known = request_id in self._open
         self._open.discard(request_id)
         return known
@@ -256,8 +255,8 @@ class CompletionClient:
         """The completion of one request. Cancelling the call aborts the engine's work.
 
         Raises:
-            RequestError: the request is invalid, its time was over, or generators died under it.
-            GeneratorFailed, ActorFailed: nobody can serve it; the cause is in the message.
+            RequestError: the request is invalid or ran out of time, or generators died while they ran it.
+            GeneratorFailed, ActorFailed: no generator can serve it; the message has the cause.
         """
         future = self._send(request)
         try:
@@ -269,10 +268,10 @@ class CompletionClient:
             self._futures.pop(request.request_id, None)
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
-        """The tokens of one request in pieces, as they are sampled, and then the whole completion.
+        """Yield the tokens of one request in pieces as they are sampled, then the whole completion.
 
-        The pieces are the completion: each token once and in order, also when the request went on with another
-        generator or other weights. Closing the generator before its end aborts the engine's work.
+        The pieces hold each token of the completion once and in order, even if the request moves to another generator
+        or to new weights. Closing this iterator early aborts the engine's work.
 
         Raises:
             RequestError, GeneratorFailed, ActorFailed: as `generate`, at any time.
@@ -297,10 +296,10 @@ class CompletionClient:
             if future.cancel():
                 self._client.abort([request_id])
             else:
-                future.exception()  # known, or of no interest any more
+                future.exception()  # marked as retrieved: it was raised above, or nobody needs it
 
     def end_sessions(self, session_ids: Iterable[str]) -> None:
-        """These conversations are over: a sticky strategy may forget them, once what is live of them has ended."""
+        """These conversations are over. A sticky strategy forgets each once its live requests have ended."""
         self._client.end_sessions(session_ids)
 
     @property
@@ -309,12 +308,12 @@ class CompletionClient:
         return self._client.connection
 
     async def leave(self) -> None:
-        """Whatever is open fails, and the server stops working on it."""
+        """Disconnect. Open requests fail, and the server stops them."""
         await self._client.close()
 
     def _send(self, request: GenerationRequest) -> asyncio.Future[Completion]:
         request_id = request.request_id
-        if self._client.is_open(request_id):  # or its answer is on the way, and would be taken for this one's
+        if self._client.is_open(request_id):  # its answer may be on the way and would be taken for this request's
             raise RequestError(f"request id {request_id} is in use; an id names one attempt")
         future = self._futures[request_id] = asyncio.get_running_loop().create_future()
         self._client.send((request,))

@@ -1,8 +1,8 @@
-"""`RolloutWorker`: plays groups of rollouts and keeps their samples until they were trained.
+"""`RolloutWorker`: plays groups of rollouts and stores their samples until they have been trained.
 
-It asks the router for completions and a child process for everything that is user code. A group lives on one worker
-from its first request to its last sample. Every group it was asked for is reported exactly once: finished, or with
-the error that ended it. Only a reported group has samples in the store.
+It gets completions from the router and runs all user code in a child process. A group stays on one worker from its
+first request to its last sample. Every requested group is reported exactly once: finished, or with the error that
+ended it. Only a reported group has samples in the store.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from titan_rl.types import Completion, GenerationRequest, GroupRequest
 _log = logging.getLogger(__name__)
 
 _AWAY_FROM_LOOP = 1 << 20
-"""Bytes of a group's samples from which they are stored by a thread: below, handing over costs more than copying."""
+"""From this many bytes, a group's samples are stored by a thread. Below it, the hand-over costs more than the copy."""
 
 
 class RolloutWorker(ConnectedActor):
@@ -41,7 +41,7 @@ class RolloutWorker(ConnectedActor):
     def __init__(self, config: RunConfig, *, model_path: str, imports: tuple[str, ...], owner_pid: int) -> None:
         """
         Args:
-            owner_pid: process that names shared memory; its death lets others sweep it.
+            owner_pid: process that the names of shared-memory files carry; once it is dead, a later run removes them.
         """
         self._config = config
         self._runner = GroupRunner(
@@ -81,11 +81,11 @@ class RolloutWorker(ConnectedActor):
 
     @served
     async def play(self, request: GroupRequest) -> GroupReport:
-        """Play one group. It has begun before anything is awaited: a `stop_playing` that comes right behind finds it.
+        """Play one group. It starts before the first await, so that a `stop_playing` right behind this call stops it.
 
         Raises:
             GroupStopped: `stop_playing` ended it.
-            TitanError: what ended it; none of its samples are stored.
+            TitanError: another error ended it. None of its samples are stored.
         """
         task = self._begin(request)
         try:
@@ -95,13 +95,13 @@ class RolloutWorker(ConnectedActor):
 
     @served
     async def stop_playing(self) -> None:
-        """End every group that is being played; each is reported as stopped, unless its last rollout was over."""
+        """Stop every running group. Each is reported as stopped, unless its last rollout had already ended."""
         for task in self._playing:
             task.cancel()
 
     @served
     async def release(self, ids: tuple[int, ...]) -> HeldReport:
-        """The owner gives samples up. Returns what the store still holds."""
+        """Free samples for their owner. Returns what the store still holds."""
         self._store.release(ids)
         return self._store.held()
 
@@ -115,7 +115,7 @@ class RolloutWorker(ConnectedActor):
         """Make stored samples readable from other hosts until `withdraw`.
 
         Returns:
-            A buffer handle, and its bytes: the samples' encodings one after the other.
+            A handle on a buffer with the samples' encodings one after the other, and a token for `withdraw`.
         """
         exposed = await asyncio.to_thread(lambda: Exposed(self._store.read(ids)))
         self._exposed[exposed.token] = exposed
@@ -123,7 +123,7 @@ class RolloutWorker(ConnectedActor):
 
     @served
     async def withdraw(self, token: int) -> None:
-        """The reader is through."""
+        """The reader is done with an exposed buffer."""
         await asyncio.to_thread(self._exposed.pop(token).drop)
 
     @served
@@ -153,7 +153,7 @@ class RolloutWorker(ConnectedActor):
         return task
 
     async def _report(self, request: GroupRequest, result: GroupResult) -> GroupReport:
-        """Past the reach of `stop_playing`: the samples of a group that is over are stored and reported, or neither."""
+        """Store and report a finished group's samples: both or neither. `stop_playing` no longer reaches it."""
         for rollout in result.rollouts:
             if rollout.error:
                 _log.warning("%s sample %d: %s", request, rollout.sample, rollout.error)

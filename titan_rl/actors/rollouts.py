@@ -3,8 +3,8 @@
     play(request) ──▶ the worker with the fewest groups ──▶ GroupReport
     release of a batch ──▶ the stores that hold it, by id
 
-Every `play` ends: with a report, with the group's own error, or with `ActorFailed` when its worker is gone. A report
-whose caller was cancelled meanwhile is not lost: its samples are released here.
+Every `play` ends: with a report, with the group's own error, or with `ActorFailed` when its worker is gone. If the
+caller was cancelled before the report came, the samples are released here.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Rollouts:
         self.pids: list[int] = []
         """Process ids of the workers, known after `setup`."""
         self.held_out = 0
-        """Held-out prompts that there are, at most as many as the config asks for; known after `setup`."""
+        """Number of held-out prompts, at most what the config asks for; known after `setup`."""
 
     @property
     def stores(self) -> dict[str, Any]:
-        """Handle of the worker that keeps each store, by the store's name; known after `setup`."""
+        """Worker handle by the name of the worker's store; known after `setup`."""
         return {store: self._actors[worker] for store, worker in self._by_store.items()}
 
     async def setup(self, router: Any, gateway: Any = None) -> list[int]:
@@ -65,11 +65,11 @@ class Rollouts:
         return self.pids
 
     async def play(self, request: GroupRequest) -> GroupReport:
-        """Play one group. Whoever gets the report owns its samples.
+        """Play one group. The caller owns the samples of the returned report.
 
         Raises:
             GroupStopped: `stop_playing` ended it.
-            TitanError: what ended it; none of its samples are stored.
+            TitanError: another error ended it. None of its samples are stored.
         """
         if request.key in self._open:
             raise ValueError(f"{request} is being played already")
@@ -89,7 +89,7 @@ class Rollouts:
             del self._open[request.key]
 
     async def run(self, requests: Sequence[GroupRequest]) -> list[GroupReport]:
-        """Play these groups; reports in the order of the requests. If one fails, nothing is kept of the others."""
+        """Play these groups; returns reports in the order of the requests. If one fails, the others are released."""
         plays = [asyncio.get_running_loop().create_task(self.play(request)) for request in requests]
         try:
             return await asyncio.gather(*plays)
@@ -102,11 +102,11 @@ class Rollouts:
             raise
 
     async def stop_playing(self) -> None:
-        """End all groups that are being played: each `play` raises `GroupStopped`, or returns if it was just over."""
+        """Stop all running groups: each `play` raises `GroupStopped`, or returns if its group had already ended."""
         await self._all(RolloutWorker.stop_playing)
 
     async def release(self, batch: SampleBatch) -> list[HeldReport]:
-        """Give a batch's samples up, once. Returns what their stores still hold."""
+        """Free a batch's samples; call it once per batch. Returns what their stores still hold."""
         return await asyncio.gather(
             *(
                 self._workers[self._by_store[store]].call(self._step_seconds, RolloutWorker.release, ids)
@@ -119,8 +119,8 @@ class Rollouts:
         return await self._all(RolloutWorker.held)
 
     async def close(self) -> None:
-        """End the workers' children and remove their stores. The files of a worker that is gone are removed with its
-        owner's (`remove_segments_of`).
+        """End the workers' child processes and remove their stores. `remove_segments_of` removes the files of a worker
+        that is gone.
 
         Raises:
             ActorFailed: a worker could not be closed; all others were.
@@ -133,7 +133,7 @@ class Rollouts:
                 raise outcome
 
     def _disown(self, play: asyncio.Task[GroupReport]) -> None:
-        """Nobody waits for this report any more."""
+        """Release the samples of a report that nobody waits for any more."""
         if not play.cancelled() and play.exception() is None and len(play.result().samples):
             release = asyncio.get_running_loop().create_task(self.release(play.result().samples))
             self._releases.add(release)

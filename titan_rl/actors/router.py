@@ -1,16 +1,16 @@
 """`GeneratorRouter`: the one actor in front of all generators.
 
-A thin shell: `Dispatcher` decides who serves what, `Fleet` who takes new weights when; this class makes the calls
-and waits. Every request that was taken in is answered once: whole, stitched from several attempts, interrupted, or
-failed with the cause. Whatever changes who may serve ends in `_advance`.
+A thin shell: `Dispatcher` decides which generator serves which request, `Fleet` decides which generator takes new
+weights when, and this class makes the calls and waits. Every accepted request is answered once: whole, stitched from
+several attempts, interrupted, or failed with the cause. Every change of who may serve ends with a call of `_advance`.
 
 Consumes: requests, aborts, pulls, from any actor; answers of generators.
 Is woken by: messages, the end of a pull, and a timer where the dispatcher asks for one.
 Produces: one answer per request; one `FleetPull` per pull.
-On failure: a generator that dies or goes stale costs its requests another attempt elsewhere, from the tokens they
-have, and a request under which generators die again and again fails alone. When every generator is dead, requests fail
-at once with the reasons. Time says nothing about a generator: a request whose time is over is stopped and fails, and a
-late pull is waited for by nobody; its generator serves again once the pull ends well.
+On failure: if a generator dies or goes stale, its requests continue on another one from the tokens they have. If
+several generators die under one request, only that request fails. When all are dead, requests fail with the reasons.
+Slowness never means that a generator is dead. A request that runs out of time is stopped and fails. Nobody waits for a
+late pull; its generator serves again once the pull succeeds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, P
 from titan_rl.weights.manifest import Publication
 
 _OUT_OF_SERVICE = (GeneratorState.ASLEEP, GeneratorState.PINNED, GeneratorState.STALE, GeneratorState.DEAD)
-"""What a generator may have become after its last good pull: it serves nobody then, or not everybody."""
+"""States that a generator may enter after a successful pull and in which it does not serve everybody."""
 
 _log = logging.getLogger(__name__)
 
@@ -70,11 +70,11 @@ class GeneratorRouter(RequestServer):
         self._served = dict.fromkeys(generators, 0)
         self._failed = dict.fromkeys(generators, 0)
         self._timer: asyncio.TimerHandle | None = None
-        self._publication: Publication | None = None  # the newest that was asked for
+        self._publication: Publication | None = None  # the newest requested one
         self._outcomes: dict[str, PullReport | TitanError] = {}  # of each generator's last pull
         self._changed = asyncio.Event()  # set at the next change of what `_until` may wait for
         self._tasks: set[asyncio.Task[None]] = set()
-        self._ended: TitanError | None = None  # why nothing is taken in any more
+        self._ended: TitanError | None = None  # why the router accepts nothing any more
 
     # Requests.
 
@@ -104,7 +104,7 @@ class GeneratorRouter(RequestServer):
     def _refusal(self, request: GenerationRequest) -> RequestError | None:
         try:
             return self._dispatcher.refusal(request)
-        except Exception as why:  # a malformed request: nobody else's business
+        except Exception as why:  # a malformed request must not fail the others
             return RequestError(f"request {request.request_id!r}: {type(why).__name__}: {why}")
 
     def _send(self, assignments: list[Assignment]) -> None:
@@ -135,7 +135,7 @@ class GeneratorRouter(RequestServer):
         self.hand_out([shown for piece in pieces if (shown := self._dispatcher.shown(piece)) is not None])
 
     def _on_answers(self, name: str, completions: list[Completion], failures: list[tuple[str, TitanError]]) -> None:
-        """A message of a generator, or the word that it is gone."""
+        """Handle the answers of one message from a generator, or the failures after its death."""
         now = self._now()
         answers: list[Completion] = []
         errors: list[tuple[str, TitanError]] = []
@@ -144,7 +144,7 @@ class GeneratorRouter(RequestServer):
         for completion in completions:
             whole = self._dispatcher.completed(completion.request_id, completion, now)
             if whole is not None:
-                self._served[name] += self.is_live(whole.request_id)  # else its time was over, and its caller knows
+                self._served[name] += self.is_live(whole.request_id)  # not live: it timed out, its caller was told
                 answers.append(whole)
             elif completion.finish_reason is FinishReason.ABORT:
                 interrupted = True
@@ -167,7 +167,7 @@ class GeneratorRouter(RequestServer):
         if interrupted:
             self._advance()
         else:
-            self._tell()  # a drain may wait for the last of them
+            self._tell()  # a drain may be waiting for the last request
 
     # Weights.
 
@@ -175,10 +175,10 @@ class GeneratorRouter(RequestServer):
     async def pull_model_state_dict(self, publication: Publication) -> FleetPull:
         """Bring every generator to this publication or a newer one, each on its own schedule.
 
-        Returns when no generator is on its way any more; calls that overlap are served by the newest publication.
+        Returns when no generator is still on its way. Overlapping calls all get the newest publication.
 
         Raises:
-            WeightsError: older than what was asked for before.
+            WeightsError: the publication is older than one requested before.
         """
         self._fleet.ask(publication.version)
         self._publication = publication
@@ -195,7 +195,7 @@ class GeneratorRouter(RequestServer):
 
     @served
     async def sleep(self, name: str) -> int:
-        """Take a generator out of service until `wake_up`; what it runs goes on elsewhere. Returns the bytes freed."""
+        """Take a generator out of service until `wake_up`. Its requests continue elsewhere. Returns the bytes freed."""
         self._fleet.sleep(name)
         self._advance()
         return await self._generators[name].connection.call(None, Generator.sleep)
@@ -208,8 +208,8 @@ class GeneratorRouter(RequestServer):
 
     @served
     async def pin(self, version: PolicyVersion) -> str:
-        """Lease a generator that stays at exactly this version and serves only requests with its name in `pinned_to`,
-        until `unpin`; see `Fleet.pin`. Returns its name."""
+        """Lease a generator until `unpin`: it stays at exactly this version and serves only requests with its name in
+        `pinned_to`. See `Fleet.pin`. Returns its name."""
         name = self._fleet.pin(version, self._dispatcher.load)
         self._dispatcher.leased(name, version)
         self._advance()
@@ -217,14 +217,14 @@ class GeneratorRouter(RequestServer):
 
     @served
     async def unpin(self, name: str) -> PullReport:
-        """End a lease: the generator finishes what it has, pulls the newest publication and serves with the others.
+        """End a lease: the generator finishes its requests, pulls the newest publication and serves everybody again.
         Requests that still wait for it fail."""
         self._fleet.unpin(name)
         self._dispatcher.lease_ended(name)
         return await self._back(name)
 
     async def _back(self, name: str) -> PullReport:
-        """Wait until the generator, which is on its way back, serves the newest publication again."""
+        """Wait until a returning generator serves the newest publication."""
         assert self._publication is not None
         self._outcomes.pop(name, None)
         await self._settle(self._publication.version)
@@ -241,11 +241,11 @@ class GeneratorRouter(RequestServer):
         await self._until(lambda: self._fleet.settled(version))
 
     async def _sync(self, name: str) -> None:
-        """One generator's change of weights, from its drain to its first request under them."""
+        """Change the weights of one generator: drain it, pull, let it serve again."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         drain, pull = self._config.drain_seconds, self._config.pull_seconds
-        late = loop.call_later(drain + pull, self._is_late, name)  # one that is stopped does not even end its drain
+        late = loop.call_later(drain + pull, self._is_late, name)  # a stopped process never finishes its drain
         try:
             if self._fleet.must_drain(name):
                 await self._drained(name, drain)
@@ -259,7 +259,7 @@ class GeneratorRouter(RequestServer):
             report = await self._generators[name].connection.call(None, endpoint, publication)
             self._fleet.verified(name, report.version)
             self._outcomes[name] = replace(report, seconds_waited=waited + report.seconds_waited)
-        except Exception as why:  # whatever it is, it is about this generator only
+        except Exception as why:  # whatever fails here concerns this generator only
             error = why if isinstance(why, TitanError) else WeightsError(f"{type(why).__name__}: {why}")
             _log.warning("%s did not take new weights: %s", name, error, exc_info=None if error is why else why)
             self._outcomes[name] = error
@@ -272,7 +272,7 @@ class GeneratorRouter(RequestServer):
         self._advance()
 
     async def _drained(self, name: str, seconds: float) -> None:
-        """Wait until the generator is idle; what it still runs after `seconds` is interrupted and goes on elsewhere."""
+        """Wait until the generator is idle. Requests that still run after `seconds` are moved to other generators."""
 
         def idle() -> bool:
             return not self._dispatcher.in_flight(name)
@@ -315,13 +315,13 @@ class GeneratorRouter(RequestServer):
 
     @served
     async def generator_lost(self, name: str, reason: str) -> None:
-        """A process of this generator has ended, as the controller heard from the kernel: what it was asked goes on
-        elsewhere at once. A call to a process that is gone may find out late, or never."""
+        """Mark a generator as dead: the kernel told the controller that one of its processes ended. Its requests
+        continue elsewhere at once. Without this, a call to the dead process may notice late or never."""
         self._died(name, GeneratorFailed(reason))
 
     @served
     async def close(self) -> None:
-        """Send nothing more; whatever is open fails, and generators stop working on it."""
+        """Send nothing more. Open requests fail, and the generators stop them."""
         self._end(GeneratorFailed("the router was closed"))
         for task in list(self._tasks):
             task.cancel()
@@ -330,8 +330,8 @@ class GeneratorRouter(RequestServer):
             await generator.close()
 
     def _died(self, name: str, error: TitanError) -> None:
-        """A generator answers nobody any more, whoever found out: what it ran goes on elsewhere, and nobody waits for
-        its weights. The first word of it counts."""
+        """A generator is dead, whoever noticed it. Its requests continue elsewhere, and nobody waits for its pull. Only
+        the first report counts."""
         if self._fleet[name].state is GeneratorState.DEAD:
             return
         self._fleet.died(name, str(error))
@@ -340,8 +340,9 @@ class GeneratorRouter(RequestServer):
         self._advance()
 
     def _advance(self) -> None:
-        """After anything that changed who may serve: requests first, so that however fast versions follow each other,
-        those who wait are served by what was just verified; then the changes of weights that can begin."""
+        """Call this after every change of who may serve. It first assigns waiting requests, so that a generator that
+        was just verified serves them however fast versions follow each other; then it starts the syncs that can
+        begin."""
         if self._ended is not None:
             return
         self._send(self._dispatcher.reconsider(self._now()))
@@ -360,7 +361,7 @@ class GeneratorRouter(RequestServer):
                 raise self._ended
 
     def _end(self, error: TitanError) -> None:
-        """Whatever is open or comes later fails."""
+        """Fail open requests now and later ones as they come."""
         self._ended = error
         if self._timer is not None:
             self._timer.cancel()

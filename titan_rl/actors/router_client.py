@@ -1,4 +1,4 @@
-"""`Router`: the router as the controller, rollout workers, gateways and training scripts see it."""
+"""`Router`: the client of the router, for the controller, gateways and training scripts."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ class Router(CompletionClient):
     def __init__(self, actor: Any, *, seconds: float) -> None:
         """
         Args:
-            actor: handle of the actor; also what rollout workers are given.
-            seconds: bound on any one call; requests have `router.request_seconds`.
+            actor: handle of the actor; rollout workers get the same one.
+            seconds: time limit of a call; requests have `router.request_seconds` instead.
         """
         super().__init__(actor, name="router")
         self.actor = actor
         self._seconds = seconds
 
     async def setup(self) -> list[int]:
-        """Wait until it answers; it tells no process id."""
+        """Wait until the router answers. Returns no process ids."""
         await self.fleet_status()
         return []
 
     async def pull_model_state_dict(self, publication: Publication) -> FleetPull:
-        """Bring the fleet to this publication; returns when no generator is on its way to it any more.
+        """Bring the fleet to this publication; returns when no generator is still on its way to it.
 
         Raises:
-            WeightsError: nobody serves it, or it is older than what was asked for before.
+            WeightsError: no generator serves it, or it is older than one requested before.
         """
         pull = await self._call(GeneratorRouter.pull_model_state_dict, publication)
         return pull.require_served()
 
     async def sleep(self, generator: str) -> int:
-        """Take a generator out of service; returns the bytes it gave up."""
+        """Take a generator out of service; returns the bytes it freed."""
         return await self._call(GeneratorRouter.sleep, generator)
 
     async def wake_up(self, generator: str) -> PullReport:
@@ -52,28 +52,28 @@ class Router(CompletionClient):
         return await self._call(GeneratorRouter.wake_up, generator)
 
     async def pin(self, version: PolicyVersion) -> str:
-        """Lease a generator for evaluation: it stays at exactly this version and serves only requests with its name
-        in `pinned_to`, until `unpin`. Returns its name.
+        """Lease a generator for evaluation until `unpin`: it stays at exactly this version and serves only requests
+        with its name in `pinned_to`. Returns its name.
 
         Raises:
-            GeneratorNotServing: nobody serves exactly this version now, or nobody else would serve; then evaluate by
-                ordinary requests, before the next pull.
+            GeneratorNotServing: no generator serves exactly this version now, or no other one would be left to serve.
+                Then evaluate with ordinary requests, before the next pull.
         """
         return await self._call(GeneratorRouter.pin, version)
 
     async def unpin(self, generator: str) -> PullReport:
-        """End a lease: the generator finishes what it has, takes the newest weights and serves everybody again."""
+        """End a lease: the generator finishes its requests, pulls the newest weights and serves everybody again."""
         return await self._call(GeneratorRouter.unpin, generator)
 
     async def fleet_status(self) -> list[GeneratorStatus]:
         return await self._call(GeneratorRouter.fleet_status)
 
     async def generator_lost(self, generator: str, reason: str) -> None:
-        """A process of this generator has ended: it serves nobody any more."""
+        """Mark a generator as dead: one of its processes has ended."""
         await self._call(GeneratorRouter.generator_lost, generator, reason)
 
     async def close(self) -> None:
-        """Close the router itself: whatever is open fails."""
+        """Close the router itself. Open requests fail."""
         await self._call(GeneratorRouter.close)
         await self.leave()
 

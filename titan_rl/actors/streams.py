@@ -1,8 +1,9 @@
-"""From the pieces of a completion to its tokens, each once.
+"""Turns the pieces of a completion into its tokens, each once.
 
-Pieces come in the order in which they were sampled. Where a fleet does not resume, a lost completion is sampled again
-from its beginning: pieces of what was shown before are skipped. What is missing of the pieces is in the completion.
-Logprobs and versions go with the tokens that were shown first; a second sampling's may differ in the last digits.
+Pieces come in the order in which they were sampled. If the fleet does not resume, a lost completion is sampled again
+from its beginning; pieces with tokens that were already shown are skipped. Tokens whose pieces were lost come with the
+completion. The caller keeps the logprobs and versions that it saw first; those of a second sampling may differ in the
+last digits.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from titan_rl.types import Completion, Piece
 
 
 class Shown:
-    """The beginning of one completion that its caller has seen, without a gap."""
+    """The prefix of one completion that its caller has seen, without a gap."""
 
     def __init__(self) -> None:
         self._token_ids: list[np.ndarray] = []
         self._end = 0
 
     def add(self, piece: Piece) -> Piece | None:
-        """What is new in a piece; None: nothing, or tokens before it are missing."""
+        """The new part of a piece. None if nothing is new, or if tokens before it are missing."""
         if piece.offset > self._end or piece.end <= self._end:
             return None
         known = self._end - piece.offset
@@ -39,10 +40,10 @@ class Shown:
         return new
 
     def rest(self, completion: Completion) -> Piece | None:
-        """What was not shown yet of the whole completion; None: all of it was.
+        """The part of the whole completion that was not shown yet; None if all of it was.
 
         Raises:
-            GeneratorFailed: what was shown is not its beginning.
+            GeneratorFailed: the completion does not begin with the shown tokens.
         """
         tokens = completion.token_ids
         if self._token_ids and not np.array_equal(tokens[: self._end], np.concatenate(self._token_ids)):

@@ -1,7 +1,7 @@
 """`PolicyTrainer`: one rank of the trainer mesh, and `Trainer`, the handle that drives all ranks together.
 
-Every call to the mesh carries a sequence number. A rank runs its calls one at a time, in the order of the numbers,
-in one thread: however messages overtake each other, all ranks enter their collectives in the same order.
+Every call to the mesh carries a sequence number. A rank runs its calls one at a time in one thread, in the order of
+their numbers. So all ranks enter their collectives in the same order, even if messages overtake each other.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 CHANNEL = "policy"
-"""On which the trained policy is published."""
+"""The channel on which the trained policy is published."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,8 +53,8 @@ class CallQueue:
         self._turns: dict[int, asyncio.Future[None]] = {}
 
     async def run(self, sequence: int, work: Callable[[], T]) -> T:
-        """The result of `work`, which runs after all calls with a smaller number, in the caller's context: Monarch's
-        memory transfers need an actor's.
+        """Run `work` after all calls with a smaller number and return its result. It runs in the caller's context,
+        because Monarch's memory transfers need an actor's context.
 
         Raises:
             TrainingError: the number was used before.
@@ -68,7 +68,7 @@ class CallQueue:
             self._turns[sequence] = loop.create_future()
             await self._turns[sequence]
             del self._turns[sequence]
-        # Queued before the turn passes on: the one thread runs calls in the order of this line.
+        # Queue the work before the turn passes on: the thread runs calls in the order in which they are queued here.
         running = loop.run_in_executor(self._thread, contextvars.copy_context().run, work)
         self._next += 1
         if (waiting := self._turns.get(self._next)) is not None:
@@ -105,9 +105,9 @@ class PolicyTrainer(ConnectedActor):
         """
         Args:
             served_dtype: dtype that generators compute with; weights are published in it.
-            temperature: of the sampling whose logprobs are trained against.
+            temperature: sampling temperature of the generators.
             total_steps: length of the learning-rate schedule.
-            owner_pid: process that names shared memory; its death lets others sweep it.
+            owner_pid: process that the names of shared-memory files carry; once it is dead, a later run removes them.
         """
         self._config = config
         self._weights = weights
@@ -150,7 +150,7 @@ class PolicyTrainer(ConnectedActor):
 
     @served
     async def attach_stores(self, sequence: int, stores: dict[str, Any]) -> None:
-        """Fetch samples through Monarch from these workers, by the name of their store."""
+        """Fetch samples through Monarch from these workers; `stores` maps a store's name to its worker."""
         from titan_rl.actors.sample_stores import RemoteStore
         from titan_rl.data_plane.rdma import RdmaSource
 
@@ -190,7 +190,7 @@ class PolicyTrainer(ConnectedActor):
 
     @in_order
     def release(self, version: PolicyVersion) -> None:
-        """Nobody needs this publication any more."""
+        """Free a publication that nobody needs any more."""
         self._ready()
         assert self._publisher is not None
         self._publisher.release(version)
@@ -202,13 +202,13 @@ class PolicyTrainer(ConnectedActor):
 
     @in_order
     def save(self, directory: str) -> int:
-        """Write the current weights as a Hugging Face checkpoint; returns after which step they are."""
+        """Write the current weights as a Hugging Face checkpoint; returns their step."""
         self._ready().save_hf(Path(directory))
         return self._ready().step
 
     @in_order
     def close(self) -> None:
-        """Give back what outlives the process: shared memory."""
+        """Free the shared memory, which would outlive the process."""
         if self._publisher is not None:
             self._publisher.close()
 
@@ -238,14 +238,13 @@ class Trainer:
         return self.pids
 
     async def attach_stores(self, stores: dict[str, Any]) -> None:
-        """Let every rank fetch samples through Monarch from these workers, by the name of their store."""
+        """Let every rank fetch samples through Monarch from these workers; `stores` maps store names to workers."""
         await self._call(self._step_seconds, PolicyTrainer.attach_stores, stores)
 
     async def train_step(self, batch: SampleBatch) -> dict[str, float]:
         """Train one optimizer step on the batch.
 
-        Which rank computes which sample is planned here, from lengths alone; each rank is told of its own and fetches
-        them.
+        The packing is planned here, from lengths alone. Each rank gets references to its own samples and fetches them.
 
         Returns:
             Plain numbers, the same on every rank: loss, grad_norm, lr, entropy, clip_share, trained_tokens, …
@@ -258,7 +257,7 @@ class Trainer:
         return await self._step(PolicyTrainer.train_step, batch)
 
     async def warm_up_step(self, batch: SampleBatch) -> dict[str, float]:
-        """Train one supervised step on demonstrations, before the first RL step; versions do not count it.
+        """Train one supervised step on demonstrations, before the first RL step. It does not count as a version.
 
         Returns:
             Plain numbers, the same on every rank: loss, grad_norm, lr, trained_tokens, tokens, imbalance.
@@ -269,8 +268,8 @@ class Trainer:
         return await self._step(PolicyTrainer.warm_up_step, batch)
 
     async def freeze_reference(self) -> None:
-        """Make the current weights those that the KL term compares with: every rank copies its own shards. Does
-        nothing where the config has no KL term."""
+        """Make the current weights the reference of the KL term: every rank copies its own shards. Does nothing if the
+        config has no KL term."""
         if self._config.kl.coefficient:
             await self._call(self._step_seconds, PolicyTrainer.freeze_reference)
 
@@ -288,7 +287,7 @@ class Trainer:
         return {sample: logprobs for part in parts for sample, logprobs in part.items()}
 
     async def save(self, directory: Path) -> int:
-        """Write a Hugging Face checkpoint; returns after which step its weights are."""
+        """Write a Hugging Face checkpoint; returns the step of its weights."""
         return (await self._call(self._step_seconds, PolicyTrainer.save, str(directory)))[0]
 
     async def close(self) -> None:
@@ -297,7 +296,8 @@ class Trainer:
     async def _step(
         self, endpoint: Endpoint[[int, SampleBatch, PackingPlan], dict[str, float]], batch: SampleBatch
     ) -> dict[str, float]:
-        """Each rank with its own samples and their plan; tensor-parallel ranks, which lie together, have the same."""
+        """Call each rank with its own samples and their plan. Tensor-parallel ranks, which are neighbours, get the same
+        samples."""
         plan = plan_packing(
             batch.lengths,
             ranks=self._config.data_parallel,
@@ -317,8 +317,8 @@ class Trainer:
     async def _call(
         self, seconds: float, endpoint: Endpoint[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> list[T]:
-        """Every rank's answer to the same question. The first rank that fails ends the wait: the others may be in a
-        collective with it."""
+        """Call the endpoint on every rank; returns their answers. The first rank that fails ends the wait, because the
+        others may be stuck in a collective with it."""
         sequence = self._next_call()
         return await asyncio.gather(*(rank.call(seconds, endpoint, sequence, *args, **kwargs) for rank in self._ranks))
 

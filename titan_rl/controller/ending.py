@@ -1,12 +1,11 @@
-"""How a run ends: whatever ends it, its cause is said at once, then the trainer's weights are saved, then it is closed.
+"""How a run ends: the cause is printed at once, then the trainer's weights are saved, then the run is closed.
 
-A run is done when its steps are trained, its last evaluation is made and its weights are saved. A process that dies
-before that is judged by `faults.POLICY`. One that dies later, while the run is being closed, costs nothing and is only
-logged.
+A run is done when its steps are trained, its last evaluation is over and its weights are saved. `faults.POLICY` decides
+about a process that dies before that. A process that dies later, while the run is being closed, is only logged.
 
-The sample stores are empty at the end, however the run ends. One that ends well has released everything itself, or
-fails with what was left. One that fails or is stopped lets go: what is being played is stopped, what was reported is
-released, as far as the stores still answer.
+The sample stores are empty at the end, however the run ends. A run that ends well must have released everything; if
+samples are left, it fails. A run that fails or is stopped stops its rollouts and releases the reported samples, as far
+as the stores still answer.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from titan_rl.errors import SamplesLeaked, Stopped, TitanError, TrainingError
 from titan_rl.rollout.report import GroupReport
 
 SAVE_SECONDS = 120.0
-"""Bound on saving the weights of a run that was stopped or has failed, with the step that is under way: enough for a
-few GB. Another signal ends it sooner."""
+"""Time limit for saving the weights of a stopped or failed run, including the step that is under way. Enough for a few
+GB. Another signal ends the wait sooner."""
 
 LET_GO_SECONDS = 2.0
-"""A run that has failed waits no longer than this for its stores; their files go with the run in any case."""
+"""A failed run waits no longer than this for its stores. Their files are removed with the run in any case."""
 
 _log = logging.getLogger(__name__)
 
@@ -41,16 +40,16 @@ async def train_and_save(
     checkpoint: Path | None,
     say: Callable[[str], None],
 ) -> None:
-    """Train to the end and save the trainer's weights, also when it fails or is stopped.
+    """Train to the end and save the trainer's weights, even if training fails or is stopped.
 
     Args:
         training: the loop's run.
-        checkpoint: where to; None: they are not wanted.
-        say: told where the weights are, or why there are none.
+        checkpoint: where to save; None: do not save.
+        say: called with where the weights are, or why they were not saved.
 
     Raises:
         Stopped: a signal ended the loop.
-        TitanError, OSError: what ended it, or kept the weights from being saved.
+        TitanError, OSError: training or saving failed.
     """
     failure: Exception | None = None
     unsaved: Exception | None = None
@@ -67,7 +66,7 @@ async def train_and_save(
             unsaved = error
     heard = faults.settle()
     if isinstance(heard, Stopped) and unsaved is None:
-        heard = None  # it came while the last weights were being saved, and changed nothing
+        heard = None  # the signal came while the last weights were being saved, and changed nothing
     if (cause := failure or heard or unsaved) is not None:
         raise cause
 
@@ -89,13 +88,13 @@ async def _save(trainer: Trainer, faults: FaultBoard, checkpoint: Path, *, secon
 
 
 async def check_nothing_is_held(rollouts: Rollouts) -> None:
-    """Raises SamplesLeaked, with what is held where, unless all stores are empty."""
+    """Raises SamplesLeaked unless all stores are empty; the error says what each store holds."""
     if what := await _held(rollouts):
         raise SamplesLeaked(f"the run is over and samples are still held: {what}")
 
 
 async def let_go(rollouts: Rollouts, reports: Iterable[GroupReport]) -> None:
-    """Stop what is being played and release what was reported. Never raises a TitanError."""
+    """Stop running rollouts and release reported samples. Never raises a TitanError."""
     try:
         async with asyncio.timeout(LET_GO_SECONDS):
             await rollouts.stop_playing()

@@ -26,7 +26,7 @@ class Evaluation:
     transcripts: tuple[str, ...] = ()
     """One line each of a few rollouts: the first that are wrong, and the first that are right."""
     failed: int = 0
-    """Prompts without a reward, because user code failed: they count neither as right nor as wrong."""
+    """Prompts without a reward because user code failed. They are left out of all means."""
     first_error: str = ""
 
 
@@ -34,8 +34,8 @@ async def evaluate(system: System, version: PolicyVersion, *, pinned_to: str | N
     """Play the held-out prompts greedily under `version`.
 
     Args:
-        version: what every generator serves until the evaluation is over, or `pinned_to` does.
-        pinned_to: a generator that is leased for it.
+        version: served until the evaluation is over, by every generator or, if set, by `pinned_to`.
+        pinned_to: a generator that is leased for this evaluation.
 
     Raises:
         TaskError: every rollout failed, or there is nothing to play.

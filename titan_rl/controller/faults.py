@@ -1,9 +1,9 @@
-"""Whose business the end of a process is, and where every fault and every request to stop is heard.
+"""What a process's death means for the run, and the one place that collects all faults and stop signals.
 
-`POLICY` is the whole policy, for a run and for a service alike. It holds from the moment a mesh is ready; before that
-any end of a process ends the start. The first fault that ends a run ends the work in hand, which `watch` runs, and is
-announced at once, before anything is saved or closed. None is lost: one that comes before anybody watches is raised by
-the next `watch`. After `settle` the result is decided, and what is heard is only logged.
+`POLICY` is the whole policy, for a run and for a service. It applies to a mesh once that mesh is ready; before that,
+the death of any process ends the start. The first fatal fault ends the work that `watch` runs. It is announced at once,
+before anything is saved or closed. No fault is lost: the next `watch` raises one that came while nobody watched. After
+`settle` the result of the run is decided, and later faults are only logged.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from titan_rl.errors import MeshFailed, Stopped, TitanError
 T = TypeVar("T")
 
 FAULT_GRACE_SECONDS = 1.0
-"""How long the work in hand may take to raise its own error after a fault: a call to the dead process is about to raise
-too, and says more about what was going on."""
+"""How long the running work may take to raise its own error after a fault. A call to the dead process will raise too,
+and its error says more about what was going on."""
 
 _log = logging.getLogger(__name__)
 
 
 class Consequence(NamedTuple):
-    """What follows when a mesh loses a process. Calls that are open fail in any case."""
+    """What happens when a mesh loses a process. Open calls fail in any case."""
 
     told: Literal["nobody", "the router"]
     ends: Literal["at once", "with the last of its kind"]
@@ -39,8 +39,7 @@ POLICY: dict[str, Consequence] = {
     "rollout": Consequence(told="nobody", ends="at once"),
     "gateway": Consequence(told="nobody", ends="at once"),
 }
-"""By kind of mesh (`generator1` is a generator). A mesh is lost as a whole: a generator that loses one of its
-tensor-parallel ranks is like one that loses its only rank."""
+"""By kind of mesh (`generator1` is a generator). A mesh is lost as a whole, even if only one of its ranks died."""
 
 
 def kind_of(mesh: str) -> str:
@@ -49,13 +48,13 @@ def kind_of(mesh: str) -> str:
 
 
 class FaultBoard:
-    """Collects faults from any thread and signals from any moment, for one event loop."""
+    """Collects faults and stop signals for one event loop; both may come at any time and from any thread."""
 
     def __init__(self, announce: Callable[[Exception], None] = lambda error: None) -> None:
         """
         Args:
-            announce: told what ends the run, as soon as it is known: a fault, and the error of the work where it is
-                another one.
+            announce: called as soon as it is known what ends the run: with the fault, and with the work's own error if
+                that is a different one.
         """
         self._loop = asyncio.get_running_loop()
         self._announce = announce
@@ -64,21 +63,21 @@ class FaultBoard:
         self._spares: dict[str, Callable[[MeshFailed], None]] = {}
         self._settled = False
         self.hurry = asyncio.Event()
-        """Set when somebody asks to stop while the run is ending already."""
+        """Set by a stop signal that comes while the run is already ending."""
 
     def ready(self, mesh: str, tell: Callable[[MeshFailed], None]) -> None:
-        """From now on the mesh's end is judged by `POLICY`.
+        """From now on `POLICY` applies to this mesh.
 
         Args:
-            tell: passes the end on to whom the policy names.
+            tell: called when the mesh is lost, to tell the part that the policy names.
         """
-        self._lost.pop(mesh, None)  # its former life
+        self._lost.pop(mesh, None)  # a fault from before it was spawned again
         if POLICY[kind_of(mesh)].ends == "with the last of its kind":
             self._spares[mesh] = tell
 
     def report(self, fault: TitanError) -> None:
-        """Thread-safe; only the first fault ends the run, the others follow from it. A fault that comes after the
-        loop has ended has nobody left to hear it."""
+        """Report a fault. Thread-safe. Only the first fatal fault ends the run; later ones follow from it. A fault that
+        comes after the event loop has closed is dropped."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._note, fault)
 
@@ -113,8 +112,8 @@ class FaultBoard:
             _log.warning("after the run's end was decided: %s", fault)
 
     async def watch(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work`; a fault cancels it and is raised in its place. Work's own error wins if both are there: it is
-        closer to the cause."""
+        """Run `work`. A fault cancels it and is raised instead. If `work` raises an error of its own too, that error
+        wins, because it is closer to the cause."""
         if self._first.done():
             work.close()
             raise self._first.result()
@@ -135,8 +134,8 @@ class FaultBoard:
             await _cancelled(task)
 
     async def unless_lost(self, mesh: str, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work`, which needs every process of this mesh: raises the mesh's fault instead of waiting for an answer
-        that cannot come."""
+        """Run `work`, which needs every process of this mesh. If the mesh is lost, raise its fault instead of waiting
+        for an answer that cannot come."""
         end = self._end_of(mesh)
         if end.done():
             work.close()
@@ -152,10 +151,10 @@ class FaultBoard:
             await _cancelled(task)
 
     def settle(self) -> TitanError | None:
-        """The run has its result, or is about to fail: from now on faults change nothing.
+        """Fix the result of the run: from now on faults change nothing.
 
         Returns:
-            What was heard until now.
+            The fault or signal that ended the run; None if there was none.
         """
         self._settled = True
         return self._first.result() if self._first.done() else None
@@ -165,12 +164,12 @@ class FaultBoard:
 
 
 class Announcer:
-    """Says what ends a run: once, as soon as it is known."""
+    """Prints what ends a run, as soon as it is known, and each text only once."""
 
     def __init__(self, say: Callable[[str], None], *, stopping: str) -> None:
         """
         Args:
-            stopping: what follows when somebody asked to stop.
+            stopping: text after the name of a stop signal: what happens next.
         """
         self._say = say
         self._stopping = stopping

@@ -1,4 +1,4 @@
-"""Which finished groups are not to be trained: `loop.filter` as a function."""
+"""Which finished groups are not trained: `loop.filter` as a function."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ FILTERS = {"no_variance": "titan_rl.controller.group_filter:no_variance"}
 """Short names of `loop.filter`."""
 
 GroupFilter = Callable[[GroupReport], str]
-"""Why a group is refused; empty: it is trained."""
+"""Returns why a group is refused; empty: it is trained."""
 
 
 def make_filter(name: str) -> GroupFilter:
     """The filter that a config names.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: no filter has that name.
     """
     if not name:
         return lambda report: ""

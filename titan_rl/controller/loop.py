@@ -3,18 +3,19 @@
     data ─▶ rollouts ─▶ batcher ─▶ trainer ─▶ publisher ─▶ data: the slots of what was trained are free again
                                                  └─▶ evaluator                                  watchdog: looks at all
 
-Independent tasks around one `GroupBuffer`, which alone decides; they never call each other, they wait for its state.
+The tasks are independent and share one `GroupBuffer`, which makes all decisions. They never call each other; they wait
+for the buffer's state.
 
-- What is trained: every step P groups, none older than the buffer's bound. Nothing is dropped because it is late.
-- Samples belong to the loop from their report to their release, once: after the step that trained them, or when their
-  group is filtered, failed or lost. However a run ends, it leaves the stores empty (`ending`).
+- Every step trains P groups, none older than the buffer's bound. No group is dropped because it is late.
+- The loop owns samples from their report to their release. It releases them once: after the step that trained them, or
+  when their group is filtered, failed or lost. However a run ends, it leaves the stores empty (`ending`).
 - A group whose samples are lost is played again under its id and keeps its place.
-- A failure in any task ends the run with that error, and all other tasks with it.
-- Exactly `steps`·P groups are admitted besides those that were filtered or failed, so nothing is left over at the end.
-- A run with nothing left to learn ends before that, as one whose last step was the present one: `_stop_early`.
+- A failure in any task ends the run with that error and cancels all other tasks.
+- Apart from filtered and failed groups, exactly `steps`·P groups are admitted, so nothing is left over at the end.
+- A run with nothing left to learn ends early: the present step becomes its last (`_stop_early`).
 
-At max_staleness 0 the next groups are admitted when the step's version is published: that is synchronous training, and
-equals `scripts/minimal_loop.py` bit for bit where the config is `deterministic`.
+At max_staleness 0 the next groups are admitted when the step's version is published. That is synchronous training. With
+a `deterministic` config it equals `scripts/minimal_loop.py` bit for bit.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from titan_rl.weights.manifest import Publication
 T = TypeVar("T")
 
 MAX_ATTEMPTS = 4
-"""A group whose samples were lost so often ends the run: what loses them is not going to stop."""
+"""If a group's samples are lost this many times, the run ends: the cause is not going to go away."""
 
 _SERVED = "the generators"
 _EVALUATED = "evaluation"
@@ -86,7 +87,7 @@ class TrainingLoop:
         self._activity = Activities(display, self._records.phases, self._watchdog, clock=clock)
         self._reports: dict[int, GroupReport] = {}  # finished and not yet released, by group id
         self._changed = asyncio.Event()
-        self._leased: str | None = None  # a generator, to the evaluation that is under way
+        self._leased: str | None = None  # the generator that is leased for the running evaluation
 
     @property
     def summary(self) -> RunSummary:
@@ -94,16 +95,16 @@ class TrainingLoop:
 
     @property
     def prompts(self) -> PromptStream:
-        """Which prompts were admitted, and what became of them."""
+        """Which prompts were admitted, and the outcome of each."""
         return self._buffer.prompts
 
     @property
     def batch(self) -> Batch | None:
-        """What is being trained now."""
+        """The batch that is being trained now."""
         return self._buffer.batch
 
     async def run(self) -> RunSummary:
-        """The whole run; the policy's final weights are those that were last evaluated."""
+        """Do the whole run. The final weights of the policy are the ones that were evaluated last."""
         system = self._system
         self._display.say(self._buffer.knobs.describe())
         stop_watching = self._watchdog.report_every(
@@ -149,7 +150,7 @@ class TrainingLoop:
                 task = tasks.create_task(self._rollout(self._buffer.start(group.group_id)))
                 playing.add(task)
                 task.add_done_callback(playing.discard)
-        for task in playing:  # there are some where the run stops early
+        for task in playing:  # some are left if the run stops early
             task.cancel()
 
     async def _rollout(self, group: Group) -> None:
@@ -196,15 +197,16 @@ class TrainingLoop:
             await self._records.step(batch, reports, trained, held, self._buffer.counts, self._system)
 
     async def _publisher(self) -> None:
-        """Consumes versions of the trainer. Waits for one that is not published, for an evaluation that needs the
-        present one, and for a place among the publications. Woken by trainer and evaluator. Produces the version that
-        new groups are played by. On failure: the run."""
+        """Consumes the trainer's versions. Waits for one that is not published, for an evaluation that still needs the
+        served version, and for a free publication slot. Woken by trainer and evaluator. Produces the version under
+        which new groups are played. On failure: the run."""
         while await self._until("publisher", self._schedule.publisher_waits_for, self._schedule.may_publish):
             await self._publish()
 
     async def _evaluator(self) -> None:
-        """Consumes versions that are due. Waits for the publisher. Woken by it. Produces an evaluation. On failure:
-        the run. If training goes on meanwhile, a generator is leased for it; else nobody pulls until it is over."""
+        """Consumes versions that are due. Waits for the publisher and is woken by it. Produces an evaluation. On
+        failure: the run. If training continues meanwhile, a generator is leased for the evaluation; if not, no
+        generator pulls until it is over."""
         while publication := await self._until("evaluator", lambda: "a version that is due", self._schedule.next_due):
             await self._evaluate(publication)
             self._schedule.evaluated(publication.version)
@@ -212,10 +214,10 @@ class TrainingLoop:
     # What they do.
 
     async def _publish(self) -> None:
-        """Publish the trainer's weights, bring every generator to them, free what was served before.
+        """Publish the trainer's weights, bring every generator to them, free the previous publication.
 
-        Only the pull goes on beside the next step. The publication is written between two steps, in the trainer's own
-        turn: a second thread would take its 0.5–2 % of a step from the cores that the step computes with.
+        Only the pull overlaps with the next step. The trainer writes the publication between two steps. Writing it in a
+        second thread would save nothing: its 0.5–2 % of a step would come from the cores that the step computes with.
         """
         before = self._publications.newest
         publication = await self._publications.publish(_SERVED, self._activity)
@@ -228,7 +230,7 @@ class TrainingLoop:
                 self._display.say(f"{name} does not serve {version}: {pull.failures[name]}")
         if self._schedule.is_due(version):
             self._make_due(publication)
-        # Not before the pull: the first generator that has the version would get all groups that wait for it.
+        # Only after the pull: otherwise the first generator with the version would get all groups that wait for it.
         self._buffer.published(version)
         self._notify()
         if before is not None:
@@ -240,7 +242,7 @@ class TrainingLoop:
         self._schedule.make_due(publication)
 
     async def _pull(self, publication: Publication) -> FleetPull:
-        # The trainer may have finished one more step meanwhile, and its news still be on their way.
+        # The trainer may have finished one more step, and that news may not have arrived here yet.
         version = publication.version
         await self._until(
             "publisher",
@@ -277,13 +279,13 @@ class TrainingLoop:
         with self._activity("unpin", generator=leased):
             try:
                 await self._system.router.unpin(leased)
-            except (WeightsError, GeneratorFailed) as error:  # as in a pull: it alone waits for the next version
+            except (WeightsError, GeneratorFailed) as error:  # as in a pull: only this generator waits for the next one
                 self._warn(f"{leased} does not serve after its lease: {error}")
         self._leased = None
 
     async def _play_again(self, batch: Batch, error: SamplesLost) -> None:
         if not error.group_ids or not set(error.group_ids) <= set(batch.group_ids):
-            raise error  # nothing of this batch to play again
+            raise error  # the error names no group of this batch
         for group_id in error.group_ids:
             if self._buffer[group_id].attempt + 1 >= MAX_ATTEMPTS:
                 raise error
@@ -297,7 +299,7 @@ class TrainingLoop:
         return await self._system.rollouts.release(samples)
 
     def _judge(self, report: GroupReport, untrainable: Untrainable | None, detail: str) -> None:
-        """Count a finished group that teaches nothing, for this reason, or one that teaches something."""
+        """Count a finished group: one that teaches nothing, with the reason, or (None) one that teaches something."""
         if self.summary.stopped_early:
             return
         if untrainable is None:
@@ -306,8 +308,8 @@ class TrainingLoop:
             self._stop_early()
 
     def _stop_early(self) -> None:
-        """Nothing is left to learn: the step that is under way, or else the one before it, is the last. What follows is
-        as after every last step: its version is published and evaluated."""
+        """Nothing is left to learn: make the running step, or else the previous one, the last. Then the run ends as
+        usual: the last version is published and evaluated."""
         newest = self._publications.newest
         served = newest if newest is not None and newest.version == self._buffer.published_version else None
         if self._schedule.stop_early(served) and served is not None:
@@ -322,8 +324,8 @@ class TrainingLoop:
     async def _until(
         self, task: str, why: Callable[[], str], ready: Callable[[], T | Literal[False] | None]
     ) -> T | Literal[False]:
-        """What `ready` returns when it is not None; asked again whenever a task has changed something. False says that
-        there is nothing to wait for any more."""
+        """Wait until `ready` does not return None, and return its value. It is called again after every change by a
+        task. False means that there is nothing to wait for any more."""
         if (value := ready()) is None:
             with self._activity(task, waits_for=why):
                 while (value := ready()) is None:
@@ -331,7 +333,7 @@ class TrainingLoop:
         return value
 
     def _notify(self) -> None:
-        """Something has changed that a task may wait for."""
+        """Wake all waiting tasks after a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -339,7 +341,7 @@ class TrainingLoop:
         return True if self._schedule.over() or self._buffer.waiting() or self._schedule.admissible() else None
 
     def _take(self) -> Batch | Literal[False] | None:
-        """The next batch; False: there is none any more."""
+        """The next batch; None: not yet; False: there are no more."""
         if self._schedule.over():
             return False
         return None if self._schedule.must_be_published() else self._buffer.take()
@@ -351,11 +353,11 @@ class TrainingLoop:
 
     @property
     def _leases_generators(self) -> bool:
-        """Whether generation goes on while an evaluation is played, so that it is worth a generator of its own."""
+        """Whether generation continues during an evaluation, so that leasing a generator for it pays off."""
         return self._buffer.knobs.max_staleness > 0 and len(self._system.generators) > 1
 
     def _let_pull(self, version: PolicyVersion) -> None:
-        """The evaluation of `version` needs the fleet no more; that of a later version may."""
+        """The evaluation of `version` does not need the fleet any more; one of a later version may."""
         self._schedule.let_go(version)
         self._notify()
 

@@ -1,8 +1,8 @@
 """Which published weights are still needed, and when the next may be published.
 
-A publication lives while somebody holds it, or while it is the newest. At most `max_live` exist at once: `publish`
-waits for a place. Everything is freed exactly once. One that nobody could take (its bytes were damaged behind the
-trainer's back) gives its place to a fresh one.
+A publication lives while somebody holds it, or while it is the newest. At most `max_live` exist at once; `publish`
+waits for a free slot. Every publication is freed exactly once. If no generator could load one (its bytes were damaged
+after the trainer wrote them), the trainer publishes again in its place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from titan_rl.weights.manifest import Publication
 T = TypeVar("T")
 
 FRESH_PUBLICATIONS = 2
-"""That take the place of one that nobody could take; what damages more is not going to stop, and ends the run."""
+"""How often the trainer publishes again after no generator could load a publication. If that does not help, the cause
+is not going to go away, and the run ends."""
 
 
 class Publications:
@@ -38,14 +39,14 @@ class Publications:
         return next(reversed(self._live.values()), None)
 
     def waits_for(self) -> str:
-        """Why there is no place for another one; empty when there is."""
+        """Why there is no free slot; empty if there is one."""
         if len(self._live) < self._max_live:
             return ""
         held = (f"{version} by {', '.join(sorted(holders))}" for version, holders in self._holders.items() if holders)
         return f"a place for one more publication (weights.max_live is {self._max_live}); held: {'; '.join(held)}"
 
     async def publish(self, holder: str, activity: Activities) -> Publication:
-        """The trainer's current weights, held by `holder`."""
+        """Publish the trainer's current weights, held by `holder`. Waits for a free slot."""
         if self.waits_for():
             with activity("publisher", waits_for=self.waits_for):
                 while self.waits_for():
@@ -67,14 +68,15 @@ class Publications:
         *,
         on_refused: Callable[[str], None],
     ) -> tuple[Publication, T]:
-        """What `take` makes of a publication, or of the trainer's current weights published in its place.
+        """Call `take` with a publication. If nobody could load it, publish the trainer's current weights in its place
+        and try again. Returns the publication that was taken, and the result of `take`.
 
         Args:
-            take: raises WeightsError where nobody could take it; nobody reads it any more then.
-            on_refused: told why, before the trainer publishes again.
+            take: raises WeightsError if no generator could load the publication; then nobody reads it any more.
+            on_refused: called with the reason before the trainer publishes again.
 
         Raises:
-            WeightsError: the last of `FRESH_PUBLICATIONS` was not taken either.
+            WeightsError: the last of `FRESH_PUBLICATIONS` could not be loaded either.
         """
         for _ in range(FRESH_PUBLICATIONS):
             try:
@@ -93,7 +95,7 @@ class Publications:
         self._holders[version].add(holder)
 
     async def release(self, version: PolicyVersion, holder: str) -> None:
-        """`holder` needs it no more."""
+        """End the hold of `holder`."""
         self._holders[version].remove(holder)
         await self._free_if_unneeded(version)
 

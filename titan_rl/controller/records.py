@@ -1,4 +1,4 @@
-"""The numbers of a run, from what its tasks saw: one record per step, for metrics, display and summary."""
+"""The numbers of a run: one record per step, for metrics, display and summary."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from titan_rl.types import NO_VERSION, PolicyVersion, StopReason
 
 @dataclass(slots=True)
 class RunSummary:
-    """What a run came to."""
+    """The result of a run."""
 
     evaluations: list[Evaluation] = field(default_factory=list)
     steps: int = 0
     stopped_early: str = ""
-    """Why, where nothing was left to learn before the last step."""
+    """Why the run stopped before its last step; empty if it did not."""
     reward_last: float = 0.0
     tokens_generated: int = 0
     ages: Counter[int] = field(default_factory=Counter)
@@ -58,7 +58,8 @@ class StepRecords:
         self.summary = RunSummary()
 
     def failed(self, report: GroupReport) -> None:
-        """A group none of whose rollouts could be trained; counts to the next step's numbers, and is shown at once."""
+        """Record a group of which no rollout could be trained. It counts in the next step's numbers and is displayed at
+        once."""
         self._failed.append(report)
         self._tell_failures(report)
 
@@ -90,7 +91,7 @@ class StepRecords:
         counts: Counts,
         system: System,
     ) -> None:
-        """A finished optimizer step."""
+        """Record a finished optimizer step."""
         step = batch.version.step + 1
         now = self._clock()
         seconds, self._last_step = now - self._last_step, now
@@ -196,7 +197,7 @@ def _mean_of_reward_parts(rollouts: Sequence[RolloutReport]) -> dict[str, float]
 
 
 def _mean_of_engine_metrics(rollouts: Sequence[RolloutReport]) -> dict[str, float]:
-    """What the engines said about each rollout's completions, averaged."""
+    """The engines' metrics of each rollout's completions, averaged over rollouts."""
     values: dict[str, list[float]] = {}
     for rollout in rollouts:
         for name, value in rollout.metrics.items():

@@ -2,10 +2,10 @@
 
 Always true:
 
-- the versions of step 0, of every `every`-th step and of the last step are evaluated, and the trainer passes none of
-  them over unpublished;
-- what an evaluation needs the fleet to serve stays the newest version until `let_go`;
-- no group is admitted that the steps up to the last one do not train.
+- the versions of step 0, of every `every`-th step and of the last step are evaluated, and the trainer does not train
+  past one of them before it is published;
+- a version that an evaluation needs the fleet to serve stays the newest published one until `let_go`;
+- no group is admitted beyond those that the remaining steps train.
 
 Pure: reads the versions of a `GroupBuffer` and changes nothing there.
 """
@@ -21,7 +21,8 @@ from titan_rl.weights.manifest import Publication
 
 
 class Schedule:
-    """Of one run. What it answers None to may be answered after the next change; False: there will be nothing more."""
+    """The schedule of one run. The answer None means: ask again after the next change. False means: nothing more will
+    come."""
 
     def __init__(self, buffer: GroupBuffer, *, steps: int, every: int) -> None:
         """
@@ -31,8 +32,8 @@ class Schedule:
         self._buffer = buffer
         self._every = every
         self._due: deque[Publication] = deque()  # to be evaluated
-        self._kept: PolicyVersion | None = None  # what an evaluation needs the fleet to serve
-        self._evaluated = -1  # the newest step of which an evaluation is over
+        self._kept: PolicyVersion | None = None  # the version that an evaluation needs the fleet to serve
+        self._evaluated = -1  # the newest step whose evaluation is over
         self.last = steps
         """The step after which the run is over."""
 
@@ -41,45 +42,45 @@ class Schedule:
         return version.step in (0, self.last) or bool(self._every and version.step % self._every == 0)
 
     def make_due(self, publication: Publication) -> None:
-        """It is served, and waits for its evaluation."""
+        """Queue a publication, which the fleet serves now, for evaluation."""
         self._kept = publication.version
         self._due.append(publication)
 
     def next_due(self) -> Publication | Literal[False] | None:
-        """What to evaluate next."""
+        """The publication to evaluate next."""
         if self._due:
             return self._due.popleft()
         return False if self._evaluated >= self.last else None
 
     def let_go(self, version: PolicyVersion) -> None:
-        """The evaluation of `version` needs the fleet no more; that of a later version may."""
+        """The evaluation of `version` does not need the fleet any more; one of a later version may."""
         if self._kept == version:
             self._kept = None
 
     def evaluated(self, version: PolicyVersion) -> None:
-        """Its evaluation is over, however it ended."""
+        """The evaluation of `version` is over, however it ended."""
         self._evaluated = version.step
 
     def may_publish(self) -> bool | None:
-        """Whether the trainer's version is to be published now."""
+        """Whether to publish the trainer's version now."""
         if self._buffer.published_version.step >= self.last:
             return False
         behind = self._buffer.published_version < self._buffer.trainer_version
         return True if behind and self._kept is None else None
 
     def publisher_waits_for(self) -> str:
-        """Why there is nothing to publish."""
+        """Why nothing is published now."""
         if self._buffer.published_version < self._buffer.trainer_version:
             return f"the evaluation of {self._kept}"
         return "the trainer's next version"
 
     def must_be_published(self) -> bool:
-        """Whether the trainer holds a version that is due for evaluation and would be passed over."""
+        """Whether the trainer holds an unpublished version that is due for evaluation, so that it must not train on."""
         version = self._buffer.trainer_version
         return self.is_due(version) and version > self._buffer.published_version
 
     def admissible(self) -> int:
-        """Groups to let in now: never more than the remaining steps train."""
+        """How many groups to admit now: never more than the remaining steps train."""
         counts = self._buffer.counts
         wanted = self.last * self._buffer.knobs.groups_per_step
         return max(0, min(self._buffer.free_slots, wanted - counts.trained - counts.active))
@@ -89,14 +90,13 @@ class Schedule:
         return self._buffer.trainer_version.step >= self.last
 
     def stop_early(self, served: Publication | None) -> bool:
-        """The step that is under way, or else the one before it, becomes the last. What follows is as after every last
-        step: its version is published and evaluated.
+        """Make the running step, or else the previous one, the last. Its version is published and evaluated as usual.
 
         Args:
             served: the newest publication, if groups are played under it.
 
         Returns:
-            Whether that has become due just now.
+            Whether `served` became due for evaluation by this call.
         """
         was_due = served is not None and self.is_due(served.version)
         self.last = self._buffer.trainer_version.step + (self._buffer.batch is not None)

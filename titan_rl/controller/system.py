@@ -1,4 +1,4 @@
-"""Everything that is up during a run: the handles a training loop works with, all of them public."""
+"""All running parts of a run: the public handles that a training loop works with."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class System:
     router: Router
     rollouts: Rollouts
     generators: dict[str, GeneratorMesh]
-    """By name. One that is lost leaves."""
+    """By name. A lost generator is removed."""
     gateway: Any = None
     """Handle of the `Gateway` actor; None where no program plays."""
     pids: dict[str, list[int]] = field(default_factory=dict)

@@ -1,7 +1,8 @@
-"""Supervised warm-up before the first RL step: demonstrations from the environment, by reference like any sample.
+"""Supervised warm-up before the first RL step, on demonstrations from the environment.
 
-Demonstration number i is used once, in step i // batch. Every sample is released after its step, or when the warm-up
-ends early. The demonstrations of the next step are made while the last one is trained.
+Demonstrations travel by reference, as all samples do. Demonstration number i is used once, in step i // batch. Every
+sample is released after its step, or when the warm-up ends early. The demonstrations of the next step are made while
+the current step is trained.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ _log = logging.getLogger(__name__)
 
 
 async def warm_up(system: System, display: RunDisplay, activity: Activities) -> None:
-    """Train `trainer.warmup.steps` supervised steps; nothing if there are none.
+    """Train `trainer.warmup.steps` supervised steps; does nothing if that is 0.
 
     Raises:
         TaskError: the environment has no demonstrations, or one cannot be made.
-        SamplesLost: demonstrations were lost on their way; nothing was learned yet that a new run would not repeat.
+        SamplesLost: demonstrations were lost. They are not made again, because a new run loses only the warm-up.
     """
     steps = system.config.trainer.warmup.steps
     if not steps:
         return
     ahead = _play(system, 0)
-    owned: SampleBatch | None = None  # of the step that has begun
+    owned: SampleBatch | None = None  # samples of the current step
     try:
         for step in range(steps):
             with activity("warm_up", step=f"{step + 1} of {steps}"):
@@ -53,12 +54,12 @@ def _play(system: System, step: int) -> asyncio.Task[GroupReport]:
 
 
 async def _give_up(system: System, owned: SampleBatch | None, ahead: asyncio.Task[GroupReport]) -> None:
-    """Release demonstrations that nobody will train. Those that are still being made are released by `Rollouts`."""
+    """Release demonstrations that will not be trained. `Rollouts` releases those that are still being made."""
     ahead.cancel()
     (outcome,) = await asyncio.gather(ahead, return_exceptions=True)
     left = [] if owned is None else [owned]
     if isinstance(outcome, GroupReport) and outcome.samples is not owned:
         left.append(outcome.samples)
     for error in await asyncio.gather(*map(system.rollouts.release, left), return_exceptions=True):
-        if isinstance(error, Exception):  # what ends the warm-up says more
+        if isinstance(error, Exception):  # only logged: the error that ended the warm-up says more
             _log.warning("demonstrations were not released: %s", error)

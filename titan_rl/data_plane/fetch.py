@@ -1,7 +1,7 @@
 """Fetches samples by their references.
 
-A source gives exactly what was stored or raises `SampleError` with the group's name: bytes are copied out first and
-verified in the copy. What a source returned belongs to the caller and does not change when samples are released.
+A source returns exactly the stored samples or raises `SampleError` with the group's id. It first copies the bytes and
+then verifies the copy. The returned samples belong to the caller and do not change when the stored ones are released.
 """
 
 from __future__ import annotations

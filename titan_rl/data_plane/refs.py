@@ -1,4 +1,4 @@
-"""What the controller holds instead of a sample: where it is, and every number that a decision needs."""
+"""The controller's reference to a sample: where it is, and every number that a decision needs."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class SampleBatch:
 
     @property
     def is_local(self) -> bool:
-        """Whether the tokens are here, which those of an empty batch are."""
+        """Whether the batch holds samples and not references; True for an empty batch."""
         return not any(isinstance(item, SampleRef) for item in self.items[:1])
 
     @property

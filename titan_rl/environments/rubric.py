@@ -29,8 +29,8 @@ GroupRewardFunction = Callable[[Example, Sequence[Transcript]], Sequence[float] 
 
 
 LARGEST_REWARD = 1e30
-"""To both sides. What is larger is an accident of arithmetic: the squares that an advantage needs would soon overflow,
-and loggers store float32."""
+"""Limit on the absolute value. A larger reward is a mistake in arithmetic: the squares that an advantage needs would
+soon overflow, and loggers store float32."""
 
 
 class Score(NamedTuple):
@@ -52,7 +52,7 @@ class Reward:
     name: str = ""
     """Defaults to the function's own name."""
     key: str = ""
-    """The score that is trained, of a function that returns several. Defaults to the one of the function's name, else
+    """Name of the trained score if the function returns several. Default: the score with the function's name, or else
     "reward"."""
 
     @property

@@ -8,7 +8,7 @@ HELD_OUT_SHARE = 10
 """One prompt in so many is held out."""
 
 _ENUMERABLE = 10_000
-"""Texts of a task with at most so many are all looked at; of one with more some are drawn."""
+"""If a task has at most this many texts, all are enumerated; if it has more, some are drawn."""
 
 
 def fold(text: str) -> int:
@@ -38,7 +38,7 @@ def held_out_texts(stream: random.Random, symbols: str, length: int, count: int)
         texts = [text for text in map("".join, product(symbols, repeat=length)) if is_held_out(text)]
         return stream.sample(texts, count) if len(texts) > count else texts
     drawn: dict[str, None] = {}  # a dict keeps the order of drawing
-    # a tenth of the held-out ones at most, so that drawing anew stays rare and ends
+    # at most a tenth of the held-out texts, so that duplicates stay rare and the loop ends
     while len(drawn) < min(count, possible // HELD_OUT_SHARE**2):
         text = "".join(stream.choices(symbols, k=length))
         if is_held_out(text):

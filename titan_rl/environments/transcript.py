@@ -1,6 +1,6 @@
-"""What user code sees of a conversation.
+"""A conversation as user code sees it.
 
-- `messages` starts with the example's prompt; what the policy said are messages of role "assistant".
+- `messages` starts with the example's prompt; the policy's turns have the role "assistant".
 - `finish_reasons[i]` says how the i-th turn of the policy ended, so a grader can tell a finished answer (the policy
   sampled its stop token) from one that was cut off. The stop token itself is never part of a message's text.
 """

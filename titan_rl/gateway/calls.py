@@ -43,7 +43,7 @@ class Chat(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What a client asks for."""
+    """A client's call, in any dialect."""
 
     id: str
     """Never used before; the ids of its requests begin with it."""
@@ -109,16 +109,16 @@ class Choice:
     index: int
     prompt: list[int]
     completion: Completion
-    """What counts of it: without what was sampled behind a stop text."""
+    """Without tokens sampled after a stop text."""
     message: Message
-    """What was said; calls that could not be read are in its content. Of a text completion it has nothing else."""
+    """The parsed turn. Tool calls that could not be parsed are in its content. A text completion has only content."""
     stopped: bool
     """By a stop token or a stop text; else by its length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What one choice adds to what its client was told before."""
+    """The part of a choice that its client was not sent before."""
 
     index: int
     first: bool

@@ -1,11 +1,11 @@
-"""What a client may read of a completion, while it is being sampled and after.
+"""The text of a completion that its client may read, while it is being sampled and after.
 
-The deltas of a choice, put together with its `rest`, are the content of the complete choice, character by character.
-So nothing is given out that later tokens might change:
+The deltas of a choice and its `rest`, joined, are exactly the content of the complete choice. So text that later tokens
+might change is held back:
 
-- half a character (the bytes so far decode to U+FFFD), or what may become the beginning of a stop text;
-- in a chat, what may become the beginning of a call or of thinking, and white space, which a chat format may strip at
-  the end. From the first such mark on, everything waits for the end, when the renderer has read the whole turn.
+- half a character (the bytes so far decode to U+FFFD), and text that may be the beginning of a stop text;
+- in a chat, text that may be the beginning of a tool call or of thinking, and trailing white space, which a chat format
+  may strip. From the first such mark on, all text is held back until the renderer has parsed the whole turn.
 
     tokens  "Hi ", "<too", "l_call>{…"    stop text "!"
     deltas  "Hi",  "",     "",            rest: " …", or nothing when the call is read as one
@@ -40,8 +40,8 @@ _MARK = re.compile(f"(?P<think>{_THINK})|{_CALL}", re.IGNORECASE)
 _MARK_BEGINS = re.compile(rf"(?:<[^<>\s]{{0,{LONGEST_MARK}}}|\[/?[A-Za-z_]{{0,{LONGEST_MARK}}})\Z")
 
 READ_EACH = 256
-"""Up to so many tokens a turn without content so far is read again at each piece; a longer one when it has grown by a
-sixteenth, or when a mark was closed."""
+"""A turn without content so far is parsed again at each piece while it has at most this many tokens. A longer turn is
+parsed when it has grown by a sixteenth, or when a mark was closed."""
 
 
 class TextSoFar:
@@ -53,14 +53,14 @@ class TextSoFar:
         self._context = 0  # the first token that is decoded again, so that the next ones are not at a text's beginning
         self._done = 0  # tokens whose text is sure
         self.sure = ""
-        """What later tokens cannot change."""
+        """Text that later tokens cannot change."""
 
     @property
     def tokens(self) -> list[int]:
         return self._tokens
 
     def whole(self) -> str:
-        """With what is not sure yet."""
+        """All text, including the part that may still change."""
         return (
             self.sure
             + self._decode(self._tokens[self._context :])[len(self._decode(self._tokens[self._context : self._done])) :]
@@ -140,8 +140,8 @@ class TextDeltas:
         """What is still to be read of the complete answer's content.
 
         Raises:
-            ApiError: what was given out is not its beginning; the chat format is one that this class knows too little
-                of.
+            ApiError: the content does not begin with the text that was sent: this class does not know the chat format
+                well enough.
         """
         given = "".join(self._given)
         if not content.startswith(given):
@@ -157,7 +157,7 @@ class TextDeltas:
         return delta
 
     def _limit(self, text: str) -> int:
-        """Up to where no stop text begins, or may begin."""
+        """Length of the text before the first possible beginning of a stop text."""
         limit = len(text)
         for stop in self._stops:
             found = text.find(stop, max(0, self._searched - len(stop)))
@@ -184,7 +184,8 @@ class TextDeltas:
         return begin if said and begin < len(text) and whole.rstrip().endswith(said) else None
 
     def _first_mark(self, text: str, begin: int | None) -> int:
-        """Up to where no mark begins, or may begin; thinking before the content is none."""
+        """Length of the text before the first possible beginning of a mark. Thinking before the content does not
+        count."""
         if self._mark is None:
             for mark in _MARK.finditer(text, self._scanned):
                 if mark["think"] is None or (begin is not None and mark.start() >= begin):
@@ -223,7 +224,7 @@ class ChoiceReader:
         return self._deltas.ended
 
     def add(self, piece: Piece) -> Delta | None:
-        """What may be told now that these tokens were sampled; None: nothing."""
+        """The delta that can be sent after these tokens; None: nothing yet."""
         self._pieces.append(piece)
         text = self._deltas.add(piece.token_ids.tolist())
         if self.ended or (self._told and not text):
@@ -234,13 +235,13 @@ class ChoiceReader:
         return delta
 
     def finish(self, completion: Completion | None = None) -> Delta:
-        """The choice, and what is still to be told of it.
+        """The last delta, with the complete choice.
 
         Args:
-            completion: None: what was added so far.
+            completion: None: the pieces added so far.
 
         Raises:
-            ApiError: what was told is not the beginning of the complete answer.
+            ApiError: the complete answer does not begin with the text that was sent.
         """
         choice = self.read(completion or self._so_far())
         told = self._pieces[self._told - 1].end if self._told else 0

@@ -1,4 +1,4 @@
-"""What the engines sample for a call, as its client may read it.
+"""Samples a call's completions with the engines and turns them into choices for its client.
 
 - A call ends its engine work: answered, failed, or aborted because its client hung up or its caller must stop.
 - Every request has an id of its own, and is sent once.
@@ -84,7 +84,7 @@ class Sampler:
     async def _sampled(
         self, call: Call, caller: Caller, *, stream: bool
     ) -> AsyncIterator[tuple[list[ChoiceReader], Sampled]]:
-        """A reader per choice, and what is sampled for them; the caller hears of what fails inside."""
+        """A reader per choice, and the stream of sampled tokens. The caller is told of failures inside the block."""
         count = len(call.prompts) * call.choices
         if count > self._max_choices:
             problem = f"{len(call.prompts)} prompts × n = {call.choices} are more than {self._max_choices} completions"
@@ -113,11 +113,11 @@ class Sampler:
 
 
 class Sampled:
-    """What the engines sample for several requests, as it comes, with the position of each request. A request's
-    completion is the last of it. The first failure ends the iteration; `aclose` aborts what is left.
+    """Iterates over the pieces and completions of several requests as they come, each with the request's position. A
+    request's completion is its last item. The first failure ends the iteration; `aclose` aborts the open requests.
 
-    Of each request one item waits: pieces that a slow reader has not taken are joined, and the completion replaces
-    them. So a reader is never further behind than what was sampled while it was busy.
+    At most one item waits per request: pieces that a slow reader has not taken are joined, and the completion replaces
+    them. So a reader is never further behind than the tokens sampled while it was busy.
     """
 
     def __init__(

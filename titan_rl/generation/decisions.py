@@ -1,4 +1,4 @@
-"""What all ranks of a generator do next. Rank 0 decides, everybody applies; nothing here waits, loads or samples.
+"""Decides what all ranks of a generator do next. Rank 0 decides, all ranks apply. Nothing here waits, loads or samples.
 
 Invariants, whatever the order of calls:
 
@@ -6,7 +6,7 @@ Invariants, whatever the order of calls:
   by `interrupt`. Requests are admitted in the order of submission.
 - No request is admitted outside SERVING, and SERVING is reached only through `verified`.
 - CLOSE > SLEEP and WAKE > PULL_MODEL_STATE_DICT > STEP > IDLE; sequence numbers rise by one per decision.
-- Of several pulls that wait the last one counts; the version never goes back.
+- Of several waiting pulls only the last one is loaded; the version never goes back.
 
     submit(a)  pull(v0)      -> 0 PULL v0      (a waits: nothing is served before weights are verified)
     verified(v0)             -> 1 STEP admit a
@@ -33,9 +33,9 @@ class LoopAction(StrEnum):
     PULL_MODEL_STATE_DICT = "pull_model_state_dict"
     """Load a publication between two steps, drop the KV of the old weights (unless it is to be kept), verify, serve."""
     SLEEP = "sleep"
-    """Abort everything and give up what memory the engine can give up."""
+    """Abort everything and free as much memory as the engine can."""
     WAKE = "wake"
-    """Take the memory back and pull."""
+    """Allocate the memory again and pull."""
     IDLE = "idle"
     """Nothing to do: a heartbeat, so that no follower's collective times out."""
     CLOSE = "close"
@@ -77,10 +77,10 @@ class LoopDecision:
 
 
 class DecisionMaker:
-    """Rank 0's inbox. Callers put in what they want; `decide` takes out what happens next.
+    """Rank 0's inbox. Callers put in requests and commands; `decide` takes out the next decision.
 
-    Not thread-safe: the engine loop calls it under one lock. The loop reports back what came of a decision:
-    `verified` or `failed` after a pull, `finished` after a step.
+    Not thread-safe: the engine loop calls it under one lock. The loop reports the outcome of a decision: `verified` or
+    `failed` after a pull, `finished` after a step.
     """
 
     def __init__(self, *, burst_steps: int = 1) -> None:
@@ -91,12 +91,12 @@ class DecisionMaker:
         """Why the state is STALE; empty otherwise."""
         self.version: PolicyVersion | None = None
         """The verified version, also while asleep; None in RECOVERING and STALE."""
-        self._newest: PolicyVersion | None = None  # newest version ever asked for: pulls may not go below it
+        self._newest: PolicyVersion | None = None  # newest requested version; older pulls are refused
         self._waiting: dict[str, GenerationRequest] = {}
         self._admitted: set[str] = set()
         self._aborts: dict[str, None] = {}  # an ordered set
-        self._change: LoopAction | None = None  # PULL, SLEEP or WAKE, asked for and not decided
-        self._publication: Publication | None = None  # of that
+        self._change: LoopAction | None = None  # PULL, SLEEP or WAKE that is requested and not decided yet
+        self._publication: Publication | None = None  # for that change
         self._closing = False
 
     @property
@@ -127,8 +127,8 @@ class DecisionMaker:
         """Abort a request; an id that is not live is ignored (it may just have finished).
 
         Returns:
-            The request when it was still waiting: no rank will ever hear of it. None when the engine knows it (the
-            next STEP aborts it) or nobody does.
+            The request if it was still waiting, so that no engine has seen it. None if the engine has it (the next STEP
+            aborts it) or the id is unknown.
 
         Raises:
             GeneratorFailed: closed.
@@ -143,7 +143,7 @@ class DecisionMaker:
         """Ask for a publication; of several that wait, only the last is loaded.
 
         Raises:
-            WeightsError: older than a version that was asked for before.
+            WeightsError: older than a version requested before.
             GeneratorNotServing: asleep (`wake` pulls) or about to be.
             GeneratorFailed: closed.
         """
@@ -262,7 +262,7 @@ class DecisionMaker:
         return any(self._is_admissible(request) for request in self._waiting.values())
 
     def _take_admissible(self) -> tuple[GenerationRequest, ...]:
-        """A request that asks for a newer version than is served stays until a pull brings it."""
+        """Take requests whose `min_version` is served; the others wait for a pull."""
         admit = tuple(request for request in self._waiting.values() if self._is_admissible(request))
         for request in admit:
             del self._waiting[request.request_id]

@@ -1,11 +1,11 @@
-"""What the loop needs from an engine. One thread builds it and calls it; only `validate` is for all.
+"""The engine interface of the loop. One thread builds and calls an engine; any thread may call `validate`.
 
-Contract of every implementation, on all ranks of one generator alike:
+Contract of every implementation, the same on all ranks of a generator:
 
 - The same calls in the same order give the same tokens: each request draws from its own seed.
 - `step` costs nothing per request that did not finish beyond what the engine itself computes, and `take_pieces`
   nothing per request that does not stream.
-- `served_shards` shows the memory that the next step computes with, never a copy kept for the occasion.
+- `served_shards` returns the memory that the next step computes with, never a copy.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Engine(Protocol):
     """A text-generation engine, as one tensor-parallel rank sees it."""
 
     def validate(self, request: GenerationRequest) -> None:
-        """Refuse what `add` could not take; thread-safe and without any effect on the engine.
+        """Refuse a request that `add` could not take. Thread-safe and without any effect on the engine.
 
         Raises:
             RequestError: over-long, empty, out of vocabulary or with bad sampling values.
         """
 
     def add(self, request: GenerationRequest) -> None:
-        """Take in a request that was validated and whose id is not running."""
+        """Add a validated request, whose id must not be running."""
 
     def abort(self, request_ids: Sequence[str]) -> list[Completion]:
         """End running requests now; unknown ids are ignored.
@@ -63,8 +63,8 @@ class Engine(Protocol):
     def take_pieces(self) -> list[Piece]:
         """What was sampled since the last call for each running request that streams, oldest request first.
 
-        A request that ended has no pieces any more: its completion has all tokens. Changes nothing that the ranks must
-        agree on, so rank 0 alone may call it.
+        A request that has ended gives no more pieces; its completion has all tokens. Changes nothing that the ranks
+        must agree on, so rank 0 may call it alone.
         """
 
     def running(self) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ class Engine(Protocol):
         reported by its own name from the module that computes logits, tied or not.
 
         Raises:
-            WeightsError: the engine computes with something that is not visible, or holds a parameter of unknown
+            WeightsError: the engine computes with memory that cannot be inspected, or has a parameter of unknown
                 layout.
         """
 
@@ -95,13 +95,13 @@ class Engine(Protocol):
         """Forget all KV. Running requests keep their tokens and recompute."""
 
     def sleep(self) -> int:
-        """Give up memory; no request is running. Returns the bytes that were really freed."""
+        """Free memory; no request is running. Returns the bytes that were freed."""
 
     def wake(self) -> None:
-        """Take the memory back."""
+        """Allocate the memory again."""
 
     def close(self) -> None:
-        """Give everything up; the last call."""
+        """Free everything. The last call."""
 
 
 def validate_request(request: GenerationRequest, *, max_model_len: int, vocab_size: int) -> None:

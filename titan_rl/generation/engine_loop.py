@@ -5,12 +5,11 @@ Waits for: work, on rank 0 for at most a heartbeat; the next decision, on the ot
 Is woken by: every call that puts something into the inbox.
 Produces: completions through `on_completions`, pieces of those that stream through `on_pieces`, reports through futures
 (rank 0 only).
-On failure: everything outstanding and everything later fails at once with the cause, and `on_fatal` is told.
+On failure: all outstanding and later calls fail at once with the cause, and `on_fatal` is called.
 
-The engine is built, stepped, loaded and closed in this thread and nowhere else, and so are all collectives; the
-caller's threads are never blocked by a step. A request id that `submit` accepted comes back exactly once: as a
-completion, or through `on_fatal`. Pieces of a request come before its completion, in order, and each token in one at
-most.
+Only this thread builds, steps, loads and closes the engine and runs collectives, so a step never blocks the callers'
+threads. A request id that `submit` accepted comes back exactly once: as a completion, or through `on_fatal`. Pieces of
+a request come before its completion and in order, and no token comes in two pieces.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from titan_rl.weights.manifest import Publication
 
 @dataclass(slots=True)
 class _Waiting:
-    """Who waits for what comes of a change of weights. The engine thread resolves every future here, exactly once."""
+    """The futures that wait for a pull or a sleep. The engine thread resolves each exactly once."""
 
     pulls: list[tuple[float, Future[PullReport]]] = field(default_factory=list)  # with the time of the call
     sleeps: list[Future[int]] = field(default_factory=list)
@@ -48,18 +47,18 @@ class EngineLoop:
     """One rank's engine thread.
 
     Args:
-        make_lockstep: builds the engine and what applies decisions to it, in the engine thread.
+        make_lockstep: called in the engine thread; builds the engine and the `Lockstep` around it.
         rank: of this process within its generator.
         world_size: ranks of the generator.
         burst_steps: engine steps per decision; with one rank there is no broadcast to amortise and each decision
             is one step.
         heartbeat_seconds: an idle rank 0 sends a decision at least this often.
         channel: carries decisions from rank 0 to the others.
-        on_completions: rank 0 gets finished and aborted requests here, in the engine thread (in the thread that
-            calls `abort` for a request that never reached the engine). It must be quick and must not raise.
-        on_pieces: the same for what requests that stream have sampled, once per decision.
-        on_fatal: told once, on any rank, when the loop has died after it had started. A follower's process must
-            exit then: that is how rank 0 hears of it before a collective times out.
+        on_completions: called on rank 0 with finished and aborted requests, in the engine thread (for a request that
+            never reached the engine: in the thread that calls `abort`). Must be quick and must not raise.
+        on_pieces: called like `on_completions`, once per decision, with pieces of streamed requests.
+        on_fatal: called once, on any rank, if the loop dies after it had started. A follower's process must exit then,
+            so that rank 0 notices before a collective times out.
         clock: seconds, monotonic.
     """
 
@@ -94,7 +93,7 @@ class EngineLoop:
         self._failure: BaseException | None = None
         self._engine: Engine | None = None
         self.progress = (0, 0)
-        """Decisions that were applied, and the digest of them and of what came of them."""
+        """Number of applied decisions, and the digest of these decisions and their results."""
         self._ready: Future[None] = _promise()
         self._ended: Future[None] = _promise()
         self._thread = threading.Thread(target=self._run, name=f"engine-loop-{rank}", daemon=True)
@@ -102,14 +101,14 @@ class EngineLoop:
     # For the caller's threads.
 
     def start(self) -> Future[None]:
-        """Start the thread. The future resolves when the engine is built, or carries what went wrong."""
+        """Start the thread. The future resolves when the engine is built, or carries the error."""
         self._thread.start()
         return self._ready
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[RequestError | None]:
-        """Validate requests here and queue the good ones; their completions come through `on_completions`.
+        """Validate requests and queue the valid ones; their completions come through `on_completions`.
 
-        Before the first verified pull they wait. What is refused disturbs nobody else.
+        Before the first verified pull they wait. A refused request does not affect the others.
 
         Returns:
             One entry per request: None when it was queued.
@@ -127,7 +126,7 @@ class EngineLoop:
                 answers.append(None)
             except RequestError as error:
                 answers.append(error)
-            except Exception as error:  # a temperature that is a string, for one: only this request fails
+            except Exception as error:  # such as a temperature that is a string: only this request fails
                 reason = f"request {request.request_id!r}: {type(error).__name__}: {error}"
                 answers.append(RequestError(reason))
         now = self._clock()
@@ -165,7 +164,7 @@ class EngineLoop:
         far, and requests are refused until a pull succeeds.
 
         Raises:
-            WeightsError: older than what was asked for before.
+            WeightsError: older than a version requested before.
             GeneratorNotServing: asleep.
             GeneratorFailed: crashed or closed, with the cause.
         """
@@ -175,10 +174,10 @@ class EngineLoop:
             return self._await_pull()
 
     def sleep(self) -> Future[int]:
-        """Stop serving and give up memory. Everything in flight comes back aborted with its tokens so far.
+        """Stop serving and free memory. All requests in flight come back aborted with their tokens so far.
 
         Returns:
-            The bytes that were really freed (0 where the engine can free nothing).
+            The bytes that were freed (0 if the engine can free nothing).
 
         Raises:
             GeneratorNotServing: a wake-up is under way.
@@ -193,17 +192,17 @@ class EngineLoop:
             return future
 
     def wake_up(self, publication: Publication) -> Future[PullReport]:
-        """Take the memory back and serve a publication, through the same checks as `pull`."""
+        """Allocate the memory again and serve a publication, with the same checks as `pull`."""
         with self._changed:
             self._leading_engine()
             self._inbox.wake(publication)
             return self._await_pull()
 
     def close(self) -> Future[None]:
-        """End the loop on all ranks and give the engine up; whatever is in flight comes back aborted.
+        """End the loop on all ranks and free the engine. Requests in flight come back aborted.
 
-        On other ranks than 0 this only returns the future: they end with rank 0. After a crash the future carries
-        the cause.
+        On ranks other than 0 this only returns the future: they end with rank 0. After a crash the future carries the
+        cause.
         """
         with self._changed:
             if self._rank == 0:
@@ -269,7 +268,7 @@ class EngineLoop:
             self.progress = (lockstep.decisions, lockstep.digest)
 
     def _next_decision(self, engine: Engine, digest: int) -> LoopDecision:
-        """Wait for something to do, for a heartbeat at most, and take it out of the inbox with those who asked."""
+        """Wait for work, at most for a heartbeat, and take the next decision and its waiting futures."""
         with self._changed:
             has_work = engine.has_work()
             self._changed.wait_for(
@@ -284,7 +283,7 @@ class EngineLoop:
             return decision
 
     def _settle(self, decision: LoopDecision, outcome: Outcome, decided_at: float) -> None:
-        """Tell everybody what came of a decision."""
+        """Pass on the results of a decision: to the inbox, the callbacks and the waiting futures."""
         completions, pull = outcome.completions, outcome.pull
         with self._changed:
             applied = self._applying if decision.action not in (LoopAction.STEP, LoopAction.IDLE) else _Waiting()
@@ -316,7 +315,7 @@ class EngineLoop:
                 puller.set_result(_report(pull, seconds_waited=max(0.0, decided_at - asked_at)))
 
     def _die(self, error: BaseException) -> None:
-        """Fail everything that is outstanding; later calls fail by themselves."""
+        """Fail all outstanding calls. Later calls fail by themselves."""
         with self._changed:
             self._failure = error
         for future in [*self._applying.futures(), *self._waiting.futures(), self._ended]:
@@ -360,7 +359,7 @@ class EngineLoop:
 
 
 def _promise() -> Future[Any]:
-    """A future that its holder cannot cancel: the engine thread will resolve it, whoever still waits."""
+    """A future that its holder cannot cancel, because the engine thread will resolve it in any case."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future

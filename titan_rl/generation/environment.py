@@ -1,6 +1,6 @@
-"""The environment of a generator process. Standard library only: whoever starts the process reads it.
+"""The environment variables of a generator process. Standard library only, because the controller imports it.
 
-It must be in place before Python starts there: OpenMP, torch and vLLM read it when they are loaded.
+They must be set before Python starts in that process: OpenMP, torch and vLLM read them when they are loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _COMMON = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 _CPU = {
-    "TORCHDYNAMO_DISABLE": "1",  # else the first step that returns logprobs compiles for many seconds
+    "TORCHDYNAMO_DISABLE": "1",  # otherwise the first step that returns logprobs compiles for many seconds
 }
 _DETERMINISTIC = {
     "cpu": {"VLLM_CPU_ATTN_SPLIT_KV": "0"},  # else the batch decides how a long context is split over threads

@@ -1,8 +1,8 @@
 """Applies decisions to an engine: the part of the loop that every rank runs, rank 0 included.
 
 Each rank applies the same decisions in the same order, so all engines hold the same requests and sample the same
-tokens. A pull ends alike on all ranks: whatever goes wrong on one is told to all before any goes on, so that none
-waits in a collective for a rank that gave up.
+tokens. A pull has the same outcome on all ranks: a failure on one rank is sent to all before any continues, so that no
+rank waits in a collective for one that gave up.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _DIGEST_BYTES = 8
 LoadPublication = Callable[[Publication], "Iterable[tuple[str, Tensor]]"]
 """Whole tensors of a publication under Hugging Face names; raises WeightsError."""
 Verify = Callable[[Publication, Engine], int]
-"""Compares what the engine serves with the manifest; raises WeightsError; returns the combined fingerprint. May use
-collectives over the generator's ranks: it runs on all of them or on none."""
+"""Compares the engine's weights with the manifest; returns the combined fingerprint or raises WeightsError. It runs on
+all of the generator's ranks or on none, so it may use collectives."""
 
 
 class DecisionChannel(Protocol):
@@ -46,7 +46,7 @@ class DecisionChannel(Protocol):
         """Other ranks: wait for the next decision."""
 
     def gather_failures(self, failure: str) -> list[str]:
-        """Tell all ranks how this one fared; empty means well.
+        """Exchange failures with all ranks; empty means success.
 
         Returns:
             One entry per rank, the same on all ranks.
@@ -57,7 +57,7 @@ class DecisionChannel(Protocol):
 
 
 class SoloChannel:
-    """World size 1: there is nobody to tell."""
+    """The channel of a generator with one rank: nothing is sent."""
 
     def open(self) -> None:
         pass
@@ -76,11 +76,11 @@ class SoloChannel:
 
 
 class RunningDigest:
-    """64-bit digest of what a rank did and what came out of it.
+    """64-bit digest of a rank's decisions and their results.
 
-    Two ranks that applied the same decisions and computed the same things have equal digests; any difference stays
-    visible for ever after. What goes in: every decision, every sampled token of every step, the fingerprint of every
-    loaded version. Nothing that may rightly differ between ranks (time, addresses) goes in.
+    Two ranks that applied the same decisions and computed the same results have equal digests. After any difference the
+    digests stay different. Included are every decision, every sampled token of every step, and the fingerprint of every
+    loaded version. Values that may differ between ranks (time, addresses) are not included.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class RunningDigest:
         """Compare with rank 0, before `decision` is applied.
 
         Raises:
-            LockstepError: this rank did or computed something else than rank 0.
+            LockstepError: this rank's decisions or results differ from rank 0's.
         """
         if decision.digest != self.value:
             raise LockstepError(
@@ -137,17 +137,17 @@ class PullOutcome:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What one decision led to."""
+    """The results of one decision."""
 
     completions: list[Completion] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
-    """On rank 0: what requests that stream and go on have sampled."""
+    """On rank 0: new pieces of running streamed requests."""
     pull: PullOutcome | None = None
     freed_bytes: int = 0
 
 
 class Lockstep:
-    """An engine, and the digest of what was done with it."""
+    """An engine, and the digest of everything that was applied to it."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class Lockstep:
         return self._decisions
 
     def apply(self, decision: LoopDecision) -> Outcome:
-        """Do what was decided.
+        """Apply a decision.
 
         Raises:
             LockstepError: this rank no longer agrees with rank 0, or missed a decision.
@@ -255,7 +255,7 @@ class Lockstep:
             self.engine.drop_cache()
 
     def _together(self, publication: Publication, work: Callable[[], None]) -> WeightsError | None:
-        """Do this rank's part, then learn how all ranks fared."""
+        """Do this rank's part, then exchange failures with all ranks. Returns the error if any rank failed."""
         cause: Exception | None = None
         try:
             work()

@@ -13,7 +13,7 @@ class PullReport:
     """A pull that ended with verified weights."""
 
     version: PolicyVersion
-    """What is served now: what was asked for, or a newer version that came before it was loaded."""
+    """The version that is served now: the requested one, or a newer one that was requested before it was loaded."""
     seconds_waited: float
     """From the call to the decision: the running burst, and pulls before it."""
     seconds_copied: float
@@ -22,7 +22,7 @@ class PullReport:
     bytes: int
     """Of the publication."""
     requests_in_flight: int
-    """Requests that go on under the new weights with the tokens they have."""
+    """Requests that continue under the new weights with their tokens so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +31,15 @@ class FleetPull:
 
     version: PolicyVersion
     reports: dict[str, PullReport]
-    """Of the generators that serve the version, or a newer one that overtook it."""
+    """By generator that serves the version, or a newer one that overtook it."""
     failures: dict[str, str]
-    """Of those that do not: why."""
+    """By generator that does not: why."""
 
     def require_served(self) -> FleetPull:
-        """This pull, if anybody serves the version.
+        """Return this pull if any generator serves the version.
 
         Raises:
-            WeightsError: nobody does; names every generator and why.
+            WeightsError: none does; names every generator and the reason.
         """
         if not self.reports:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self.failures.items())

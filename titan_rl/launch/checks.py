@@ -1,10 +1,10 @@
-"""Everything about a run config that only the file system, the host and the user's classes can tell.
+"""Checks of a run config that need the file system, the host or the user's classes.
 
-What a config can tell alone is refused by its `__post_init__`. Here a `Problem` is one sentence, and problems do not
-cascade: what cannot be read is reported once, and nothing that would follow from it. A run and a dry run make the same
-checks; they differ only in what they make of something that is absent.
+`__post_init__` of the config refuses everything that needs only the config itself. A `Problem` here is one sentence.
+Problems do not cascade: something that cannot be read is reported once, without its consequences. A run and a dry run
+make the same checks; they differ only in how they treat something that is absent.
 
-Imports the classes that the config names, and of the project's own nothing that loads torch.
+Imports the classes that the config names. Of the project itself, imports nothing that loads torch.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ MIB = 1 << 20
 
 
 class Severity(StrEnum):
-    """What a problem means for the run."""
+    """How serious a problem is."""
 
     ERROR = "error"
-    """It is refused on any host."""
+    """The run is refused on any host."""
     ABSENT = "absent"
     """This host lacks something: a device, a file, a package, memory, a port. The run is refused here; a dry run, which
     may be meant for another host, warns."""
     WARNING = "warning"
-    """It runs, but not as its author may expect."""
+    """The run starts, but may not do what its author expects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class Problem:
 
 
 def check_run(config: RunConfig, host: HostFacts) -> list[Problem]:
-    """Everything that speaks against a run of `config` on `host`."""
+    """All problems of a run of `config` on `host`."""
     agents = config.rollout.agents
     environment = list(_environment(config))
     found = _named(config, "environment.name", SHORT_NAMES, Environment)[0] is not None
@@ -88,7 +88,7 @@ def check_run(config: RunConfig, host: HostFacts) -> list[Problem]:
 
 
 def check_serving(config: RunConfig, host: HostFacts, gateway: GatewayConfig) -> list[Problem]:
-    """Everything that speaks against serving the policy of `config` on `host` at the gateway's address."""
+    """All problems of serving the policy of `config` on `host` at the gateway's address."""
     return [
         *_placement(config, host, serving=True),
         *_policy(config, host, serving=True),
@@ -139,7 +139,7 @@ def _policy(config: RunConfig, host: HostFacts, *, serving: bool = False) -> Ite
 
 
 def _missing_checkpoint(directory: Path) -> str | None:
-    """The sentence about what of a checkpoint is not there."""
+    """One sentence about the first missing part of a checkpoint; None if nothing is missing."""
     if not directory.is_dir():
         return f"policy.path: there is no directory {directory}"
     if not (directory / "config.json").is_file():
@@ -174,7 +174,7 @@ def _shape(config: RunConfig, host: HostFacts, shape: Qwen3Shape) -> Iterator[Pr
 
 
 def _shared_memory(config: RunConfig, host: HostFacts, shape: Qwen3Shape, *, serving: bool) -> Iterator[Problem]:
-    """Whether /dev/shm holds what will be published and sampled."""
+    """Whether /dev/shm has room for publications and samples."""
     weights, rollout = config.weights, config.rollout
     one = sum(map(math.prod, shape.tensor_shapes().values())) * _ITEM_BYTES[config.generator.dtype]
     live = 1 if serving else weights.max_live if weights.transport == "shared_memory" else 0
@@ -220,11 +220,11 @@ def _trainer_classes(config: RunConfig) -> Iterator[Problem]:
 
 
 def _named(config: RunConfig, setting: str, words: Iterable[str], base: type = object) -> tuple[Any, list[Problem]]:
-    """What a setting names, None if it is not to be imported, and what is wrong with the name.
+    """The object that a setting names (None if it is not imported), and the problems of the name.
 
     Args:
-        words: short names; those of a mapping are imported from where it says, others are not imported.
-        base: what a class must be a subclass of; object: anything that can be called will do.
+        words: short names. A mapping says where to import them from; other short names are not imported.
+        base: required base class; object: anything that can be called.
     """
     name = get_setting(config, setting)
     targets = words if isinstance(words, Mapping) else dict.fromkeys(words, "")
@@ -242,7 +242,7 @@ def _named(config: RunConfig, setting: str, words: Iterable[str], base: type = o
 
 
 def _raised(setting: str, make: Callable[[], Any]) -> list[Problem]:
-    """What `make` raises; a class checks its own values."""
+    """The problems that `make` raises; a class checks its own values."""
     try:
         with user_code(setting):
             make()
@@ -253,7 +253,7 @@ def _raised(setting: str, make: Callable[[], Any]) -> list[Problem]:
 
 
 def _directory(setting: str, directory: str) -> Iterator[Problem]:
-    """Whether directories can be made in `directory`, which need not exist yet. Tried, for only that tells."""
+    """Whether directories can be made in `directory`, which need not exist yet. Only trying tells."""
     place = Path(directory).expanduser().resolve()
     try:
         while not place.exists() and place != place.parent:
@@ -272,7 +272,7 @@ def _package(setting: str, name: str) -> Iterator[Problem]:
 
 
 def _address(setting: str, host: str, port: int) -> Iterator[Problem]:
-    """Whether a server can listen there. Tried, for only that tells."""
+    """Whether a server can listen there. Only trying tells."""
     try:
         listen(host, port).close()
     except ConfigError as error:
@@ -329,7 +329,7 @@ def _arguments(
 
 
 def _plain_types(cls: Callable[..., Any]) -> dict[str, type]:
-    """Arguments whose annotation is bool, int, float or str; of others a value does not tell whether it fits."""
+    """Arguments annotated with bool, int, float or str. Values of other types are not checked."""
     try:
         parameters = inspect.signature(cls, eval_str=True).parameters
     except NameError:  # an annotation that only a type checker can resolve

@@ -1,9 +1,9 @@
-"""What every process of a mesh runs: `python -m titan_rl.launch.child CONTROLLER_PID PIPE MESH RANK`.
+"""The program of every process of a mesh: `python -m titan_rl.launch.child CONTROLLER_PID PIPE MESH RANK`.
 
-Before anything else it binds its life to the controller's and says there which process it is (`process_watch`). Then it
-is Monarch's: that by itself would only do the first, after half a second of imports in which a controller that is
-killed leaves an orphan. Imports nothing but the standard library before that; and the arguments tell whoever looks at
-`ps` which process is which.
+First it makes the kernel kill it when the controller dies, and tells the controller its process id (`process_watch`).
+Then it runs Monarch's main module. Monarch alone would only do the former, and only after half a second of imports, in
+which a killed controller would leave an orphan. Until then this module imports only the standard library. The arguments
+make the processes recognisable in `ps`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MONARCH_MAIN = "monarch._src.actor.bootstrap_main"
 
 
 def announce(pipe: str, rank: str) -> None:
-    """Tell the controller this rank's process id. A pipe that nobody reads any more ends this process."""
+    """Tell the controller this rank's process id. If nobody reads the pipe any more, this process ends."""
     try:
         descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:  # no reader, or no file any more
@@ -33,7 +33,7 @@ def main() -> None:
     controller_pid, pipe, _, rank = sys.argv[1:]
     die_with(int(controller_pid))
     announce(pipe, rank)
-    # Whoever stops this process waits for its end: to tear down an interpreter with torch in it takes 1 to 10 s.
+    # `leave` skips the teardown of the interpreter: with torch it takes 1 to 10 s, and the controller waits for it.
     leave(functools.partial(runpy.run_module, MONARCH_MAIN, run_name="__main__", alter_sys=True))
 
 

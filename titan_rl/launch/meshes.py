@@ -1,13 +1,13 @@
-"""Every mesh of a run or of a service, described once; brought up, spawned again and closed from that description.
+"""The meshes of a run or a service. Each is described once and is started, restarted and closed from its description.
 
     placement ─▶ MeshSpec: processes · actor · constructor arguments · client · set-up
                     │ spawn                 │ set_up                    │ close
                     ▼                       ▼                          ▼
                 processes, actors ─▶ models, engines, servers ─▶ nothing is left
 
-`Meshes` belongs to one event loop. `set_up` returns when every part has answered; a part that fails is named. `close`
-never raises and leaves no process and no shared memory behind, whatever state the parts are in; it waits for no part
-that has lost a process.
+`Meshes` belongs to one event loop. `set_up` returns when every part has answered; an error names the part that failed.
+`close` never raises. It leaves no process and no shared memory behind, whatever state the parts are in, and does not
+wait for a part that has lost a process.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ from titan_rl.launch.session import model_directory
 from titan_rl.weights.transports.segment_files import remove_segments_of, sweep_dead_segments
 
 CLOSE_SECONDS = 5.0
-"""Bound on the polite part of closing a mesh, which goes on in all meshes at once."""
+"""Time limit for a mesh's own `close`, before its processes are stopped. All meshes are closed at once."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSpec:
-    """One mesh: enough to bring it up any number of times."""
+    """The description of one mesh: enough to start it any number of times."""
 
     plan: MeshPlan
     """Its processes."""
     actor: type[Any]
-    """What runs in each of them."""
+    """The actor that runs in each process."""
     arguments: Callable[[], dict[str, Any]]
-    """Of the actor's constructor. Handles of other meshes are those of the moment."""
+    """Makes the arguments of the actor's constructor, with the current handles of other meshes."""
     client: Callable[[Any], Any]
-    """Of the actors' handle."""
+    """Makes the client from the handle of all actors."""
     setup: Callable[[Any], Awaitable[list[int]]]
-    """Makes the client's mesh ready; returns its process ids."""
+    """Sets the mesh up through its client; returns its process ids."""
     doing: str
-    """What it does meanwhile, for people."""
+    """What the mesh does during `setup`, for the display."""
     end: Callable[[Any], Awaitable[None]] | None = None
-    """Stays open, and raises when the actor fails while its processes live."""
+    """Stays open; raises if the actor fails while its processes live."""
 
 
 class Meshes:
-    """The meshes of one placement: their descriptions, and the clients of what is up."""
+    """The meshes of one placement: their descriptions, and the clients of the running ones."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class Meshes:
         """
         Args:
             gateway: settings of the gateway, if the placement has one.
-            faults: hears of every process that ends and every actor that fails by itself.
-            serving: a checkpoint is served: no trainer, no rollout workers.
+            faults: told of every process that ends and every actor that fails by itself.
+            serving: serve a checkpoint, without trainer and rollout workers.
             imports: the user's modules, imported first in every process.
             log_directory: one log file per process goes here; None: processes print to the terminal.
             on_mesh: told what each mesh is doing while it comes up.
@@ -97,7 +97,7 @@ class Meshes:
         self.model_path = model_directory(config)
         """Hugging Face directory that trainer and generators load."""
         self.clients: dict[str, Any] = {}
-        """By mesh; what was spawned and is not lost."""
+        """By mesh: the clients of all meshes that were spawned and are not lost."""
         self.generators: dict[str, GeneratorMesh] = {}
         self.pids: dict[str, list[int]] = {}
         self._config = config
@@ -112,7 +112,7 @@ class Meshes:
             on_fault=faults.report,
             on_stop=say,
         )
-        self._up: dict[str, None] = {}  # set up, or about to be
+        self._up: dict[str, None] = {}  # meshes whose set-up has begun
         self._watching: set[asyncio.Future[None]] = set()
         self._stopping: list[asyncio.Future[None]] = []
         self._specs = {plan.name: self._describe(plan) for plan in self.placement.meshes}
@@ -224,11 +224,11 @@ class Meshes:
 
     @property
     def names(self) -> list[str]:
-        """Of all meshes, in the order in which they are spawned: each uses handles of those before it."""
+        """Names of all meshes in the order of their start: each uses handles of those before it."""
         return list(self._specs)
 
     def spawn(self, *names: str) -> None:
-        """Start the processes and actors of these meshes, or of all; nothing is waited for."""
+        """Start the processes and actors of these meshes, or of all. Does not wait for them."""
         sweep_dead_segments()
         for name in names or self._specs:
             self._on_mesh(name, "starting processes")
@@ -239,22 +239,22 @@ class Meshes:
                 self.generators[name] = self.clients[name]
 
     async def set_up(self, *names: str) -> None:
-        """Make these meshes ready, all at once; from then on `faults.POLICY` judges their ends.
+        """Set these meshes up concurrently. From then on `faults.POLICY` applies to them.
 
         Raises:
-            TitanError: a part did not come up.
+            TitanError: a part did not start.
         """
         await asyncio.gather(*(self._set_up(self._specs[name]) for name in names))
 
     async def again(self, name: str) -> None:
-        """Replace a mesh: stop what is left of its processes, spawn it and set it up. Whoever holds the old client has
-        to take the new one."""
+        """Restart a mesh: stop its remaining processes, spawn it and set it up. Code that holds the old client must
+        switch to the new one."""
         await self._provisioner.stop(name)
         self.spawn(name)
         await self.set_up(name)
 
     async def close(self) -> None:
-        """Take everything down: the gateway, which takes calls, then those who answer them, then every process."""
+        """Close everything: first the gateway, which takes calls, then the other meshes, then every process."""
         self._faults.settle()
         for watch in self._watching:
             watch.cancel()
@@ -298,7 +298,7 @@ class Meshes:
         self._watch(self._go_on_without(fault))
 
     async def _go_on_without(self, fault: MeshFailed) -> None:
-        """Tell the router of a generator's end, and stop what is left of it."""
+        """Tell the router that a generator is lost, and stop its remaining processes."""
         name = fault.mesh
         del self.generators[name], self.clients[name], self.pids[name], self._up[name]
         self._on_mesh(name, "lost")

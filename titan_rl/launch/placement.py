@@ -1,15 +1,15 @@
-"""Which process of which mesh runs on what: a pure function of the run config and of what the host has.
+"""Which process of which mesh runs on which device: a pure function of the run config and the host's resources.
 
-What holds for every `Placement`:
+Always true of a `Placement`:
 
 - Mesh names are unique: `trainer`, `generator0`, `generator1`, …, `router`, `rollout`, and `gateway` where the task
   defines `play`; where a checkpoint is served, generators, `router` and `gateway`.
-- On CUDA every rank of the trainer and of the generators sees exactly one device, and no device is seen by two. No
-  other process sees a device, and on CPU none does: a stray `.cuda()` fails instead of taking memory from a rank.
-- The environment of a rank is complete before its Python starts. What torchrun left in the controller's environment
-  never reaches it: those variables describe another world.
+- On CUDA every rank of the trainer and of the generators sees exactly one device, and no two ranks see the same one.
+  No other process sees a device, and on CPU none does: a stray `.cuda()` fails instead of taking memory from a rank.
+- The environment of a rank is complete before its Python starts. Variables that torchrun left in the controller's
+  environment never reach a rank, because they describe another process group.
 
-Imports neither Monarch nor torch, so that a dry run on any machine shows the plan of a run on another one.
+Imports neither Monarch nor torch, so that a dry run on any machine can show the plan of a run on another one.
 """
 
 from __future__ import annotations
@@ -40,15 +40,18 @@ SUPERVISION_ENVIRONMENT = {
     "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "1d",
     "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "1d",
 }
-"""Of every process, the controller's included, before Monarch is imported. Monarch looks every second for actors that
-failed. It never takes silence for death, which by default it does after 30 s (a process that is stopped by SIGSTOP or
-a debugger, a laptop that sleeps): the kernel tells of the end of a process (`launch.process_watch`), and every call has
-a bound of its own. The watchdog must be longer than both idle times together. And nobody dies of another's death: by
-default a process ends itself (exit code 1, no word) when an answer that nobody waits for any more cannot be returned
-within 30 s to a sender that died meanwhile."""
+"""Set in every process, the controller too, before Monarch is imported.
+
+- Monarch looks for failed actors every second.
+- It never takes a silent process for dead. By default it does so after 30 s, which kills runs whose processes are
+  stopped by SIGSTOP or a debugger, or whose laptop sleeps. The kernel reports the death of a process instead
+  (`launch.process_watch`), and every call has its own time limit. The watchdog must be longer than both idle times
+  together.
+- No process dies because another one died. By default a process exits (code 1, without a message) if it cannot return
+  an answer within 30 s to a sender that is dead, even if nobody waits for that answer."""
 
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Of ranks that compute: they listen for each other, which on one host is nobody else's business."""
+"""Set for ranks that compute: they listen for each other on the loopback interface only."""
 
 TORCHRUN_VARIABLES = (
     "RANK",
@@ -70,15 +73,14 @@ TORCHRUN_VARIABLES = (
     "TORCHELASTIC_SIGNALS_TO_HANDLE",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )
-"""What torchrun sets in the process that it starts. Removed before a mesh is spawned; with
-TORCHELASTIC_USE_AGENT_STORE left in place, for one, rank 0 of a mesh would wait for torchrun's store instead of
-opening its own."""
+"""Variables that torchrun sets in the process that it starts. They are removed before a mesh is spawned. For example,
+with TORCHELASTIC_USE_AGENT_STORE rank 0 of a mesh would wait for torchrun's store instead of opening its own."""
 
 _DETERMINISTIC_TRAINER = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""Of trainer ranks on CUDA in deterministic mode: torch refuses matrix products without it."""
+"""Set for trainer ranks on CUDA in deterministic mode: torch refuses matrix products without it."""
 
 _NVIDIA_SMI_SECONDS = 30.0
-"""A driver that is being initialised answers in a few seconds; one that hangs must not hang the command line."""
+"""A driver that is still initialising answers within seconds. One that hangs must not block the command line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +90,9 @@ class HostFacts:
     cpus: int
     """CPUs that this process may use."""
     cuda_devices: tuple[int, ...] = ()
-    """Device indices as `CUDA_VISIBLE_DEVICES` takes them; none where that variable hides them all."""
+    """Device indices as `CUDA_VISIBLE_DEVICES` takes them; empty if that variable hides all of them."""
     memory: int = 0
-    """Bytes that can be had without swapping; 0: unknown."""
+    """Bytes available without swapping; 0: unknown."""
     shared_memory: int = 0
     """Bytes free in /dev/shm; 0: unknown."""
 
@@ -118,7 +120,7 @@ class Placement:
     """All meshes of a run."""
 
     device: Device
-    """What trainer and generators compute on."""
+    """Device of trainer and generators."""
     meshes: tuple[MeshPlan, ...]
     sample_transport: Literal["shared_memory", "rdma"] = "shared_memory"
     """How trainer ranks fetch samples from rollout workers."""
@@ -197,7 +199,7 @@ def plan(config: RunConfig, host: HostFacts, *, serving: bool = False) -> Placem
     deterministic = config.generator_settings().deterministic
     engine = generator_environment(device, threads=config.placement.threads, deterministic=deterministic)
     if device == "cpu":
-        # vLLM would else pin its threads to cores of its own choice, the same ones in every process
+        # otherwise vLLM pins its threads to cores of its own choice, the same ones in every process
         engine["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     meshes: list[MeshPlan] = []
     if not serving:
@@ -248,7 +250,8 @@ def describe(placement: Placement, host: HostFacts) -> list[str]:
 
 
 def _shared_environment(placement: Placement) -> dict[str, dict[str, str]]:
-    """Variables by who has them: all processes first, then meshes with equal extras. The device is in the table."""
+    """Variables by the meshes that have them: all processes first, then meshes with equal extras. Without the device,
+    which is in the table."""
     extras = {mesh.name: dict(mesh.env[0]) for mesh in placement.meshes}
     for variables in extras.values():
         del variables["CUDA_VISIBLE_DEVICES"]
@@ -262,7 +265,7 @@ def _shared_environment(placement: Placement) -> dict[str, dict[str, str]]:
 
 
 def detect_host(environ: Mapping[str, str] = os.environ) -> HostFacts:
-    """What this host has, found without torch: `/proc`, the scheduler, and `nvidia-smi` where there is one."""
+    """Detect this host's resources without torch: from `/proc`, the scheduler, and `nvidia-smi` if it is installed."""
     shared = os.statvfs("/dev/shm")
     memory = re.search(r"^MemAvailable:\s+(\d+) kB$", _read(Path("/proc/meminfo")), re.MULTILINE)
     return HostFacts(
@@ -294,7 +297,7 @@ def visible_devices(listing: str, visible: str | None) -> tuple[int, ...]:
 
 
 def _nvidia_smi() -> str:
-    """`nvidia-smi -L`; empty where there is no driver, or one that does not answer: no device can be used then."""
+    """Output of `nvidia-smi -L`; empty if there is no driver or it does not answer, so that no device can be used."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""

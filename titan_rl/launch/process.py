@@ -1,12 +1,13 @@
-"""One process by itself: its environment and log file, its scratch directory, and the signals of the controller.
+"""One process: its environment, its log file, its scratch directory, and the controller's signal handlers.
 
 - The controller prepares itself before it imports Monarch, every other process before any actor starts.
 - The scratch directory holds files that must not outlive the process: sockets, rendezvous files, temporary files. The
-  kernel takes the lock on it away with the process; a directory that a killed one left is removed by the next.
-- Signals wait from `hold_signals` on until `StopSignals` hears them: there is no event loop yet that could. The first
-  SIGINT, SIGTERM or SIGHUP ends the work in hand; what follows (saving the weights, closing) goes on. Each further one
-  only skips the saving. None ever interrupts the closing, and none kills this process: the handlers stay until
-  `processes.leave` ends it.
+  process holds a lock on it, which the kernel releases when the process dies. The next process removes the directories
+  of dead ones.
+- `hold_signals` blocks signals until `StopSignals` handles them, because before that there is no event loop. The first
+  SIGINT, SIGTERM or SIGHUP ends the running work; saving the weights and closing still follow. Each further signal only
+  skips the saving. No signal interrupts the closing or kills this process: the handlers stay until `processes.leave`
+  ends it.
 """
 
 from __future__ import annotations
@@ -33,8 +34,7 @@ from titan_rl.observability.logs import redirect_output
 
 PREFIX = "titan_rl-"
 LONGEST_PARENT = 40
-"""Bytes of TMPDIR, which is not used if it is longer: the path of a socket has room for 107, and Monarch's and vLLM's
-are up to 63 longer."""
+"""Bytes. A longer TMPDIR is not used: a socket's path may have 107 bytes, and Monarch and vLLM append up to 63."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -49,11 +49,11 @@ def prepare_controller() -> None:
 
 
 def prepare_process(mesh: str, log_directory: str, imports: tuple[str, ...]) -> None:
-    """Give the process its log file and import the user's modules under the names that pickled objects expect.
+    """Redirect output to the process's log file, and import the user's modules under the names that pickles refer to.
 
     Args:
         mesh: name of the mesh, for the file name; the rank comes from the environment.
-        log_directory: of the run; empty: leave standard output alone.
+        log_directory: of the run; empty: do not redirect output.
         imports: files or modules of the user, in order.
     """
     if log_directory:
@@ -66,12 +66,12 @@ def prepare_process(mesh: str, log_directory: str, imports: tuple[str, ...]) -> 
 
 @functools.cache
 def scratch_directory() -> Path:
-    """The directory, made at the first call and removed when this process exits."""
+    """The scratch directory. It is made at the first call and removed when this process exits."""
     parent = Path(tempfile.gettempdir())
     if len(os.fsencode(parent)) > LONGEST_PARENT:
         parent = Path("/tmp")
     sweep_dead_scratch(parent)
-    # It gets the name by which others look for it only when it is locked.
+    # It gets its final name, which other processes look for, only once it is locked.
     made = Path(tempfile.mkdtemp(prefix=".", dir=parent))
     fcntl.flock(os.open(made, os.O_RDONLY), fcntl.LOCK_EX)  # for as long as this process lives
     directory = made.rename(parent / f"{PREFIX}{os.getpid()}{made.name}")
@@ -80,12 +80,12 @@ def scratch_directory() -> Path:
 
 
 def _remove(directory: Path, owner_pid: int) -> None:
-    if os.getpid() == owner_pid:  # and not a fork of it
+    if os.getpid() == owner_pid:  # not in a fork
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def sweep_dead_scratch(parent: Path) -> list[Path]:
-    """Remove what this user's dead processes left; returns which directories."""
+    """Remove the scratch directories of this user's dead processes; returns them."""
     removed = []
     for directory in parent.glob(f"{PREFIX}*"):
         try:
@@ -105,12 +105,12 @@ def sweep_dead_scratch(parent: Path) -> list[Path]:
 
 
 def hold_signals() -> None:
-    """Keep signals waiting until `StopSignals`. Call it in the main thread, before any process is spawned."""
+    """Block stop signals until `StopSignals`. Call it in the main thread, before any process is spawned."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
 class StopSignals:
-    """Passes each signal on as `Stopped`, in the main thread, also while the event loop sleeps."""
+    """Reports each signal as `Stopped`, in the main thread, even while the event loop sleeps."""
 
     def __init__(self, report: Callable[[TitanError], None]) -> None:
         """Call it in the main thread, in the event loop of the run.
@@ -122,8 +122,8 @@ class StopSignals:
         self._waking, signalled = socket.socketpair()
         for end in (self._waking, signalled):
             end.setblocking(False)
-        # Any thread may be the one that the kernel interrupts; this byte wakes the loop, whose thread runs the handler.
-        # `loop.add_signal_handler` does the same, but takes its handlers away when the loop is closed.
+        # The kernel may interrupt any thread. The byte wakes the event loop, whose thread then runs the handler.
+        # `loop.add_signal_handler` does the same, but removes its handlers when the loop is closed.
         asyncio.get_running_loop().add_reader(self._waking, lambda: self._waking.recv(64))
         signal.set_wakeup_fd(signalled.detach(), warn_on_full_buffer=False)
         for number in _SIGNALS:
@@ -138,7 +138,8 @@ class StopSignals:
 
 
 def _forget_terminal() -> None:
-    """Once the terminal is gone every word to it is an error, which would end the run in the middle of its clean-up."""
+    """Redirect output to /dev/null if the terminal is gone. Writing to it would raise, and that would end the run in
+    the middle of its clean-up."""
     for descriptor in (1, 2):
         try:
             os.write(descriptor, b"")

@@ -1,11 +1,11 @@
-"""Hears of the birth, the end and the stops of one mesh's processes, from the processes and the kernel themselves.
+"""Watches the processes of one mesh: their start, stops and end, as the processes and the kernel report them.
 
-- A process says which rank it is before it does anything else (`launch.child`); from then on a thread waits for it in
-  the kernel, so that its end is known within milliseconds, whatever this process's event loops are doing.
-- Each end is told once, with the rank, the process id and the exit status. Monarch reaps the processes and is sometimes
-  faster than the thread, which takes nothing; what it misses the kernel still tells from Linux 6.15 on.
-- A process that is stopped (SIGSTOP, a debugger's detach, Ctrl-Z) has not ended: it is told, and waited for.
-- After `expect_ends` ends are no news.
+- A process first announces its rank (`launch.child`). From then on a thread waits for it in the kernel, so that its end
+  is known within milliseconds, whatever this process's event loops are doing.
+- Each end is reported once, with rank, process id and exit status. The thread waits without reaping; Monarch reaps the
+  processes and is sometimes faster. Then the kernel still has the exit status from Linux 6.15 on, not before.
+- A stopped process (SIGSTOP, a debugger's detach, Ctrl-Z) has not ended. The stop is reported, and the watch goes on.
+- After `expect_ends` no end is reported.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _PIDFD_GET_INFO = (3 << 30) | (_INFO.size << 16) | (0xFF << 8) | 11
 _PIDFD_INFO_EXIT = 1 << 3
 _REAP_MILLISECONDS = 100
 _EXIT_MILLISECONDS = 1000
-"""What a stopped mesh's process may take for its last instructions, and the kernel to end a killed one."""
+"""How long a process of a stopped mesh may take to exit, and the kernel to end a killed one."""
 
 
 class ProcessWatch:
-    """Makes `pipe`, into which the processes announce themselves; both callbacks come from threads.
+    """Makes `pipe`, into which the processes write their ids. Both callbacks are called from threads.
 
     Args:
-        mesh: name of the mesh, for what is told.
-        on_end: which process has ended, in words, and its exit code (a signal is negative; None: not known).
-        on_stop: a process was stopped, or goes on: in words.
+        mesh: name of the mesh, for messages.
+        on_end: called with the name of the ended process and its exit code (negative: a signal; None: not known).
+        on_stop: called with a sentence when a process was stopped or goes on.
     """
 
     def __init__(
@@ -62,12 +62,13 @@ class ProcessWatch:
 
     @property
     def any_ended(self) -> bool:
-        """Whether a process has ended, told or about to be told."""
+        """Whether a process has ended, reported or not."""
         with self._lock:
             return self._ended > 0 or any(_has_ended(descriptor) for descriptor in self._living.values())
 
     def expect_ends(self) -> None:
-        """The processes are about to be asked to end; those that were stopped go on, or they would not hear it."""
+        """Report no ends from now on: the processes are about to be stopped. Processes stopped by SIGSTOP are
+        continued, because they could not exit otherwise."""
         self._expected = True
         with self._lock:
             for descriptor in self._living.values():
@@ -75,7 +76,7 @@ class ProcessWatch:
                     signal.pidfd_send_signal(descriptor, signal.SIGCONT)
 
     def end(self) -> None:
-        """Watch no more. What still lives is killed; returns when it is gone. May take seconds."""
+        """Stop watching. Kills processes that still live and returns when they are gone. May take seconds."""
         with self._lock:
             for descriptor in self._living.values():
                 if not _poll(descriptor, select.POLLIN, _EXIT_MILLISECONDS):
@@ -110,7 +111,7 @@ class ProcessWatch:
                     _tell(self._on_stop, what)
                 kind, status = _next_news(descriptor, os.WCONTINUED)
                 if kind == os.CLD_CONTINUED:
-                    os.waitid(os.P_PIDFD, descriptor, os.WCONTINUED | os.WNOHANG)  # takes the news: the next is new
+                    os.waitid(os.P_PIDFD, descriptor, os.WCONTINUED | os.WNOHANG)  # consume it, or it is seen again
                     _tell(self._on_stop, f"{name} goes on")
                     kind, status = _next_news(descriptor, os.WSTOPPED)
             code: int | None = status if kind == os.CLD_EXITED else -status
@@ -129,12 +130,12 @@ class ProcessWatch:
 def _tell(listener: Callable[..., None], *news: object) -> None:
     try:
         listener(*news)
-    except Exception:  # or the next end would go unheard
+    except Exception:  # otherwise the thread would end and later ends would go unreported
         _log.exception("nobody heard that %s", news[0])
 
 
 def _next_news(pidfd: int, besides_end: int) -> tuple[int, int]:
-    """Wait for the process's end, or for what `waitid` calls `besides_end`; takes nothing."""
+    """Wait for the process's end or for an event of the `waitid` flag `besides_end`, without consuming it."""
     news = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | besides_end | os.WNOWAIT)
     assert news is not None  # only WNOHANG gives that
     return news.si_code, news.si_status
@@ -151,8 +152,8 @@ def _poll(descriptor: int, events: int, milliseconds: int) -> list[tuple[int, in
 
 
 def _exit_code(pidfd: int) -> int | None:
-    """Of a process that was reaped; None where the kernel does not keep it for a pidfd (before Linux 6.15)."""
-    _poll(pidfd, 0, _REAP_MILLISECONDS)  # for no event but the hang-up: it is being reaped just now
+    """Exit code of a process that was already reaped; None if the kernel does not keep it (before Linux 6.15)."""
+    _poll(pidfd, 0, _REAP_MILLISECONDS)  # waits for the hang-up: the process is being reaped right now
     info = bytearray(_INFO.pack(_PIDFD_INFO_EXIT, 0))
     try:
         fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)

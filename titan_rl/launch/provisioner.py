@@ -1,11 +1,11 @@
-"""Spawns meshes of processes and stops them again. The only place that knows where processes come from.
+"""Spawns and stops meshes of processes. The only module that knows where processes come from.
 
-Every mesh has its own environment from before Python starts, its own rendezvous file, and its own log files; each time
-it is spawned they are new.
+Every mesh has its own environment, set before Python starts, its own rendezvous file and its own log files, new at each
+spawn.
 
-The end of a process is heard from the kernel (`process_watch`), and from Monarch what fails in a process that lives. A
-fault reaches the provisioner that spawned the mesh, and none after it began to stop it: Monarch may notice the end of a
-mesh much later, when another mesh, or another run in this process, has taken its place.
+The kernel reports the end of a process (`process_watch`); Monarch reports actors that fail in a living process. A fault
+goes to the provisioner that spawned the mesh. Once a mesh is being stopped, its faults are dropped: Monarch may notice
+the end of a mesh much later, when another mesh, or another run in this process, has taken its place.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STOP_SECONDS = 20.0
 """Bound on stopping one mesh; past it its processes are killed."""
 
 MONARCH_SECONDS = 2.0
-"""How long Monarch, which looks every second, is waited for where the kernel did not tell how a process ended."""
+"""How long to wait for Monarch's report if the kernel did not give the exit status. Monarch looks every second."""
 
 _serial = itertools.count()
 """Makes the name of every mesh and actor mesh of this process unique."""
@@ -48,7 +48,7 @@ _spawned: set[str] = set()
 _provisioners: weakref.WeakSet[Provisioner] = weakref.WeakSet()
 
 _ON_EVERY_MESH = {"logger", "setup"}
-"""Monarch's own actors. They fail with the process they are on, and so do ours."""
+"""Monarch's own actors. Their faults are ignored: they fail with their process, whose end is reported anyway."""
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Mesh:
         """One actor in every process.
 
         Args:
-            name: what errors and logs call it.
+            name: for errors and logs.
             actor: its class.
             args, options: for its constructor.
 
@@ -80,11 +80,11 @@ class Mesh:
         return self._processes.spawn(unique, actor, *args, **options)
 
     async def stop(self) -> None:
-        """End the processes. Never raises: what cannot be stopped in time is killed, and logged."""
+        """End the processes. Never raises: a process that does not stop in time is killed and logged."""
         self.watch.expect_ends()
         try:
             await bounded(self._processes.stop(), what=f"stop of mesh {self.name}", seconds=STOP_SECONDS)
-        except Exception as error:  # Monarch's own too, of a mesh whose start was cut off
+        except Exception as error:  # also Monarch's own errors, if the mesh was stopped during its start
             _log.warning("mesh %s: %s", self.name, error)
         finally:
             await asyncio.to_thread(self.watch.end)
@@ -105,8 +105,8 @@ class Provisioner:
         Args:
             log_directory: where each process writes its log.
             imports: the user's modules, imported first in every process.
-            on_fault: told about every process that ends and every actor that fails, once; called from any thread.
-            on_stop: told in words that a process was stopped (SIGSTOP) or goes on; called from any thread.
+            on_fault: called once for every process that ends and every actor that fails, from any thread.
+            on_stop: called with a sentence when a process was stopped (SIGSTOP) or goes on, from any thread.
         """
         self._log_directory = log_directory
         self._imports = imports
@@ -130,10 +130,10 @@ class Provisioner:
         def command(point: Any) -> Any:
             rank = int(point.rank)
             environment: dict[str, str | None] = {
-                **dict.fromkeys(TORCHRUN_VARIABLES),  # None takes a variable away
+                **dict.fromkeys(TORCHRUN_VARIABLES),  # None removes a variable
                 **plan.env[rank],
                 "RANK": str(rank),
-                # A rank sees its own device only, so on CUDA that is number 0 everywhere.
+                # On CUDA a rank sees only its own device, so that is always number 0.
                 "LOCAL_RANK": str(rank) if plan.devices[rank] is None else "0",
                 "WORLD_SIZE": str(ranks),
                 "LOCAL_WORLD_SIZE": str(ranks),
@@ -158,13 +158,13 @@ class Provisioner:
         return mesh
 
     async def stop(self, name: str) -> None:
-        """Stop one mesh, if it is up. Never raises: what cannot be stopped in time is killed, and logged."""
+        """Stop one mesh, if it is up. Never raises: a process that does not stop in time is killed and logged."""
         if (mesh := self._meshes.pop(name, None)) is not None:
             await mesh.stop()
 
     async def stop_all(self) -> None:
-        """Stop every mesh. The actor runtime itself stays: it cannot be entered again in this process once it was
-        left, and a script may start a second system."""
+        """Stop every mesh. Monarch's actor runtime stays up: it cannot be started twice in one process, and a script
+        may start a second system."""
         stopped, self._meshes = self._meshes, {}
         await asyncio.gather(*(mesh.stop() for mesh in stopped.values()))
 
@@ -172,8 +172,8 @@ class Provisioner:
         """Pass on a fault, unless it is about actors whose mesh was stopped. Called from Monarch's thread.
 
         Args:
-            actors: the actor mesh, by the name given to Monarch; one that nobody spawned here concerns every mesh.
-            report: Monarch's words.
+            actors: name of the actor mesh in Monarch. A name that was not spawned here concerns every mesh.
+            report: Monarch's report.
         """
         concerned = [m for m in list(self._meshes.values()) if actors in m.actors or actors not in _spawned]
         if not concerned:
@@ -183,7 +183,7 @@ class Provisioner:
         with self._more_words:
             self._words |= {mesh.name: _first_lines(report) for mesh in ended}
             self._more_words.notify_all()
-        if not ended:  # else it follows from that, and is told with its exit status
+        if not ended:  # otherwise the fault follows from the end, which is reported with its exit status
             name = actors.rpartition("_")[0]
             self._on_fault(MeshFailed(f"mesh {name} failed: {_first_lines(report)}", name))
 
@@ -205,7 +205,7 @@ class Provisioner:
 
 
 def _host() -> Any:
-    """Monarch's idea of this host, whose sockets lie in the scratch directory if it starts here."""
+    """Monarch's handle of this host. If this call starts it, its sockets are put into the scratch directory."""
     before = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = str(scratch_directory())
     try:
@@ -219,7 +219,7 @@ def _host() -> Any:
 
 def _hear(failure: MeshFailure) -> None:
     """Monarch's hook for the faults of this process's meshes."""
-    # Monarch ends this process if the hook raises, so whatever goes wrong in it is logged and nothing more.
+    # Monarch ends this process if the hook raises, so every error in it is only logged.
     try:
         actors = failure.mesh_name.rsplit("-", 1)[0]  # Monarch appended an identifier
         if actors in _ON_EVERY_MESH:

@@ -1,8 +1,8 @@
-"""One run, or one service, from a config to an exit code: run directory, logs, signals, work, last words.
+"""One run, or one service, from a config to an exit code: run directory, logs, signals, work, final messages.
 
 Exit codes: 0 done, 1 failed or not learned, 2 wrong config, 130 stopped by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP (a
-service that is stopped: 0). However a run ends, its directory holds the resolved config, every finished step, the logs
-and the trainer's newest weights if the trainer still lives, and nothing of it is left running.
+service that is stopped: 0). However a run ends, its directory holds the resolved config, every finished step and the
+logs, and also the trainer's newest weights if the trainer still lives. No process of the run is left.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def _conduct(
     """Do the work in a run directory of its own; returns the exit code.
 
     Args:
-        work: given the directory and where faults and signals are heard.
-        end: what is said of what the work came to; returns the exit code.
-        stopping: in words, what follows a signal.
+        work: called with the run directory and the board that collects faults and signals.
+        end: reports the result of `work`; returns the exit code.
+        stopping: text that says what happens after a stop signal.
     """
     hold_signals()
     directory = make_run_directory(config)

@@ -1,10 +1,10 @@
-"""A running system for the length of a `with` block: `start` for training, `serve` for a checkpoint behind HTTP.
+"""A system that runs for the length of a `with` block: `start` for training, `serve` for a checkpoint behind HTTP.
 
     async with start(config) as system:
         publication = await system.trainer.push_model_state_dict()
         ...
 
-Whatever happens inside the block, afterwards no process, port or shared-memory file is left.
+Whatever happens inside the block, no process, port or shared-memory file is left after it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def model_directory(config: RunConfig) -> Path:
-    """The checkpoint that trainer and generators load; a tiny policy is made if there is none yet."""
+    """The checkpoint that trainer and generators load. A tiny policy is made here if it does not exist yet."""
     tiny = config.policy.tiny
     if tiny is None:
         return Path(config.policy.path)
@@ -48,20 +48,20 @@ async def start(
     on_mesh: Callable[[str, str], None] = lambda mesh, doing: None,
     say: Callable[[str], None] = lambda what: None,
 ) -> AsyncIterator[System]:
-    """Bring up every mesh of the config on this host, and take all of them down at the end.
+    """Start every mesh of the config on this host, and stop all of them at the end.
 
     Args:
         config: the run.
         imports: files or modules of the user, imported first in every process.
         log_directory: one log file per process goes here; None: processes print to the terminal.
-        faults: hears of every process that dies; its first fault ends the start, and is raised by its next `watch`.
-        on_mesh: told what each mesh is doing while it comes up.
-        say: told in words, from any thread, of a process that was stopped (SIGSTOP) or goes on, and of a generator that
-            is lost.
+        faults: collects the death of every process. The first fault ends the start, and its next `watch` raises it.
+        on_mesh: called with what each mesh is doing during the start.
+        say: called from any thread with a sentence when a process was stopped (SIGSTOP) or goes on, or a generator is
+            lost.
 
     Raises:
-        ConfigError: the host cannot hold the placement.
-        TitanError: a part did not come up.
+        ConfigError: the host does not have the devices for the placement.
+        TitanError: a part did not start.
     """
     prepare_controller()
     from titan_rl.controller.system import System
@@ -115,10 +115,10 @@ class Serving:
     pids: dict[str, list[int]]
     """Process ids of the generators' ranks."""
     faults: FaultBoard
-    """Hears of the end of what the service cannot do without."""
+    """Collects the faults that end the service."""
 
     async def run(self) -> None:
-        """Wait for what ends the service; raises its fault."""
+        """Wait until a fault or a signal ends the service, and raise it."""
         await self.faults.watch(asyncio.Event().wait())
 
 
@@ -133,23 +133,23 @@ async def serve(
     on_mesh: Callable[[str, str], None] = lambda mesh, doing: None,
     say: Callable[[str], None] = lambda what: None,
 ) -> AsyncIterator[Serving]:
-    """Bring up everything that serves the config's policy on this host, and take it down at the end.
+    """Start everything that serves the config's policy on this host, and stop it at the end.
 
         checkpoint ─published as v0─▶ generators pull and verify ─▶ router serves ─▶ gateway listens
 
     Args:
-        config: its policy, generators, router, renderer and placement are used.
-        imports, log_directory, faults, on_mesh, say: as of `start`.
+        config: only its policy, generators, router, renderer and placement are used.
+        imports, log_directory, faults, on_mesh, say: as in `start`.
 
     Raises:
-        ConfigError: the host cannot hold the placement, or the address cannot be listened on.
-        TitanError: a part did not come up.
+        ConfigError: the host does not have the devices for the placement, or the gateway cannot listen on its address.
+        TitanError: a part did not start.
     """
     prepare_controller()
     from titan_rl.launch.meshes import Meshes
 
-    # No version comes after the first, so an interrupted completion (its generator died) can start over and give the
-    # same tokens; only then are penalties and min_tokens possible.
+    # There is only one version, so a completion whose generator died can start over and gives the same tokens. Without
+    # resuming, penalties and min_tokens can be allowed.
     config = dataclasses.replace(config, router=dataclasses.replace(config.router, resume=False))
     board = faults if faults is not None else FaultBoard()
     meshes = Meshes(
@@ -184,7 +184,7 @@ async def serve(
 
 
 def _publish(config: RunConfig, model_path: Path) -> Publication:
-    """The checkpoint's weights, in shared memory of this process for as long as it serves."""
+    """Publish the checkpoint's weights in shared memory of this process."""
     import torch
 
     from titan_rl.weights.checkpoint import publish_checkpoint

@@ -1,11 +1,13 @@
-"""Tries the task of a run before anything starts: one prompt goes the way that all will go, but to a policy.
+"""Tries the task of a run before anything starts: plays one prompt as the run will, with a fixed answer as the policy.
 
-- User code runs where it runs later, in child processes under the time limits of `environment`; torch is not imported.
-- What fails here would fail in every rollout, evaluation or warm-up step. The first such thing is refused, in one
-  sentence with the file and line where they are known.
-- Held-out prompts must be the same for every seed and at every call, and none of the training prompts that the run
-  uses. Compared are as many of these as `loop.steps` takes, at most `MOST_COMPARED`, for at most `COMPARE_SECONDS`.
-- Of a task that is played by programs the rollouts are not tried: that needs a gateway.
+- User code runs as it does in the run: in child processes under the time limits of `environment`. torch is not
+  imported.
+- An error here would occur in every rollout, evaluation or warm-up step. The first one is reported in one sentence,
+  with file and line if they are known.
+- Held-out prompts must be the same for every seed and at every call, and must not be among the training prompts of the
+  run. At most `MOST_COMPARED` training prompts, and no more than `loop.steps` use, are compared, for at most
+  `COMPARE_SECONDS`.
+- If programs play the task, its rollouts are not tried, because that needs a gateway.
 """
 
 from __future__ import annotations
@@ -42,16 +44,16 @@ from titan_rl.types import (
 MOST_COMPARED = 10_000
 """Training prompts that are compared with the held-out ones."""
 RENDER_SECONDS = 1.0
-"""Longest time that prompts are tried with the tokenizer."""
+"""Time limit for trying prompts with the tokenizer."""
 
 
 def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
-    """What keeps the task of `config` from being played, where `check_run` found nothing.
+    """The problem that keeps the task of `config` from being played, if any. Call it if `check_run` found nothing.
 
     Args:
         imports: the user's modules.
     """
-    # what user code prints and how its processes end is in the problem, if it matters
+    # hide the output of user code and the ends of its processes: the problem says what matters of them
     logging.getLogger("titan_rl.sandbox").addHandler(logging.NullHandler())
     name = config.environment.name
     try:
@@ -188,7 +190,7 @@ def _request(config: RunConfig, purpose: Purpose, *, samples: int) -> GroupReque
 
 
 class _SaysAlways:
-    """A policy that always says one thing; its prompt where the tokenizer cannot write that."""
+    """A policy that always says one text, or repeats its prompt if the tokenizer cannot write that text."""
 
     def __init__(self, renderer: Renderer, text: str):
         self._renderer = renderer

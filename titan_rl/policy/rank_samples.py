@@ -1,7 +1,7 @@
 """One rank's samples of a batch: fetched round by round while the last round is computed.
 
-A rank that cannot fetch a sample goes through all remaining rounds with nothing to train, so that no other rank waits
-for it in a collective; at the end it looks at its groups one by one, and all ranks learn which were lost anywhere.
+A rank that cannot fetch a sample takes part in all remaining rounds without samples, so that no other rank waits for it
+in a collective. At the end it tries its groups one by one, and all ranks exchange which groups were lost.
 """
 
 from __future__ import annotations

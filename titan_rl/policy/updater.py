@@ -1,9 +1,9 @@
 """Everything one trainer rank does, without actors: `warm_up_step`, `train_step`, `logprobs`, its shards, saving.
 
 Every public method is collective: all ranks call the same methods in the same order with the same batch, or with their
-shares of it. What they return is the same on every rank, except `logprobs` and `local_shards`, which are this rank's
-share. Of a batch by reference a rank fetches its own samples only, those of the next micro-batch while it computes the
-last one.
+shares of it. They return the same on every rank, except `logprobs` and `local_shards`, which return this rank's share.
+If the batch holds references, a rank fetches only its own samples: those of the next micro-batch while it computes the
+current one.
 
 A step changes the weights completely or not at all: samples, loss and gradients are looked at, on all ranks, before
 the optimizer runs. A rank that cannot fetch a sample goes through the step's remaining collectives with nothing to

@@ -1,6 +1,6 @@
 """Advantages within a group of rollouts of one prompt. Pure.
 
-Only rollouts that were really graded take part: the caller leaves out those with an error.
+The caller leaves out rollouts with an error: only graded rollouts take part.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def group_advantages(rewards: Sequence[float], epsilon: float = 1e-4) -> np.ndar
     """
     values = np.asarray(rewards, dtype=np.float64)
     if len(values) < 2 or bool((values == values[0]).all()):
-        # not left to the formula: the rounding error of a mean over equal rewards divided by epsilon is no advantage
+        # a special case, because the formula would divide the rounding error of the mean by epsilon
         return np.zeros(len(values))
     spread = values.std(ddof=1) + epsilon
-    if not spread:  # without epsilon: they differ by less than float64 can square
+    if not spread:  # epsilon is 0 and the squared differences underflow
         return np.zeros(len(values))
     return (values - values.mean()) / spread

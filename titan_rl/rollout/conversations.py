@@ -1,10 +1,10 @@
-"""Which conversation a program goes on with: messages in, the sampled tokens that they stand for out.
+"""Finds the conversation that a program continues: messages in, the sampled tokens that they stand for out.
 
-- Two messages are the same when role, text and tool calls (name and arguments) are. What clients drop or make up on the
-  way does not count: ids, names, refusals, reasoning.
-- A conversation is known up to an answer of the policy when all its messages so far are those of an answered call and
-  its answer, under the same tools. Then the tokens of that call stand for them, and nothing is rendered again. The
-  youngest of several equal ones counts.
+- Two messages are equal if their role, text and tool calls (name and arguments) are equal. Fields that clients drop or
+  invent do not count: ids, names, refusals, reasoning.
+- The beginning of a conversation is known if it consists of the messages of an answered call and its answer, with the
+  same tools. Then the tokens of that call are used and nothing is rendered again. If several calls match, the latest
+  one counts.
 
 Pure.
 """
@@ -32,29 +32,30 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a list of messages stands among the conversations that are known."""
+    """The position of a list of messages among the known conversations."""
 
     asked: bytes
     """Digest of all its messages."""
     tools: bytes
     """Digest of the tools."""
     known: int
-    """Messages up to the last answer of the policy, that included; 0 where this does not stand for sampled tokens."""
+    """How many messages are known: all up to and including the last assistant message, or 0."""
     said: Said | None
-    """What stands for the known messages."""
+    """The tokens of the known messages."""
     goes_on: bool
-    """An assistant message follows what an answered call had asked, so the program goes on with that conversation."""
+    """Whether an assistant message follows the messages of an answered call: the program continues that conversation,
+    even if it changed the answer."""
 
 
 class Conversations:
-    """Those of one session."""
+    """The answered calls of one session."""
 
     def __init__(self) -> None:
         self._said: dict[tuple[bytes, bytes], Said] = {}
         self._asked: set[bytes] = set()
 
     def place(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Place:
-        """Find them. Nothing is remembered yet. Raises TaskError where a call's arguments are nested too deeply."""
+        """Look the messages up; remembers nothing. Raises TaskError if a call's arguments are nested too deeply."""
         tools_digest = _digest(b"", [list(tool) for tool in tools])
         digest, digests, known, goes_on = b"", [b""], 0, False
         for number, message in enumerate(messages, start=1):
@@ -67,7 +68,7 @@ class Conversations:
         return Place(asked=digest, tools=tools_digest, known=0 if said is None else known, said=said, goes_on=goes_on)
 
     def remember(self, place: Place, answer: Message, said: Said) -> None:
-        """A call was answered."""
+        """Remember an answered call."""
         self._asked.add(place.asked)
         self._said[(place.tools, _digest(place.asked, _meaning(answer)))] = said
 
@@ -77,7 +78,7 @@ def _meaning(message: Message) -> list[Any]:
 
 
 def _digest(before: bytes, added: list[Any]) -> bytes:
-    """Of a list that had `before` as its digest."""
+    """Digest of a list that is extended by `added`; `before` is its digest without that."""
     try:
         text = json.dumps(added, sort_keys=True)
     except RecursionError as error:

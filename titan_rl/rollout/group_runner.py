@@ -1,10 +1,10 @@
 """Runs groups: one prompt, several rollouts, their advantages and training samples.
 
-- Every sample asked for comes back as a rollout, with a reward or with an error.
-- Advantages are taken over the rollouts that were graded; only they, and only in training groups, become samples; none
-  of the group where one failed and `rollout.on_error` is "fail_group".
-- Groups and rollouts run concurrently; their calls to user code coalesce into few messages (`Sandbox`).
-- A generator's failure fails the group as a whole, after its other rollouts were cancelled.
+- Every requested sample becomes a rollout, with a reward or with an error.
+- Advantages are computed over the graded rollouts. Only graded rollouts of training groups become training samples. If
+  one rollout failed and `rollout.on_error` is "fail_group", the group has no training samples.
+- Groups and rollouts run concurrently; their calls to user code are batched into few messages (`Sandbox`).
+- If a generator fails, the whole group fails and its other rollouts are cancelled.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class GroupRunner:
         model_path: Hugging Face directory with the tokenizer.
         run_seed: the run's seed.
         max_model_len: the generators' longest prompt + completion; 0: no bound.
-        held_out: held-out prompts that evaluation may ask for.
-        prompts: distinct training prompts before the stream starts over; 0: the environment's own number.
+        held_out: number of held-out prompts that evaluation may request.
+        prompts: distinct training prompts before the stream repeats; 0: the environment's own number.
         imports: modules and files that define user code.
     """
 
@@ -77,7 +77,7 @@ class GroupRunner:
         )
         self.sandbox = Sandbox(self.setup)
         self.programs: Programs | None = None
-        self._free: AbstractAsyncContextManager[None] = nullcontext()  # to run a program
+        self._free: AbstractAsyncContextManager[None] = nullcontext()  # limits how many programs run at once
         self._info: TaskInfo | None = None
         self._restarts_told = 0
         self.renderer: Renderer
@@ -88,7 +88,7 @@ class GroupRunner:
 
         Args:
             sessions: the gateway that programs talk to; None: there is none.
-            programs: False: rollouts of an environment that is played by programs cannot be played.
+            programs: whether rollouts that programs play must be possible; then such an environment needs a gateway.
 
         Raises:
             ConfigError: renderer or rollouter cannot be made from the config, or programs have no gateway.
@@ -123,10 +123,10 @@ class GroupRunner:
             await self.programs.close()
 
     async def run_group(self, request: GroupRequest, generate: Generate) -> GroupResult:
-        """Play all rollouts of a group; of one whose purpose is to demonstrate, make the demonstrations instead.
+        """Play all rollouts of a group. If the group's purpose is to demonstrate, make its demonstrations instead.
 
         Raises:
-            TitanError: what `generate` raised, unless it was a `RequestError`, which costs only its rollout.
+            TitanError: `generate` raised it. A `RequestError` is not raised: it fails only its own rollout.
             TaskError: a demonstration cannot be made.
         """
         if self._info is None:
@@ -162,7 +162,7 @@ class GroupRunner:
                 ]
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from failures
-        if any(task.cancelled() for task in playing):  # not by us: a CancelledError would look like our caller's own
+        if any(task.cancelled() for task in playing):  # raised inside `generate`; not to be taken for our own
             raise GeneratorFailed(f"generation for {request.purpose} group {request.group_id} was cancelled")
         rollouts = tuple(task.result() for task in playing)
         if self._info.scores_groups:
@@ -172,7 +172,7 @@ class GroupRunner:
     async def _compare(
         self, request: GroupRequest, rollouts: tuple[Rollout, ...], opened: Sequence[OpenRollout]
     ) -> tuple[Rollout, ...]:
-        """The rollouts with what the group's rewards add to theirs; those that were graded, if any."""
+        """Add the group rewards to the graded rollouts."""
         graded = {
             rollout.sample: each.scored
             for rollout, each in zip(rollouts, opened, strict=True)

@@ -1,7 +1,6 @@
-"""One rollout while it is played: its prompt, its environment, and what was played so far.
+"""One rollout while it is played: its prompt, its environment, and its turns so far.
 
-The environment's state between turns is kept here as the bytes that the process of the environment made of it; nothing
-in this process looks inside.
+The environment's state between turns is kept here pickled, as its process sent it. This process never unpickles it.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from titan_rl.types import FinishReason, Message, Purpose, StopReason
 
 
 class OpenRollout:
-    """What a rollouter plays.
+    """The state of a rollout that a rollouter plays.
 
     Args:
         index: of the prompt, in the training stream or the held-out list.
-        prompt: what the first turn goes on from; its tokens are empty where a program plays.
-        programs: plays it; None: the environment answers the policy.
+        prompt: of the first turn; without tokens if a program plays.
+        programs: runs the program that plays; None: no program plays.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class OpenRollout:
         self.prompt = prompt
         self.plays = programs is not None
         self.multi_turn = info.multi_turn  # whether the environment answers the policy
-        self.tools = info.tools  # what the policy may call
+        self.tools = info.tools  # tools that the policy may call
         self._sandbox = sandbox
         self._programs = programs
         self._purpose = purpose
@@ -51,28 +50,28 @@ class OpenRollout:
         self.begin()
 
     def begin(self) -> None:
-        """Nothing was played."""
+        """Reset to the state before the first turn."""
         self.messages: list[Message] = list(self.prompt.messages)
         self.graph = TokenGraph()
         self.finish_reasons: list[FinishReason] = []  # one per turn of the policy
         self.rendered_anew = 0
-        self.scored: Conversation | None = None  # what was last given to the rubric
+        self.scored: Conversation | None = None  # the conversation that was last scored
         self._state: bytes | None = None
 
     def add(self, turn: Turn) -> None:
-        """A turn of the policy that is to be trained; see `TokenGraph.add`. Messages are added by whoever plays."""
+        """Add a turn of the policy that will be trained; see `TokenGraph.add`. The caller adds its messages itself."""
         self.graph.add(turn.prompt_token_ids, turn.completion)
         self.finish_reasons.append(turn.finish_reason)
         self.rendered_anew += turn.anew
 
     async def play(self, request: RolloutRequest) -> StopReason:
-        """Let the environment's program play. Its turns are added when it is over, however it ends; the state that it
-        returned is kept.
+        """Let the environment's program play. Its turns are added when it ends, however it ends. The state that it
+        returns is kept.
 
         Raises:
             TaskError: the program failed, or was idle for too long.
             GeneratorFailed: an engine failed a call.
-            TitanError: what the gateway raised.
+            TitanError: the gateway raised it.
         """
         if self._programs is None:
             raise TaskError("this environment's rollouts are not played by programs")
@@ -90,7 +89,7 @@ class OpenRollout:
         return refused[0] if refused else StopReason.DONE
 
     async def respond(self) -> EnvironmentReply:
-        """The environment's answer to the conversation so far. Its state stays here.
+        """The environment's answer to the conversation so far. Keeps the environment's new state.
 
         Raises:
             TaskError: user code failed.
@@ -99,16 +98,17 @@ class OpenRollout:
         return EnvironmentReply(messages=added, done=done)
 
     async def call_tools(self) -> Sequence[Message]:
-        """The answers to the tool calls of the last message. Raises TaskError where a tool failed, not its caller."""
+        """The answers to the tool calls of the last message. Raises TaskError if a tool itself failed; a wrong call is
+        answered with a message."""
         return await self._call(CallKind.CALL_TOOLS)
 
     async def score(self) -> Score:
-        """The rubric's verdict on the conversation. Raises TaskError where user code failed."""
+        """The rubric's score of the conversation. Raises TaskError if user code failed."""
         self.scored = Conversation(tuple(self.messages), tuple(self.finish_reasons), self._state)
         return Score(*await self._call(CallKind.SCORE))
 
     def ended(self, sample: int, reason: StopReason, *, score: Score | None = None, error: str = "") -> Rollout:
-        """The rollout as it is now."""
+        """The finished rollout, with all turns so far."""
         return Rollout(
             sample=sample,
             graph=self.graph,

@@ -1,10 +1,10 @@
 """Rollouts that a program of the environment plays: a session at the gateway, and a process that talks to it.
 
-- However a rollout ends (the program returns or fails, is idle, is cancelled), its session is closed exactly once, the
-  process is gone, and what was sampled is kept.
-- A program may take as long as it likes while the policy is at work for it; one that neither asks nor returns for
-  `environment.step_seconds` is ended.
-- An engine's failure is the generator's, whatever the program made of it.
+- However a rollout ends (the program returns, fails, is idle or is cancelled), its session is closed exactly once, its
+  process is gone, and its sampled turns are kept.
+- Time in which the policy works on a call does not count. A program that has no open call and does not return for
+  `environment.step_seconds` is killed.
+- If an engine failed a call, the rollout ends with GeneratorFailed, even if the program handled the error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Programs:
-    """Plays one worker's rollouts by programs."""
+    """Runs the programs of one worker's rollouts."""
 
     def __init__(self, sandbox: Sandbox, sessions: RolloutGateway, *, idle_seconds: float):
         self._sandbox = sandbox
@@ -33,25 +33,25 @@ class Programs:
         self._running: set[asyncio.Task[bytes | None]] = set()
 
     async def close(self) -> None:
-        """Returns when the sessions of all programs, which have ended, are closed."""
+        """Wait until all sessions are closed. The programs have already been ended."""
         if self._running:
             await asyncio.wait(self._running)
 
     async def play(self, request: RolloutRequest, keep: Keep) -> bytes | None:
-        """Run the environment's `play` for the request's prompt in a session of its own.
+        """Run the environment's `play` for the request's prompt in its own session.
 
-        A cancellation ends the program; it takes effect when the session is closed.
+        A cancellation ends the program; this returns once the session is closed.
 
         Args:
-            keep: called with the session's record, once, unless the session could not be opened or closed.
+            keep: called once with the session's record, unless the session could not be opened or closed.
 
         Returns:
-            The program's pickled state; None where it returned None.
+            The program's pickled state; None if it returned None.
 
         Raises:
             TaskError: the program failed, or was idle for too long.
             GeneratorFailed: an engine failed a call.
-            TitanError: what the gateway raised.
+            TitanError: the gateway raised it.
         """
         abandoned = asyncio.Event()
         session = asyncio.create_task(self._session(request, keep, abandoned), name=f"session {request.session_id}")
@@ -66,7 +66,8 @@ class Programs:
             raise
 
     async def _session(self, request: RolloutRequest, keep: Keep, abandoned: asyncio.Event) -> bytes | None:
-        """From opening to closing, in a task that is never cancelled: a cancellation in between would lose a record."""
+        """Open a session, run the program, close the session. This task is never cancelled: that could lose the
+        record."""
         endpoint = await self._sessions.open(request)
         try:
             return await self._until_over(request, endpoint, abandoned)

@@ -1,7 +1,7 @@
-"""What the controller is told about a finished group: numbers and references, never tokens.
+"""The report of a finished group to the controller: numbers and references, never tokens.
 
-The size of a report does not depend on how many tokens were sampled. Its `samples` are owned by whoever holds it, who
-releases them exactly once. Of evaluation groups it has the texts too, cut to what a person reads.
+The size of a report does not depend on how many tokens were sampled. Its holder owns the `samples` and releases them
+exactly once. Reports of evaluation groups also contain the texts, shortened for display.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LONGEST_ERROR = 600
 
 
 EXACT_MATCH = "exact_match"
-"""Name of the reward part that counts as exact match, if the rubric has one; else a reward of at least 1."""
+"""Name of the reward part that counts as exact match. If the rubric has none, a reward of at least 1 counts."""
 
 
 class Shown(NamedTuple):
@@ -31,7 +31,7 @@ class Shown(NamedTuple):
 
     prompt: str
     answer: str
-    """What followed the prompt; of several messages each with its role."""
+    """All messages after the prompt; if there are several, each with its role."""
     wanted: str
     """The example's own answer."""
 
@@ -51,13 +51,14 @@ class RolloutReport(NamedTuple):
     turns: int
     sampled_tokens: int
     metrics: dict[str, float]
-    """What the engines said about its completions, averaged over its turns."""
+    """The engines' metrics of its completions, averaged over its turns."""
     branches: int = 1
-    """Samples that its token graph makes; more than 1 where a history was edited, forked or rendered anew."""
+    """Samples that its token graph makes; more than 1 if a history was edited, forked or rendered anew."""
     rendered_anew: int = 0
-    """Prompts that go on from what was sampled and yet could not be made by extending it."""
+    """Prompts that continue a sampled turn but had to be rendered again, because they could not be made by extending
+    its tokens."""
     shown: Shown | None = None
-    """Of evaluation groups only."""
+    """Only in evaluation groups."""
 
     @property
     def exact_match(self) -> float:
@@ -85,7 +86,7 @@ class GroupReport:
 
     @property
     def first_error(self) -> str:
-        """Of its rollouts; empty when none failed."""
+        """Error of the first rollout that failed; empty if none did."""
         return next((rollout.error for rollout in self.rollouts if rollout.error), "")
 
     @property
@@ -95,7 +96,7 @@ class GroupReport:
 
     @property
     def solved(self) -> bool:
-        """Whether nothing could have been better: every rollout is an exact match, with the same reward."""
+        """Whether the group cannot be improved: every rollout is an exact match, with the same reward."""
         return len(self.rewards) == 1 and all(r.exact_match >= 1.0 and not r.error for r in self.rollouts)
 
 

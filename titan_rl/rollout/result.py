@@ -1,6 +1,6 @@
-"""What becomes of a group: its finished conversations, and the samples that can be trained.
+"""The result of a group: its finished conversations, and the samples that can be trained.
 
-Both stay in the worker that played them; what leaves it is a `GroupReport` and references.
+Both stay in the worker that played the group. Only a `GroupReport` and references leave the worker.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Rollout:
     """Non-empty when user code failed; such a rollout is reported, never trained."""
     stop_reason: StopReason = StopReason.ERROR
     rendered_anew: int = 0
-    """Prompts that go on from what was sampled and yet could not be made by extending it."""
+    """Prompts that continue a sampled turn but had to be rendered again, because they could not be made by extending
+    its tokens."""
 
     @property
     def truncated(self) -> bool:
@@ -39,7 +40,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult:
-    """A finished group: its rollouts and what of them can be trained."""
+    """A finished group: its rollouts and its training samples."""
 
     group_id: int
     purpose: Purpose

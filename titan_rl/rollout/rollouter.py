@@ -1,11 +1,11 @@
-"""How one rollout is played: render → generate → parse → the environment answers → … → score. Or by a program of the
-environment, through the gateway (`programs`), and then: score.
+"""Plays one rollout: render → generate → parse → the environment answers → … → score. Or a program of the environment
+plays it through the gateway (`programs`), and then it is scored.
 
-User code that fails costs this rollout: it is returned with `error`, and its turns so far. A generator that fails is
-not the rollout's fault: that error is raised.
+If user code fails, only this rollout fails: it is returned with `error` and its turns so far. If a generator fails, its
+error is raised, because it is not the rollout's fault.
 
-Subclass `Rollouter` and name the class in `rollout.rollouter` to play rollouts another way. An instance is shared by
-all rollouts of a worker: what belongs to one rollout are local variables.
+To play rollouts another way, subclass `Rollouter` and name the class in `rollout.rollouter`. All rollouts of a worker
+share one instance, so keep the state of a rollout in local variables.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Rollouter:
     Args:
         renderer: text to tokens and back.
         run_seed: the run's seed.
-        max_turns: a conversation is cut after so many turns of the policy.
-        max_sampled_tokens: of all turns together; 0: no bound.
-        max_model_len: longest prompt + completion in tokens; 0: no bound known here.
+        max_turns: a conversation is cut after this many turns of the policy.
+        max_sampled_tokens: limit for all turns together; 0: none.
+        max_model_len: longest prompt + completion in tokens; 0: unknown.
     """
 
     def __init__(
@@ -53,8 +53,7 @@ class Rollouter:
         self._attempt_prefix = uuid.uuid4().hex[:8]  # a restarted worker counts from 0 again
 
     async def play(self, group: GroupRequest, sample: int, generate: Generate, rollout: OpenRollout) -> Rollout:
-        """Play sample number `sample` of a group to its end. What was played stays in `rollout` where this is cut
-        off."""
+        """Play sample number `sample` of a group to its end. If this is cancelled, `rollout` keeps the turns so far."""
         rollout.begin()
         request = self.request(group, sample)
         try:
@@ -68,7 +67,7 @@ class Rollouter:
         return rollout.ended(sample, reason, score=score)
 
     def request(self, group: GroupRequest, sample: int) -> RolloutRequest:
-        """What a rollout is asked for: its place in the run, its bounds, and a session id of its own."""
+        """The rollout's request: its place in the run, its limits, and a fresh session id."""
         return RolloutRequest(
             session_id=f"{group.purpose}-{group.group_id}-{sample}-{self._attempt()}",
             group=group,
@@ -78,11 +77,11 @@ class Rollouter:
         )
 
     def turns(self, request: RolloutRequest) -> Turns:
-        """The turns of a rollout that is played here."""
+        """The bookkeeping of a rollout that is played here, without a program."""
         return Turns(request, self.renderer, run_seed=self.run_seed, max_model_len=self.max_model_len)
 
     async def complete(self, turns: Turns, prompt: Prompt, generate: Generate, rollout: OpenRollout) -> Turn:
-        """One turn of the policy, which becomes part of the rollout and is to be trained.
+        """Sample one turn of the policy and add it to the rollout, to be trained.
 
         Raises:
             SessionOver: the rollout has no turns or tokens left.
@@ -107,7 +106,7 @@ class Rollouter:
         return turn
 
     async def _converse(self, turns: Turns, generate: Generate, rollout: OpenRollout) -> StopReason:
-        """Until the conversation is over, and why it is."""
+        """Play the conversation to its end; returns why it ended."""
         prompt = rollout.prompt
         while True:
             turn = await self.complete(turns, prompt, generate, rollout)

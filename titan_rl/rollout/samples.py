@@ -1,16 +1,16 @@
-"""Token graphs as packed documents for the trainer: one sample per branch.
+"""Turns token graphs into packed documents for the trainer: one sample per branch.
 
-Several samples of one rollout mean:
+If a rollout has several samples:
 
-- Advantages are taken over rollouts; every branch carries that of its rollout, so a rollout with many branches counts
-  once in its group's mean.
-- The loss is divided by the number of trained tokens, and a token is trained in one branch only: branches add no
-  weight to what they share.
-- `(group_id, sample)` names one branch. The first branch of a rollout has the rollout's own number r, the b-th after it
-  r + b * n in a group of n rollouts; so `sample % n` is the rollout.
+- Advantages are computed over rollouts. Every branch carries the advantage of its rollout, so a rollout with many
+  branches counts once in its group's mean.
+- The loss is divided by the number of trained tokens, and each token is trained in one branch only. So branches do not
+  add weight to shared tokens.
+- `(group_id, sample)` names one branch. In a group of n rollouts, the first branch of rollout r has the number r, and
+  the b-th branch after it r + b * n. So `sample % n` is the rollout.
 
-Of a demonstration the policy's turns are trained, the stop tokens that end them included; no policy sampled them, so
-they have no logprobs and no versions.
+In a demonstration the policy's turns are trained, with their stop tokens. No policy sampled them, so they have no
+logprobs and no versions.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from titan_rl.types import NO_VERSION, Completion, FinishReason, Message, ToolSp
 
 
 def training_samples(group_id: int, rollout: Rollout, *, advantage: float, rollouts: int) -> tuple[TrainingSample, ...]:
-    """The branches of a rollout; none where nothing was sampled.
+    """The samples of a rollout's branches; empty if nothing was sampled.
 
     Args:
-        rollouts: how many its group has, those that failed included.
+        rollouts: number of rollouts in the group, including failed ones.
     """
     return tuple(
         TrainingSample(
@@ -59,8 +59,8 @@ def demonstration_sample(
 
     Args:
         prompt: the first messages.
-        messages: what follows, the policy's turn (role "assistant") first.
-        tools: what the policy may call.
+        messages: the messages after the prompt, beginning with a turn of the policy (role "assistant").
+        tools: tools that the policy may call.
 
     Raises:
         TaskError: the messages cannot be written in this tokenizer.
@@ -79,7 +79,7 @@ def demonstration_sample(
 
 
 def _shown(token_ids: list[int]) -> Completion:
-    """What a policy would have sampled."""
+    """A demonstrated turn as a completion."""
     return Completion(
         request_id="demonstration",
         token_ids=np.array(token_ids, dtype=np.int32),

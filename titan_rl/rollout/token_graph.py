@@ -1,16 +1,17 @@
-"""The tokens of one rollout, whoever makes its turns: a tree in which every token is stored once and trained once.
+"""The tokens of one rollout as a tree in which every token is stored once and trained once.
 
     graph.add([1 2 3], sampled [4 5])                 123 ── 45*                        * sampled
     graph.add([1 2 3 4 5 6], sampled [7])             123 ── 45* ── 6 ── 7*             goes on: still one branch
     graph.add([1 2 9], sampled [4])                   12 ─┬─ 3 ── 45* ── 6 ── 7*        an edited history: two branches
                                                           └─ 9 ── 4*
 
-- A turn is the exact tokens that an engine was given and what it sampled after them. Its prompt follows the longest
-  path whose tokens it repeats; only what differs is added, so appending keeps one branch and anything else makes one.
-- A node is either given or sampled, which is decided by where its tokens came from and never by what they are: a
-  prompt adds given nodes only, a completion is always a node of its own, also beside an equal one.
-- Every sampled token is trained in exactly one branch, the oldest that holds it, behind exactly the tokens that it was
-  sampled behind. Every branch trains at least one token: a turn in which nothing was sampled is refused.
+- A turn is the exact prompt tokens that an engine got and the tokens that it sampled. The prompt shares the longest
+  path that it begins with; only the rest is added. So a prompt that extends a leaf keeps its branch, and any other one
+  starts a new branch.
+- A node is either given or sampled. That depends on where its tokens came from, never on their values: a prompt adds
+  only given nodes, and a completion always gets its own node, even beside an equal one.
+- Every sampled token is trained in exactly one branch, the oldest that contains it, after exactly the tokens that it
+  was sampled after. Every branch trains at least one token, because a turn without sampled tokens is refused.
 
 Pure: numpy only.
 """
@@ -41,7 +42,7 @@ class _Node:
     children: list[_Node] = field(default_factory=list)  # oldest first
 
     def split(self, at: int) -> _Node:
-        """The node that ends after `at` of these tokens: this one, or a new parent that takes them over."""
+        """Return a node that ends after the first `at` tokens: this one, or a new parent that takes these tokens."""
         if at == len(self.token_ids):
             return self
         assert self.parent is not None  # the root has no tokens
@@ -71,7 +72,7 @@ class Branch:
 
 
 class TokenGraph:
-    """Grows by turns; read by `branches`."""
+    """Add turns with `add`, read samples with `branches`."""
 
     def __init__(self) -> None:
         self._root = _Node(None, np.zeros(0, np.int32), False, _NONE, _NONE)
@@ -79,16 +80,16 @@ class TokenGraph:
         """Of all turns, in the order in which they were added."""
 
     def add(self, prompt_token_ids: Sequence[int] | np.ndarray, completion: Completion) -> None:
-        """One turn.
+        """Add one turn.
 
         Args:
-            prompt_token_ids: [T >= 1] all tokens that the engine was given.
-            completion: what it sampled; may be cut off.
+            prompt_token_ids: [T >= 1] all prompt tokens that the engine got.
+            completion: the sampled tokens; may be cut off.
 
         Raises:
-            RequestError: it sampled nothing, so what the policy is said to have answered could not be trained.
+            RequestError: the completion is empty, so the turn could not be trained.
             GeneratorFailed: the completion's arrays differ in length.
-            ValueError: the prompt is empty: a token that nothing precedes cannot be trained.
+            ValueError: the prompt is empty: the first token of a sample cannot be trained.
         """
         sampled = len(completion.token_ids)
         if not sampled == len(completion.logprobs) == len(completion.versions):
@@ -136,8 +137,8 @@ class TokenGraph:
         return sum(1 for _ in self._paths())
 
     def _longest_known(self, tokens: np.ndarray) -> tuple[_Node, int]:
-        """The node that ends the longest path which `tokens` begin with, and that path's length. Of equally long ones
-        the youngest: what a conversation goes on from is most likely what was said last."""
+        """The end node of the longest path that is a prefix of `tokens`, and the path's length. Of equally long paths
+        the youngest: a conversation most likely continues from its last turn."""
         best, within, longest = self._root, 0, 0
         pending = [(self._root, 0)]
         while pending:

@@ -1,14 +1,14 @@
-"""The turns of one rollout, whoever makes them: a rollouter in its worker, or a program through the gateway.
+"""Bookkeeping for the turns of one rollout, played by a rollouter in its worker or by a program through the gateway.
 
-- What was sampled is never rendered again while a conversation goes on: the prompt is then the tokens of the call
-  before, what was sampled after them, and what the renderer says that the new messages add. A conversation that its
-  chat format cannot extend so is rendered anew.
-- The record holds exactly what was answered, with the engine's own tokens, logprobs and versions. What was asked and
-  not answered (aborted, failed) is not in it, but has used up a turn: a program that hangs up for ever comes to an end.
-- No more than the rollout's turns are ever asked for, and no more than its tokens ever answered, however many calls are
-  open at once: each call takes what it may need before it is sent, and gives back what it did not.
-- How tokens are drawn is the run's business: temperature, truncation, penalties and seeds that a program asks for are
-  not used, since the trainer's logprobs are those of the run's temperature. Where a turn ends is up to the program.
+- While a conversation continues, sampled tokens are never rendered again. The next prompt is the previous prompt, the
+  tokens sampled after it, and the tokens that the renderer adds for the new messages. If the chat format does not allow
+  that, the conversation is rendered anew.
+- The record contains exactly the answered calls, with the engine's own tokens, logprobs and versions. A call that was
+  aborted or failed is not recorded, but uses up a turn: a program that keeps hanging up comes to an end.
+- The limits on turns and sampled tokens hold however many calls are open at once: each call reserves what it may need
+  before it is sent, and returns what it did not use.
+- The run decides how tokens are drawn. A program's temperature, truncation, penalties and seeds are ignored, because
+  the trainer computes logprobs at the run's temperature. The program may decide where a turn ends.
 
 Pure: no clock, no tasks, no server.
 """
@@ -44,7 +44,7 @@ UNBOUNDED = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRequest:
-    """Which rollout, and its bounds."""
+    """Which rollout to play, and its limits."""
 
     session_id: str
     """The conversation's id (sticky routing), unique per attempt."""
@@ -53,9 +53,9 @@ class RolloutRequest:
     sample: int
     """Number within the group."""
     max_turns: int
-    """Choices that the program may ask for, over all its calls."""
+    """Choices that the program may request, over all its calls."""
     max_sampled_tokens: int
-    """Of all choices together; 0: no bound."""
+    """Limit for all choices together; 0: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,30 +64,30 @@ class Turn:
 
     prompt_token_ids: np.ndarray  # [T] int32
     completion: Completion
-    """What counts of it: cut behind the token that completed a stop text of a program's."""
+    """Without the tokens after a stop text that the program asked for."""
     message: Message
-    """As whoever asked reads it."""
+    """As the caller reads it."""
     finish_reason: FinishReason
-    """As whoever asked is told: a turn that a stop text ended has stopped."""
+    """As the caller is told: a turn that ended with a stop text counts as stopped."""
     anew: bool = False
-    """Its prompt was rendered anew and could not be proven to extend what was sampled, although it goes on from there:
-    the answer came back changed, or behind it stands an assistant message of the program's own, or with other tools, or
-    the chat format cannot be extended. A first prompt, a fork and a history that was edited before the answer are not
-    counted: a program that makes them means them. Of several choices of one prompt the first counts."""
+    """Whether the prompt continues a sampled turn but had to be rendered anew, because it could not be proven to extend
+    the sampled tokens. That happens if the program changed the answer, added an assistant message of its own, changed
+    the tools, or if the chat format cannot be extended. First prompts, forks and histories edited before the answer do
+    not count, because programs make them on purpose. Of several choices of one prompt only the first counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRecord:
-    """All that came of a rollout's turns."""
+    """The result of a rollout's turns."""
 
     turns: tuple[Turn, ...] = ()
     """In the order in which they were answered."""
     messages: tuple[Message, ...] = ()
-    """The conversation of the last answered call, its answer included; () if there is none."""
+    """The conversation of the last answered call, with its answer; () if there is none."""
     refused: StopReason | None = None
-    """Which bound of the rollout first refused a call."""
+    """The limit that first refused a call; None if none did."""
     failure: str = ""
-    """Non-empty: an engine failed a call, which is not the program's fault."""
+    """Non-empty if an engine failed a call, which is not the program's fault."""
 
     @property
     def rendered_anew(self) -> int:
@@ -95,36 +95,36 @@ class RolloutRecord:
 
 
 class RolloutGateway(Protocol):
-    """The gateway, as rollout workers see it."""
+    """The gateway's interface for rollout workers."""
 
     async def open(self, request: RolloutRequest) -> Endpoint:
-        """Begin a session: where the program finds the policy, and its key."""
+        """Open a session; returns the policy's address and the session's key, for the program."""
         ...
 
     async def idle(self, session_id: str, seconds: float) -> None:
-        """Returns once the session has had no open call for so many seconds (also: since it was opened)."""
+        """Return once the session has had no open call for `seconds`, counted from its opening if it never had one."""
         ...
 
     async def close(self, session_id: str) -> RolloutRecord:
-        """End it: open calls are aborted, the key is refused from now on."""
+        """Close the session: abort its open calls and refuse its key from now on."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompt:
-    """What one or several choices are to go on from."""
+    """The prompt of one or several choices."""
 
     token_ids: np.ndarray  # [T] int32
     messages: tuple[Message, ...] = ()
-    """What they say."""
+    """The same prompt as messages."""
     place: Place | None = None
-    """Of a chat: where its messages stand."""
+    """In a chat: the position of its messages among the known conversations."""
     anew: bool = False
-    """Counts as rendered anew."""
+    """See `Turn.anew`."""
 
 
 def first_prompt(renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Prompt:
-    """The prompt of a conversation nothing of which was sampled. Rollouts may share it."""
+    """The prompt of a conversation without sampled turns. Rollouts may share it."""
     place = Conversations().place(messages, tools)
     token_ids = np.asarray(renderer.render(messages, tools), dtype=np.int32)
     return Prompt(token_ids=token_ids, messages=tuple(messages), place=place)
@@ -132,25 +132,26 @@ def first_prompt(renderer: Renderer, messages: Sequence[Message], tools: Sequenc
 
 @lru_cache(maxsize=1024)
 def _limited(sampling: SamplingParams, tokens: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-    """One object per distinct value: requests that share theirs travel for less."""
+    """Sampling parameters with these limits. One object per distinct value, because shared objects make messages
+    smaller."""
     return replace(sampling, max_new_tokens=tokens, stop_token_ids=stop_token_ids)
 
 
 class _Open(NamedTuple):
-    """A choice that was asked for and not answered."""
+    """A choice that was requested and is not answered yet."""
 
     prompt: Prompt
     number: int
-    """Among the choices of its prompt."""
+    """Index among the choices of its prompt."""
     tokens: int
-    """That it may sample."""
+    """Tokens that it may sample."""
 
 
 class Turns:
-    """What was asked and answered so far.
+    """The requested and answered turns of one rollout.
 
-    `prompt_of_chat` and `prompt_of_tokens` change nothing, so another thread than that of the other methods may call
-    them.
+    `prompt_of_chat` and `prompt_of_tokens` change nothing, so they may be called from another thread than the other
+    methods.
     """
 
     def __init__(self, request: RolloutRequest, renderer: Renderer, *, run_seed: int, max_model_len: int) -> None:
@@ -160,11 +161,11 @@ class Turns:
         self._max_model_len = max_model_len or UNBOUNDED
         self._conversations = Conversations()
         self.asked = 0
-        """Turns that were asked for."""
+        """Number of requested turns."""
         self._sampled = 0
         self._open: dict[str, _Open] = {}
         self._turns: list[Turn] = []
-        self._anew: set[Prompt] = set()  # of which an answer was recorded
+        self._anew: set[Prompt] = set()  # prompts with a recorded answer
         self._last: Prompt | None = None
         self._messages: tuple[Message, ...] = ()
         self._refused: StopReason | None = None
@@ -172,7 +173,8 @@ class Turns:
         self._over = False
 
     def prompt_of_chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Prompt:
-        """The tokens of a conversation, which extend what was sampled in it where that can be proven.
+        """The prompt of a conversation. It extends the tokens sampled before if that can be proven; if not, it is
+        rendered.
 
         Raises:
             TaskError: the renderer cannot write the messages or the tools.
@@ -185,23 +187,24 @@ class Turns:
         return Prompt(token_ids=token_ids, messages=tuple(messages), place=place, anew=anew)
 
     def prompt_of_tokens(self, token_ids: Sequence[int]) -> Prompt:
-        """Tokens as they are; graders see them as a user's message."""
+        """A prompt of these exact tokens. Graders see them as a user's message."""
         said = Message("user", self._renderer.decode(token_ids))
         return Prompt(token_ids=np.asarray(token_ids, dtype=np.int32), messages=(said,))
 
     def ask(
         self, call_id: str, prompts: Sequence[tuple[Prompt, SamplingParams]], *, choices: int
     ) -> list[GenerationRequest]:
-        """What to send for a call: the choices of the first prompt, then those of the second, …
+        """The generation requests of a call: the choices of the first prompt, then those of the second, …
 
         Args:
-            call_id: never used before; request ids begin with it.
-            prompts: with what the program asks for, of which only `max_new_tokens` and `stop_token_ids` are heard.
-            choices: of each prompt.
+            call_id: a new id; request ids begin with it.
+            prompts: each with the program's sampling options, of which only `max_new_tokens` and `stop_token_ids` are
+                used.
+            choices: number of choices per prompt.
 
         Raises:
-            SessionOver: there are not so many turns left, or no tokens, or the session was closed.
-            RequestError: no engine can serve it. Nothing of the call was counted.
+            SessionOver: too few turns or tokens are left, or the session was closed.
+            RequestError: no engine can serve it. The call uses up no turns.
         """
         total = len(prompts) * choices
         self._refused = self._refused or next(filter(None, (self.exhausted(prompt) for prompt, _ in prompts)), None)
@@ -233,7 +236,7 @@ class Turns:
         return requests
 
     def exhausted(self, prompt: Prompt) -> StopReason | None:
-        """Why nothing more can be asked for, after this prompt; None where something can."""
+        """The limit that keeps this prompt from being completed; None if there is none."""
         if self.asked >= self.request.max_turns:
             return StopReason.MAX_TURNS
         if self.request.max_sampled_tokens and self._sampled >= self.request.max_sampled_tokens:
@@ -243,12 +246,12 @@ class Turns:
         return None
 
     def answered(self, completion: Completion, message: Message, *, stopped: bool) -> Turn:
-        """A choice is handed to whoever asked.
+        """Record a choice that is about to be handed to the caller.
 
         Args:
-            completion: what counts of it.
-            message: what the program reads.
-            stopped: it is told that the policy ended its turn, or a stop text did.
+            completion: without tokens after a stop text.
+            message: what the caller reads.
+            stopped: whether a stop token or a stop text ended the turn.
 
         Raises:
             SessionOver: the session was closed meanwhile.
@@ -268,22 +271,22 @@ class Turns:
         self._anew.add(prompt)
         if prompt.place is not None:
             self._conversations.remember(prompt.place, message, Said(prompt.token_ids, completion.token_ids))
-        if prompt is not self._last or number == 0:  # of several choices programs go on with the first
+        if prompt is not self._last or number == 0:  # programs continue with the first of several choices
             self._last, self._messages = prompt, (*prompt.messages, message)
         return turn
 
     def dropped(self, request_ids: Iterable[str]) -> None:
-        """These will not be answered, if they were not: what they did not use is free again."""
+        """Requests that are still unanswered will not be answered: free their reserved tokens."""
         for request_id in request_ids:
             self._open.pop(request_id, None)
 
     def failed(self, failure: str) -> None:
-        """An engine failed a call. The first failure is recorded."""
+        """Record that an engine failed a call. Only the first failure is kept."""
         if not self._over:
             self._failure = self._failure or failure
 
     def close(self) -> RolloutRecord:
-        """All that came of it; nothing can be added any more."""
+        """End the rollout's turns and return their record. Nothing can be added after that."""
         self._over = True
         return RolloutRecord(
             turns=tuple(self._turns),
@@ -293,18 +296,18 @@ class Turns:
         )
 
     def _extended(self, place: Place, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> np.ndarray | None:
-        """What was sampled and what the new messages add; None where no tokens are proven to be that."""
+        """The known tokens extended by those of the new messages; None if they cannot be proven to extend."""
         if place.said is None:
             return None
         before, sampled = place.said
         try:
             added = self._renderer.extend(before.tolist(), sampled.tolist(), messages[place.known :], tools)
-        except TaskError:  # this chat format would change what went before
+        except TaskError:  # this chat format would change earlier tokens
             return None
         return np.concatenate((before, sampled, np.asarray(added, dtype=np.int32)))
 
     def _share(self, choices: int) -> int:
-        """Tokens that each of so many choices may sample at most."""
+        """Most tokens that each of `choices` choices may sample."""
         if self._over:
             raise SessionOver("the rollout has ended")
         most = self.request.max_turns

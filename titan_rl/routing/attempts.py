@@ -1,6 +1,6 @@
-"""One request over several attempts: what the next attempt asks for, and what the caller gets of all of them.
+"""One request over several attempts: makes the next attempt, and stitches all attempts into one completion.
 
-The prompt of an attempt is the caller's and what earlier attempts have sampled; its budget is what is left. Tokens,
+The prompt of an attempt is the caller's prompt plus the tokens of earlier attempts; its budget is the rest. Tokens,
 logprobs and versions of all attempts are stitched into one completion under the caller's id.
 """
 
@@ -14,10 +14,11 @@ from titan_rl.seeding import derive_seed
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
 
 ATTEMPT_MARK = "~"
-"""Between the caller's id and the number of a later attempt; callers' ids are free of it, so no two can be equal."""
+"""Separates the caller's id from the number of a later attempt. Callers' ids may not contain it, so ids stay unique."""
 
 MOST_PIECES = 256
-"""Kept of one attempt; more become one, which takes a twentieth of the memory where each is a token."""
+"""Pieces kept per attempt. Then they are joined into one: for pieces of one token that takes a twentieth of the
+memory."""
 
 
 @dataclass(slots=True)
@@ -26,16 +27,16 @@ class OpenRequest:
 
     asked: GenerationRequest  # as the caller sent it
     segments: list[Completion] = field(default_factory=list)  # what earlier attempts sampled
-    pieces: list[Piece] = field(default_factory=list)  # what the caller was shown of the live attempt
+    pieces: list[Piece] = field(default_factory=list)  # pieces of the live attempt that the caller was shown
     attempts: int = 0
     attempt: GenerationRequest | None = None  # live now; None while waiting
     generator: str = ""
     cost: int = 0
     waiting_since: float = 0.0
-    started: float = 0.0  # of the live attempt
-    seconds: float = 0.0  # that earlier attempts took
-    deaths: list[str] = field(default_factory=list)  # of generators under it: why
-    given_up: bool = False  # the caller aborted it, or its time is over: the next answer is the last
+    started: float = 0.0  # when the live attempt started
+    seconds: float = 0.0  # spent in earlier attempts
+    deaths: list[str] = field(default_factory=list)  # causes of death of generators that ran it
+    given_up: bool = False  # aborted by the caller or out of time: the next answer is the last
 
     @property
     def sampled(self) -> int:
@@ -44,7 +45,7 @@ class OpenRequest:
 
 
 def from_pieces(attempt_id: str, request: OpenRequest) -> Completion:
-    """As if the attempt had been interrupted after the last of its pieces."""
+    """The completion of an attempt as if it had been interrupted after its last piece."""
     shown = Piece.join(request.pieces)
     return Completion(
         request_id=attempt_id,
@@ -57,7 +58,7 @@ def from_pieces(attempt_id: str, request: OpenRequest) -> Completion:
 
 
 def ending(request: OpenRequest, interrupted: Completion) -> FinishReason:
-    """Why it ended: an interruption may come when the last token was just sampled, and nothing is left to do."""
+    """Finish reason of an interrupted attempt: it may have sampled its last token already."""
     sampling = request.asked.sampling
     tokens = interrupted.token_ids
     if len(tokens) and int(tokens[-1]) in sampling.stop_token_ids and len(tokens) > sampling.min_new_tokens:
@@ -68,26 +69,26 @@ def ending(request: OpenRequest, interrupted: Completion) -> FinishReason:
 
 
 def next_attempt(request: OpenRequest) -> GenerationRequest:
-    """The next attempt: the whole request, or what is left of it."""
+    """The next attempt: the whole request, or the rest of it."""
     asked = request.asked
     if not request.attempts:
         return asked
     attempt = replace(asked, request_id=f"{asked.request_id}{ATTEMPT_MARK}{request.attempts}")
     if not request.segments:
-        return attempt  # the same seed: the tokens that were lost are sampled again
+        return attempt  # with the same seed, so that the lost tokens are sampled again
     sampled = np.concatenate([segment.token_ids for segment in request.segments])
     return replace(
         attempt,
         prompt_token_ids=np.concatenate([asked.prompt_token_ids, sampled]),
         sampling=replace(asked.sampling, max_new_tokens=asked.sampling.max_new_tokens - len(sampled)),
-        # An engine that starts again starts its random numbers again: the same seed would repeat the first draws.
+        # A new attempt restarts the random numbers, so the same seed would repeat the first draws.
         seed=derive_seed(asked.seed, "segment", len(request.segments)),
         stream_from=asked.stream_from + len(sampled) if asked.streams else asked.stream_from,
     )
 
 
 def stitch(request: OpenRequest, last: Completion | None) -> Completion:
-    """All segments as one completion under the caller's id; without a last one it ends as aborted."""
+    """All segments as one completion under the caller's id. Without `last` its finish reason is ABORT."""
     parts = [*request.segments, *([last] if last is not None else [])]
     if len(parts) == 1 and parts[0].request_id == request.asked.request_id:
         return parts[0]

@@ -1,27 +1,27 @@
-"""Who serves which request, from arrival to answer, over as many attempts as it takes.
+"""Assigns requests to generators, from arrival to answer, over as many attempts as needed.
 
 Always true, after every method:
 
-- a request is in exactly one place: waiting, or live as one attempt on one generator; it leaves exactly once, with an
-  answer, an error, or withdrawn by its caller;
+- a request is in exactly one place: waiting, or live as one attempt on one generator. It leaves exactly once: with an
+  answer, with an error, or withdrawn by its caller;
 - a generator's load is the sum of the estimated costs of its live attempts, so it is 0 when none is live;
 - an attempt goes only to a generator that serves the request's `min_version` or newer, and its id is never reused;
-- a request that is pinned to a generator goes only there, and only while that is leased;
+- a request that is pinned to a generator goes only there, and only while that generator is leased;
 - at most `retries` + 1 generators die under one request, and it spends at most `seconds` with generators, however
   often it is interrupted;
-- with `resume`, the tokens that a caller was shown as pieces are the first of its completion, whatever becomes of the
-  generator that sampled them.
+- with `resume`, a completion begins with the tokens that its caller was shown as pieces, even if the generator that
+  sampled them is lost.
 
-An attempt that ends early through no fault of the request goes on as another one: with the tokens it has as part of
-the prompt, the rest of the budget, and a seed of its own. Its caller gets one stitched completion.
+An attempt that ends early through no fault of the request continues as a new attempt: with its tokens as part of the
+prompt, the rest of the budget, and its own seed. The caller gets one stitched completion.
 
     submit([r])                     → [Assignment(g0, r)]
     completed(r, 3 tokens, ABORT)   → None                               g0 was interrupted
     reconsider()                    → [Assignment(g1, r~1)]              the prompt and those 3 tokens
     completed(r~1, 4 tokens, STOP)  → Completion(r, 7 tokens, STOP)      versions of both
 
-Pure: methods return what to send; the actor sends it. Who is to get an error instead of an answer is among `failures`,
-to be asked for after every method. Time is handed in.
+Pure: methods return what to send, and the actor sends it. Requests that get an error instead of an answer are in
+`failures`; call it after every method. Time is handed in.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Assignment:
 
 
 def estimated_cost(request: GenerationRequest) -> int:
-    """Estimated work of a request in tokens: those to read plus the most it may sample."""
+    """Estimated work of a request in tokens: the prompt plus the most it may sample."""
     return len(request.prompt_token_ids) + request.sampling.max_new_tokens
 
 
@@ -57,7 +57,7 @@ class Dispatcher:
     ) -> None:
         """
         Args:
-            resume: continue interrupted completions from their own tokens; off: they start again from nothing.
+            resume: continue interrupted completions from their own tokens; off: they start over.
             seconds: `router.request_seconds`.
             retries: `router.request_retries`.
         """
@@ -66,13 +66,13 @@ class Dispatcher:
         self._seconds = seconds or math.inf
         self._retries = retries
         self._requests: dict[str, OpenRequest] = {}  # by the caller's id
-        self._waiting: dict[str, OpenRequest] = {}  # of those, in order of arrival
+        self._waiting: dict[str, OpenRequest] = {}  # requests without a live attempt, in order of arrival
         self._attempts: dict[str, OpenRequest] = {}  # live, by attempt id
         self._on: dict[str, dict[str, None]] = {}  # generator → its live attempt ids, oldest first
         self._load: dict[str, int] = {}
         self._leased: dict[str, PolicyVersion] = {}  # generators that serve only requests pinned to them
         self._wait_until = math.inf  # the earliest `Wait` of the strategy
-        self._overdue_at = math.inf  # no live attempt's time is over before
+        self._overdue_at = math.inf  # no live attempt runs out of time before this
         self._failures: list[tuple[str, TitanError]] = []
 
     @property
@@ -85,7 +85,7 @@ class Dispatcher:
 
     @property
     def wake_at(self) -> float | None:
-        """When `overdue` and `reconsider` should be called at the latest; None: not before something changes."""
+        """Latest time for the next call of `overdue` and `reconsider`; None: not before something changes."""
         at = min(self._wait_until, self._overdue_at)
         return None if at == math.inf else at
 
@@ -102,7 +102,7 @@ class Dispatcher:
         return list(self._on.get(generator, ()))
 
     def refusal(self, request: GenerationRequest) -> RequestError | None:
-        """Why this request cannot be taken in."""
+        """Why this request is refused; None: it is accepted."""
         if request.request_id in self._requests:
             return RequestError(f"request id {request.request_id} is already live")
         if ATTEMPT_MARK in request.request_id:
@@ -124,20 +124,21 @@ class Dispatcher:
         return None
 
     def leased(self, generator: str, version: PolicyVersion) -> None:
-        """From here the generator serves requests that are pinned to it."""
+        """From now on the generator serves only requests that are pinned to it."""
         self._leased[generator] = version
 
     def lease_ended(self, generator: str) -> None:
-        """It does not any more. What it runs it may finish; what is or comes to wait for it fails at `reconsider`."""
+        """The lease is over. The generator may finish its pinned requests; those that wait for it fail at
+        `reconsider`."""
         self._leased.pop(generator, None)
 
     def failures(self) -> list[tuple[str, TitanError]]:
-        """Requests that nobody will answer, each once: the caller's id, and why."""
+        """Requests that failed since the last call: the caller's id, and why."""
         failures, self._failures = self._failures, []
         return failures
 
     def submit(self, requests: Iterable[GenerationRequest], now: float) -> list[Assignment]:
-        """Take requests in (`refusal` must be None); those that nobody can serve now wait."""
+        """Accept requests, whose `refusal` must be None. A request that no generator can serve now waits."""
         assignments: list[Assignment] = []
         for asked in requests:
             if asked.request_id in self._requests:
@@ -148,7 +149,7 @@ class Dispatcher:
         return assignments
 
     def reconsider(self, now: float) -> list[Assignment]:
-        """Assign whatever waits and can be served now; call after a generator came to serve, and at `wake_at`."""
+        """Assign waiting requests that can be served now. Call it when a generator begins to serve and at `wake_at`."""
         self._wait_until = math.inf
         assignments: list[Assignment] = []
         for request in list(self._waiting.values()):
@@ -156,8 +157,8 @@ class Dispatcher:
         return assignments
 
     def overdue(self, now: float) -> list[Assignment]:
-        """Give up on requests whose time with generators is over; call at `wake_at`. Returns their live attempts, to be
-        aborted."""
+        """Fail requests that have used up their time with generators. Call it at `wake_at`. Returns their live
+        attempts, which the caller must abort."""
         if now < self._overdue_at:
             return []
         self._overdue_at = math.inf
@@ -182,8 +183,8 @@ class Dispatcher:
         """An attempt ended with these tokens.
 
         Returns:
-            The whole completion, under the caller's id. None if there is more to come (it waits now: `reconsider`),
-            or if the attempt is not live (a late answer).
+            The whole completion, under the caller's id. None if the request needs another attempt (it waits for
+            `reconsider`), or if the attempt is not live (a late answer).
         """
         request = self._release(attempt_id)
         if request is None:
@@ -199,11 +200,11 @@ class Dispatcher:
         return None
 
     def shown(self, piece: Piece) -> Piece | None:
-        """An attempt has sampled this.
+        """An attempt has sampled a piece.
 
         Returns:
-            The same under the caller's id, for the caller to see. None if the attempt is not live, or if tokens before
-            these are missing (with `resume` they could not be kept).
+            The piece under the caller's id, to be shown. None if the attempt is not live, or if `resume` is on and
+            tokens before the piece are missing, so that it could not be kept.
         """
         request = self._attempts.get(piece.request_id)
         if request is None:
@@ -218,7 +219,7 @@ class Dispatcher:
         return replace(piece, request_id=request.asked.request_id)
 
     def ended(self, attempt_id: str) -> str | None:
-        """The attempt was the last one and gives no completion: the request itself was at fault, for one. Returns the
+        """The attempt ended without a completion and is not retried, because the request itself is invalid. Returns the
         caller's id; None if the attempt is not live."""
         request = self._release(attempt_id)
         if request is None:
@@ -227,14 +228,14 @@ class Dispatcher:
         return request.asked.request_id
 
     def lost(self, attempt_id: str, now: float, died: str = "") -> Completion | None:
-        """The attempt ended without an answer, and its tokens are lost, but for those that the caller was shown.
+        """The attempt ended without an answer. Its tokens are lost, except those that the caller was shown.
 
         Args:
-            died: why its generator is gone; empty: it is not, it only serves nothing just now.
+            died: why its generator died; empty: the generator lives but serves nothing now.
 
         Returns:
-            What there is, if the caller has given the request up or was shown all of it. Else None: it waits for
-            another attempt, or has failed because more than `retries` generators have died under it.
+            The tokens so far, if the request was given up or its last token was shown. If not, None: the request waits
+            for another attempt, or has failed because more than `retries` generators died under it.
         """
         request = self._attempts.get(attempt_id)
         if request is None:
@@ -275,7 +276,7 @@ class Dispatcher:
         return stitch(request, None)
 
     def drop_waiting(self) -> list[str]:
-        """Give up on everything that waits; returns the callers' request ids."""
+        """Remove all waiting requests; returns the callers' request ids."""
         dropped = list(self._waiting)
         for request_id in dropped:
             del self._requests[request_id]
@@ -288,14 +289,14 @@ class Dispatcher:
         self._waiting[request.asked.request_id] = request
 
     def _fail(self, request: OpenRequest, error: TitanError) -> None:
-        """A request that waits gets an error."""
+        """Fail a waiting request."""
         request_id = request.asked.request_id
         del self._waiting[request_id]
         del self._requests[request_id]
         self._failures.append((request_id, error))
 
     def _assign(self, request: OpenRequest, now: float, assignments: list[Assignment]) -> None:
-        """Give a request that waits to whoever serves it now, if anybody does."""
+        """Assign a waiting request to a generator that can serve it now, if there is one."""
         request_id = request.asked.request_id
         choice: str | Wait | None = request.asked.pinned_to
         if choice is None:

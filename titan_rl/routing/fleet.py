@@ -1,4 +1,4 @@
-"""The one state machine of the generators behind a router: who serves, and who takes new weights when.
+"""The state machine of the generators behind a router: which ones serve, and when each takes new weights.
 
     RECOVERING ─▶ SYNCING ─ verified ─▶ SERVING ─ drain ─▶ SYNCING            any ─▶ DEAD
                      │  ▲                  │ └─ hot swap verified ─▶ SERVING at the new version
@@ -11,16 +11,17 @@ It decides; the actor waits for idleness, pulls, and reports back:
 
 Always true, after every method:
 
-- there is no way to SERVING but through `verified`, and no generator goes back to an older version; DEAD is final: a
-  replacement is a new generator with a new name;
-- a generator that drains or pulls to come to serve takes no requests; in `hot_swap` one that serves goes on serving;
-- at most `max_syncing` generators that served are closed at once (0: any number); those that serve nothing anyway
-  (new, stale, asleep) start at once;
-- a pinned generator stays at its version and is never the last one that served when it was pinned;
-- a generator is under one pull at a time, which takes the newest version that was asked for when it begins; a failed
-  one is tried again `retries` times per version asked for;
-- what was verified serves, though a newer version may have been asked for meanwhile: however fast versions follow each
-  other, every pull that ends well serves those who wait. A request's `min_version` keeps the others away;
+- only `verified` leads to SERVING, and no generator goes back to an older version; DEAD is final: a replacement is a
+  new generator with a new name;
+- a generator in SYNCING, draining or pulling, takes no requests; with `hot_swap` a serving generator keeps serving
+  while it pulls;
+- at most `max_syncing` serving generators are closed for a sync at once (0: any number). Generators that do not serve
+  anyway (new, stale, asleep) start at once;
+- a pinned generator stays at its version; the last serving generator is never pinned;
+- a generator has one pull at a time. It takes the newest version that is requested when it begins. A failed pull is
+  retried `retries` times per requested version;
+- a verified generator serves even if a newer version was requested meanwhile. So every successful pull serves waiting
+  requests, however fast versions follow each other; `min_version` protects requests that need a newer one;
 - nobody waits for a generator whose pull is late; it serves nothing until that pull ends.
 
 Pure: no asyncio, no clock.
@@ -42,7 +43,7 @@ _NEVER = PolicyVersion(-1, 0)
 
 
 class GeneratorState(StrEnum):
-    """What a generator is good for right now."""
+    """Whether a generator can serve requests now, and why not."""
 
     RECOVERING = "recovering"
     """Up, but has never held verified weights. The first state of every generator."""
@@ -84,19 +85,19 @@ class GeneratorHealth:
     reason: str = ""
     """Why it is STALE or DEAD."""
     in_sync: bool = False
-    """Under a change of weights, from its drain to its outcome."""
+    """A sync (drain, pull, verification) is under way."""
     pulls: PolicyVersion | None = None
-    """What that change pulls; None in its drain."""
+    """The version that the sync pulls; None during its drain."""
     closed: bool = False
-    """Served, and was closed to sync; until it serves again, fails or is late."""
+    """It served before this sync and takes no requests now. Cleared when it serves again, fails or is late."""
     late: bool = False
-    """The change takes longer than it may."""
+    """The sync has exceeded its time limit."""
     waking: bool = False
-    """Asleep, and asked to wake; until a pull is verified."""
+    """It was asleep and asked to wake, and no pull is verified yet."""
     failures: int = 0
-    """Pulls of the target that failed since it was asked for."""
+    """Failed pulls of the target since it was requested."""
     reached: PolicyVersion = _NEVER
-    """Verified since it last fell asleep or was pinned."""
+    """Last version verified since it fell asleep or was pinned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ class GeneratorStatus:
     in_flight: int
     """Requests that it runs or is about to run."""
     served: int
-    """Completions given to callers whose last part came from here."""
+    """Completions handed to callers whose last part this generator sampled."""
     failed: int
     """Attempts that ended in an error."""
     last_error: str
@@ -120,7 +121,7 @@ class GeneratorStatus:
 
 
 class FleetListener(Protocol):
-    """Hears what changes about who may serve: a routing strategy keeps its candidates by it."""
+    """Told of every change of who may serve. A routing strategy keeps its list of candidates with it."""
 
     def serves(self, name: str, version: PolicyVersion) -> None:
         """The generator takes requests now, at this version (new to the strategy, back, or at a newer version)."""
@@ -147,7 +148,7 @@ class Fleet:
         self._retries = retries
         self._generators: dict[str, GeneratorHealth] = {}
         self.target: PolicyVersion | None = None
-        """Newest version that anybody was asked to pull."""
+        """Newest version that was requested."""
 
     def __getitem__(self, name: str) -> GeneratorHealth:
         return self._generators[name]
@@ -167,27 +168,27 @@ class Fleet:
     # New weights.
 
     def ask(self, version: PolicyVersion) -> None:
-        """The fleet is to serve `version`.
+        """Request that the fleet serves `version`.
 
         Raises:
-            WeightsError: it is older than what was asked for before. A newer incarnation is newer than any step of
-                the one before.
+            WeightsError: it is older than a version requested before. A newer incarnation is newer than any step of
+                the previous one.
         """
         if self.target is not None and version < self.target:
             raise WeightsError(
                 f"pull refused: {version} is older than {self.target}, which the fleet was asked to serve"
             )
         for health in self:
-            # Asked for again: what failed gets its attempts anew.
+            # Requested again: generators that failed get new attempts.
             if version != self.target or not health.in_sync:
                 health.failures = 0
         self.target = version
 
     def startable(self, load: Callable[[str], int]) -> list[str]:
-        """Generators whose sync is to begin now. Each is in a sync from here until `verified`, `failed` or `died`.
+        """Generators whose sync begins now. Each is in a sync from here until `verified`, `failed` or `died`.
 
-        Where only some may close at once, those with the oldest version go first, and of equals those with the least
-        load: an idle one is back at once, a busy one holds its place for a whole drain.
+        If only some may close at once, those with the oldest version go first, and of equals those with the least load:
+        an idle generator is back at once, while a busy one occupies a place for a whole drain.
         """
         started = []
         waiting = [health for health in self if self._wants(health)]
@@ -204,14 +205,14 @@ class Fleet:
         return started
 
     def must_drain(self, name: str) -> bool:
-        """Whether the sync that has begun waits until the generator is idle."""
+        """Whether the generator's sync must first wait until the generator is idle."""
         return self[name].state is _SYNCING
 
     def pulling(self, name: str) -> PolicyVersion:
-        """The pull itself begins now: this is what to pull.
+        """The pull itself begins now. Returns the version to pull.
 
         Raises:
-            GeneratorFailed: the generator died in its drain.
+            GeneratorFailed: the generator died during its drain.
         """
         health = self[name]
         if not health.in_sync:
@@ -221,8 +222,8 @@ class Fleet:
         return self.target
 
     def verified(self, name: str, version: PolicyVersion) -> None:
-        """The pull ended well, and the generator serves. If a newer version was asked for meanwhile, `startable` names
-        it again: let in who waits before that."""
+        """The pull succeeded, and the generator serves. If a newer version was requested meanwhile, `startable` returns
+        it again: assign waiting requests before that."""
         health = self[name]
         if health.state is _DEAD:
             return
@@ -235,22 +236,22 @@ class Fleet:
         health = self[name]
         if health.state is _DEAD:
             return
-        if health.pulls in (None, self.target):  # of an overtaken version it says nothing about the target
+        if health.pulls in (None, self.target):  # a failed pull of an overtaken version does not count
             health.failures += 1
         self._ended(health)
         self.move(name, _STALE, reason=reason)
 
     def late(self, name: str, reason: str) -> None:
-        """The sync takes longer than it may, and goes on: the generator serves nothing, and nobody waits for it, until
-        `verified`, `failed` or `died`. Nothing happens where one of these came first."""
+        """The sync has exceeded its time limit and goes on. Until `verified`, `failed` or `died` the generator serves
+        nothing and nobody waits for it. Does nothing if one of these came first."""
         health = self[name]
         if health.in_sync and not health.late:
             health.late, health.closed = True, False
             self.move(name, _STALE, reason=reason)
 
     def settled(self, version: PolicyVersion) -> bool:
-        """Whether no generator is still on its way to `version`: each has reached it, failed for good, or may not
-        take it (dead, pinned, asleep)."""
+        """Whether no generator is still on its way to `version`: each has reached it, is late, failed for good, or may
+        not take it (dead, pinned, asleep)."""
         return not any(
             health.reached < version and not health.late and (health.in_sync or self._wants(health)) for health in self
         )
@@ -258,14 +259,14 @@ class Fleet:
     # Out of service.
 
     def died(self, name: str, reason: str) -> None:
-        """The generator is gone, in a sync or not. Idempotent: the first reason is kept."""
+        """The generator is dead. Idempotent: the first reason is kept."""
         health = self[name]
         if health.state is not _DEAD:
             health.in_sync = health.closed = health.late = health.waking = False
             self.move(name, _DEAD, reason=reason)
 
     def sleep(self, name: str) -> None:
-        """The generator is to give up its memory; from here it takes no requests.
+        """Put the generator to sleep: from now on it takes no requests.
 
         Raises:
             GeneratorNotServing: it is in a sync, asleep already, pinned or dead.
@@ -274,11 +275,11 @@ class Fleet:
         if health.in_sync or health.state not in (_SERVING, _STALE, _RECOVERING):
             doing = "in a change of weights" if health.in_sync else health.state
             raise GeneratorNotServing(f"{name} cannot be put to sleep: it is {doing}")
-        health.waking, health.reached = False, _NEVER  # it gives its weights up
+        health.waking, health.reached = False, _NEVER  # it frees its weights
         self.move(name, _ASLEEP)
 
     def wake(self, name: str) -> None:
-        """The generator is to come back, through a verified pull of the target (`startable`).
+        """Wake the generator: it comes back through a verified pull of the target (`startable`).
 
         Raises:
             GeneratorNotServing: it is not asleep, or nothing was published yet.
@@ -291,18 +292,17 @@ class Fleet:
         health.waking, health.failures = True, 0
 
     def pin(self, version: PolicyVersion, load: Callable[[str], int]) -> str:
-        """Lease a generator that serves exactly `version`, the one with the least load. It takes no weights and no
-        requests of others until `unpin`; what it runs it finishes, at that version.
+        """Lease the least loaded generator that serves exactly `version`. Until `unpin` it takes no new weights and no
+        requests of others. It finishes the requests that it runs.
 
-        The last one that serves is never leased: training would stop, silently. A fleet of one evaluates by ordinary
-        requests, between two pulls.
+        The last serving generator is never leased, because training would stop silently. A fleet of one evaluates with
+        ordinary requests, between two pulls.
 
         Returns:
             Its name.
 
         Raises:
-            GeneratorNotServing: nobody serves exactly this version outside of a change of weights, or nobody else
-                serves.
+            GeneratorNotServing: no generator serves exactly this version outside of a sync, or no other one serves.
         """
         serving = [health for health in self if health.state is _SERVING]
         free = [health.name for health in serving if health.version == version and not health.in_sync]
@@ -316,7 +316,7 @@ class Fleet:
         return name
 
     def unpin(self, name: str) -> None:
-        """The lease is over: the generator is to pull the target, verified, and serve (`startable`).
+        """End the lease: the generator comes back through a verified pull of the target (`startable`).
 
         Raises:
             GeneratorNotServing: it is not pinned.
@@ -328,13 +328,13 @@ class Fleet:
         self.move(name, _SYNCING)
 
     def move(self, name: str, state: GeneratorState, *, version: PolicyVersion | None = None, reason: str = "") -> None:
-        """The transition itself, and the word of it to the strategy.
+        """Change a generator's state and tell the strategy.
 
         Args:
-            version: to SERVING only: what was verified.
+            version: the verified version; only for SERVING.
 
         Raises:
-            ValueError: there is no such transition, or the version is older than what was verified here before.
+            ValueError: the transition is not allowed, or the version is older than the generator's last one.
         """
         health = self._generators[name]
         if state not in _TRANSITIONS[health.state]:
@@ -353,7 +353,7 @@ class Fleet:
             self._listener.pauses(name)
 
     def _ended(self, health: GeneratorHealth) -> None:
-        """The sync has an outcome; a late one's like any other."""
+        """The sync has ended, late or not."""
         if health.late:
             self.move(health.name, _SYNCING)
         health.in_sync = health.closed = health.late = False

@@ -1,14 +1,14 @@
 """Which generator gets the next request.
 
-A strategy hears who serves which version (`FleetListener`) and what each generator has to do, and answers `choose`.
-It never names a generator that does not serve the request's `min_version`. A choice looks at every generator: 2 µs
-among 8, 6 µs among 32, of the 100 µs that a request costs a router.
+A strategy is told which generator serves which version (`FleetListener`) and each generator's load, and answers
+`choose`. It never names a generator that does not serve the request's `min_version`. A choice looks at every generator:
+2 µs among 8, 6 µs among 32, of the 100 µs that a request costs a router.
 
-No starvation: a generator that serves all the time is chosen by `RoundRobin` within n choices of n candidates, and
-by `LeastLoaded` as soon as no other has less to do, among equals within n choices. One that comes back from a pause
-keeps its turn: it has waited longest.
+No generator starves: `RoundRobin` chooses a serving generator within n choices of n candidates. `LeastLoaded` chooses
+it once no other has less load, and among equals within n choices. A generator that comes back from a pause keeps its
+turn, because it has waited longest.
 
-A strategy of one's own is a class in any file with these methods, named in the config as `file.py:Class`.
+Your own strategy is a class with these methods in any file, named in the config as `file.py:Class`.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ SHORT_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Nobody should have this request before `until` (seconds of the caller's clock), unless something changes."""
+    """Do not assign this request before `until` (seconds of the caller's clock), unless something changes."""
 
     until: float
 
 
 class RoutingStrategy(FleetListener, Protocol):
-    """Chooses generators. Pure: time is handed in. `choose` that raises fails its request; nothing else may raise."""
+    """Chooses generators. Pure: time is handed in. If `choose` raises, its request fails. Nothing else may raise."""
 
     def choose(self, request: GenerationRequest, *, now: float, waiting_since: float) -> str | Wait | None:
-        """Who is to serve the request, or when to ask again at the latest; None: whenever somebody new serves.
+        """The generator for the request, or the latest time to ask again; None: ask again when the fleet changes.
 
         Args:
             now: the caller's clock, in seconds.
-            waiting_since: when the request was first not given to anybody; `now` the first time.
+            waiting_since: when the request began to wait; `now` if it has not waited.
         """
         ...
 
@@ -55,7 +55,7 @@ class RoutingStrategy(FleetListener, Protocol):
         ...
 
     def released(self, request: GenerationRequest, name: str, load: int) -> None:
-        """It is live there no more."""
+        """The request is no longer live on the generator, whose estimated load is now `load`."""
         ...
 
     def end_session(self, session_id: str) -> None:
@@ -64,14 +64,14 @@ class RoutingStrategy(FleetListener, Protocol):
 
 
 class _Ordered:
-    """Of those that serve a new enough version: the one with the smallest (load, time of last choice)."""
+    """Chooses, among generators with a new enough version, the smallest (load, time of last choice)."""
 
     def __init__(self) -> None:
         self._clock = 0
         self._chosen_at: dict[str, int] = {}
         self._load: dict[str, int] = {}
         self.serving: dict[str, PolicyVersion] = {}
-        """Who takes requests now, and at which version."""
+        """Version of every generator that takes requests now."""
 
     def serves(self, name: str, version: PolicyVersion) -> None:
         self.serving[name] = version
@@ -91,21 +91,21 @@ class _Ordered:
         return name
 
     def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
-        """Load means nothing here."""
+        """Ignored: this strategy does not use the load."""
 
     def released(self, request: GenerationRequest, name: str, load: int) -> None:
-        """Load means nothing here."""
+        """Ignored: this strategy does not use the load."""
 
     def end_session(self, session_id: str) -> None:
-        """RolloutGateway mean nothing here."""
+        """Ignored: this strategy does not use sessions."""
 
 
 class RoundRobin(_Ordered):
-    """Each in turn: the one that was chosen longest ago."""
+    """Chooses the generator that was chosen longest ago."""
 
 
 class LeastLoaded(_Ordered):
-    """The one with the least estimated work; among equals the one that was chosen longest ago."""
+    """Chooses the generator with the least estimated work; among equals the one that was chosen longest ago."""
 
     def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
         self._load[name] = load
@@ -114,12 +114,12 @@ class LeastLoaded(_Ordered):
 
 
 class StickySession:
-    """A session stays on its generator, even under load, so that its prefix cache is used.
+    """Keeps a session on its generator, even under load, so that its prefix cache is used.
 
-    Where the generator pauses (a pull), the session's requests wait for it, `sync_wait_seconds` at most; where it
-    leaves, or the wait is over, the session is pinned anew by the fallback strategy and then stays there. At most
-    `max_sessions` sessions without live requests are remembered, least recently used first to go; one with live
-    requests is never forgotten. Requests without a session go by the fallback.
+    If the generator pauses (a pull), the session's requests wait for it, at most `sync_wait_seconds`. If it leaves, or
+    the wait is over, the fallback strategy chooses a new generator, where the session then stays. At most
+    `max_sessions` sessions without live requests are remembered; the least recently used is dropped first. A session
+    with live requests is never dropped. The fallback strategy also chooses for requests without a session.
 
     Args:
         max_sessions: sessions without live requests to remember.
@@ -153,7 +153,7 @@ class StickySession:
     def pauses(self, name: str) -> None:
         if (
             self._versions.pop(name, None) is not None
-        ):  # else it left, stale, and its sessions need not wait for a retry
+        ):  # otherwise it is stale, and its sessions need not wait for a retry
             self._paused.add(name)
         self._fallback.pauses(name)
 
@@ -170,7 +170,7 @@ class StickySession:
                 return pinned
             deadline = waiting_since + self._sync_wait_seconds
             if (version is not None or pinned in self._paused) and now < deadline:
-                return Wait(deadline)  # it is syncing, or will be: the version that is asked for is not there yet
+                return Wait(deadline)  # it is syncing, or will be: it does not serve the requested version yet
         return self._fallback.choose(request, now=now, waiting_since=waiting_since)
 
     def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
@@ -209,7 +209,7 @@ class StickySession:
 
     @property
     def sessions(self) -> int:
-        """RolloutGateway that are remembered."""
+        """Number of remembered sessions."""
         return len(self._live) + len(self._idle)
 
 
@@ -218,7 +218,7 @@ class _Pin:
     generator: str
     requests: int = 0
     ended: bool = False
-    """Forget the session with its last live request."""
+    """Whether to forget the session when its last live request ends."""
 
 
 def build_strategy(config: RouterConfig) -> RoutingStrategy:

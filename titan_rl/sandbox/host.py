@@ -1,10 +1,10 @@
-"""The process that makes an environment and forks all that run its code: `python -m titan_rl.sandbox.host SOCKET_FD
-WORKER_PID`.
+"""The process that makes an environment and forks the processes that run its code: `python -m titan_rl.sandbox.host
+SOCKET_FD WORKER_PID`.
 
-- User code is imported and the environment made once. After that the host runs no user code: it has no threads and no
-  event loop of its own, so that forks of it are sound, and they share what was imported and loaded.
+- The host imports user code and makes the environment once, and runs no user code after that. It has no threads and no
+  event loop of its own, so it can be forked safely, and the forks share imports and loaded data.
 - Each fork has a keeper (`keeper`) and ends with one `Ended`, whatever it does.
-- When the worker closes its socket or dies, every fork ends, with all that it started.
+- When the worker closes its socket or dies, every fork ends, with all processes that it started.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from titan_rl.sandbox.wire import Ended, Fork, Frames, Kill, pack_frame
 
 
 class Host:
-    """Forks processes and tells how they ended."""
+    """Forks processes and reports how they ended."""
 
     def __init__(self, worker: socket.socket, user_code: UserCode):
         self._worker = worker
         self._user_code = user_code
         self._keepers: dict[int, int] = {}  # process ids by number
-        self._sockets: deque[int] = deque()  # came from the worker, for forks that are still to be made
+        self._sockets: deque[int] = deque()  # from the worker, for forks that are not made yet
         self._selector = selectors.DefaultSelector()
         self._wake, self._wake_end = socket.socketpair()
 
@@ -44,12 +44,12 @@ class Host:
         """Consumes frames and ends of keepers; waits for either; produces `Ended`s; returns when the worker closes."""
         self._wake.setblocking(False)
         self._wake_end.setblocking(False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler no byte is written
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written to the wake-up socket
         signal.set_wakeup_fd(self._wake_end.fileno(), warn_on_full_buffer=False)
         self._selector.register(self._worker, selectors.EVENT_READ)
         self._selector.register(self._wake, selectors.EVENT_READ)
         gc.collect()
-        gc.freeze()  # what is here now will never be garbage: no collection in a fork touches, and so copies, its pages
+        gc.freeze()  # so that no collection in a fork touches, and thereby copies, the pages of existing objects
         frames = Frames()
         while True:
             ready = {key.fileobj for key, _ in self._selector.select()}
@@ -78,7 +78,7 @@ class Host:
                 except OSError as error:
                     self._tell(Ended(command.number, f"could not be forked ({error})"))
         elif command.number in self._keepers:
-            os.kill(self._keepers[command.number], signal.SIGTERM)  # not reaped yet: the id is its own
+            os.kill(self._keepers[command.number], signal.SIGTERM)  # not reaped yet, so the id cannot be reused
 
     def _fork(self, connection: socket.socket) -> int:
         host_pid = os.getpid()
@@ -92,7 +92,7 @@ class Host:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _let_go(self) -> None:
-        """In a forked process: of everything that is the host's."""
+        """In a forked process: close everything that belongs to the host."""
         self._selector.close()
         self._wake.close()
         self._wake_end.close()

@@ -1,11 +1,11 @@
 """The host of an environment and the processes forked from it, as a rollout worker sees them.
 
-- The host is a session of its own and dies with the thread that spawned it. The first frame down tells it which
-  environment to make; the first one up says what that is, or why it could not be made.
-- Every fork ends: its `ended` is set once it is gone with all that it started, and all that it said was heard. If the
-  host dies, its forks do too.
-- After `stop` the host is gone and reaped, with all its forks, and all descriptors are closed.
-- What they print goes to this module's logger line by line; nothing that user code prints can reach the protocol.
+- The host has its own session and dies with the thread that spawned it. The first frame to it names the environment to
+  make; its first frame back describes that environment, or says why it could not be made.
+- Every fork ends: its `ended` is set once the fork and all processes that it started are gone and all its answers have
+  been read. If the host dies, its forks do too.
+- After `stop` the host and all its forks are gone and reaped, and all descriptors are closed.
+- Their output goes to this module's logger line by line. Output of user code cannot get into the protocol.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from titan_rl.processes import ending_in_words
 from titan_rl.sandbox.wire import Answer, Call, Ended, EnvironmentSetup, Fork, Frames, Kill, TaskInfo, pack_frame
 
 STOP_SECONDS = 10.0
-"""What a host may take to end all its forks once its socket is closed. It runs no user code, so it does, and soon."""
+"""How long a host may take to end all its forks once its socket is closed. It runs no user code, so it is quick."""
 REAP_SECONDS = 10.0
-"""What the kernel may take to end a killed process."""
+"""How long the kernel may take to end a killed process."""
 DRAIN_SECONDS = 2.0
-"""How long output and last words are waited for where something else holds the other end open."""
+"""How long to wait for remaining output if another process holds the other end open."""
 MAX_LOG_LINE = 4096
 """Longer lines of output are logged in pieces."""
 
@@ -65,16 +65,16 @@ class ForkedProcess:
         self._lost = False
         self.transport: asyncio.WriteTransport
         self.on_answers: Callable[[list[Answer | None]], None] = lambda answers: None
-        """What to do with answers; None among them ends a list of calls that run one after the other."""
+        """Called with answers. A None among them ends a list of calls that ran one after the other."""
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """How it ended, in words."""
+        """How the process ended, in words."""
 
     def send(self, calls: list[tuple[int, Call]]) -> None:
-        """Have these calls, by number, answered."""
+        """Send numbered calls to be answered."""
         self.transport.write(pack_frame(calls))
 
     def kill(self) -> None:
-        """End it, with all that it started."""
+        """Kill the process and all processes that it started."""
         self._kill(self._number)
 
     def connection_lost(self) -> None:
@@ -83,7 +83,7 @@ class ForkedProcess:
 
     def process_ended(self, how: str) -> None:
         self._how = how
-        # what user code left behind may hold the socket open if the keeper was killed, and no end of stream would come
+        # if the keeper was killed, processes of user code may hold the socket open: do not wait for its end of stream
         asyncio.get_running_loop().call_later(DRAIN_SECONDS, self.transport.abort)
         self._end()
 
@@ -93,7 +93,7 @@ class ForkedProcess:
 
 
 class HostProcess:
-    """One life of the host of an environment."""
+    """One process of an environment's host; a restart makes a new object."""
 
     def __init__(self, setup: EnvironmentSetup):
         self._setup = setup
@@ -115,7 +115,7 @@ class HostProcess:
         return self._exited.is_set()
 
     async def start(self) -> TaskInfo:
-        """Spawn the host and wait until it has made its environment. Where that fails it is stopped.
+        """Spawn the host and wait until it has made its environment. If that fails, the host is stopped.
 
         Raises:
             ConfigError: the environment refused its arguments.
@@ -166,8 +166,8 @@ class HostProcess:
         return fork
 
     async def stop(self, *, patient: bool = True) -> None:
-        """End the host, by closing its socket or, if that does not do it in time or `patient` is False, by a kill. May
-        be called again."""
+        """End the host by closing its socket. It is killed if it does not end in time, or if `patient` is False. May be
+        called again."""
         if self._process is None:
             return
         self._transport.abort()
@@ -183,7 +183,7 @@ class HostProcess:
     async def _spawn(self) -> None:
         self._socket, theirs = socket.socketpair()
         output, child_output = os.pipe()
-        # everything that can be interrupted comes before the process exists
+        # all awaits come before the process exists, so that a cancellation leaves no process
         self._transport, _ = await self._loop.create_unix_connection(
             lambda: _Connection(self._hear, self._connection_lost), sock=self._socket
         )
@@ -191,11 +191,11 @@ class HostProcess:
             lambda: _LogLines(self._output_ended), os.fdopen(output, "rb")
         )
         package_root = str(Path(__file__).resolve().parents[2])
-        # sets of text are walked in hash order: a process that is started anew has to draw the same examples again
+        # sets of strings are iterated in hash order, and a restarted process has to draw the same examples
         environment = {"PYTHONHASHSEED": "0", **os.environ, "PYTHONUNBUFFERED": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
         try:
-            # spawned here and not in a helper thread: the host dies with the very thread that starts it
+            # not in a helper thread: the host dies with the thread that spawns it
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "titan_rl.sandbox.host", str(theirs.fileno()), str(os.getpid())],
                 env=environment,
@@ -203,7 +203,7 @@ class HostProcess:
                 stdout=child_output,
                 stderr=child_output,
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C stays with the worker; a kill takes what user code started along
+                start_new_session=True,  # Ctrl-C does not reach it, and a kill of the group also kills its children
             )
         except OSError:
             self._transport.abort()
@@ -225,15 +225,15 @@ class HostProcess:
     def _connection_lost(self) -> None:
         if not self._said.done():
             self._said.set_exception(ConnectionError("closed"))
-            self._said.exception()  # nobody may be left to hear it
+            self._said.exception()  # marked as retrieved, because nobody may be waiting for it
 
     def _kill_fork(self, number: int) -> None:
         if number in self._forks and not self.exited:
-            with contextlib.suppress(OSError):  # it is being stopped, and its forks with it
+            with contextlib.suppress(OSError):  # the host is being stopped, and its forks with it
                 self._socket.sendall(pack_frame(Kill(number)))
 
     def _kill(self) -> None:
-        """The host and its process group, if it has not ended."""
+        """Kill the host and its process group, if it has not ended."""
         if self._process is not None and not self.exited:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -248,19 +248,19 @@ class HostProcess:
         assert self._process is not None
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
-        # before it is reaped its id cannot be anybody else's; takes along what user code started while it was made
+        # its id cannot be reused before it is reaped; this also kills processes that user code started in the host
         self._kill()
         self._process.wait()
         self._exited.set()
         while self._forks:
             _, fork = self._forks.popitem()
             fork.process_ended(f"ended: the process that it was forked from {self._ending()}")
-        # a process that user code forked away may hold the other end open, and no end of stream would come
+        # a process that user code started may hold the socket open: do not wait for its end of stream
         self._loop.call_later(DRAIN_SECONDS, self._transport.abort)
 
 
 async def _happens(event: asyncio.Event, seconds: float) -> bool:
-    """Whether the event is set within so many seconds."""
+    """Whether the event is set within `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()

@@ -1,12 +1,11 @@
-"""Stands between the host and one forked process, runs no user code, and leaves nothing behind.
+"""The process between the host and one forked process. It runs no user code and cleans up after the forked process.
 
-    host ── keeper ── process that runs user code ── whatever it starts
+    host ── keeper ── process that runs user code ── processes that it starts
 
-- Whatever user code starts, in whatever session, becomes the keeper's child when its parent ends (the keeper is a
-  "subreaper"), so the keeper finds all of it.
-  It kills only its own unreaped children, so no id can be another's.
-- It ends the process when the host says so (SIGTERM) or dies (the kernel says so then), and ends itself when all is
-  gone, with an exit code as shells give it: that of the process, or 128 + the signal that killed it.
+- The keeper is a "subreaper": every process that user code starts, in any session, becomes the keeper's child when its
+  parent ends, so the keeper finds all of them. It kills only its own unreaped children, so it cannot hit a reused id.
+- It ends its process when the host says so (SIGTERM) or dies (the kernel then sends SIGTERM). It exits when all
+  processes are gone, with an exit code as shells give it: that of the process, or 128 + the signal that killed it.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from typing import NoReturn
 from titan_rl.processes import die_with, ending_in_words, process_control
 
 KEEPER_SIGNALS = frozenset({signal.SIGTERM, signal.SIGCHLD})
-"""Blocked in a keeper, which waits for them; whoever forks one blocks them before."""
+"""Signals that a keeper waits for. They must be blocked before it is forked."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _SIGNALLED = 128
 
 
 def keep(host_pid: int, let_go: Callable[[], None], work: Callable[[], None], close: Callable[[], None]) -> NoReturn:
-    """Be a keeper, in a process just forked with `KEEPER_SIGNALS` blocked.
+    """Run the keeper, in a process just forked with `KEEPER_SIGNALS` blocked.
 
     Args:
-        let_go: closes what is the host's.
-        work: runs in the process that is kept.
-        close: closes what is that process's, and not the keeper's.
+        let_go: closes descriptors of the host.
+        work: runs in the kept process.
+        close: closes descriptors that only the kept process needs.
     """
     try:
         let_go()
@@ -54,7 +53,7 @@ def keep(host_pid: int, let_go: Callable[[], None], work: Callable[[], None], cl
 
 
 def how_it_ended(keeper_status: int) -> str:
-    """How the process that a keeper kept ended, in words, from the keeper's wait status."""
+    """How the kept process ended, in words, from its keeper's wait status."""
     code = os.waitstatus_to_exitcode(keeper_status)
     return ending_in_words(_SIGNALLED - code if _SIGNALLED < code <= _SIGNALLED + signal.SIGRTMAX else code)
 
@@ -74,11 +73,12 @@ def _run(keeper_pid: int, work: Callable[[], None]) -> NoReturn:
 
 
 def _wait_for(kept_pid: int) -> int:
-    """Until the process has ended, by itself or because the host asked, and all that it started is gone; its status."""
+    """Wait until the process has ended, by itself or at the host's request, and all processes that it started are gone.
+    Returns its wait status."""
     while os.waitid(os.P_PID, kept_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if signal.sigwait(KEEPER_SIGNALS) == signal.SIGTERM:
             break
-    with contextlib.suppress(ProcessLookupError):  # it may not have come to have a group of its own
+    with contextlib.suppress(ProcessLookupError):  # it may not have made its process group yet
         os.killpg(kept_pid, signal.SIGKILL)
     status = 0
     while True:
@@ -95,7 +95,7 @@ def _wait_for(kept_pid: int) -> int:
 
 
 def _children() -> list[int]:
-    """This process's children, zombies included. Read from all processes: not every kernel lists children."""
+    """This process's children, with zombies. Found by reading all of /proc, because not every kernel lists children."""
     children = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():

@@ -1,17 +1,16 @@
-"""User code behind one object: calls go in, values or a `TaskError` come out, whatever the code does.
+"""Runs user code behind one object: every call returns a value or raises `TaskError`, whatever the code does.
 
     worker ──▶ host, which makes the environment once ──fork──▶ up to 4 processes that answer calls
                                                      ──fork──▶ one process per program that plays
 
-- Every call is answered exactly once, also when a process hangs, exits, crashes or cannot be started.
-- Calls made in one tick of the event loop travel in one message, and are answered in order. While one of them takes
-  long, those behind it go to another process; up to `MAX_PROCESSES` run side by side. Calls of `async def` functions
-  run together in one further process.
-- A process is silent for as long as its first unanswered call runs. Past `step_seconds` it is killed, and that call
-  fails. Where a process dies otherwise, the call that may have ended it is made again, alone in a fresh process, and
-  fails if that dies too.
-- When `MAX_PROCESSES` calls of one kind in a row were late, those that wait fail with them: that a reward always hangs
-  is known after about one time limit, however many rollouts wait for it.
+- Every call is answered exactly once, even if a process hangs, exits, crashes or cannot be started.
+- Calls made in one tick of the event loop travel in one message and are answered in order. If one of them is slow, the
+  calls behind it go to another process; up to `MAX_PROCESSES` run side by side. Calls of `async def` functions run
+  concurrently in one further process.
+- A call that runs longer than `step_seconds` fails, and its process is killed. If a process dies for another reason,
+  the call that may have killed it is tried again, alone in a fresh process, and fails if that process dies too.
+- After `MAX_PROCESSES` calls of one kind in a row were late, the waiting calls of that kind fail too. So a reward that
+  always hangs is noticed after about one time limit, however many rollouts wait for it.
 """
 
 from __future__ import annotations
@@ -30,10 +29,11 @@ from titan_rl.sandbox.wire import Answer, Call, CallKind, EnvironmentSetup, Task
 from titan_rl.types import Endpoint, Purpose
 
 MAX_PROCESSES = 4
-"""That answer plain calls. Fewer let calls that take long hold up the others; one would let a reward that hangs stop a
+"""Processes for plain calls. With fewer, slow calls hold up the others. With one, a reward that hangs would block the
 whole worker for `step_seconds` per rollout."""
 SLACK_SECONDS = 5.0
-"""What an event loop may add to the time limit that it keeps itself, for coroutines that are slow to be cancelled."""
+"""Extra time for the process of `async def` functions. It enforces the time limit itself, and coroutines may be slow to
+react to their cancellation."""
 
 logger = logging.getLogger(__name__)
 
@@ -51,15 +51,15 @@ class _Late(Exception):
 
 
 class _Worker:
-    """A forked process, and the calls that it has."""
+    """A forked process and the calls that it was sent."""
 
     def __init__(self, process: ForkedProcess, *, concurrent: bool, slow: bool):
         self.process = process
         self.concurrent = concurrent  # runs `async def` functions
         self.calls: dict[int, _Pending] = {}  # by number, in the order in which they were sent
-        self.slow = slow  # a call of its last list has taken long, or one of this list does
-        self.blocked = False  # one of this list does
-        self.over = True  # has answered all that it is going to of the last list
+        self.slow = slow  # a call of its last or current list is slow
+        self.blocked = False  # a call of its current list is slow
+        self.over = True  # it is done with its last list
         self.killed = False  # because a call was late
         self.timer: asyncio.TimerHandle | None = None
 
@@ -75,22 +75,22 @@ class Sandbox:
         self._closed = "not started"
         self._numbers = itertools.count()
         self._unanswered: set[_Pending] = set()
-        self._waiting: list[_Pending] = []  # those of them that no process has
+        self._waiting: list[_Pending] = []  # unanswered calls that were not sent to a process
         self._workers: list[_Worker] = []
-        self._adding: set[bool] = set()  # kinds of workers (concurrent or not) of which one is being started
+        self._adding: set[bool] = set()  # kinds of workers (concurrent or not) that are being started
         self._attending: asyncio.Handle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._one_more_try = asyncio.Semaphore(MAX_PROCESSES)
         self._late_in_a_row: Counter[CallKind] = Counter()
         self._shown: set[str] = set()  # places whose traceback was logged
         self.restarts = 0
-        """Processes that died, or were killed because a call was late, so far."""
+        """How many processes died or were killed because a call was late."""
 
     async def start(self) -> TaskInfo:
         """Make the environment.
 
         Raises:
-            TaskError: that failed; says why.
+            TaskError: the environment could not be made; says why.
             ConfigError: the environment refuses its arguments.
         """
         self._host = HostProcess(self._setup)
@@ -104,7 +104,7 @@ class Sandbox:
         return self._host.pid if self._host is not None else None
 
     async def call(self, call: Call) -> Any:
-        """Run one call; its value is described at `CallKind`.
+        """Run one call. `CallKind` describes its value.
 
         Raises:
             TaskError: user code raised, took too long or ended its process; or this object is closed.
@@ -121,12 +121,12 @@ class Sandbox:
             self._unanswered.discard(pending)
 
     async def play(self, purpose: Purpose, index: int, endpoint: Endpoint) -> bytes | None:
-        """Run the environment's `play` for a prompt in a process of its own, however long it takes; its pickled state.
+        """Run the environment's `play` for a prompt in its own process, without a time limit; returns a pickled state.
 
-        Nothing that it started is left when this returns. A cancellation ends it.
+        When this returns, all processes that it started are gone. A cancellation ends it.
 
         Raises:
-            TaskError: it raised, or ended in another way than by returning; or this object is closed.
+            TaskError: it raised or ended its process; or this object is closed.
         """
         call = Call(CallKind.PLAY, purpose, index, endpoint=endpoint)
         try:
@@ -144,14 +144,14 @@ class Sandbox:
             await self._host.stop()
 
     def _attend_soon(self) -> None:
-        """Once all calls of this tick are here."""
+        """Schedule `_attend` for the end of this tick, when all its calls are here."""
         if self._attending is None:
             self._attending = asyncio.get_running_loop().call_soon(self._attend)
 
     def _attend(self) -> None:
-        """Give what waits to processes that are idle. Where all of them take long, start one more."""
+        """Send waiting calls to idle processes. If all processes are slow, start one more."""
         self._attending = None
-        waiting = [pending for pending in self._waiting if not pending.future.done()]  # callers may have gone
+        waiting = [pending for pending in self._waiting if not pending.future.done()]  # callers may be gone
         self._waiting = []
         if self._closed:
             return
@@ -177,7 +177,7 @@ class Sandbox:
             self._workers.append(worker)
         except (TitanError, OSError) as error:
             logger.warning("environment %s: no further process can be started: %s", self._setup.name, error)
-            if not self._workers:  # otherwise they will take what waits
+            if not self._workers:  # otherwise the existing workers will take the waiting calls
                 self._fail(self._waiting, f"could not be run, its environment does not start again: {error}")
         finally:
             self._adding.discard(concurrent)
@@ -205,7 +205,7 @@ class Sandbox:
         self._watch(worker)
 
     def _watch(self, worker: _Worker) -> None:
-        """From now on the worker may be silent for so long."""
+        """Restart the timer that limits how long a worker may take for its next answer."""
         if worker.timer is not None:
             worker.timer.cancel()
             worker.timer = None
@@ -217,7 +217,7 @@ class Sandbox:
     def _hear(self, worker: _Worker, answers: list[Answer | None]) -> None:
         for answer in answers:
             if answer is None:
-                self._put_back(worker.calls.values())  # it was told of them too late to begin them
+                self._put_back(worker.calls.values())  # calls that the process did not begin
                 worker.slow = worker.blocked or bool(worker.calls)
                 worker.calls, worker.blocked, worker.over = {}, False, True
                 self._attend_soon()
@@ -227,7 +227,7 @@ class Sandbox:
         self._watch(worker)
 
     def _let_others_pass(self, worker: _Worker) -> None:
-        """The first call of a worker takes long: the others need not wait for it."""
+        """The first call of a worker is slow: send its other calls elsewhere."""
         (number, slow), *others = worker.calls.items()
         worker.calls = {number: slow}
         worker.slow = worker.blocked = True
@@ -261,7 +261,7 @@ class Sandbox:
         self._attend_soon()
 
     async def _try_alone(self, pending: _Pending) -> None:
-        """Whether it was this call that ended a process."""
+        """Run a call again that may have ended its process, alone in a new one."""
         kind = pending.call.kind
         slack = SLACK_SECONDS if kind in self._info.asynchronous else 0.0
         async with self._one_more_try:
@@ -283,7 +283,7 @@ class Sandbox:
             self.restarts += 1
 
     async def _run_alone(self, call: Call, seconds: float | None) -> Answer:
-        """One call in a process of its own, which is gone with all that it started when this returns."""
+        """Run one call in its own process. When this returns, the process and all that it started are gone."""
         process = await self._fork()
         answered: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
         process.on_answers = lambda answers: None if answered.done() else answered.set_result(answers[0])
@@ -311,8 +311,8 @@ class Sandbox:
                 pending.future.set_result(value)
 
     def _value(self, call: Call, answer: Answer) -> Any:
-        """Raises TaskError where user code failed. Its traceback is shown once per place: the same grader fails
-        hundreds of times a step."""
+        """The answer's value. Raises TaskError if user code failed. The traceback is logged once per place, because the
+        same grader may fail hundreds of times a step."""
         failure = answer.failure
         if failure is None:
             return answer.value
@@ -322,7 +322,7 @@ class Sandbox:
         raise TaskError(failure.description)
 
     def _fail_late(self, pending: _Pending) -> None:
-        """The call was killed for taking too long. Where everything of its kind does, fail what waits."""
+        """Fail a call that was killed for taking too long. If all calls of its kind do, fail the waiting ones too."""
         kind = pending.call.kind
         self._fail([pending], f"did not finish within {self._setup.step_seconds:g} s and was killed")
         self._late_in_a_row[kind] += 1
@@ -334,7 +334,8 @@ class Sandbox:
         return f"was not tried after {self._late_in_a_row[kind]} in a row did not finish within {seconds:g} s"
 
     def _put_back(self, calls: Collection[_Pending], last: Call | None = None) -> None:
-        """To the front of what waits; but calls about the prompt of `last`, which may fare like it, to the end."""
+        """Put calls back at the front of the queue. Calls about the prompt of `last` go to the end: they may be slow or
+        deadly too."""
         self._waiting[:0] = calls
         if last is not None:
             self._waiting.sort(key=lambda pending: pending.call.prompt == last.prompt)
@@ -345,7 +346,7 @@ class Sandbox:
                 pending.future.set_exception(TaskError(f"{pending.call}: {reason}"))
 
     def _end(self, reason: str) -> None:
-        """No call is answered any more."""
+        """Fail all open calls, and refuse new ones."""
         self._closed = self._closed or reason
         self._fail(self._unanswered, self._closed)
 

@@ -1,4 +1,4 @@
-"""A task as the setup names it: its environment, and its examples by purpose and number."""
+"""The task that a setup names: its environment, and its examples by purpose and number."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from titan_rl.sandbox.wire import EnvironmentSetup, TaskCheck
 from titan_rl.types import Example, Message, Purpose, ToolCall
 
 COMPARE_SECONDS = 2.0
-"""Longest time that training prompts are compared with held-out ones before a run."""
+"""Time limit for comparing training prompts with held-out ones before a run."""
 SHOWN_PROMPTS = 256
 """Training prompts that are tried with the tokenizer before a run."""
 CACHED_EXAMPLES = 4096
-"""Training examples kept; more than are in flight, or every reward makes its example anew."""
+"""Training examples that are cached. With fewer than are in flight, every reward would make its example again."""
 
 
 def make_environment(setup: EnvironmentSetup) -> Environment:
     """Import what the setup names and build the environment.
 
     Raises:
-        ConfigError: the name names nothing.
-        TaskError: it names something else than an environment.
+        ConfigError: nothing has that name.
+        TaskError: the name is not that of an environment.
     """
     for where in setup.imports:
         if where.endswith(".py"):
@@ -45,10 +45,10 @@ def make_environment(setup: EnvironmentSetup) -> Environment:
 
 
 def plain(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Messages as user code gave them, as objects of our own classes only.
+    """Copy messages of user code into objects of our own classes only.
 
     Raises:
-        TaskError: one is no message.
+        TaskError: one is not a message.
     """
     for message in messages:
         if not (isinstance(message, Message) and isinstance(message.role, str) and isinstance(message.content, str)):
@@ -67,14 +67,14 @@ def plain(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 class Examples:
-    """What an environment's prompts are; cached, never owned."""
+    """The examples of an environment, cached: any of them can be made again."""
 
     def __init__(self, environment: Environment, setup: EnvironmentSetup):
         self._environment = environment
         self._wanted = setup.held_out
         self._compare_seconds = min(COMPARE_SECONDS, setup.step_seconds / 2)
         self._held_out = self._hold_out()
-        self.held_out = len(self._held_out)  # how many there are
+        self.held_out = len(self._held_out)  # number of held-out prompts
         size = environment.size
         if size is not None and not (isinstance(size, int) and size > 0):
             raise TaskError(f"size is {size!r}; it is the number of training prompts, or None for an endless stream")

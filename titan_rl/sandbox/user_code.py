@@ -1,10 +1,9 @@
-"""Calls of user code, answered in a process that was forked from the host of the environment.
+"""Answers calls of user code, in a process forked from the environment's host.
 
-- Whatever user code does, no exception of its own leaves its process other than as the failure of the one call that
-  raised it; `exit()` is an exception like any other.
+- An exception of user code fails only the call that raised it; `exit()` is an exception like any other.
 - Plain functions run one after the other, in the main thread and outside any event loop. Calls of `async def` functions
-  run together in one event loop, each under the time limit.
-- It holds nothing that it could not make again: examples are cached, never owned.
+  run concurrently in one event loop, each under the time limit.
+- The process holds no state that cannot be made again: examples are only cached.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ from titan_rl.sandbox.wire import (
 from titan_rl.types import Message, Purpose, ToolCall
 
 CANCEL_SECONDS = 2.0
-"""What a cancelled coroutine may still take; then it is left to itself."""
+"""How long to wait for a cancelled coroutine to end. After that it is left running."""
 
 Numbered = tuple[int, Call]
 
 
 class UserCode:
-    """An environment, and all that is called of it."""
+    """An environment and everything that is called on it."""
 
     def __init__(self, setup: EnvironmentSetup):
         self._environment = environment = make_environment(setup)
@@ -76,8 +75,8 @@ class UserCode:
         )
 
     def serve(self, connection: socket.socket) -> None:
-        """Answer calls until the worker closes the connection. After a call that took longer than `slow_seconds` the
-        rest of its list is not begun: the worker has given it to another process."""
+        """Answer calls until the worker closes the connection. After a call that took longer than `slow_seconds`, the
+        rest of its list is skipped, because the worker has sent it to another process."""
         frames = Frames()
         while data := connection.recv(1 << 20):
             lists: list[list[Numbered]] = frames.feed(data)

@@ -1,7 +1,7 @@
-"""What travels between a rollout worker, the host of its environment, and the processes forked from that host.
+"""Messages between a rollout worker, the host of its environment, and the processes forked from that host.
 
-- A frame is its length (8 bytes, little endian) and a pickle. Frames hold plain data of this package only: whatever
-  user code made (a state, an exception) crosses as bytes or text, so the worker never imports user code to read one.
+- A frame is its length (8 bytes, little endian) and a pickle. Frames contain only plain data of this package. Objects
+  of user code (a state, an exception) travel as bytes or text, so the worker never imports user code to read a frame.
 - Worker → host: `EnvironmentSetup`, then `Fork` and `Kill`. Host → worker: `TaskInfo` or an error, then `Ended`.
 - Worker → forked process: lists of `(number, Call)`. Back: one `Answer` per call as soon as it is there, and None after
   each list whose calls run one after the other.
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from titan_rl.types import Endpoint, FinishReason, Message, Purpose, ToolSpec
 
 LONGEST_SHOWN = 160
-"""Characters of a prompt, an answer or a wanted answer that a person is shown."""
+"""Characters of a prompt, an answer or a reference answer that are displayed."""
 
 _LENGTH = struct.Struct("<Q")
 
@@ -51,7 +51,7 @@ class Frames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSetup:
-    """Everything that is needed to make the environment; a host that is started anew gets the same."""
+    """Everything needed to make the environment. A restarted host gets the same."""
 
     name: str
     """Short name, `pkg.mod:Class` or `file.py:Class`."""
@@ -62,14 +62,14 @@ class EnvironmentSetup:
     step_seconds: float = 30.0
     start_seconds: float = 300.0
     slow_seconds: float = 0.25
-    """After a call that takes longer, what waits behind it goes to another process."""
+    """If a call takes longer, the calls behind it go to another process."""
     held_out: int = 0
     """Held-out prompts to ask for."""
     prompts: int = 0
     """Distinct training prompts to use; 0: the environment's own number."""
 
     def __post_init__(self) -> None:
-        # well below the time limit, so that calls that reach it have run together and not one after the other
+        # well below the time limit, so that several hanging calls reach it side by side, not one after the other
         object.__setattr__(self, "slow_seconds", min(self.slow_seconds, self.step_seconds / 4))
 
 
@@ -85,52 +85,52 @@ class CallKind(StrEnum):
     SCORE_GROUP = "score of the group"
     """→ one (reward, parts) per conversation of `group`."""
     CHECK = "check"
-    """→ TaskCheck, for which `prompt_index` training prompts are compared with the held-out ones."""
+    """→ TaskCheck. Compares the first `prompt_index` training prompts with the held-out ones."""
     DEMONSTRATE = "demonstrate"
     """→ (prompt, messages that follow it), two tuples of Message. `prompt_index` is the demonstration's number."""
     PLAY = "play"
-    """→ the pickled state that the program returned; None where it returned None."""
+    """→ the program's pickled state; None if it returned None."""
 
 
 class TaskInfo(NamedTuple):
-    """What a host says about its environment once it is made."""
+    """A host's description of the environment that it made."""
 
     size: int | None
     """Distinct training prompts; None: endless."""
     held_out: int
-    """Held-out prompts there are, at most as many as were asked for."""
+    """Number of held-out prompts, at most the requested number."""
     multi_turn: bool
-    """Whether the environment answers the policy, so that `respond` has to be called."""
+    """Whether the environment defines `respond`, which answers the policy."""
     tools: tuple[ToolSpec, ...] = ()
-    """What the policy may call."""
+    """Tools that the policy may call."""
     scores_groups: bool = False
-    """Whether the rubric compares the rollouts of a group, so that `SCORE_GROUP` has to be called."""
+    """Whether the rubric has group rewards, so that `SCORE_GROUP` must be called."""
     plays: bool = False
-    """Whether a program of the environment plays its rollouts, so that `play` has to be called."""
+    """Whether the environment defines `play`, so that its program plays the rollouts."""
     asynchronous: frozenset[CallKind] = frozenset()
     """Kinds of calls that run `async def` functions, many at a time in one process."""
 
 
 class ExamplePrompt(NamedTuple):
-    """An example, as far as the worker may see it."""
+    """The part of an example that the worker gets."""
 
     prompt: tuple[Message, ...]
     wanted: str = ""
-    """Its answer as text, for a person to read; of a held-out example only."""
+    """Its reference answer as text, for display; only of held-out examples."""
 
 
 class TaskCheck(NamedTuple):
-    """What a look at a task's prompts found."""
+    """Findings about a task's prompts."""
 
     training: tuple[tuple[Message, ...], ...]
     """The first prompts of the stream."""
     held_out: tuple[tuple[Message, ...], ...]
     held_out_again: tuple[tuple[Message, ...], ...]
-    """What a second call gave."""
+    """The prompts that a second call returned."""
     overlap: tuple[int, int] | None
-    """A training prompt and the held-out prompt that it equals."""
+    """A training prompt and the held-out prompt that it equals; None if there is none."""
     answers: tuple[str, str]
-    """Of the first training prompt and the first held-out one, where they are texts or numbers."""
+    """Reference answers of the first training prompt and the first held-out one; "" if not a text or a number."""
 
 
 class Conversation(NamedTuple):
@@ -171,14 +171,14 @@ class Failure(NamedTuple):
     """An exception of user code as text."""
 
     place: str
-    """The same for exceptions of one type from one line."""
+    """Equal for exceptions of the same type from the same line."""
     description: str
     """One line."""
     traceback: str
 
 
 class Answer(NamedTuple):
-    """What came of a call."""
+    """The outcome of a call."""
 
     number: int
     value: Any = None
@@ -187,20 +187,20 @@ class Answer(NamedTuple):
 
 
 class Fork(NamedTuple):
-    """Make a process that answers calls on the socket that comes along with this frame; answered by one `Ended`."""
+    """Fork a process that answers calls on the socket sent with this frame. Answered by one `Ended`."""
 
     number: int
-    """Names the process; never used again."""
+    """Id of the process; never reused."""
 
 
 class Kill(NamedTuple):
-    """End a process; of one that has ended already, nothing. Its `Ended` comes all the same."""
+    """End a process. Ignored if it has already ended. Its `Ended` is sent in either case."""
 
     number: int
 
 
 class Ended(NamedTuple):
-    """A process is gone, and all that it started."""
+    """A process and all processes that it started are gone."""
 
     number: int
     how: str

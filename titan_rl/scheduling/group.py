@@ -1,4 +1,4 @@
-"""What the scheduling says about groups: plain values."""
+"""Plain values that describe groups to the scheduling code."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ INITIAL_VERSION = PolicyVersion(0, 0)
 class GroupBuffer:
     """The groups of one run.
 
-    Every method that is told of something impossible (a group that is not in the state that the method starts from,
-    a version that does not follow) raises ValueError and changes nothing.
+    A method called with something impossible (a group in another state than the method expects, a version that does not
+    follow) raises ValueError and changes nothing.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class GroupBuffer:
         return len(self._pick())
 
     def waits_for(self) -> str:
-        """What keeps the next batch, for people: how much of it there is, and the oldest group that is missing."""
+        """Why the next batch is not ready, in words: how many groups are there, and the oldest that is missing."""
         if self._batch:
             return f"the trainer, which has a batch since {self._trainer}"
         ready, needed = self.ready, self.knobs.groups_per_step
@@ -203,7 +203,7 @@ class GroupBuffer:
         return self._move(group_id, GroupState.FINISHED, GroupState.RUNNING, oldest=oldest)
 
     def lost(self, group_id: int) -> Group:
-        """The group's samples are gone, or will never come: it is to be played again, under its id and its slot.
+        """The group's samples are lost: play it again. It keeps its id and its slot.
 
         If it was TAKEN, the batch is given up and its other groups are FINISHED again.
         """
@@ -300,8 +300,8 @@ class GroupBuffer:
     def from_state(cls, state: Mapping[str, Any], *, trainer: PolicyVersion | None = None) -> GroupBuffer:
         """The buffer that `state` was taken from.
 
-        Groups that were RUNNING, FINISHED or TAKEN are so again; whoever resumes says `lost` of those whose samples
-        did not survive.
+        Groups that were RUNNING, FINISHED or TAKEN keep that state. The caller calls `lost` for those whose samples did
+        not survive.
 
         Args:
             trainer: the version that the trainer restored, if its incarnation is a new one.
@@ -331,7 +331,7 @@ class GroupBuffer:
     # How.
 
     def _pick(self) -> list[int]:
-        """The groups of the next batch, as far as they are there."""
+        """The groups of the next batch that are ready."""
         needed = self.knobs.groups_per_step
         if self._batch:
             return []

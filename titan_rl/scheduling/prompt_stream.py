@@ -1,12 +1,12 @@
-"""The stream of prompts: which prompt is next, and what became of those before.
+"""The stream of prompts: which prompt is next, and the outcome of earlier ones.
 
 Always true:
 
 - a prompt is its index in the stream; indices are handed out once each, in order, without gaps, over epoch
   boundaries too. Texts may repeat, indices never do;
 - every index that was handed out is pending or has exactly one outcome;
-- what is kept does not grow with the run: every index below `low_water` has its outcome, and single outcomes are
-  remembered only from there on, that is since the oldest pending index was handed out.
+- memory does not grow with the run: every index below `low_water` has an outcome, and individual outcomes are kept only
+  for indices from `low_water` on, the oldest pending one.
 """
 
 from __future__ import annotations

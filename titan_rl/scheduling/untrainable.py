@@ -1,11 +1,10 @@
-"""Stops a run that learns nothing, and says why: because it has learned everything, or because something is wrong.
+"""Stops a run that learns nothing, and says why: everything is learned, or something is wrong.
 
-Always true: a group that teaches something starts the count again, so a run goes on for as long as one group in
-k batches' worth does.
+Always true: a group that teaches something resets the count, so a run continues as long as one group in every k batches
+teaches something.
 
-Nothing is left to learn where every group of the count was solved. Equal rewards alone do not say that: they may be
-equally poor, and the best possible reward is unknown. So a rollout is solved where evaluation would count it
-as an exact match.
+Nothing is left to learn if every counted group was solved. Equal rewards do not prove that: they may be equally poor,
+and the best possible reward is unknown. So a rollout counts as solved if evaluation would count it as an exact match.
 """
 
 from __future__ import annotations
@@ -64,11 +63,11 @@ class UntrainableStreak:
             detail: the error, the reward that all rollouts got, the filter's name: whatever helps to find the cause.
 
         Returns:
-            Whether it was one too many, and all of them were solved.
+            Whether the limit is reached and all counted groups were solved.
 
         Raises:
-            NothingToTrain: it was one too many, and some were not. Says how many there were of each reason, and the
-                first of each.
+            NothingToTrain: the limit is reached and some were not solved. Gives the count and the first group of each
+                reason.
         """
         self._reasons[reason] += 1
         self._first.setdefault(reason, f"group {group_id}" + (f": {detail}" if detail else ""))

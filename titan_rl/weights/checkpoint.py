@@ -1,7 +1,7 @@
-"""A checkpoint as a publication: what a trainer of one rank that trains nothing would publish.
+"""Publishes a checkpoint, as a trainer of one rank would before its first step.
 
-The bytes go the way of every other version: stored, fingerprinted, pulled, and verified in the memory that the engines
-compute with.
+The bytes are handled like those of every other version: stored, fingerprinted, pulled, and verified in the memory that
+the engines compute with.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the ranks of a mesh do together about weights. A failure on one rank becomes an error on every rank.
+"""Collective operations of a mesh's ranks on weights. A failure on one rank becomes an error on every rank.
 
-No rank is left waiting in a collective for one that raised, and none goes on with weights that another one refused.
+No rank waits in a collective for one that raised, and no rank continues with weights that another one refused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Decides whether an engine computes with exactly the weights of a publication.
 
-Nothing else makes weights servable. What is looked at is the memory that the engine's layers really read, after the
-load, so a skipped tensor, a stale copy of a tied one, or a damaged byte on the way cannot go unseen. All ranks come
-to the same verdict: either every rank returns the same number or every rank raises.
+Weights are served only after this check. It reads the memory that the engine's layers really use, after the load, so it
+finds a skipped tensor, a stale copy of a tied one, or a byte damaged on the way. All ranks come to the same result:
+either every rank returns the same number or every rank raises.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Whose call it is. An API key finds its caller, who decides what the engines are asked for a call.
+"""Maps an API key to its caller. The caller turns a call into generation requests.
 
-There are two kinds: one key for everybody, who decide how they sample, and a key per rollout of a run, whose calls
-become that rollout. The app treats both alike. Of a rollout's key:
+There are two kinds of keys: one key for everybody, whose callers choose how to sample, and one key per rollout of a
+run, whose calls become that rollout. The app treats both alike. Rules for a rollout's key:
 
-- It is good from `open` to `close` of its session. What is asked with it belongs to that rollout and to no other.
-- A session is closed at once: its record is what was answered until then, and open calls are aborted in the engines.
+- It is valid from `open` to `close` of its session. Calls with it belong to that rollout and to no other.
+- A session is closed at once: its record contains the calls answered until then, and open calls are aborted.
 - The run decides how tokens are drawn: sampling options of a program are accepted and ignored (see `rollout.turns`).
 """
 
@@ -35,13 +35,13 @@ E = TypeVar("E", bound=Exception)
 
 
 class Caller:
-    """Whoever has the key of a server: samples as it likes, and nothing is remembered of it."""
+    """A client with the server's key. It chooses how to sample, and nothing about it is remembered."""
 
     def __init__(self, policy: ServedPolicy) -> None:
         """Must be made within a loop."""
         self._policy = policy
         self.ended: asyncio.Future[TitanError] = asyncio.get_running_loop().create_future()
-        """Done when all open calls must end, with what their clients are told."""
+        """Done when all open calls must end; its result is the error for their clients."""
 
     def end(self, reason: TitanError) -> None:
         if not self.ended.done():
@@ -49,7 +49,7 @@ class Caller:
 
     @contextmanager
     def call_open(self) -> Iterator[None]:
-        """For as long as a call is open."""
+        """Context of an open call."""
         yield
 
     def prompt(self, asked: Chat | str | list[int]) -> Prompt:
@@ -63,7 +63,7 @@ class Caller:
         """One request per choice: the choices of the first prompt, then those of the second, …
 
         Raises:
-            RequestError: no engine can serve it, or the caller may not ask for so much.
+            RequestError: no engine can serve it, or it exceeds the caller's limits.
         """
         policy = self._policy
         requests: list[GenerationRequest] = []
@@ -85,13 +85,13 @@ class Caller:
         return ()
 
     def answered(self, choice: Choice) -> None:
-        """A choice is about to be handed out. Raises SessionOver when nobody may have it any more."""
+        """Called before a choice is handed out. Raises SessionOver if the session was closed."""
 
     def failed(self, error: Exception) -> None:
-        """A call was not answered."""
+        """Called when a call failed."""
 
     def dropped(self, requests: Sequence[GenerationRequest]) -> None:
-        """Those of them that were not answered will not be."""
+        """Called at the end of a call: requests that were not answered will not be."""
 
     def _prompt_of_chat(self, chat: Chat) -> Prompt:
         return self._prompt_of_tokens(self._policy.renderer.render(chat.messages, chat.tools))
@@ -110,11 +110,11 @@ class ApiKeys:
             api_key: empty: none is asked for.
         """
         self.anybody = Caller(policy)
-        """Who needs no key."""
+        """The caller of paths that need no key."""
         self._authorization = f"Bearer {api_key}".encode() if api_key else b""
 
     def caller(self, authorization: str) -> Caller | None:
-        """Who sends this header; None: the key is missing or wrong."""
+        """The caller of this header's key; None: the key is missing or wrong."""
         right = not self._authorization or hmac.compare_digest(authorization.encode("latin-1"), self._authorization)
         return self.anybody if right else None
 
@@ -158,7 +158,7 @@ class RolloutKeys(ApiKeys):
         return caller.close(SessionOver("the rollout has ended; the call was aborted"))
 
     def caller(self, authorization: str) -> Caller | None:
-        # Looked up by digest: how long that takes tells nothing about the keys that there are.
+        # Looked up by digest, so that timing reveals nothing about existing keys.
         key = authorization.removeprefix(SCHEME)
         return None if key == authorization else self._by_key.get(_digest(key))
 
@@ -188,7 +188,7 @@ class RolloutCaller(Caller):
         self._quiet_since = self._now()
 
     async def idle(self, seconds: float) -> None:
-        """Returns once no call has been open for so long, or at the end."""
+        """Return once no call has been open for `seconds`, or when the session is closed."""
         while not self.ended.done():
             await self._quiet.wait()
             left = self._quiet_since + seconds - self._now()
@@ -197,7 +197,7 @@ class RolloutCaller(Caller):
             await asyncio.wait([self.ended], timeout=left)
 
     def close(self, reason: TitanError) -> RolloutRecord:
-        """All that came of it. Open calls end with `reason`."""
+        """Close the session; returns its record. Open calls end with `reason`."""
         record = self._turns.close()
         self.end(reason)
         self._quiet.set()

@@ -1,4 +1,4 @@
-"""What publishing is, whatever the transport: every trainer rank writes its own shards, nothing is gathered.
+"""Publishing, independent of the transport: every trainer rank writes its own shards, nothing is gathered.
 
     publish: free slot -> all ranks store and fingerprint -> sums agree -> sealed -> Publication      release: slot free
 
