@@ -362,5 +362,4 @@ class TrainingLoop:
         self._notify()
 
     def _warn(self, what: str) -> None:
-        self._display.say(what)
-        _log.warning("%s", what)
+        self._display.say(what, logging.WARNING)

@@ -69,9 +69,9 @@ class RunDisplay:
             self._panel.stop()
             self._panel = None
 
-    def say(self, text: str) -> None:
-        """One line that stays, in the log too."""
-        _log.info("%s", text)
+    def say(self, text: str, level: int = logging.INFO) -> None:
+        """One line that stays, on the console and in the log."""
+        _log.log(level, "%s", text)
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def mesh(self, name: str, doing: str) -> None:
