@@ -351,8 +351,8 @@ async def said(world: World, text: str) -> None:
     heard = asyncio.Event()
     say = world.display.say
 
-    def listen(line: str) -> None:
-        say(line)
+    def listen(line: str, *level: int) -> None:
+        say(line, *level)
         if text in line:
             heard.set()
 
