@@ -1,6 +1,6 @@
 """For all tests.
 
-- A test runner that was started in the background ignores Ctrl-C, and so would every process that a test starts.
+- A test runner in the background ignores Ctrl-C, one under nohup the hang-up, and so would all processes of its tests.
 - Monarch reads its supervision settings when it is imported, which a test module may do first.
 - hypothesis judges no example by its time, which on a busy machine says nothing.
 """
@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from titan_rl.launch.process import prepare_controller
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 prepare_controller()
 
