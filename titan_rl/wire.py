@@ -40,6 +40,11 @@ class Packed(Generic[T]):
     arrays: tuple[np.ndarray, ...]  # each [sum of lengths], in the order of `_ARRAYS`
     columns: tuple[tuple[Any, ...], ...]  # each [n]: the other fields, in the order of their names
 
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """Of every item; readable even if the message cannot be unpacked."""
+        return self.columns[_columns(self.kind).index("request_id")]
+
     def unpack(self) -> list[T]:
         bounds: list[int] = [0, *np.cumsum(self.lengths).tolist()]
         spans = list(zip(bounds[:-1], bounds[1:], strict=True))

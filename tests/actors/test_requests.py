@@ -17,9 +17,10 @@ import pytest
 from monarch.actor import default_bootstrap_cmd, this_host
 
 from titan_rl.actors.calls import bounded, served
-from titan_rl.actors.requests import CompletionClient, RequestServer
+from titan_rl.actors.requests import Answers, CompletionClient, RequestServer
 from titan_rl.errors import ActorFailed, CallTimeout, RequestError
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion, SamplingParams
+from titan_rl.wire import pack
 
 SECONDS = 60.0
 
@@ -44,8 +45,8 @@ def completion(request_id: str) -> Completion:
 
 
 class Target(RequestServer):
-    """Answers ids that begin with "ok", refuses "bad", never answers "hang" unless it is aborted, and raises for
-    "crash"."""
+    """Answers ids that begin with "ok", refuses "bad", never answers "hang" unless it is aborted, raises for "crash",
+    and answers "torn" with a message that cannot be unpacked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,6 +68,10 @@ class Target(RequestServer):
         self.answer([], [(each, RequestError("over-long")) for each in ids if each.startswith("bad")])
         unsendable = np.array([-0.1, -0.5])  # float64
         self.answer([dataclasses.replace(completion(each), logprobs=unsendable) for each in ids if "odd" in each])
+        for each in ids:
+            if each.startswith("torn"):
+                packed = pack(Completion, [completion(each)])
+                self._asked_by.pop(each).push(Answers(dataclasses.replace(packed, columns=packed.columns[:-1])))
         if any(each.startswith("crash") for each in ids):
             raise RuntimeError("the engine is on fire")
 
@@ -145,6 +150,31 @@ async def test_a_message_that_raises_costs_its_own_requests(target: Any) -> None
     assert not hanging.done()
     hanging.cancel()
     await asyncio.gather(hanging, return_exceptions=True)
+    await client.leave()
+
+
+async def test_an_answer_that_cannot_be_taken_fails_its_own_requests(target: Any) -> None:
+    client = CompletionClient(target, name="target")
+    hanging = asyncio.create_task(client.generate(request("hang")))
+    with pytest.raises(RequestError, match="target: its answer could not be taken: ValueError"):
+        async with asyncio.timeout(SECONDS):
+            await client.generate(request("torn"))
+    assert (await client.generate(request("ok"))).finish_reason is FinishReason.STOP
+    assert not hanging.done()
+    hanging.cancel()
+    await asyncio.gather(hanging, return_exceptions=True)
+    await client.leave()
+
+
+async def test_a_message_that_cannot_be_unpacked_fails_its_requests(target: Any, monkeypatch: Any) -> None:
+    torn = dataclasses.replace(pack(GenerationRequest, [request("ok")]), lengths=np.array([9]), arrays=())
+    monkeypatch.setattr("titan_rl.actors.requests.pack", lambda kind, items: torn)
+    client = CompletionClient(target, name="target")
+    with pytest.raises(RequestError, match="request 'ok' could not be taken: "):
+        async with asyncio.timeout(SECONDS):
+            await client.generate(request("ok"))
+    monkeypatch.undo()
+    assert (await client.generate(request("ok"))).finish_reason is FinishReason.STOP
     await client.leave()
 
 

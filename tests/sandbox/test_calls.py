@@ -49,6 +49,14 @@ async def environment(
         assert pid is None or not Path(f"/proc/{pid}").exists()  # neither running nor a zombie
 
 
+async def test_a_defect_of_the_sandbox_itself_fails_its_calls(monkeypatch):
+    async with environment() as process:
+        monkeypatch.setattr(process, "_fork", lambda: 1 / 0)
+        with pytest.raises(TaskError, match="its sandbox crashed: ZeroDivisionError"):
+            async with asyncio.timeout(60):
+                await process.call(Call(CallKind.EXAMPLE, Purpose.TRAIN, 0))
+
+
 def score(index, purpose=Purpose.TRAIN) -> Call:
     messages = (Message("user", f"{index}="), Message("assistant", "1"))
     return Call(CallKind.SCORE, purpose, index, messages, (FinishReason.STOP,))

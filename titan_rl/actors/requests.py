@@ -54,21 +54,21 @@ class RequestServer(ConnectedActor):
         requests and no others.
         """
         asking = caller()
-        accepted: list[GenerationRequest] = []
+        accepted: dict[str, int] = {}  # id: place in the message
         refused: list[tuple[str, TitanError]] = []
-        for request in requests.unpack():
-            if request.request_id in self._asked_by:
-                refused.append((request.request_id, RequestError(f"request id {request.request_id} is already live")))
+        for place, each in enumerate(requests.request_ids):
+            if each in self._asked_by:
+                refused.append((each, RequestError(f"request id {each} is already live")))
             else:
-                self._asked_by[request.request_id] = asking
-                accepted.append(request)
+                self._asked_by[each] = asking
+                accepted[each] = place
         try:
-            self.take(accepted)
+            unpacked = requests.unpack()
+            self.take([unpacked[place] for place in accepted.values()])
         except Exception as why:
             _log.exception("a message of a client could not be taken")
             reason = f"could not be taken: {type(why).__name__}: {why}"
-            ids = [request.request_id for request in accepted]
-            self.answer([], [(each, RequestError(f"request {each!r} {reason}")) for each in ids])
+            self.answer([], [(each, RequestError(f"request {each!r} {reason}")) for each in accepted])
         if refused:
             asking.push(Answers(failures=refused))
 
@@ -219,8 +219,11 @@ class RequestClient:
     def _hear(self, answers: Answers) -> None:
         try:
             self._take(answers)
-        except Exception:  # costs only this message's requests; the connection goes on
+        except Exception as why:  # costs only this message's requests; the connection goes on
             _log.exception("a message of %s could not be taken", self._name)
+            reason = f"{self._name}: its answer could not be taken: {type(why).__name__}: {why}"
+            ids = [] if answers.completions is None else answers.completions.request_ids
+            self._fail([*ids, *(each for each, _ in answers.failures)], RequestError(reason))
 
     def _take(self, answers: Answers) -> None:
         if answers.pieces is not None:

@@ -359,4 +359,4 @@ class Sandbox:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s crashed", task.get_name(), exc_info=error)
-            self._end(f"its server crashed: {error!r}")
+            self._end(f"its sandbox crashed: {error!r}")
