@@ -43,7 +43,7 @@ class GatewayClosing(TitanError):
     """The gateway ends, and with it every call that is open."""
 
 
-class SessionOver(RequestError):
+class RolloutOver(RequestError):
     """A rollout's program may ask for nothing more: its turns or tokens are used up, or its rollout has ended."""
 
 

@@ -14,7 +14,7 @@ import pytest
 from support.gateway import ADD, ScriptedFleet, app_over, http_client, policy_of
 
 from titan_rl.chat.symbol_renderer import SymbolRenderer
-from titan_rl.gateway.openai.protocol import AssistantMessage
+from titan_rl.gateway.openai_protocol import AssistantMessage
 
 BODIES = json.loads(Path(__file__).with_name("framework_bodies.json").read_text())
 HISTORY = "0<tool>3+4</tool><tool>3+4</tool><result>7</result>7<tool>4+5</tool><tool>4+5</tool><result>9</result>"

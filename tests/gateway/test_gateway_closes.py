@@ -30,7 +30,7 @@ from test_serve_command import KEY, left_of, served_checkpoint
 
 from titan_rl.actors.gateway import GatewayClient
 from titan_rl.chat.symbol_renderer import SymbolRenderer
-from titan_rl.gateway.access.callers import ApiKeys, RolloutKeys
+from titan_rl.gateway.callers import ApiKeys, RolloutKeys
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.types import Completion, GenerationRequest, Piece
 
@@ -47,11 +47,11 @@ class HalfSaid(ScriptedFleet):
             yield each
 
 
-async def opened(renderer: SymbolRenderer, fleet: ScriptedFleet, *, sessions: bool):
+async def opened(renderer: SymbolRenderer, fleet: ScriptedFleet, *, rollout_keys: bool):
     """Keys, an HTTP client with one of them, and an event: a body has begun to be sent."""
     key, policy = "", policy_of(renderer, 32)
-    keys = RolloutKeys(policy, base_url="", run_seed=1) if sessions else ApiKeys(policy)
-    if sessions:
+    keys = RolloutKeys(policy, base_url="", run_seed=1) if rollout_keys else ApiKeys(policy)
+    if rollout_keys:
         key = (await keys.open(session_request("s"))).api_key
     app = app_over(fleet, policy, keys)
     begun = asyncio.Event()
@@ -67,11 +67,11 @@ async def opened(renderer: SymbolRenderer, fleet: ScriptedFleet, *, sessions: bo
     return keys, http_client(watched, key), begun
 
 
-@pytest.mark.parametrize("sessions", [False, True])
+@pytest.mark.parametrize("rollout_keys", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_open_call_is_a_503_that_may_be_tried_again(renderer, sessions, stream):
+async def test_an_open_call_is_a_503_that_may_be_tried_again(renderer, rollout_keys, stream):
     fleet = ScriptedFleet(renderer, None)
-    keys, http, _ = await opened(renderer, fleet, sessions=sessions)
+    keys, http, _ = await opened(renderer, fleet, rollout_keys=rollout_keys)
     call = asyncio.ensure_future(http.post("/v1/chat/completions", json={**CHAT, "stream": stream}))
     await fleet.until(1)
     keys.end_all()
@@ -83,7 +83,7 @@ async def test_an_open_call_is_a_503_that_may_be_tried_again(renderer, sessions,
 
 
 async def test_a_call_whose_body_is_still_coming_is_a_503_too(renderer):
-    keys, http, _ = await opened(renderer, ScriptedFleet(renderer), sessions=False)
+    keys, http, _ = await opened(renderer, ScriptedFleet(renderer), rollout_keys=False)
     reading = asyncio.Event()
 
     async def pieces() -> AsyncGenerator[bytes, None]:
@@ -105,7 +105,7 @@ async def test_a_call_that_waits_for_the_router_is_a_503_too(renderer, path):
             await self._never()
 
     fleet = SilentRouter(renderer)
-    keys, http, _ = await opened(renderer, fleet, sessions=False)
+    keys, http, _ = await opened(renderer, fleet, rollout_keys=False)
     call = asyncio.ensure_future(http.get(path))
     await fleet.until(1)
     keys.end_all()
@@ -114,10 +114,10 @@ async def test_a_call_that_waits_for_the_router_is_a_503_too(renderer, path):
     await fleet.until(0)
 
 
-@pytest.mark.parametrize("sessions", [False, True])
-async def test_a_stream_ends_with_the_reason(renderer, sessions):
+@pytest.mark.parametrize("rollout_keys", [False, True])
+async def test_a_stream_ends_with_the_reason(renderer, rollout_keys):
     fleet = HalfSaid(renderer, "01")
-    keys, http, begun = await opened(renderer, fleet, sessions=sessions)
+    keys, http, begun = await opened(renderer, fleet, rollout_keys=rollout_keys)
     call = asyncio.ensure_future(http.post("/v1/chat/completions", json={**CHAT, "stream": True}))
     await begun.wait()
     keys.end_all()
@@ -129,7 +129,7 @@ async def test_a_stream_ends_with_the_reason(renderer, sessions):
 
 async def test_a_stream_of_a_rollout_that_has_ended_says_so(renderer):
     fleet = HalfSaid(renderer, "01")
-    keys, http, begun = await opened(renderer, fleet, sessions=True)
+    keys, http, begun = await opened(renderer, fleet, rollout_keys=True)
     call = asyncio.ensure_future(http.post("/v1/chat/completions", json={**CHAT, "stream": True}))
     await begun.wait()
     await keys.close("s")
@@ -143,11 +143,11 @@ def endless(ai: openai.AsyncOpenAI, model: str, *, stream: bool) -> asyncio.Task
     return asyncio.ensure_future(call)
 
 
-@pytest.mark.parametrize("sessions", [False, True])
-async def test_a_gateway_that_is_closed_answers_what_is_open(sessions):
-    async with served(generators=1, gateway=GatewayConfig(port=0, model=MODEL, sessions=sessions)) as up:
+@pytest.mark.parametrize("rollout_keys", [False, True])
+async def test_a_gateway_that_is_closed_answers_what_is_open(rollout_keys):
+    async with served(generators=1, gateway=GatewayConfig(port=0, model=MODEL, rollout_keys=rollout_keys)) as up:
         key = "none"
-        if sessions:
+        if rollout_keys:
             endpoint = await GatewayClient(up.gateway, seconds=300).open(session_request("s", tokens=ENDLESS))
             key = endpoint.api_key
         ai = client(up, key).with_options(max_retries=0)

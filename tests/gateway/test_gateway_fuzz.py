@@ -20,7 +20,7 @@ async def test_no_request_that_a_fuzzer_makes_up_is_a_server_error(tmp_path):
 
 
 async def test_no_request_that_a_fuzzer_makes_up_in_a_session_is_a_server_error(tmp_path):
-    async with served(generators=2, gateway=GatewayConfig(port=0, model=MODEL, sessions=True)) as up:
+    async with served(generators=2, gateway=GatewayConfig(port=0, model=MODEL, rollout_keys=True)) as up:
         sessions = GatewayClient(up.gateway, seconds=300)
         endpoint = await sessions.open(session_request("fuzzed", tokens=8, max_turns=1 << 30))
         await fuzz(up, tmp_path, endpoint.api_key)

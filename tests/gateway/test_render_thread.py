@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from titan_rl.gateway.render_thread import RETURN_SECONDS, RenderThread
+from titan_rl.gateway.sampling import RETURN_SECONDS, RenderThread
 
 
 @pytest.mark.asyncio

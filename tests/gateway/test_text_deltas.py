@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from titan_rl.chat.renderer import Renderer, make_renderer
 from titan_rl.gateway.calls import Call, Chat, Choice
 from titan_rl.gateway.choices import HALF, ChoiceReader, TextDeltas, TextSoFar
-from titan_rl.gateway.errors import ApiError
+from titan_rl.gateway.responses import ApiError
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Message, SamplingParams, ToolSpec

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.sessions import ADD, UNEXTENDABLE, Program, Renderer, prompt_of, user
 
-from titan_rl.errors import RequestError, SessionOver, TaskError
+from titan_rl.errors import RequestError, RolloutOver, TaskError
 from titan_rl.rollout.token_graph import TokenGraph
 from titan_rl.rollout.turns import RolloutRecord
 from titan_rl.types import (
@@ -150,7 +150,7 @@ def test_no_program_gets_more_than_its_turns_and_tokens(renderer, data):
         promised = sum(each.sampling.max_new_tokens for each in open_calls)
         try:
             asked = program.ask([user("1")], choices=choices, wanted=SamplingParams(max_new_tokens=wanted))
-        except SessionOver:
+        except RolloutOver:
             assert asked_turns + choices > turns or tokens - sampled - promised < choices
         else:
             asked_turns += choices

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.sessions import ADD, LENGTH, RUN_SEED, UNEXTENDABLE, VERSION, Program, prompt_of, user
 
-from titan_rl.errors import RequestError, SessionOver
+from titan_rl.errors import RequestError, RolloutOver
 from titan_rl.seeding import request_seed
 from titan_rl.types import (
     FinishReason,
@@ -119,7 +119,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_and_takes_no_turn(renderer):
     program = Program(renderer, {"max_turns": 1})
     with pytest.raises(RequestError, match="max_model_len") as refused:
         program.ask_tokens([1] * LENGTH)
-    assert not isinstance(refused.value, SessionOver)
+    assert not isinstance(refused.value, RolloutOver)
     (asked,) = program.ask_tokens([1] * (LENGTH - 3))
     assert asked.sampling.max_new_tokens == 3
 
@@ -128,7 +128,7 @@ def test_what_is_asked_for_and_dropped_has_used_up_a_turn(renderer):
     program = Program(renderer, {"max_turns": 2})
     for _ in range(2):
         program.turns.dropped([program.ask([user("1")])[0].request_id])
-    with pytest.raises(SessionOver, match="2 turns"):
+    with pytest.raises(RolloutOver, match="2 turns"):
         program.ask([user("1")])
     assert program.turns.close().turns == ()
 
@@ -163,9 +163,9 @@ def test_a_closed_session_takes_nothing_more(renderer):
     program = Program(renderer)
     (asked,) = program.ask([user("1")])
     record = program.turns.close()
-    with pytest.raises(SessionOver):
+    with pytest.raises(RolloutOver):
         program.ask([user("1")])
-    with pytest.raises(SessionOver):
+    with pytest.raises(RolloutOver):
         program.answer(asked, renderer.encode("2"))
     program.turns.failed("later")
     assert (record.turns, record.failure) == ((), "")

@@ -17,8 +17,8 @@ from openai import AsyncOpenAI
 
 from titan_rl.chat.symbol_renderer import SymbolRenderer
 from titan_rl.config import RunConfig
-from titan_rl.gateway.access.callers import ApiKeys
 from titan_rl.gateway.app import build_app
+from titan_rl.gateway.callers import ApiKeys
 from titan_rl.gateway.calls import Fleet, ServedPolicy
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.generation.config import GeneratorConfig

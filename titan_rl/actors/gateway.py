@@ -18,15 +18,15 @@ from titan_rl.rollout.turns import RolloutRecord, RolloutRequest
 from titan_rl.types import Endpoint
 
 if TYPE_CHECKING:
-    from titan_rl.gateway.access.callers import RolloutKeys
     from titan_rl.gateway.app import GatewayServer
+    from titan_rl.gateway.callers import RolloutKeys
 
 STATUS_SECONDS = 20.0
 """Bound on the router's answer about its fleet."""
 
 
 class Gateway(ConnectedActor):
-    """Endpoints: `setup`, `serve`, `open_session`, `idle`, `close_session`, `close`."""
+    """Endpoints: `setup`, `serve`, `open_rollout`, `idle`, `close_rollout`, `close`."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Gateway(ConnectedActor):
             model_path: directory with the tokenizer of the served policy.
             renderer, renderer_kwargs: as in `RolloutConfig`.
             max_model_len: of the generators.
-            run_seed: the run's seed; only sessions sample by it.
+            run_seed: the run's seed; only rollouts sample by it.
         """
         self._config = config
         self._router = router
@@ -87,35 +87,35 @@ class Gateway(ConnectedActor):
         await self._server.ended()
 
     @served
-    async def open_session(self, request: RolloutRequest) -> Endpoint:
+    async def open_rollout(self, request: RolloutRequest) -> Endpoint:
         """See `RolloutGateway`."""
-        return await self._sessions().open(request)
+        return await self._rollout_keys().open(request)
 
     @served
     async def idle(self, session_id: str, seconds: float) -> None:
-        """See `RolloutGateway`; the call stays open until the session is idle."""
-        await self._sessions().idle(session_id, seconds)
+        """See `RolloutGateway`; the call stays open until the rollout is idle."""
+        await self._rollout_keys().idle(session_id, seconds)
 
     @served
-    async def close_session(self, session_id: str) -> RolloutRecord:
+    async def close_rollout(self, session_id: str) -> RolloutRecord:
         """See `RolloutGateway`."""
-        record = await self._sessions().close(session_id)
+        record = await self._rollout_keys().close(session_id)
         if self._fleet is not None:
             self._fleet.end_sessions([session_id])
         return record
 
     @served
     async def close(self) -> None:
-        """Refuse new calls, end all sessions and abort open calls; their clients get an error."""
+        """Refuse new calls, end all rollouts and abort open calls; their clients get an error."""
         if self._server is not None:
             await self._server.close()
         if self._fleet is not None:
             await self._fleet.leave()
 
-    def _sessions(self) -> RolloutKeys:
-        if self._server is None or not self._config.sessions:
-            raise ActorFailed("the gateway was called before setup, or has no sessions")
-        return self._server.sessions
+    def _rollout_keys(self) -> RolloutKeys:
+        if self._server is None or not self._config.rollout_keys:
+            raise ActorFailed("the gateway was called before setup, or has no rollout keys")
+        return self._server.rollout_keys
 
 
 class GatewayMesh:
@@ -149,16 +149,16 @@ class GatewayClient:
         """
         Args:
             gateway: handle of the actor.
-            seconds: bound on any one call but `idle`, which ends when the session does.
+            seconds: bound on any one call but `idle`, which ends when the rollout does.
         """
         self._gateway = Connection(gateway, what="gateway.{}")
         self._seconds = seconds
 
     async def open(self, request: RolloutRequest) -> Endpoint:
-        return await self._gateway.call(self._seconds, Gateway.open_session, request)
+        return await self._gateway.call(self._seconds, Gateway.open_rollout, request)
 
     async def idle(self, session_id: str, seconds: float) -> None:
         await self._gateway.call(None, Gateway.idle, session_id, seconds)
 
     async def close(self, session_id: str) -> RolloutRecord:
-        return await self._gateway.call(self._seconds, Gateway.close_session, session_id)
+        return await self._gateway.call(self._seconds, Gateway.close_rollout, session_id)

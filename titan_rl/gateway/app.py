@@ -1,38 +1,37 @@
 """The HTTP app and its server: any program that speaks one of the dialects can talk to the policy.
 
-    key → caller (access/) → body → Call (dialect) → prompts → engines → choices (sampling) → body or events (dialect)
+    key → caller → body → Call (dialect) → prompts → engines → choices (sampling) → body or events (dialect)
 
-- A call ends its engine work: answered, refused, failed, or aborted because its client hung up.
+- A call ends its engine work: answered, refused, failed, or aborted because its client hung up. It is cancelled then,
+  whatever it waits for.
 - Nothing that a client sends is a 500: a 4xx says what is wrong with it before anything is sent to an engine.
 
-A dialect is a folder beside `openai/`: the bodies that it takes, the `Call` that each one is, and how deltas, choices
-and errors are written.
+A dialect is two modules: the bodies that it takes and the `Call` that each one is (`openai_protocol`), and how deltas,
+choices and errors are written (`openai_routes`).
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from titan_rl.errors import ActorFailed, TitanError
-from titan_rl.gateway.access.callers import ApiKeys, RolloutKeys, unless
-from titan_rl.gateway.access.middleware import CALLER, CallMiddleware
-from titan_rl.gateway.address import listen
+from titan_rl.gateway.callers import CALLER, ApiKeys, Caller, RolloutKeys, unless
 from titan_rl.gateway.calls import Fleet, ServedPolicy
-from titan_rl.gateway.config import GatewayConfig
-from titan_rl.gateway.errors import ApiError, api_error
-from titan_rl.gateway.metrics import GatewayMetrics
-from titan_rl.gateway.openai.routes import error_object, routes
-from titan_rl.gateway.responses import JsonResponse
-from titan_rl.gateway.sampling import Sampler
+from titan_rl.gateway.config import GatewayConfig, listen
+from titan_rl.gateway.openai_routes import error_object, routes
+from titan_rl.gateway.responses import ApiError, JsonResponse, api_error
+from titan_rl.gateway.sampling import GatewayMetrics, Sampler
+from titan_rl.routing.fleet import GeneratorState
 
-SERVING = "serving"
-"""The state of a generator that takes requests (`routing.fleet.GeneratorState.SERVING`)."""
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
@@ -43,6 +42,13 @@ CLOSE_SECONDS = 1
 MOST_HEADER_BYTES = 64 << 10
 """Of one call; a longer one is answered 400. httptools, uvicorn's other parser, takes any number of bytes, and costs
 the gateway 6 % less CPU."""
+OPEN_PATHS = ("/health",)
+"""What anybody may ask: load balancers have no key."""
+CLIENT_GONE = 499
+"""Status under which a call is counted whose client hung up before it was answered; nobody reads it."""
+MOST_DISCARDED = 64 << 20
+"""Bytes of a body past its limit that are read and thrown away: a client reads no answer before it has sent its body.
+After that it is cut off."""
 
 
 def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: ApiKeys) -> FastAPI:
@@ -55,7 +61,7 @@ def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: A
     async def health(request: Request) -> Response:
         """200 while a generator serves."""
         members = await unless(fleet.fleet_status(), request.scope[CALLER].ended)
-        if any(member.state == SERVING for member in members):
+        if any(member.state == GeneratorState.SERVING for member in members):
             states = {member.name: {"state": member.state, "version": member.version} for member in members}
             return JsonResponse({"status": "serving", "generators": states})
         reasons = [f"{each.name} is {each.state}{each.last_error and f': {each.last_error}'}" for each in members]
@@ -95,7 +101,7 @@ class GatewayServer:
     def __init__(self, config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, *, run_seed: int) -> None:
         """
         Args:
-            run_seed: the run's seed; only sessions sample by it.
+            run_seed: the run's seed; only rollouts sample by it.
 
         Raises:
             ConfigError: the address cannot be listened on.
@@ -106,7 +112,7 @@ class GatewayServer:
         """Without `/v1`."""
         self.keys = (
             RolloutKeys(policy, base_url=f"{self.url}/v1", run_seed=run_seed)
-            if config.sessions
+            if config.rollout_keys
             else ApiKeys(policy, config.api_key)
         )
         self._server = uvicorn.Server(
@@ -126,8 +132,8 @@ class GatewayServer:
         self._running = asyncio.get_running_loop().create_task(self._server.serve(sockets=[listener]))
 
     @property
-    def sessions(self) -> RolloutKeys:
-        """Where `GatewayConfig.sessions` is on."""
+    def rollout_keys(self) -> RolloutKeys:
+        """Where `GatewayConfig.rollout_keys` is on."""
         assert isinstance(self.keys, RolloutKeys)
         return self.keys
 
@@ -139,7 +145,113 @@ class GatewayServer:
             raise ActorFailed(f"the HTTP server ended by itself: {error or 'no error'}")
 
     async def close(self) -> None:
-        """Take no more calls, end all sessions, and abort what is open; clients are told so."""
+        """Take no more calls, end all rollouts, and abort what is open; clients are told so."""
         self.keys.end_all()
         self._server.should_exit = True
         await asyncio.wait([self._running])
+
+
+class ClientGone(Exception):
+    """The client hung up; what it asked for was aborted."""
+
+
+class CallMiddleware:
+    """What every call passes before the app: its key, the size of its body, and the counters."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: ApiKeys,
+        metrics: GatewayMetrics,
+        paths: frozenset[str],
+        max_body_bytes: int,
+        refusal: Callable[[Exception], Response],
+    ) -> None:
+        """
+        Args:
+            paths: those of the app; calls of any other are counted together.
+            refusal: the answer to a call that does not reach the app.
+        """
+        self._app = app
+        self._keys = keys
+        self._metrics = metrics
+        self._paths = paths
+        self._max_body_bytes = max_body_bytes
+        self._refusal = refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = CLIENT_GONE
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        path = scope["path"] if scope["path"] in self._paths else "other"
+        with self._metrics.open.track_inprogress(), self._metrics.seconds.labels(path).time():
+            try:
+                await self._answer(scope, receive, watched)
+            except ClientGone:
+                pass
+            except Exception:
+                status = 500  # what is around this middleware answers so
+                raise
+            finally:
+                self._metrics.calls.labels(path, str(status)).inc()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            caller = self._caller(scope)
+            with caller.call_open():
+                body = await unless(self._body(receive), caller.ended)
+
+                async def whole_body() -> Message:
+                    return {"type": "http.request", "body": body, "more_body": False}
+
+                gone = asyncio.ensure_future(_hung_up(receive))
+                try:
+                    await unless(self._app({**scope, CALLER: caller}, whole_body, send), gone)
+                finally:
+                    gone.cancel()
+        except (ApiError, TitanError) as error:
+            await self._refusal(error)(scope, receive, send)
+
+    def _caller(self, scope: Scope) -> Caller:
+        if scope["path"] in OPEN_PATHS:
+            return self._keys.anybody
+        caller = self._keys.caller(Headers(scope=scope).get("authorization", ""))
+        if caller is None:
+            problem = "the API key is missing or wrong: send it as `Authorization: Bearer KEY`"
+            headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}
+            raise ApiError(401, problem, code="invalid_api_key", headers=headers)
+        return caller
+
+    async def _body(self, receive: Receive) -> bytes:
+        most = self._max_body_bytes
+        parts: list[bytes] = []
+        length, more = 0, True
+        while more and length <= most + MOST_DISCARDED:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part, more = message.get("body", b""), message.get("more_body", False)
+            length += len(part)
+            if length <= most:
+                parts.append(part)
+            else:
+                parts.clear()
+        if length > most:
+            problem = f"the request body is longer than {most} bytes"
+            raise ApiError(413, problem, headers={"Connection": "close"})
+        return b"".join(parts)
+
+
+async def _hung_up(receive: Receive) -> ClientGone:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    return ClientGone()

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from titan_rl.chat.renderer import Renderer
 from titan_rl.errors import RequestTooLong, TaskError
+from titan_rl.routing.fleet import GeneratorStatus
 from titan_rl.types import Completion, GenerationRequest, Message, Piece, SamplingParams, ToolSpec
 
 SHORT_TEXT = 1 << 16
@@ -131,25 +132,6 @@ class Delta:
     """Set in the last delta. Its tool calls and reasoning were not told before."""
 
 
-class Member(Protocol):
-    """One generator, as the router reports it."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def state(self) -> str: ...
-    @property
-    def version(self) -> str: ...
-    @property
-    def in_flight(self) -> int: ...
-    @property
-    def served(self) -> int: ...
-    @property
-    def failed(self) -> int: ...
-    @property
-    def last_error(self) -> str: ...
-
-
 class Fleet(Protocol):
     """The generators behind the gateway."""
 
@@ -164,5 +146,5 @@ class Fleet(Protocol):
     def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
         """The same in pieces, as they are sampled, and then whole. Closing it aborts the engine's work."""
 
-    async def fleet_status(self) -> Sequence[Member]:
+    async def fleet_status(self) -> Sequence[GeneratorStatus]:
         """Every generator. Raises TitanError when the router does not answer."""

@@ -23,7 +23,7 @@ import numpy as np
 
 from titan_rl.chat.renderer import Renderer
 from titan_rl.gateway.calls import Call, Chat, Choice, Delta
-from titan_rl.gateway.errors import ApiError
+from titan_rl.gateway.responses import ApiError
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Message, Piece
 
 LOWEST_LOGPROB = -9999.0

@@ -1,8 +1,11 @@
-"""Config of the gateway. Standard library only."""
+"""Config of the gateway, and listening on its address: tried before a run starts, done by its server. Standard library
+only."""
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import socket
 from dataclasses import dataclass
 
 from titan_rl.errors import ConfigError
@@ -18,7 +21,7 @@ class GatewayConfig:
     """0: any free port; the one that was taken is printed."""
     api_key: str = ""
     """What clients send as `Authorization: Bearer …`, for everything but `/health`. Empty: no key is asked for."""
-    sessions: bool = False
+    rollout_keys: bool = False
     """Inside a run: every rollout has a key of its own, and no other is good."""
     model: str = "policy"
     """Name under which the policy is listed, and which requests must give."""
@@ -37,9 +40,9 @@ class GatewayConfig:
             raise ConfigError("--model-name must not be empty")
         if self.api_key and not (self.api_key.isascii() and self.api_key.isprintable()):
             raise ConfigError("--api-key must be of printable ASCII characters: it travels in an HTTP header")
-        if self.sessions and self.api_key:
-            raise ConfigError("gateway.sessions gives every rollout a key of its own: leave gateway.api_key out")
-        if not self.api_key and not self.sessions and not _is_loopback(self.host):
+        if self.rollout_keys and self.api_key:
+            raise ConfigError("gateway.rollout_keys gives every rollout a key of its own: leave gateway.api_key out")
+        if not self.api_key and not self.rollout_keys and not _is_loopback(self.host):
             raise ConfigError(
                 f"--host {self.host} can be reached from other machines: name a key that clients must send "
                 "(--api-key), or listen on 127.0.0.1"
@@ -53,3 +56,19 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name, which may resolve to anything
         return False
+
+
+def listen(host: str, port: int, *, backlog: int = 1) -> socket.socket:
+    """A socket that listens there; port 0: on any free one.
+
+    Raises:
+        ConfigError: nobody can listen there, and why.
+    """
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        both = family == socket.AF_INET6
+        return socket.create_server(address[:2], family=family, backlog=backlog, dualstack_ipv6=both)
+    except OSError as error:
+        remedy = "; name another one, or 0 for any free port" * (error.errno == errno.EADDRINUSE)
+        why = error.strerror or error
+        raise ConfigError(f"cannot listen on {host}, port {port}: {why}{remedy}") from error

@@ -4,26 +4,36 @@
 - Every request has an id of its own, and is sent once.
 - Nothing bounds the time of an answer but `router.request_seconds`. A dead fleet fails its requests, and a client that
   has waited long enough hangs up.
+- One thread does all that tokenizes, because a long text must not hold up the answers of other calls.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from titan_rl.errors import GeneratorFailed, TitanError
-from titan_rl.gateway.access.callers import Caller
+from titan_rl.gateway.callers import Caller
 from titan_rl.gateway.calls import Call, Choice, Delta, Fleet, ServedPolicy
 from titan_rl.gateway.choices import ChoiceReader
-from titan_rl.gateway.errors import ApiError
-from titan_rl.gateway.metrics import GatewayMetrics
-from titan_rl.gateway.render_thread import RenderThread
+from titan_rl.gateway.responses import ApiError
+from titan_rl.routing.fleet import GeneratorStatus
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
 
 T = TypeVar("T")
+
+RETURN_SECONDS = 0.002
+"""A result of the render thread waits at most so long for others to return with."""
+SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
+
+_Job = tuple[asyncio.Future[Any], Callable[[], Any]]
 
 
 class Sampler:
@@ -201,3 +211,103 @@ async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class RenderThread:
+    """Runs jobs in one thread, in the order in which they were given: renderers are not made for several threads.
+
+    Jobs that are given while the thread is busy go to it together, and their results come back together: with many
+    streams, a journey to the thread for each token costs more than the work. Belongs to one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="renderer")
+        self._waiting: list[_Job] = []
+        self._busy = False
+
+    async def run(self, job: Callable[[], T]) -> T:
+        """What `job` returns or raises. It does not run at all when the caller is cancelled before its turn."""
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[T] = loop.create_future()
+        self._waiting.append((result, job))
+        if not self._busy:
+            self._busy = True
+            loop.call_soon(self._next_batch, loop)
+        return await result
+
+    def _next_batch(self, loop: asyncio.AbstractEventLoop) -> None:
+        batch, self._waiting = self._waiting, []
+        self._busy = bool(batch)
+        if batch:
+            self._thread.submit(self._run, batch, loop)
+
+    def _run(self, batch: list[_Job], loop: asyncio.AbstractEventLoop) -> None:
+        """In the thread."""
+        done: list[tuple[asyncio.Future[Any], Any, Exception | None]] = []
+        returned = time.monotonic()
+        for result, job in batch:
+            if result.cancelled():
+                continue
+            try:
+                done.append((result, job(), None))
+            except Exception as error:
+                done.append((result, None, error))
+            if (now := time.monotonic()) - returned > RETURN_SECONDS:
+                loop.call_soon_threadsafe(_return, done)
+                done, returned = [], now
+        loop.call_soon_threadsafe(_return, done)
+        loop.call_soon_threadsafe(self._next_batch, loop)
+
+
+def _return(done: list[tuple[asyncio.Future[Any], Any, Exception | None]]) -> None:
+    for result, value, error in done:
+        if result.cancelled():
+            continue
+        if error is None:
+            result.set_result(value)
+        else:
+            result.set_exception(error)
+
+
+class GatewayMetrics:
+    """What one gateway counts, in Prometheus' text format."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+
+        def counter(name: str, what: str, *labels: str) -> Counter:
+            return Counter(f"titan_rl_gateway_{name}", what, labels, registry=self._registry)
+
+        def gauge(name: str, what: str, *labels: str) -> Gauge:
+            return Gauge(f"titan_rl_gateway_{name}", what, labels, registry=self._registry)
+
+        self.calls = counter("calls", "HTTP calls by path and status.", "path", "status")
+        self.open = gauge("open_calls", "HTTP calls without a finished answer.")
+        self.seconds = Histogram(
+            "titan_rl_gateway_call_seconds",
+            "From a call's headers to its answer's end.",
+            ["path"],
+            buckets=SECONDS_BUCKETS,
+            registry=self._registry,
+        )
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts that were answered.")
+        self.completion_tokens = counter("completion_tokens", "Sampled tokens that were handed out.")
+        self.ignored_options = counter(
+            "ignored_options",
+            "Sampling options of a rollout's program that were not used: the run decides how the policy samples.",
+            "option",
+        )
+        self._in_flight = gauge("generator_in_flight", "Requests that a generator runs.", "generator")
+        self._served = gauge("generator_served", "Completions that a generator finished.", "generator")
+        self._failed = gauge("generator_failed", "Attempts on a generator that failed.", "generator")
+        self._state = gauge("generator_state", "1 for the state that it is in.", "generator", "state")
+
+    def exposition(self, fleet: Sequence[GeneratorStatus]) -> bytes:
+        """Everything, with the fleet as it is now."""
+        self._state.clear()
+        for member in fleet:
+            self._in_flight.labels(member.name).set(member.in_flight)
+            self._served.labels(member.name).set(member.served)
+            self._failed.labels(member.name).set(member.failed)
+            self._state.labels(member.name, member.state).set(1)
+        return generate_latest(self._registry)

@@ -25,8 +25,7 @@ from titan_rl.data_plane.layout import encoded_size
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import Environment
 from titan_rl.errors import AbsentError, ConfigError
-from titan_rl.gateway.address import listen
-from titan_rl.gateway.config import GatewayConfig
+from titan_rl.gateway.config import GatewayConfig, listen
 from titan_rl.generation.config import ENGINES, LINEARS, refuse_more_ranks
 from titan_rl.importing import import_name, user_code
 from titan_rl.launch.placement import HostFacts, plan, plays, resolve_device

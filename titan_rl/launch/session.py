@@ -68,7 +68,7 @@ async def start(
     from titan_rl.launch.meshes import Meshes
 
     agents = config.rollout.agents
-    gateway = GatewayConfig(host=agents.host, port=agents.port, sessions=True)
+    gateway = GatewayConfig(host=agents.host, port=agents.port, rollout_keys=True)
     board = faults if faults is not None else FaultBoard()
     meshes = Meshes(
         config,

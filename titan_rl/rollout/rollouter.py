@@ -84,7 +84,7 @@ class Rollouter:
         """Sample one turn of the policy and add it to the rollout, to be trained.
 
         Raises:
-            SessionOver: the rollout has no turns or tokens left.
+            RolloutOver: the rollout has no turns or tokens left.
             RequestError: the prompt leaves no room, or the generator refuses it, or the completion was aborted.
         """
         group, sample = turns.request.group, turns.request.sample

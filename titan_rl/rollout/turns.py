@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from titan_rl.chat.renderer import Renderer
-from titan_rl.errors import SessionOver, TaskError
+from titan_rl.errors import RolloutOver, TaskError
 from titan_rl.generation.engine import validate_request
 from titan_rl.rollout.conversations import Conversations, Place, Said
 from titan_rl.seeding import request_seed
@@ -203,7 +203,7 @@ class Turns:
             choices: number of choices per prompt.
 
         Raises:
-            SessionOver: too few turns or tokens are left, or the session was closed.
+            RolloutOver: too few turns or tokens are left, or the session was closed.
             RequestError: no engine can serve it. The call uses up no turns.
         """
         total = len(prompts) * choices
@@ -254,10 +254,10 @@ class Turns:
             stopped: whether a stop token or a stop text ended the turn.
 
         Raises:
-            SessionOver: the session was closed meanwhile.
+            RolloutOver: the session was closed meanwhile.
         """
         if self._over:
-            raise SessionOver("the rollout has ended")
+            raise RolloutOver("the rollout has ended")
         prompt, number, _ = self._open.pop(completion.request_id)
         self._sampled += len(completion.token_ids)
         turn = Turn(
@@ -309,14 +309,14 @@ class Turns:
     def _share(self, choices: int) -> int:
         """Most tokens that each of `choices` choices may sample."""
         if self._over:
-            raise SessionOver("the rollout has ended")
+            raise RolloutOver("the rollout has ended")
         most = self.request.max_turns
         if self.asked + choices > most:
-            raise SessionOver(f"{choices} more completions after {self.asked} are more than the rollout's {most} turns")
+            raise RolloutOver(f"{choices} more completions after {self.asked} are more than the rollout's {most} turns")
         if not self.request.max_sampled_tokens:
             return UNBOUNDED
         free = self.request.max_sampled_tokens - self._sampled - sum(each.tokens for each in self._open.values())
         if free < choices:
             taken = " or promised to calls that are open" if self._open else ""
-            raise SessionOver(f"the rollout's {self.request.max_sampled_tokens} tokens are sampled{taken}")
+            raise RolloutOver(f"the rollout's {self.request.max_sampled_tokens} tokens are sampled{taken}")
         return free // choices

@@ -3,8 +3,8 @@
 There are two kinds of keys: one key for everybody, whose callers choose how to sample, and one key per rollout of a
 run, whose calls become that rollout. The app treats both alike. Rules for a rollout's key:
 
-- It is valid from `open` to `close` of its session. Calls with it belong to that rollout and to no other.
-- A session is closed at once: its record contains the calls answered until then, and open calls are aborted.
+- It is valid from `open` to `close` of its rollout. Calls with it belong to that rollout and to no other.
+- A rollout is closed at once: its record contains the calls answered until then, and open calls are aborted.
 - The run decides how tokens are drawn: sampling options of a program are accepted and ignored (see `rollout.turns`).
 """
 
@@ -20,15 +20,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from titan_rl.errors import GatewayClosing, RequestError, SessionOver, TaskError, TitanError
+from titan_rl.errors import GatewayClosing, RequestError, RolloutOver, TaskError, TitanError
 from titan_rl.gateway.calls import Call, Chat, Choice, ServedPolicy
-from titan_rl.gateway.errors import ApiError
+from titan_rl.gateway.responses import ApiError
 from titan_rl.generation.engine import validate_request
 from titan_rl.rollout.turns import Prompt, RolloutRecord, RolloutRequest, Turns
 from titan_rl.seeding import derive_seed
 from titan_rl.types import Endpoint, GenerationRequest
 
 SCHEME = "Bearer "
+CALLER = "titan_rl.caller"
+"""Where a call's ASGI scope has its `Caller`."""
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
@@ -85,7 +87,7 @@ class Caller:
         return ()
 
     def answered(self, choice: Choice) -> None:
-        """Called before a choice is handed out. Raises SessionOver if the session was closed."""
+        """Called before a choice is handed out. Raises RolloutOver if the rollout was closed."""
 
     def failed(self, error: Exception) -> None:
         """Called when a call failed."""
@@ -124,7 +126,7 @@ class ApiKeys:
 
 
 class RolloutKeys(ApiKeys):
-    """A key per open session; a `RolloutGateway` for rollout workers. Belongs to one loop."""
+    """A key per open rollout; a `RolloutGateway` for rollout workers. Belongs to one loop."""
 
     def __init__(self, policy: ServedPolicy, *, base_url: str, run_seed: int) -> None:
         """
@@ -139,23 +141,23 @@ class RolloutKeys(ApiKeys):
         self._by_key: dict[bytes, RolloutCaller] = {}
 
     async def open(self, request: RolloutRequest) -> Endpoint:
-        """See `RolloutGateway`. Raises RequestError where a session of that id is open."""
+        """See `RolloutGateway`. Raises RequestError where a rollout of that id is open."""
         if request.session_id in self._by_id:
-            raise RequestError(f"session {request.session_id} is open already")
+            raise RequestError(f"rollout {request.session_id} is open already")
         key = f"sk-{secrets.token_urlsafe(32)}"
         caller = RolloutCaller(request, self._policy, run_seed=self._run_seed, key_digest=_digest(key))
         self._by_id[request.session_id] = self._by_key[caller.key_digest] = caller
         return Endpoint(base_url=self._base_url, api_key=key, model=self._policy.name)
 
     async def idle(self, session_id: str, seconds: float) -> None:
-        """See `RolloutGateway`; returns too when the session is closed. Raises SessionOver where there is none."""
+        """See `RolloutGateway`; returns too when the rollout is closed. Raises RolloutOver where there is none."""
         await self._open(session_id).idle(seconds)
 
     async def close(self, session_id: str) -> RolloutRecord:
-        """See `RolloutGateway`. Raises SessionOver where there is none."""
+        """See `RolloutGateway`. Raises RolloutOver where there is none."""
         caller = self._open(session_id)
         del self._by_id[session_id], self._by_key[caller.key_digest]
-        return caller.close(SessionOver("the rollout has ended; the call was aborted"))
+        return caller.close(RolloutOver("the rollout has ended; the call was aborted"))
 
     def caller(self, authorization: str) -> Caller | None:
         # Looked up by digest, so that timing reveals nothing about existing keys.
@@ -171,7 +173,7 @@ class RolloutKeys(ApiKeys):
 
     def _open(self, session_id: str) -> RolloutCaller:
         if session_id not in self._by_id:
-            raise SessionOver(f"there is no open session {session_id}")
+            raise RolloutOver(f"there is no open rollout {session_id}")
         return self._by_id[session_id]
 
 
@@ -188,7 +190,7 @@ class RolloutCaller(Caller):
         self._quiet_since = self._now()
 
     async def idle(self, seconds: float) -> None:
-        """Return once no call has been open for `seconds`, or when the session is closed."""
+        """Return once no call has been open for `seconds`, or when the rollout is closed."""
         while not self.ended.done():
             await self._quiet.wait()
             left = self._quiet_since + seconds - self._now()
@@ -197,7 +199,7 @@ class RolloutCaller(Caller):
             await asyncio.wait([self.ended], timeout=left)
 
     def close(self, reason: TitanError) -> RolloutRecord:
-        """Close the session; returns its record. Open calls end with `reason`."""
+        """Close the rollout; returns its record. Open calls end with `reason`."""
         record = self._turns.close()
         self.end(reason)
         self._quiet.set()

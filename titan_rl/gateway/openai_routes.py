@@ -21,12 +21,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from titan_rl.errors import TitanError
-from titan_rl.gateway.access.callers import Caller
-from titan_rl.gateway.access.middleware import CALLER
+from titan_rl.gateway.callers import CALLER, Caller
 from titan_rl.gateway.calls import Choice, Delta, ServedPolicy
-from titan_rl.gateway.errors import ApiError, api_error
-from titan_rl.gateway.openai.protocol import ChatCompletionRequest, CompletionRequest
-from titan_rl.gateway.responses import EventStream, JsonResponse, to_json
+from titan_rl.gateway.openai_protocol import ChatCompletionRequest, CompletionRequest
+from titan_rl.gateway.responses import ApiError, EventStream, JsonResponse, api_error, to_json
 from titan_rl.gateway.sampling import Sampler
 from titan_rl.types import Message
 

@@ -11,8 +11,8 @@ import pytest
 from support.gateway import ADD, MODEL, ScriptedFleet, app_over, http_client, policy_of, session_request
 
 from titan_rl.chat.symbol_renderer import SymbolRenderer
-from titan_rl.errors import GeneratorFailed, RequestError, SessionOver
-from titan_rl.gateway.access.callers import RolloutKeys
+from titan_rl.errors import GeneratorFailed, RequestError, RolloutOver
+from titan_rl.gateway.callers import RolloutKeys
 from titan_rl.types import Endpoint, FinishReason, Message
 
 URL = "http://gateway/v1"
@@ -25,11 +25,11 @@ class Gateway:
     def __init__(self, renderer: SymbolRenderer, *texts: str | Exception | None) -> None:
         self.fleet = ScriptedFleet(renderer, *texts)
         policy = policy_of(renderer, LENGTH)
-        self.sessions = RolloutKeys(policy, base_url=URL, run_seed=1)
-        self.app = app_over(self.fleet, policy, self.sessions)
+        self.keys = RolloutKeys(policy, base_url=URL, run_seed=1)
+        self.app = app_over(self.fleet, policy, self.keys)
 
     async def open(self, session_id: str = "s", **options) -> openai.AsyncOpenAI:
-        return self.client((await self.sessions.open(session_request(session_id, **options))).api_key)
+        return self.client((await self.keys.open(session_request(session_id, **options))).api_key)
 
     def client(self, key: str) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=URL, api_key=key, http_client=http_client(self.app))
@@ -48,7 +48,7 @@ async def ask(client: openai.AsyncOpenAI, *messages, **options):
 
 async def test_an_endpoint_is_what_openais_clients_read(renderer):
     gateway = Gateway(renderer)
-    endpoint = await gateway.sessions.open(session_request("s"))
+    endpoint = await gateway.keys.open(session_request("s"))
     assert endpoint == Endpoint(base_url=URL, api_key=endpoint.api_key, model=MODEL)
     assert endpoint.environ().keys() == {"OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"}
 
@@ -70,7 +70,7 @@ async def test_a_key_is_good_until_its_session_is_closed(renderer):
     gateway = Gateway(renderer, "2$", "3$")
     client = await gateway.open()
     await ask(client, user("1"))
-    await gateway.sessions.close("s")
+    await gateway.keys.close("s")
     with pytest.raises(openai.AuthenticationError):
         await ask(client, user("1"))
     assert len(gateway.fleet.asked) == 1
@@ -89,9 +89,9 @@ async def test_a_session_is_opened_once_and_closed_once(renderer):
     await gateway.open()
     with pytest.raises(RequestError, match="open already"):
         await gateway.open()
-    await gateway.sessions.close("s")
-    for refused in (gateway.sessions.close("s"), gateway.sessions.idle("s", 0)):
-        with pytest.raises(SessionOver, match="no open session s"):
+    await gateway.keys.close("s")
+    for refused in (gateway.keys.close("s"), gateway.keys.idle("s", 0)):
+        with pytest.raises(RolloutOver, match="no open rollout s"):
             await refused
     await gateway.open()
 
@@ -109,7 +109,7 @@ async def test_a_conversation_with_a_tool_goes_on_in_the_sampled_tokens(renderer
     result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
     assert (await ask(client, user("1+2="), back, result, tools=[ADD])).choices[0].message.content == "3"
 
-    record = await gateway.sessions.close("s")
+    record = await gateway.keys.close("s")
     first, second = record.turns
     assert second.prompt_token_ids.tolist() == renderer.encode("1+2=4<tool>1+2</tool><result>3</result>")
     assert renderer.decode(second.completion.token_ids.tolist()) == "3<eos>"
@@ -131,7 +131,7 @@ async def test_what_openais_client_gives_may_be_sent_back_as_it_came(renderer, s
         results = [{"role": "tool", "tool_call_id": call.id, "content": "1"} for call in answer.tool_calls or ()]
         messages += [sent_back(answer), *(results or [user("=")])]
     await ask(client, *messages, tools=[ADD])
-    record = await gateway.sessions.close("s")
+    record = await gateway.keys.close("s")
     assert renderer.decode(record.turns[-1].prompt_token_ids.tolist()) == "1=<tool>1</tool><result>1</result>2<eos>="
     assert record.rendered_anew == 0
 
@@ -142,7 +142,7 @@ async def test_a_malformed_call_is_the_text_that_it_was(renderer):
     answer = (await ask(client, user("="), tools=[ADD])).choices[0]
     assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == ("12</tool>", None, "stop")
     await ask(client, user("="), {"role": "assistant", "content": "12</tool>"}, user("+"), tools=[ADD])
-    record = await gateway.sessions.close("s")
+    record = await gateway.keys.close("s")
     assert renderer.decode(record.turns[-1].prompt_token_ids.tolist()) == "=12</tool>+"
     assert record.rendered_anew == 0
 
@@ -153,7 +153,7 @@ async def test_a_stop_text_cuts_what_is_recorded_behind_it(renderer):
     choice = (await ask(client, user("1"), stop=["+="], temperature=0.3)).choices[0]
     assert (choice.message.content, choice.finish_reason) == ("12", "stop")
     await ask(client, user("1"), {"role": "assistant", "content": "12"}, user("9"))
-    record = await gateway.sessions.close("s")
+    record = await gateway.keys.close("s")
     completion = record.turns[0].completion
     assert renderer.decode(completion.token_ids.tolist()) == "12+="
     assert completion.logprobs.tolist() == [-1, -2, -3, -4]
@@ -170,7 +170,7 @@ async def test_a_turn_in_which_nothing_is_said_can_be_gone_on_from(renderer, sai
     answer = (await ask(client, user("1"))).choices[0].message
     assert answer.content == ""
     await ask(client, user("1"), {"role": "assistant", "content": ""}, user("9"))
-    record = await gateway.sessions.close("s")
+    record = await gateway.keys.close("s")
     eos = "<eos>" if said else ""
     assert renderer.decode(record.turns[1].prompt_token_ids.tolist()) == f"1{eos}9"
     assert record.rendered_anew == 0
@@ -184,7 +184,7 @@ async def test_streams_are_recorded_like_whole_answers(renderer):
     async for chunk in stream:
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
-    record = await gateway.sessions.close("s")
+    record = await gateway.keys.close("s")
     assert [renderer.decode(call.completion.token_ids.tolist()) for call in record.turns] == ["2<eos>", "3<eos>"]
     assert texts == {0: "2", 1: "3"}
     assert record.messages == (Message("user", "1"), Message("assistant", "2"))
@@ -196,7 +196,7 @@ async def test_text_completions_take_token_ids_as_they_are(renderer):
     ids = renderer.encode("<tool>1")
     await client.completions.create(model=MODEL, prompt=ids, max_tokens=7)
     await client.completions.create(model=MODEL, prompt="1=")
-    record = await gateway.sessions.close("s")
+    record = await gateway.keys.close("s")
     assert [call.prompt_token_ids.tolist() for call in record.turns] == [ids, renderer.encode("1=")]
     assert [each.sampling.max_new_tokens for each in gateway.fleet.asked] == [7, 16]
     assert record.messages == (Message("user", "1="), Message("assistant", "3"))
@@ -208,7 +208,7 @@ async def test_two_sessions_do_not_know_each_others_conversations(renderer):
     await ask(one, user("1"))
     await ask(other, user("1"), {"role": "assistant", "content": "2"}, user("="))
     await ask(one, user("1"), {"role": "assistant", "content": "2"}, user("="))
-    records = [await gateway.sessions.close(name) for name in ("one", "other")]
+    records = [await gateway.keys.close(name) for name in ("one", "other")]
     prompts = [[renderer.decode(call.prompt_token_ids.tolist()) for call in record.turns] for record in records]
     assert prompts == [["1", "12<eos>="], ["12="]]  # not the other's end of turn
     assert [each.session_id for each in gateway.fleet.asked] == ["one", "other", "one"]
@@ -247,7 +247,7 @@ async def test_past_its_budget_a_program_is_refused_and_not_told_to_try_again(re
         await ask(client, user("1"), **options)
     assert refused.value.code == "rollout_over"
     assert refused.value.response.headers["x-should-retry"] == "false"
-    record = await gateway.sessions.close("s")
+    record = await gateway.keys.close("s")
     assert (len(record.turns), record.failure) == (1, "")
 
 
@@ -266,7 +266,7 @@ async def test_a_prompt_that_is_too_long_is_the_programs_fault_and_costs_no_turn
         await ask(client, user("1" * LENGTH))
     assert refused.value.code == "context_length_exceeded"
     await ask(client, user("1"))
-    assert (await gateway.sessions.close("s")).failure == ""
+    assert (await gateway.keys.close("s")).failure == ""
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -276,7 +276,7 @@ async def test_a_failure_of_an_engine_is_told_and_recorded(renderer, stream):
     await ask(client, user("1"))
     with pytest.raises(openai.InternalServerError, match="generator0 died"):
         await ask(client, user("1"), stream=stream)
-    record = await gateway.sessions.close("s")
+    record = await gateway.keys.close("s")
     assert "generator0 died" in record.failure
     assert len(record.turns) == 1
 
@@ -286,14 +286,14 @@ async def test_a_bug_of_ours_is_not_the_programs_fault(renderer):
     client = (await gateway.open()).with_options(max_retries=0)
     with pytest.raises(openai.InternalServerError):
         await ask(client, user("1"))
-    assert (await gateway.sessions.close("s")).failure == "ValueError: oops"
+    assert (await gateway.keys.close("s")).failure == "ValueError: oops"
 
 
 async def test_what_an_engine_refuses_is_the_programs_fault(renderer):
     gateway = Gateway(renderer, RequestError("too much"))
     with pytest.raises(openai.BadRequestError):
         await ask(await gateway.open(), user("1"))
-    assert (await gateway.sessions.close("s")).failure == ""
+    assert (await gateway.keys.close("s")).failure == ""
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -302,7 +302,7 @@ async def test_closing_a_session_aborts_its_open_calls_and_records_nothing_of_th
     client = await gateway.open()
     calls = [asyncio.ensure_future(ask(client, user("1"), stream=stream)) for _ in range(2)]
     await gateway.fleet.until(2)
-    record = await gateway.sessions.close("s")
+    record = await gateway.keys.close("s")
     for call in calls:
         with pytest.raises(openai.PermissionDeniedError) as ended:
             await call
@@ -314,17 +314,17 @@ async def test_closing_a_session_aborts_its_open_calls_and_records_nothing_of_th
 async def test_a_session_is_idle_while_it_has_no_open_call(renderer):
     gateway = Gateway(renderer, None)
     client = await gateway.open()
-    await gateway.sessions.idle("s", 0)
+    await gateway.keys.idle("s", 0)
     call = asyncio.ensure_future(ask(client, user("1")))
     await gateway.fleet.until(1)
-    idle = asyncio.ensure_future(gateway.sessions.idle("s", 0))
-    later = asyncio.ensure_future(gateway.sessions.idle("s", 1e6))
+    idle = asyncio.ensure_future(gateway.keys.idle("s", 0))
+    later = asyncio.ensure_future(gateway.keys.idle("s", 1e6))
     await asyncio.wait([idle, later], timeout=0)
     assert not idle.done()
     call.cancel()
     await idle
     assert not later.done()
-    await gateway.sessions.close("s")
+    await gateway.keys.close("s")
     await later
 
 
@@ -336,6 +336,6 @@ async def test_calls_of_one_session_are_recorded_in_the_order_in_which_they_are_
     await ask(client, user("5"))
     waiting.cancel()
     await gateway.fleet.until(0)
-    record = await gateway.sessions.close("s")
+    record = await gateway.keys.close("s")
     assert [renderer.decode(call.prompt_token_ids.tolist()) for call in record.turns] == ["5"]
     assert np.array_equal(record.turns[0].completion.token_ids, renderer.encode("2<eos>"))

@@ -12,7 +12,7 @@ from support.gateway import MODEL, say, served, session_request, until_busy, unt
 from support.gateway_engines import ENDLESS
 
 from titan_rl.actors.gateway import GatewayClient
-from titan_rl.errors import RequestError, SessionOver
+from titan_rl.errors import RequestError, RolloutOver
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch.session import Serving
 from titan_rl.types import Message
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def up() -> AsyncIterator[Serving]:
-    async with served(generators=2, gateway=GatewayConfig(port=0, model=MODEL, sessions=True)) as serving:
+    async with served(generators=2, gateway=GatewayConfig(port=0, model=MODEL, rollout_keys=True)) as serving:
         yield serving
 
 
@@ -103,5 +103,5 @@ async def test_what_a_worker_asks_wrongly_comes_back_as_it_is(sessions):
         await opened(sessions, "twice")
     await sessions.close("twice")
     for wrong in (sessions.close("twice"), sessions.idle("twice", 1.0)):
-        with pytest.raises(SessionOver, match="twice"):
+        with pytest.raises(RolloutOver, match="twice"):
             await wrong

@@ -102,7 +102,7 @@ def played(tmp_path_factory) -> Iterator[tuple[list[Agent], list[RolloutRecord],
 
 
 async def play() -> tuple[list[Agent], list[RolloutRecord]]:
-    gateway = GatewayConfig(port=0, model=MODEL, sessions=True)
+    gateway = GatewayConfig(port=0, model=MODEL, rollout_keys=True)
     async with served(generators=1, gateway=gateway, length=LENGTH, engine=ENGINE) as up:
         sessions = GatewayClient(up.gateway, seconds=300)
         names = [f"session{number}" for number in range(PROGRAMS)]
