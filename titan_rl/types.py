@@ -128,7 +128,7 @@ class GenerationRequest:
     session_id: str | None = None
     """Names a conversation; stable over its turns (sticky routing)."""
     pinned_to: str | None = None
-    """Served only by this generator, which is leased at one version (`Router.pin`)."""
+    """Served only by this generator, which is leased at one version (`RouterClient.pin`)."""
     stream_from: int = -1
     """Negative: only the completion is asked for. Else its tokens are wanted as they are sampled too, as `Piece`s, and
     this is the first one's position in the whole completion: 0, or what earlier attempts have sampled."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from _sample_actors import Rank, Store
 
-from titan_rl.actors.calls import bounded
+from titan_rl.actors.connection import bounded
 from titan_rl.launch.placement import MeshPlan
 from titan_rl.launch.provisioner import Provisioner
 

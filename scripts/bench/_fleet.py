@@ -22,7 +22,7 @@ from titan_rl.weights.manifest import Publication
 prepare_controller()
 from titan_rl.actors.generator import Generator, GeneratorMesh  # noqa: E402
 from titan_rl.actors.router import GeneratorRouter  # noqa: E402
-from titan_rl.actors.router_client import Router  # noqa: E402
+from titan_rl.actors.router_client import RouterClient  # noqa: E402
 from titan_rl.launch.placement import MeshPlan, detect_host, plan  # noqa: E402
 from titan_rl.launch.provisioner import Provisioner  # noqa: E402
 from titan_rl.launch.session import model_directory  # noqa: E402
@@ -93,7 +93,7 @@ class Fleet:
         """Name → handle of rank 0."""
         self._meshes: list[GeneratorMesh] = []
         self._router_mesh: Any = None
-        self._routers: list[Router] = []
+        self._routers: list[RouterClient] = []
 
     async def set_up(self) -> None:
         """Build every engine; they serve after a router's first pull."""
@@ -106,11 +106,11 @@ class Fleet:
             self.generators[name] = self._meshes[-1].rank0
         await asyncio.gather(*(mesh.setup(seconds=SECONDS) for mesh in self._meshes))
 
-    def router(self, name: str, config: RouterConfig, generators: int | None = None) -> Router:
+    def router(self, name: str, config: RouterConfig, generators: int | None = None) -> RouterClient:
         """One more router over the first `generators` of the fleet (None: all), in the routers' process."""
         behind = dict(list(self.generators.items())[:generators])
         actor = self._router_mesh.spawn(name, GeneratorRouter, config, behind).slice(ranks=0)
-        self._routers.append(Router(actor, seconds=SECONDS))
+        self._routers.append(RouterClient(actor, seconds=SECONDS))
         return self._routers[-1]
 
     async def close(self) -> None:

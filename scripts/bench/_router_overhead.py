@@ -11,9 +11,9 @@ import statistics
 import time
 from typing import Any, NamedTuple
 
-from _fleet import fleet, make_request
+from _fleet import SECONDS, fleet, make_request
 
-from titan_rl.actors.requests import CompletionClient
+from titan_rl.actors.router_client import RouterClient
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.types import GenerationRequest
 
@@ -37,7 +37,7 @@ class Run(NamedTuple):
     latency: float  # seconds, median over its requests
 
 
-async def closed_loop(client: CompletionClient, requests: list[list[GenerationRequest]]) -> Run:
+async def closed_loop(client: RouterClient, requests: list[list[GenerationRequest]]) -> Run:
     """Every client sends its next request when it has the answer to the one before."""
     latencies: list[float] = []
 
@@ -60,8 +60,8 @@ async def measure_overhead(rounds: int) -> tuple[list[list[Any]], dict[str, Any]
         router = up.router("router", up.config.router)
         await router.pull_model_state_dict(up.checkpoint.publish())
         clients = {
-            "direct": CompletionClient(up.generators["generator0"], name="generator0"),
-            "router": CompletionClient(router.actor, name="router"),
+            "direct": RouterClient(up.generators["generator0"], seconds=SECONDS, name="generator0"),
+            "router": RouterClient(router.actor, seconds=SECONDS, name="router"),
         }
         for number in range(rounds + 1):  # the first round warms everything up
             for clients_at_once, each in CONCURRENCIES:
@@ -79,7 +79,7 @@ async def measure_overhead(rounds: int) -> tuple[list[list[Any]], dict[str, Any]
                         runs.setdefault((clients_at_once, name), []).append(run)
             print(f"(a) round {number} of {rounds} done", flush=True)
         for client in clients.values():
-            await client.leave()
+            await client.disconnect()
 
     rows: list[list[Any]] = []
     figures: dict[str, Any] = {"overhead_rounds": rounds}

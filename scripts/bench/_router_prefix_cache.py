@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from _fleet import POLICY, fleet
 
-from titan_rl.actors.router_client import Router
+from titan_rl.actors.router_client import RouterClient
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.routing.config import RouterConfig
 from titan_rl.types import Completion, GenerationRequest, SamplingParams
@@ -47,7 +47,7 @@ class Run(NamedTuple):
     seconds: float
 
 
-async def converse(router: Router, strategy: str, number: int, session: int) -> list[Completion]:
+async def converse(router: RouterClient, strategy: str, number: int, session: int) -> list[Completion]:
     random = np.random.default_rng((STRATEGIES[strategy], number, session))
     lengths = np.random.default_rng((number, session)).integers(*ANSWER_TOKENS, TURNS, endpoint=True)  # alike for all
     session_id = f"{strategy}-{number}-{session}"
@@ -68,7 +68,7 @@ async def converse(router: Router, strategy: str, number: int, session: int) -> 
     return completions
 
 
-async def work(router: Router, strategy: str, number: int) -> Run:
+async def work(router: RouterClient, strategy: str, number: int) -> Run:
     started = time.perf_counter()
     sessions = await asyncio.gather(*(converse(router, strategy, number, index) for index in range(SESSIONS)))
     seconds = time.perf_counter() - started

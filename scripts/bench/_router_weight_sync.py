@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from _fleet import POLICY, Checkpoint, fleet, make_request
 
-from titan_rl.actors.router_client import Router
+from titan_rl.actors.router_client import RouterClient
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.routing.config import RouterConfig
 from titan_rl.types import Completion, GenerationRequest
@@ -57,7 +57,7 @@ def requests_of(mode: str, round_number: int) -> Iterator[GenerationRequest]:
         yield make_request(f"{mode}-{round_number}-{index}", new_tokens=length, seed=(round_number, index))
 
 
-async def publish_regularly(router: Router, checkpoint: Checkpoint, pull_seconds: list[float]) -> None:
+async def publish_regularly(router: RouterClient, checkpoint: Checkpoint, pull_seconds: list[float]) -> None:
     """Until it is cancelled between two publications."""
     due = time.perf_counter() + SYNC_EVERY_SECONDS
     while True:
@@ -68,7 +68,7 @@ async def publish_regularly(router: Router, checkpoint: Checkpoint, pull_seconds
         pull_seconds.append(time.perf_counter() - started)
 
 
-async def one_turn(mode: str, router: Router, checkpoint: Checkpoint, round_number: int) -> Turn:
+async def one_turn(mode: str, router: RouterClient, checkpoint: Checkpoint, round_number: int) -> Turn:
     await router.pull_model_state_dict(checkpoint.publish())  # the routers of other modes have brought newer weights
     requests = requests_of(mode, round_number)
     completions: list[Completion] = []

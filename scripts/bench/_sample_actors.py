@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from titan_rl.actors.calls import served
-from titan_rl.actors.connection import ConnectedActor
-from titan_rl.actors.sample_stores import RemoteStore
+from titan_rl.actors.connection import ConnectedActor, served
+from titan_rl.actors.rollouts import RemoteStore
 from titan_rl.data_plane.fetch import SampleSource, SharedMemorySource
 from titan_rl.data_plane.layout import encoded_size
 from titan_rl.data_plane.rdma import Exposed, RdmaSource

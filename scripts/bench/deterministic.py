@@ -21,7 +21,7 @@ from _fleet import POLICY, SECONDS, make_request
 from _table import print_report
 from monarch.actor import Actor
 
-from titan_rl.actors.calls import bounded, served
+from titan_rl.actors.connection import bounded, served
 from titan_rl.config import RunConfig
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.launch.placement import detect_host, plan

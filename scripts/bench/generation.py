@@ -25,8 +25,8 @@ from _fleet import POLICY, SECONDS, Fleet, fleet, make_request
 from _table import print_report
 from monarch.actor import Actor
 
-from titan_rl.actors.calls import bounded, served
-from titan_rl.actors.router_client import Router
+from titan_rl.actors.connection import bounded, served
+from titan_rl.actors.router_client import RouterClient
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.types import GenerationRequest
 
@@ -107,7 +107,7 @@ class BareEngine(Actor):
         return time.perf_counter() - started, tokens
 
 
-async def through_the_router(router: Router, requests: list[GenerationRequest]) -> tuple[float, int]:
+async def through_the_router(router: RouterClient, requests: list[GenerationRequest]) -> tuple[float, int]:
     started = time.perf_counter()
     completions = await asyncio.gather(*(router.generate(request) for request in requests))
     return time.perf_counter() - started, sum(len(completion.token_ids) for completion in completions)

@@ -12,7 +12,7 @@ from monarch.actor import this_proc
 from scripted_generator import ScriptedGenerator, publication
 
 from titan_rl.actors.router import GeneratorRouter
-from titan_rl.actors.router_client import Router
+from titan_rl.actors.router_client import RouterClient
 from titan_rl.routing.config import RouterConfig
 from titan_rl.types import Completion, GenerationRequest, Piece, PolicyVersion, SamplingParams
 
@@ -49,8 +49,10 @@ class Fleet:
             this_proc().spawn(f"scripted{number}_{index}", ScriptedGenerator) for index in range(count)
         ]
         handles = {f"g{index}": handle for index, handle in enumerate(self.generators)}
-        self.router = Router(this_proc().spawn(f"router{number}", GeneratorRouter, config, handles), seconds=SECONDS)
-        self._clients: dict[asyncio.Task[Completion], Router] = {}
+        self.router = RouterClient(
+            this_proc().spawn(f"router{number}", GeneratorRouter, config, handles), seconds=SECONDS
+        )
+        self._clients: dict[asyncio.Task[Completion], RouterClient] = {}
 
     async def __aenter__(self) -> Fleet:
         await self.router.pull_model_state_dict(publication(0))
@@ -58,7 +60,7 @@ class Fleet:
 
     async def __aexit__(self, *_: object) -> None:
         for client in self._clients.values():
-            await client.leave()
+            await client.disconnect()
         await self.router.close()
 
     def generate(self, each: GenerationRequest) -> asyncio.Task[Completion]:
@@ -66,7 +68,7 @@ class Fleet:
 
     async def ask(self, request_id: str, step: int = 0) -> asyncio.Task[Completion]:
         """The same of a client of its own; the router has the request when this returns."""
-        client = Router(self.router.actor, seconds=SECONDS)
+        client = RouterClient(self.router.actor, seconds=SECONDS)
         call = asyncio.create_task(client.generate(request(request_id, step=step)))
         self._clients[call] = client
         await asyncio.sleep(0)  # it is in the tick's message

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from titan_rl.actors.calls import served
+from titan_rl.actors.connection import served
 from titan_rl.actors.requests import RequestServer
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion
 

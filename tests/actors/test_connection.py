@@ -16,8 +16,7 @@ import monarch.actor
 import pytest
 from monarch.actor import default_bootstrap_cmd, this_host
 
-from titan_rl.actors.calls import bounded, served
-from titan_rl.actors.connection import ConnectedActor, Connection, _Outbox
+from titan_rl.actors.connection import ConnectedActor, Connection, _Outbox, bounded, served
 from titan_rl.errors import ActorFailed, CallTimeout, RequestError
 
 SECONDS = 60.0

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from titan_rl.actors.generator import Generator, GeneratorMesh
-from titan_rl.actors.requests import CompletionClient
+from titan_rl.actors.router_client import RouterClient
 from titan_rl.config import RunConfig
 from titan_rl.errors import ActorFailed, GeneratorFailed, GeneratorNotServing, RequestError, WeightsError
 from titan_rl.generation.config import GeneratorConfig
@@ -60,7 +60,7 @@ class One:
     def __init__(self, name: str, mesh: Any, ranks: int) -> None:
         self.name = name
         self.mesh = GeneratorMesh(mesh, name, ranks=ranks)
-        self.client = CompletionClient(self.mesh.rank0, name=name)
+        self.client = RouterClient(self.mesh.rank0, seconds=BOUND, name=name)
         self.pids: list[int] = []
 
     async def call(self, endpoint: Any, *args: Any) -> Any:
@@ -154,7 +154,7 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
         await asyncio.gather(*(start(one) for one in generators.values()))
         yield fleet
         for one in generators.values():
-            await one.client.leave()
+            await one.client.disconnect()
     finally:
         publisher.close()
         await provisioner.stop_all()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from monarch.actor import Actor, default_bootstrap_cmd, endpoint
 
-from titan_rl.actors.calls import bounded
+from titan_rl.actors.connection import bounded
 from titan_rl.errors import ActorFailed, MeshFailed
 from titan_rl.launch import process_watch
 from titan_rl.launch.child import MONARCH_MAIN

@@ -16,13 +16,18 @@ import numpy as np
 import pytest
 from monarch.actor import default_bootstrap_cmd, this_host
 
-from titan_rl.actors.calls import bounded, served
-from titan_rl.actors.requests import Answers, CompletionClient, RequestServer
+from titan_rl.actors.connection import bounded, served
+from titan_rl.actors.requests import Answers, RequestServer
+from titan_rl.actors.router_client import RouterClient
 from titan_rl.errors import ActorFailed, CallTimeout, RequestError
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion, SamplingParams
 from titan_rl.wire import pack
 
 SECONDS = 60.0
+
+
+def client_of(target: Any) -> RouterClient:
+    return RouterClient(target, seconds=SECONDS, name="target")
 
 
 def request(request_id: str) -> GenerationRequest:
@@ -99,36 +104,36 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def test_a_ticks_requests_travel_in_one_message(target: Any) -> None:
-    client = CompletionClient(target, name="target")
+    client = client_of(target)
     answers = await asyncio.gather(*(client.generate(request(f"ok{i}")) for i in range(100)))
     assert [answer.request_id for answer in answers] == [f"ok{i}" for i in range(100)]
     assert (await counts(client))[0] == 1
-    await client.leave()
+    await client.disconnect()
 
 
 async def test_each_answer_comes_as_soon_as_it_is_there(target: Any) -> None:
-    client = CompletionClient(target, name="target")
+    client = client_of(target)
     slow = asyncio.create_task(client.generate(request("hang")))
     fast = await client.generate(request("ok"))
     assert fast.finish_reason is FinishReason.STOP
     assert not slow.done()
     slow.cancel()
     await asyncio.gather(slow, return_exceptions=True)
-    await client.leave()
+    await client.disconnect()
 
 
 async def test_an_invalid_request_fails_alone(target: Any) -> None:
-    client = CompletionClient(target, name="target")
+    client = client_of(target)
     good, bad = await asyncio.gather(
         client.generate(request("ok")), client.generate(request("bad")), return_exceptions=True
     )
     assert isinstance(good, Completion)
     assert isinstance(bad, RequestError) and "over-long" in str(bad)
-    await client.leave()
+    await client.disconnect()
 
 
 async def test_a_cancelled_call_aborts_the_targets_work(target: Any) -> None:
-    client = CompletionClient(target, name="target")
+    client = client_of(target)
     call = asyncio.create_task(client.generate(request("hang")))
     await client.generate(request("ok"))
     call.cancel()
@@ -137,11 +142,11 @@ async def test_a_cancelled_call_aborts_the_targets_work(target: Any) -> None:
     while not (await counts(client))[1]:
         await asyncio.sleep(0)
     assert (await counts(client))[1] == ["hang"]
-    await client.leave()
+    await client.disconnect()
 
 
 async def test_a_message_that_raises_costs_its_own_requests(target: Any) -> None:
-    client = CompletionClient(target, name="target")
+    client = client_of(target)
     hanging = asyncio.create_task(client.generate(request("hang")))
     assert (await client.generate(request("ok0"))).finish_reason is FinishReason.STOP
     with pytest.raises(RequestError, match="'crash' could not be taken: RuntimeError: the engine is on fire"):
@@ -150,11 +155,11 @@ async def test_a_message_that_raises_costs_its_own_requests(target: Any) -> None
     assert not hanging.done()
     hanging.cancel()
     await asyncio.gather(hanging, return_exceptions=True)
-    await client.leave()
+    await client.disconnect()
 
 
 async def test_an_answer_that_cannot_be_taken_fails_its_own_requests(target: Any) -> None:
-    client = CompletionClient(target, name="target")
+    client = client_of(target)
     hanging = asyncio.create_task(client.generate(request("hang")))
     with pytest.raises(RequestError, match="target: its answer could not be taken: ValueError"):
         async with asyncio.timeout(SECONDS):
@@ -163,34 +168,34 @@ async def test_an_answer_that_cannot_be_taken_fails_its_own_requests(target: Any
     assert not hanging.done()
     hanging.cancel()
     await asyncio.gather(hanging, return_exceptions=True)
-    await client.leave()
+    await client.disconnect()
 
 
 async def test_a_message_that_cannot_be_unpacked_fails_its_requests(target: Any, monkeypatch: Any) -> None:
     torn = dataclasses.replace(pack(GenerationRequest, [request("ok")]), lengths=np.array([9]), arrays=())
     monkeypatch.setattr("titan_rl.actors.requests.pack", lambda kind, items: torn)
-    client = CompletionClient(target, name="target")
+    client = client_of(target)
     with pytest.raises(RequestError, match="request 'ok' could not be taken: "):
         async with asyncio.timeout(SECONDS):
             await client.generate(request("ok"))
     monkeypatch.undo()
     assert (await client.generate(request("ok"))).finish_reason is FinishReason.STOP
-    await client.leave()
+    await client.disconnect()
 
 
 async def test_a_killed_target_fails_its_open_requests(target: Any) -> None:
-    client = CompletionClient(target, name="target")
+    client = client_of(target)
     pid = await client.connection.call(SECONDS, Target.pid)
     call = asyncio.create_task(client.generate(request("hang")))
     await client.generate(request("ok"))
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ActorFailed, match=r"target\.generate_many: the process or actor is gone"):
         await call
-    await client.leave()
+    await client.disconnect()
 
 
 async def test_a_prompt_that_cannot_travel_fails_alone(target: Any) -> None:
-    client = CompletionClient(target, name="target")
+    client = client_of(target)
     await client.generate(request("ok0"))
     prompts = [[["not", "tokens"]], np.array([2**32 + 5, 1]), np.array([2.5, 1.0])]
     bad = [dataclasses.replace(request(f"ok-bad{i}"), prompt_token_ids=prompt) for i, prompt in enumerate(prompts)]
@@ -200,23 +205,23 @@ async def test_a_prompt_that_cannot_travel_fails_alone(target: Any) -> None:
     for index, error in enumerate(refused):
         assert isinstance(error, RequestError) and f"'ok-bad{index}' cannot be sent" in str(error)
     assert isinstance(good, Completion)
-    await client.leave()
+    await client.disconnect()
 
 
 async def test_what_a_client_had_open_is_aborted_when_it_leaves(target: Any) -> None:
-    client, other = CompletionClient(target, name="target"), CompletionClient(target, name="target")
+    client, other = client_of(target), client_of(target)
     call = asyncio.create_task(client.generate(request("hang")))
     await client.generate(request("ok"))
-    await client.leave()
+    await client.disconnect()
     with pytest.raises(ActorFailed, match="the client was closed"):
         await call
     while (await counts(other))[1] != ["hang"]:
         pass  # each look is a round trip
-    await other.leave()
+    await other.disconnect()
 
 
 async def test_a_live_request_id_is_refused_and_its_holder_is_not_disturbed(target: Any) -> None:
-    client, other = CompletionClient(target, name="target"), CompletionClient(target, name="target")
+    client, other = client_of(target), client_of(target)
     call = asyncio.create_task(client.generate(request("hang")))
     await client.generate(request("ok"))
     with pytest.raises(RequestError, match="request id hang is already live"):
@@ -224,19 +229,19 @@ async def test_a_live_request_id_is_refused_and_its_holder_is_not_disturbed(targ
     with pytest.raises(RequestError, match="request id hang is in use"):
         await client.generate(request("hang"))
     assert not call.done()
-    await client.leave()
-    await other.leave()
+    await client.disconnect()
+    await other.disconnect()
     await asyncio.gather(call, return_exceptions=True)
 
 
 async def test_a_completion_that_cannot_travel_fails_alone(target: Any) -> None:
-    client = CompletionClient(target, name="target")
+    client = client_of(target)
     good, odd = await asyncio.gather(
         client.generate(request("ok")), client.generate(request("odd")), return_exceptions=True
     )
     assert isinstance(good, Completion)
-    assert "the completion of 'odd' cannot be sent: logprobs holds -0.1" in str(odd)
-    await client.leave()
+    assert "the answer to 'odd' cannot be sent: ValueError: logprobs holds -0.1" in str(odd)
+    await client.disconnect()
 
 
 async def test_a_cancelled_endpoint_answers_with_an_error(target: Any) -> None:
@@ -249,6 +254,6 @@ async def test_a_call_without_an_answer_names_itself(target: Any) -> None:
         await bounded(target.pid.call_one(), what="target.pid", seconds=0)
 
 
-async def counts(client: CompletionClient) -> tuple[int, list[str]]:
+async def counts(client: RouterClient) -> tuple[int, list[str]]:
     """Messages that the target took, and ids that were aborted."""
     return await client.connection.call(SECONDS, Target.counts)

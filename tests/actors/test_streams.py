@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.actors.streams import Shown
+from titan_rl.actors.router_client import Shown
 from titan_rl.errors import GeneratorFailed
 from titan_rl.types import Completion, FinishReason, Piece
 

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from sample_examples import bits
 
-from titan_rl.actors.calls import served
-from titan_rl.actors.connection import ConnectedActor
-from titan_rl.actors.sample_stores import RemoteStore
+from titan_rl.actors.connection import ConnectedActor, served
+from titan_rl.actors.rollouts import RemoteStore
 from titan_rl.data_plane.fetch import prefetched
 from titan_rl.data_plane.rdma import Exposed, RdmaSource
 from titan_rl.data_plane.sample_batch import SampleBatch

@@ -12,7 +12,7 @@ from sample_actors import Fetcher, Keeper
 from sample_examples import bits, group_of, sample_of
 from support.meshes import mesh_plan
 
-from titan_rl.actors.calls import bounded
+from titan_rl.actors.connection import bounded
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.types import TrainingSample

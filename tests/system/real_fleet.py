@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from titan_rl.actors.generator import Generator, GeneratorMesh
 from titan_rl.actors.router import GeneratorRouter
-from titan_rl.actors.router_client import Router
+from titan_rl.actors.router_client import RouterClient
 from titan_rl.config import RunConfig
 from titan_rl.errors import ActorFailed, MeshFailed
 from titan_rl.generation.config import GeneratorConfig
@@ -36,7 +36,7 @@ TIED = (("lm_head.weight", "model.embed_tokens.weight"),)
 class RealFleet:
     """What a test works with."""
 
-    def __init__(self, router: Router, generators: dict[str, GeneratorMesh], model_path: Path) -> None:
+    def __init__(self, router: RouterClient, generators: dict[str, GeneratorMesh], model_path: Path) -> None:
         self.router = router
         self.generators = generators
         self.pids: dict[str, list[int]] = {}
@@ -109,7 +109,7 @@ async def real_fleet(router: RouterConfig, *, tensor_parallel: int = 1) -> Async
         rank0 = {name: generator.rank0 for name, generator in generators.items()}
         ready = await asyncio.gather(*(generator.setup(seconds=SECONDS) for generator in generators.values()))
         actor = provisioner.spawn(meshes["router"]).spawn("router", GeneratorRouter, router, rank0)
-        fleet = RealFleet(Router(actor.slice(ranks=0), seconds=SECONDS), generators, model_path)
+        fleet = RealFleet(RouterClient(actor.slice(ranks=0), seconds=SECONDS), generators, model_path)
         for name, pids in zip(generators, ready, strict=True):
             fleet.pids[name] = pids
         await fleet.pull(0)

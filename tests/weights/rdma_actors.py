@@ -14,7 +14,7 @@ from monarch.actor import Actor, current_rank
 from transport_examples import Engine, copied, same_bytes
 from transport_scenarios import CUT_SHAPES, die_publishing, parallelism_pairs, policy, publish_first
 
-from titan_rl.actors.calls import served
+from titan_rl.actors.connection import served
 from titan_rl.errors import WeightsError
 from titan_rl.process_group import join_world
 from titan_rl.weights.manifest import Publication

@@ -7,7 +7,7 @@ import pytest
 from rdma_actors import LateReader, Reader, Writer
 from support.meshes import mesh_plan
 
-from titan_rl.actors.calls import bounded
+from titan_rl.actors.connection import bounded
 from titan_rl.errors import ActorFailed
 from titan_rl.launch.provisioner import Provisioner
 

@@ -1,10 +1,17 @@
-"""Repeated calls to one actor over one connection. Neither end keeps any state of a finished call.
+"""Calls between actors: bounded in time, failing with the project's own errors, over one connection per client.
 
     client ── connect(reply port) ──▶ actor       one Monarch call that stays open: it fails when the actor is gone
     client ◀── the actor's port ──────────
     client ── [(number, endpoint, arguments), …] ──▶    the calls of one tick in one message, in order
     client ◀── [(number, outcome), …] ─────────────     the outcomes of one tick in one message
     client ◀── [(None, item), …] ──────────────────     items that an endpoint pushes to its caller, at any later time
+    client ── None ──▶                                  the client leaves
+
+- Neither end keeps any state of a finished call, nor of a client that has left.
+- Every call ends: with its outcome, at its bound, or when the actor is gone. Arguments and outcomes are pickled one by
+  one, so what cannot be pickled or unpickled fails its own call only.
+- Above this module nobody sees an exception type of Monarch. A caller's time-out does not cancel the remote work, and
+  it does not mean that the actor is gone.
 
 Monarch's own `call_one` opens a reply port for every call, and Monarch 0.7 never frees such a port. Each call leaks
 about 1 KB in the caller (a split port) and 0.3 KB in the actor (a sequence number): gigabytes in a run of a million
@@ -14,26 +21,91 @@ groups.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import pickle
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 import cloudpickle
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
-from monarch.actor import Actor, Channel
+from monarch.actor import Actor, ActorError, Channel, concurrent_endpoint
 
-from titan_rl.actors.calls import Endpoint, gone, served
 from titan_rl.errors import ActorFailed, CallTimeout, TitanError
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+LEAVE_SECONDS = 1.0
+"""How long a client that leaves waits for the actor to hear of it."""
+
 _log = logging.getLogger(__name__)
+_answering: set[asyncio.Task[None]] = set()  # an event loop holds its tasks only weakly
+
+
+class ServedMethod(Generic[P, T]):
+    """A method that other actors may call: `connection.call(seconds, Actor.method, ...)` checks its arguments."""
+
+    answer: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
+    """The method, for a call within the actor's own process."""
+
+
+def served(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> ServedMethod[P, T]:
+    """Make a method an endpoint, which runs beside the actor's other messages and always answers.
+
+    `CancelledError` and other `BaseException`s that escape an endpoint leave its caller waiting for ever, so they
+    become `ActorFailed` here.
+    """
+
+    @functools.wraps(method)
+    async def answer(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return await method(self, *args, **kwargs)
+        except Exception:
+            raise
+        except BaseException as error:
+            raise ActorFailed(f"{method.__qualname__} was interrupted by {type(error).__name__}: {error}") from error
+
+    endpoint = concurrent_endpoint(answer)
+    endpoint.answer = answer
+    return cast("ServedMethod[P, T]", endpoint)
+
+
+async def bounded(call: Awaitable[T], *, what: str, seconds: float | None) -> T:
+    """The result of a call of Monarch's own.
+
+    Args:
+        call: a Monarch future.
+        what: the mesh and the endpoint, for the error.
+        seconds: bound on the answer; None for a call that stays open and is itself a failure channel.
+
+    Raises:
+        TitanError: the remote endpoint raised one; it comes through as it is.
+        ActorFailed: the endpoint raised anything else, or the process is gone.
+        CallTimeout: no answer came in time.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            return await call
+    except ActorError as error:
+        cause = error.exception
+        if isinstance(cause, TitanError):
+            raise cause from error
+        raise ActorFailed(f"{what} raised {type(cause).__name__}: {cause}") from error
+    except SupervisionError as error:
+        raise ActorFailed(f"{what}: {_gone(error)}") from error
+    except TimeoutError as error:
+        raise CallTimeout(f"{what}: no answer within {seconds:g} s") from error
+
+
+def _gone(error: BaseException) -> str:
+    """Monarch's report of a dead process or actor, in one line."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"the process or actor is gone ({lines[0]})"
 
 
 class ConnectedActor(Actor):
@@ -41,7 +113,7 @@ class ConnectedActor(Actor):
 
     @served
     async def connect(self, address: bytes) -> None:
-        """Answer one client's calls until this process ends.
+        """Answer one client's calls until it leaves or this process ends.
 
         Args:
             address: the client's reply port, pickled.
@@ -51,13 +123,13 @@ class ConnectedActor(Actor):
         reply.send(cloudpickle.dumps(port))
         outcomes = _Outbox(reply.send)
         _caller.set(Caller(outcomes))  # for the tasks below
-        tasks: set[asyncio.Task[None]] = set()  # an event loop holds its tasks only weakly
         with suppress(asyncio.CancelledError):  # the actor is being stopped
-            while True:
-                for call in pickle.loads(await receiver.recv()):
-                    task = asyncio.get_running_loop().create_task(_answer(self, call, outcomes))
-                    tasks.add(task)
-                    task.add_done_callback(tasks.discard)
+            while (calls := pickle.loads(await receiver.recv())) is not None:
+                for number, name, arguments in calls:
+                    answering = _answer(self, number, name, arguments, outcomes)
+                    task = asyncio.get_running_loop().create_task(answering)
+                    _answering.add(task)
+                    task.add_done_callback(_answering.discard)
 
 
 class Caller:
@@ -68,7 +140,7 @@ class Caller:
 
     def push(self, item: object) -> None:
         """Send the client an item that is not the outcome of a call. If the client is gone, the item is lost."""
-        self._outbox.put(pickle.dumps((None, item)))
+        self._outbox.put((None, pickle.dumps(item)))
 
 
 _caller: ContextVar[Caller] = ContextVar("caller")
@@ -80,10 +152,7 @@ def caller() -> Caller:
 
 
 class Connection:
-    """One client's calls to one `ConnectedActor`. Belongs to one event loop; the first call connects.
-
-    Every call ends: with its outcome, at its bound, or when the actor is gone.
-    """
+    """One client's calls to one `ConnectedActor`. Belongs to one event loop; the first call connects."""
 
     def __init__(
         self,
@@ -110,7 +179,7 @@ class Connection:
         self._connected: asyncio.Task[None] | None = None
 
     def call(
-        self, seconds: float | None, endpoint: Endpoint[P, T], *args: P.args, **kwargs: P.kwargs
+        self, seconds: float | None, endpoint: ServedMethod[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> Coroutine[Any, Any, T]:
         """Call an endpoint and return its result. The call is sent now, not at the first await: a caller that numbers
         its calls may be cancelled in between. Cancelling a call, or its time-out, does not stop it in the actor.
@@ -125,29 +194,32 @@ class Connection:
             CallTimeout: no answer came within `seconds`.
         """
         number, name = next(self._numbers), endpoint.answer.__name__
-        self._put((number, name, args, kwargs))
+        self._put(number, name, args, kwargs)
         outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._open[number] = (name, outcome)
         outcome.add_done_callback(lambda _: self._open.pop(number))
         return self._result(self._what.format(name), outcome, seconds)
 
-    def tell(self, endpoint: Endpoint[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call an endpoint without waiting for an outcome. Only what it pushes, or `on_lost`, shows whether the call
-        arrived."""
-        self._put((None, endpoint.answer.__name__, args, kwargs))
+    def tell(self, endpoint: ServedMethod[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call an endpoint without waiting for an outcome. Only what it pushes shows that the call arrived. If it
+        fails, the connection is lost, because nobody else would hear of it."""
+        self._put(None, endpoint.answer.__name__, args, kwargs)
 
     async def close(self) -> None:
         """Disconnect. Open calls fail."""
-        if self._connected is not None:
-            self._connected.cancel()
-            await asyncio.gather(self._connected, return_exceptions=True)
+        if self._connected is None:
+            return
+        if self._outbox is not None and self._outbox.end():
+            await asyncio.wait([self._connected], timeout=LEAVE_SECONDS)
+        self._connected.cancel()
+        await asyncio.gather(self._connected, return_exceptions=True)
 
-    def _put(self, call: tuple[int | None, str, tuple[Any, ...], dict[str, Any]]) -> None:
-        item = pickle.dumps(call)  # raises before anything is changed
+    def _put(self, number: int | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments = pickle.dumps((args, kwargs))  # raises before anything is changed
         if self._outbox is None:
             self._outbox = _Outbox()
             self._connected = asyncio.get_running_loop().create_task(self._connect(self._outbox))
-        self._outbox.put(item)
+        self._outbox.put((number, name, arguments))
 
     async def _result(self, what: str, outcome: asyncio.Future[Any], seconds: float | None) -> Any:
         try:
@@ -168,10 +240,10 @@ class Connection:
         try:
             call = self._actor.connect.call_one(cloudpickle.dumps(port))
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._receive(receiver, outbox))
-                tasks.create_task(_ended(call))
+                receiving = tasks.create_task(self._receive(receiver, outbox))
+                tasks.create_task(_ended(call)).add_done_callback(lambda _: receiving.cancel())
         except* SupervisionError as group:
-            reason = gone(group.exceptions[0])
+            reason = _gone(group.exceptions[0])
         except* Exception as group:
             reason = f"{type(group.exceptions[0]).__name__}: {group.exceptions[0]}"
         finally:
@@ -184,19 +256,25 @@ class Connection:
     async def _receive(self, receiver: Any, outbox: _Outbox) -> None:
         outbox.open(pickle.loads(await receiver.recv()).send)
         while True:
-            for answer in pickle.loads(await receiver.recv()):
-                number, result = pickle.loads(answer)
+            for number, pickled in pickle.loads(await receiver.recv()):
                 if number is None:
-                    self._on_push(result)
+                    item = pickle.loads(pickled)
+                    if isinstance(item, (TitanError, _Raised)):
+                        raise ActorFailed(f"a call without an outcome failed: {item}")
+                    self._on_push(item)
                     continue
                 _, outcome = self._open.get(number, ("", None))
                 if outcome is not None and not outcome.done():
-                    outcome.set_result(result)
+                    try:
+                        outcome.set_result(pickle.loads(pickled))
+                    except Exception as error:
+                        why = f"{type(error).__name__}: {error}"
+                        outcome.set_result(_Raised(f"answered what cannot be unpickled: {why}"))
 
 
 @dataclass(frozen=True, slots=True)
 class _Raised:
-    """The outcome of an endpoint that raised an error which is not a `TitanError`."""
+    """The outcome of a call that failed with an error which is not a `TitanError`."""
 
     text: str
 
@@ -206,40 +284,47 @@ class _Outbox:
 
     def __init__(self, send: Callable[[bytes], None] | None = None) -> None:
         self._send = send
-        self._waiting: list[bytes] = []
+        self._waiting: list[tuple[Any, ...]] = []
 
     def open(self, send: Callable[[bytes], None]) -> None:
         """Start to send, beginning with the items that were put in before."""
         self._send = send
         self._flush()
 
-    def put(self, item: bytes) -> None:
+    def put(self, item: tuple[Any, ...]) -> None:
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._flush)
         self._waiting.append(item)
 
+    def end(self) -> bool:
+        """Send what is waiting, and that nothing follows. Returns whether there was a receiver."""
+        self._flush()
+        if self._send is not None:
+            self._send(pickle.dumps(None))
+        return self._send is not None
+
     def _flush(self) -> None:
         if self._send is not None and self._waiting:
-            self._send(pickle.dumps(self._waiting))
-            self._waiting = []
+            items, self._waiting = self._waiting, []
+            self._send(pickle.dumps(items))
 
 
-async def _answer(actor: Actor, call: bytes, outcomes: _Outbox) -> None:
+async def _answer(actor: Actor, number: int | None, name: str, arguments: bytes, outcomes: _Outbox) -> None:
     """Run one call in the actor."""
-    number, name, args, kwargs = pickle.loads(call)
-    outcome: Any
+    failed = True
     try:
         answer = getattr(getattr(type(actor), name, None), "answer", None)
         if answer is None:
             raise ActorFailed(f"{type(actor).__name__} has no endpoint {name}")
-        outcome = await answer(actor, *args, **kwargs)
+        args, kwargs = pickle.loads(arguments)
+        outcome, failed = pickle.dumps(await answer(actor, *args, **kwargs)), False
     except TitanError as error:
-        outcome = error
+        outcome = pickle.dumps(error)
     except Exception as error:
         _log.exception("%s.%s raised", type(actor).__name__, name)
-        outcome = _Raised(f"raised {type(error).__name__}: {error}")
-    if number is not None:
-        outcomes.put(pickle.dumps((number, outcome)))
+        outcome = pickle.dumps(_Raised(f"raised {type(error).__name__}: {error}"))
+    if failed or number is not None:
+        outcomes.put((number, outcome))
 
 
 async def _ended(call: Any) -> None:

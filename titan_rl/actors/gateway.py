@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from titan_rl.actors.calls import served
-from titan_rl.actors.connection import ConnectedActor, Connection
-from titan_rl.actors.router_client import Router
+from titan_rl.actors.connection import ConnectedActor, Connection, served
+from titan_rl.actors.router_client import RouterClient
 from titan_rl.errors import ActorFailed
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.rollout.turns import RolloutRecord, RolloutRequest
@@ -53,7 +52,7 @@ class Gateway(ConnectedActor):
         self._renderer = (renderer, renderer_kwargs)
         self._max_model_len = max_model_len
         self._run_seed = run_seed
-        self._fleet: Router | None = None
+        self._fleet: RouterClient | None = None
         self._server: GatewayServer | None = None
 
     @served
@@ -71,7 +70,7 @@ class Gateway(ConnectedActor):
         name, settings = self._renderer
         renderer = make_renderer(name, self._model_path, settings)
         policy = ServedPolicy(name=self._config.model, renderer=renderer, max_model_len=self._max_model_len)
-        self._fleet = Router(self._router, seconds=STATUS_SECONDS)
+        self._fleet = RouterClient(self._router, seconds=STATUS_SECONDS)
         self._server = GatewayServer(self._config, self._fleet, policy, run_seed=self._run_seed)
         return os.getpid(), self._server.url
 
@@ -110,7 +109,7 @@ class Gateway(ConnectedActor):
         if self._server is not None:
             await self._server.close()
         if self._fleet is not None:
-            await self._fleet.leave()
+            await self._fleet.disconnect()
 
     def _rollout_keys(self) -> RolloutKeys:
         if self._server is None or not self._config.rollout_keys:

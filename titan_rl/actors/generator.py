@@ -23,8 +23,7 @@ from typing import Any, TypeVar
 
 from monarch.actor import current_rank
 
-from titan_rl.actors.calls import served
-from titan_rl.actors.connection import Connection
+from titan_rl.actors.connection import Connection, served
 from titan_rl.actors.requests import RequestServer
 from titan_rl.errors import GeneratorFailed, TitanError
 from titan_rl.generation.config import GeneratorConfig

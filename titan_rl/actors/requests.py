@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from titan_rl.actors.calls import served
-from titan_rl.actors.connection import Caller, ConnectedActor, Connection, caller
-from titan_rl.actors.streams import Shown
+from titan_rl.actors.connection import Caller, ConnectedActor, Connection, caller, served
 from titan_rl.errors import ActorFailed, RequestError, TitanError
 from titan_rl.types import Completion, GenerationRequest, Piece
 from titan_rl.wire import Packed, pack
@@ -97,10 +95,7 @@ class RequestServer(ConnectedActor):
         return request_id in self._asked_by
 
     def answer(self, completions: Sequence[Completion], failures: Failures = ()) -> None:
-        """Send each answer to its client, one message per client. Answers to ids that are not live are late: dropped.
-
-        If a completion cannot be packed exactly, only its request fails.
-        """
+        """Send each answer to its client, one message per client. Answers to ids that are not live are dropped."""
         to: dict[Caller, tuple[list[Completion], list[tuple[str, TitanError]]]] = {}
         for completion in completions:
             if (asking := self._asked_by.pop(completion.request_id, None)) is not None:
@@ -109,8 +104,7 @@ class RequestServer(ConnectedActor):
             if (asking := self._asked_by.pop(request_id, None)) is not None:
                 to.setdefault(asking, ([], []))[1].append((request_id, error))
         for asking, (complete, failed) in to.items():
-            packed, unsendable = _packed(complete)
-            asking.push(Answers(packed, failed + unsendable))
+            _push(asking, complete, failed)
 
     def hand_out(self, pieces: Sequence[Piece]) -> None:
         """Send each piece to its client, one message per client. Pieces of ids that are not live are dropped."""
@@ -122,19 +116,19 @@ class RequestServer(ConnectedActor):
             asking.push(Answers(pieces=pack(Piece, its)))
 
 
-def _packed(completions: list[Completion]) -> tuple[Packed[Completion] | None, list[tuple[str, TitanError]]]:
+def _push(asking: Caller, completions: Sequence[Completion], failures: Failures) -> None:
+    """Send one message of answers. An answer that cannot be sent exactly fails its own request only."""
     try:
-        return pack(Completion, completions) if completions else None, []
-    except ValueError as why:
-        if len(completions) == 1:
-            request_id = completions[0].request_id
-            return None, [(request_id, RequestError(f"the completion of {request_id!r} cannot be sent: {why}"))]
-    sound, failures = [], []
-    for completion in completions:
-        packed, failed = _packed([completion])
-        sound += [completion] if packed is not None else []
-        failures += failed
-    return _packed(sound)[0], failures
+        asking.push(Answers(pack(Completion, completions) if completions else None, failures))
+    except Exception as why:
+        ids = [*(each.request_id for each in completions), *(request_id for request_id, _ in failures)]
+        if len(ids) == 1:
+            error = RequestError(f"the answer to {ids[0]!r} cannot be sent: {type(why).__name__}: {why}")
+            return asking.push(Answers(failures=[(ids[0], error)]))
+        for completion in completions:
+            _push(asking, [completion], [])
+        for failure in failures:
+            _push(asking, [], [failure])
 
 
 class RequestClient:
@@ -153,7 +147,7 @@ class RequestClient:
         Args:
             server: handle of a `RequestServer`.
             name: of the server, for errors.
-            on_answers: called on the event loop with completions and failures.
+            on_answers: called on the event loop with completions and failures; must not raise.
             on_pieces: called on the event loop with pieces of open requests.
         """
         self._name = name
@@ -182,7 +176,7 @@ class RequestClient:
         self.connection.tell(RequestServer.abort, request_ids)
 
     def end_sessions(self, session_ids: Iterable[str]) -> None:
-        """These conversations are over."""
+        """These conversations are over. A sticky strategy forgets each once its live requests have ended."""
         if ended := tuple(session_ids):
             self._flush()  # the sessions' requests go first
             self.connection.tell(RequestServer.end_sessions, ended)
@@ -191,7 +185,7 @@ class RequestClient:
         """Fail all open requests, because the caller knows that the server is gone."""
         self._fail(list(self._open), error)
 
-    async def close(self) -> None:
+    async def disconnect(self) -> None:
         """Disconnect. Open requests fail, and the server stops them."""
         if self._open:
             self.abort(tuple(self._open))
@@ -244,95 +238,3 @@ class RequestClient:
         known = request_id in self._open
         self._open.discard(request_id)
         return known
-
-
-class CompletionClient:
-    """`await generate(request)` and `stream(request)`, over one connection. Belongs to one event loop."""
-
-    def __init__(self, server: Any, *, name: str) -> None:
-        self._futures: dict[str, asyncio.Future[Completion]] = {}
-        self._pieces: dict[str, asyncio.Queue[Piece | None]] = {}  # None: the completion is there, or will never be
-        self._client = RequestClient(server, name=name, on_answers=self._hear, on_pieces=self._hear_pieces)
-
-    async def generate(self, request: GenerationRequest) -> Completion:
-        """The completion of one request. Cancelling the call aborts the engine's work.
-
-        Raises:
-            RequestError: the request is invalid or ran out of time, or generators died while they ran it.
-            GeneratorFailed, ActorFailed: no generator can serve it; the message has the cause.
-        """
-        future = self._send(request)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self._client.abort([request.request_id])
-            raise
-        finally:
-            self._futures.pop(request.request_id, None)
-
-    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
-        """Yield the tokens of one request in pieces as they are sampled, then the whole completion.
-
-        The pieces hold each token of the completion once and in order, even if the request moves to another generator
-        or to new weights. Closing this iterator early aborts the engine's work.
-
-        Raises:
-            RequestError, GeneratorFailed, ActorFailed: as `generate`, at any time.
-        """
-        request_id = request.request_id
-        future = self._send(replace(request, stream_from=0))
-        inbox: asyncio.Queue[Piece | None] = asyncio.Queue()
-        self._pieces[request_id] = inbox
-        future.add_done_callback(lambda _: inbox.put_nowait(None))
-        shown = Shown()
-        try:
-            while (piece := await inbox.get()) is not None:
-                if (new := shown.add(piece)) is not None:
-                    yield new
-            completion = future.result()
-            if (rest := shown.rest(completion)) is not None:
-                yield rest
-            yield completion
-        finally:
-            del self._pieces[request_id]
-            self._futures.pop(request_id, None)
-            if future.cancel():
-                self._client.abort([request_id])
-            else:
-                future.exception()  # marked as retrieved: it was raised above, or nobody needs it
-
-    def end_sessions(self, session_ids: Iterable[str]) -> None:
-        """These conversations are over. A sticky strategy forgets each once its live requests have ended."""
-        self._client.end_sessions(session_ids)
-
-    @property
-    def connection(self) -> Connection:
-        """For other calls to the same actor."""
-        return self._client.connection
-
-    async def leave(self) -> None:
-        """Disconnect. Open requests fail, and the server stops them."""
-        await self._client.close()
-
-    def _send(self, request: GenerationRequest) -> asyncio.Future[Completion]:
-        request_id = request.request_id
-        if self._client.is_open(request_id):  # its answer may be on the way and would be taken for this request's
-            raise RequestError(f"request id {request_id} is in use; an id names one attempt")
-        future = self._futures[request_id] = asyncio.get_running_loop().create_future()
-        self._client.send((request,))
-        return future
-
-    def _hear(self, completions: list[Completion], failures: list[tuple[str, TitanError]]) -> None:
-        for completion in completions:
-            future = self._futures.get(completion.request_id)
-            if future is not None and not future.done():
-                future.set_result(completion)
-        for request_id, error in failures:
-            future = self._futures.get(request_id)
-            if future is not None and not future.done():
-                future.set_exception(error)
-
-    def _hear_pieces(self, pieces: list[Piece]) -> None:
-        for piece in pieces:
-            if (inbox := self._pieces.get(piece.request_id)) is not None:
-                inbox.put_nowait(piece)

@@ -22,10 +22,18 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from titan_rl.actors.calls import is_fatal, served
+from titan_rl.actors.connection import served
 from titan_rl.actors.generator import Generator
 from titan_rl.actors.requests import RequestClient, RequestServer
-from titan_rl.errors import ActorFailed, CallTimeout, GeneratorFailed, RequestError, TitanError, WeightsError
+from titan_rl.errors import (
+    ActorFailed,
+    CallTimeout,
+    GeneratorFailed,
+    GeneratorNotServing,
+    RequestError,
+    TitanError,
+    WeightsError,
+)
 from titan_rl.generation.reports import FleetPull, PullReport
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Assignment, Dispatcher
@@ -156,7 +164,7 @@ class GeneratorRouter(RequestServer):
                     errors.append((request_id, error))
                 continue
             interrupted = True
-            died = is_fatal(error)
+            died = _is_fatal(error)
             fatal = error if died and fatal is None else fatal
             rest = self._dispatcher.lost(attempt_id, now, died=str(error) if died else "")
             if rest is not None:
@@ -263,7 +271,7 @@ class GeneratorRouter(RequestServer):
             error = why if isinstance(why, TitanError) else WeightsError(f"{type(why).__name__}: {why}")
             _log.warning("%s did not take new weights: %s", name, error, exc_info=None if error is why else why)
             self._outcomes[name] = error
-            if is_fatal(error):
+            if _is_fatal(error):
                 self._died(name, error)
             else:
                 self._fleet.failed(name, str(error))
@@ -327,7 +335,7 @@ class GeneratorRouter(RequestServer):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for generator in self._generators.values():
-            await generator.close()
+            await generator.disconnect()
 
     def _died(self, name: str, error: TitanError) -> None:
         """A generator is dead, whoever noticed it. Its requests continue elsewhere, and nobody waits for its pull. Only
@@ -388,3 +396,8 @@ def _by_generator(assignments: list[Assignment]) -> dict[str, list[GenerationReq
     for assignment in assignments:
         requests.setdefault(assignment.generator, []).append(assignment.request)
     return requests
+
+
+def _is_fatal(error: TitanError) -> bool:
+    """Whether this error means that the generator is gone, and not only out of service."""
+    return isinstance(error, (ActorFailed, GeneratorFailed)) and not isinstance(error, GeneratorNotServing)

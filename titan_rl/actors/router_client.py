@@ -1,33 +1,114 @@
-"""`Router`: the client of the router, for the controller, gateways and training scripts."""
+"""`RouterClient`: the client of a `GeneratorRouter`, for rollout workers, gateways, the controller and scripts."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
-from titan_rl.actors.calls import Endpoint
-from titan_rl.actors.requests import CompletionClient
+import numpy as np
+
+from titan_rl.actors.connection import ServedMethod
+from titan_rl.actors.requests import RequestClient
 from titan_rl.actors.router import GeneratorRouter
+from titan_rl.errors import GeneratorFailed, RequestError, TitanError
 from titan_rl.generation.reports import FleetPull, PullReport
 from titan_rl.routing.fleet import GeneratorStatus
-from titan_rl.types import PolicyVersion
+from titan_rl.types import Completion, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import Publication
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Router(CompletionClient):
-    """Handle of a `GeneratorRouter`. Belongs to one event loop."""
+class RouterClient(RequestClient):
+    """Belongs to one event loop. `generate` and `stream` work with any `RequestServer`."""
 
-    def __init__(self, actor: Any, *, seconds: float) -> None:
+    def __init__(self, actor: Any, *, seconds: float, name: str = "router") -> None:
         """
         Args:
             actor: handle of the actor; rollout workers get the same one.
             seconds: time limit of a call; requests have `router.request_seconds` instead.
+            name: of the actor, for errors.
         """
-        super().__init__(actor, name="router")
+        super().__init__(actor, name=name, on_answers=self._resolve, on_pieces=self._show)
         self.actor = actor
         self._seconds = seconds
+        self._completions: dict[str, asyncio.Future[Completion]] = {}
+        self._inboxes: dict[str, asyncio.Queue[Piece | None]] = {}  # None: the completion is there, or will never be
+
+    # Requests.
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """The completion of one request. Cancelling the call aborts the engine's work.
+
+        Raises:
+            RequestError: the request is invalid or ran out of time, or generators died while they ran it.
+            GeneratorFailed, ActorFailed: no generator can serve it; the message has the cause.
+        """
+        completion = self._begin(request)
+        try:
+            return await completion
+        except asyncio.CancelledError:
+            self.abort([request.request_id])
+            raise
+        finally:
+            self._completions.pop(request.request_id, None)
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
+        """Yield the tokens of one request in pieces as they are sampled, then the whole completion.
+
+        The pieces hold each token of the completion once and in order, even if the request moves to another generator
+        or to new weights. Closing this iterator early aborts the engine's work.
+
+        Raises:
+            RequestError, GeneratorFailed, ActorFailed: as `generate`, at any time.
+        """
+        request_id = request.request_id
+        completion = self._begin(replace(request, stream_from=0))
+        inbox = self._inboxes[request_id] = asyncio.Queue()
+        completion.add_done_callback(lambda _: inbox.put_nowait(None))
+        shown = Shown()
+        try:
+            while (piece := await inbox.get()) is not None:
+                if (new := shown.add(piece)) is not None:
+                    yield new
+            if (rest := shown.rest(completion.result())) is not None:
+                yield rest
+            yield completion.result()
+        finally:
+            del self._inboxes[request_id]
+            self._completions.pop(request_id, None)
+            if completion.cancel():
+                self.abort([request_id])
+            else:
+                completion.exception()  # marked as retrieved: it was raised above, or nobody needs it
+
+    def _begin(self, request: GenerationRequest) -> asyncio.Future[Completion]:
+        request_id = request.request_id
+        if self.is_open(request_id):  # its answer may be on the way and would be taken for this request's
+            raise RequestError(f"request id {request_id} is in use; an id names one attempt")
+        completion = self._completions[request_id] = asyncio.get_running_loop().create_future()
+        self.send((request,))
+        return completion
+
+    def _resolve(self, completions: list[Completion], failures: list[tuple[str, TitanError]]) -> None:
+        for completion in completions:
+            future = self._completions.get(completion.request_id)
+            if future is not None and not future.done():
+                future.set_result(completion)
+        for request_id, error in failures:
+            future = self._completions.get(request_id)
+            if future is not None and not future.done():
+                future.set_exception(error)
+
+    def _show(self, pieces: list[Piece]) -> None:
+        for piece in pieces:
+            if (inbox := self._inboxes.get(piece.request_id)) is not None:
+                inbox.put_nowait(piece)
+
+    # The fleet.
 
     async def setup(self) -> list[int]:
         """Wait until the router answers. Returns no process ids."""
@@ -52,7 +133,7 @@ class Router(CompletionClient):
         return await self._call(GeneratorRouter.wake_up, generator)
 
     async def pin(self, version: PolicyVersion) -> str:
-        """Lease a generator for evaluation until `unpin`: it stays at exactly this version and serves only requests
+        """Reserve a generator for evaluation until `unpin`: it stays at exactly this version and serves only requests
         with its name in `pinned_to`. Returns its name.
 
         Raises:
@@ -62,7 +143,7 @@ class Router(CompletionClient):
         return await self._call(GeneratorRouter.pin, version)
 
     async def unpin(self, generator: str) -> PullReport:
-        """End a lease: the generator finishes its requests, pulls the newest weights and serves everybody again."""
+        """End a pin: the generator finishes its requests, pulls the newest weights and serves everybody again."""
         return await self._call(GeneratorRouter.unpin, generator)
 
     async def fleet_status(self) -> list[GeneratorStatus]:
@@ -75,7 +156,58 @@ class Router(CompletionClient):
     async def close(self) -> None:
         """Close the router itself. Open requests fail."""
         await self._call(GeneratorRouter.close)
-        await self.leave()
+        await self.disconnect()
 
-    async def _call(self, endpoint: Endpoint[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def _call(self, endpoint: ServedMethod[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self.connection.call(self._seconds, endpoint, *args, **kwargs)
+
+
+class Shown:
+    """The prefix of one completion that its caller has seen: turns pieces into the completion's tokens, each once.
+
+    Pieces come in the order in which they were sampled. If the fleet does not resume, a lost completion is sampled
+    again from its beginning; tokens that were already shown are skipped. Tokens whose pieces were lost come with the
+    completion. The caller keeps the logprobs and versions that it saw first; those of a second sampling may differ in
+    the last digits.
+    """
+
+    def __init__(self) -> None:
+        self._token_ids: list[np.ndarray] = []
+        self._end = 0
+
+    def add(self, piece: Piece) -> Piece | None:
+        """The new part of a piece. None if nothing is new, or if tokens before it are missing."""
+        if piece.offset > self._end or piece.end <= self._end:
+            return None
+        known = self._end - piece.offset
+        self._end = piece.end
+        new = replace(
+            piece,
+            offset=piece.offset + known,
+            token_ids=piece.token_ids[known:],
+            logprobs=piece.logprobs[known:],
+            versions=piece.versions[known:],
+        )
+        self._token_ids.append(new.token_ids)
+        return new
+
+    def rest(self, completion: Completion) -> Piece | None:
+        """The part of the whole completion that was not shown yet; None if all of it was.
+
+        Raises:
+            GeneratorFailed: the completion does not begin with the shown tokens.
+        """
+        tokens = completion.token_ids
+        if self._token_ids and not np.array_equal(tokens[: self._end], np.concatenate(self._token_ids)):
+            raise GeneratorFailed(
+                f"request {completion.request_id}: its generator was lost after {self._end} tokens were streamed, and "
+                f"those that were sampled in their place are others"
+            )
+        whole = Piece(
+            request_id=completion.request_id,
+            offset=0,
+            token_ids=tokens,
+            logprobs=completion.logprobs,
+            versions=completion.versions,
+        )
+        return self.add(whole)

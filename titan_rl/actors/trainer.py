@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 from monarch.actor import current_rank
 
-from titan_rl.actors.calls import Endpoint, served
-from titan_rl.actors.connection import ConnectedActor, Connection
+from titan_rl.actors.connection import ConnectedActor, Connection, ServedMethod, served
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import TrainingError
 from titan_rl.policy.config import TrainerConfig
@@ -76,7 +75,7 @@ class CallQueue:
         return await running
 
 
-def in_order(method: Callable[Concatenate[Any, P], T]) -> Endpoint[Concatenate[int, P], T]:
+def in_order(method: Callable[Concatenate[Any, P], T]) -> ServedMethod[Concatenate[int, P], T]:
     """An endpoint of `PolicyTrainer` that runs in its `CallQueue`; callers put the call's number first."""
 
     async def answer(self: PolicyTrainer, sequence: int, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -151,7 +150,7 @@ class PolicyTrainer(ConnectedActor):
     @served
     async def attach_stores(self, sequence: int, stores: dict[str, Any]) -> None:
         """Fetch samples through Monarch from these workers; `stores` maps a store's name to its worker."""
-        from titan_rl.actors.sample_stores import RemoteStore
+        from titan_rl.actors.rollouts import RemoteStore
         from titan_rl.data_plane.rdma import RdmaSource
 
         source = RdmaSource({name: RemoteStore(worker, name) for name, worker in stores.items()})
@@ -294,7 +293,7 @@ class Trainer:
         await self._call(self._step_seconds, PolicyTrainer.close)
 
     async def _step(
-        self, endpoint: Endpoint[[int, SampleBatch, PackingPlan], dict[str, float]], batch: SampleBatch
+        self, endpoint: ServedMethod[[int, SampleBatch, PackingPlan], dict[str, float]], batch: SampleBatch
     ) -> dict[str, float]:
         """Call each rank with its own samples and their plan. Tensor-parallel ranks, which are neighbours, get the same
         samples."""
@@ -315,7 +314,7 @@ class Trainer:
         return metrics[0]
 
     async def _call(
-        self, seconds: float, endpoint: Endpoint[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs
+        self, seconds: float, endpoint: ServedMethod[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> list[T]:
         """Call the endpoint on every rank; returns their answers. The first rank that fails ends the wait, because the
         others may be stuck in a collective with it."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from titan_rl.actors.generator import GeneratorMesh
 from titan_rl.actors.rollouts import Rollouts
-from titan_rl.actors.router_client import Router
+from titan_rl.actors.router_client import RouterClient
 from titan_rl.actors.trainer import Trainer
 from titan_rl.config import RunConfig
 from titan_rl.types import GroupRequest, PolicyVersion, Purpose, SamplingParams
@@ -21,7 +21,7 @@ class System:
     config: RunConfig
     model_path: Path
     trainer: Trainer
-    router: Router
+    router: RouterClient
     rollouts: Rollouts
     generators: dict[str, GeneratorMesh]
     """By name. A lost generator is removed."""

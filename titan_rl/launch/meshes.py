@@ -21,13 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_rl.actors.calls import bounded
+from titan_rl.actors.connection import bounded
 from titan_rl.actors.gateway import Gateway, GatewayMesh
 from titan_rl.actors.generator import Generator, GeneratorMesh
-from titan_rl.actors.rollout_worker import RolloutWorker
-from titan_rl.actors.rollouts import Rollouts
+from titan_rl.actors.rollouts import Rollouts, RolloutWorker
 from titan_rl.actors.router import GeneratorRouter
-from titan_rl.actors.router_client import Router
+from titan_rl.actors.router_client import RouterClient
 from titan_rl.actors.trainer import PolicyTrainer, Trainer
 from titan_rl.config import RunConfig
 from titan_rl.controller.faults import FaultBoard, kind_of
@@ -165,7 +164,7 @@ class Meshes:
                         "config": config.router,
                         "generators": {name: generator.rank0 for name, generator in self.generators.items()},
                     },
-                    client=lambda actor: Router(actor.slice(ranks=0), seconds=step_seconds),
+                    client=lambda actor: RouterClient(actor.slice(ranks=0), seconds=step_seconds),
                     setup=lambda router: router.setup(),
                     doing="starting",
                 )
@@ -209,7 +208,7 @@ class Meshes:
         return self.clients["trainer"]
 
     @property
-    def router(self) -> Router:
+    def router(self) -> RouterClient:
         return self.clients["router"]
 
     @property

@@ -25,7 +25,7 @@ import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch.actor import MeshFailure, ProcMesh, this_host
 
-from titan_rl.actors.calls import bounded
+from titan_rl.actors.connection import bounded
 from titan_rl.errors import ActorFailed, MeshFailed
 from titan_rl.launch.placement import TORCHRUN_VARIABLES, MeshPlan
 from titan_rl.launch.process import prepare_process, scratch_directory

@@ -25,7 +25,7 @@ from titan_rl.launch.process import prepare_controller
 from titan_rl.policy.models.tiny import make_tiny_policy
 
 if TYPE_CHECKING:
-    from titan_rl.actors.router_client import Router
+    from titan_rl.actors.router_client import RouterClient
     from titan_rl.controller.system import System
     from titan_rl.weights.manifest import Publication
 
@@ -109,7 +109,7 @@ class Serving:
 
     url: str
     """Of the gateway, without `/v1`."""
-    router: Router
+    router: RouterClient
     gateway: Any
     """Handle of the `Gateway` actor."""
     pids: dict[str, list[int]]
