@@ -180,7 +180,7 @@ async def test_a_sleeping_generator_serves_nothing_and_wakes_through_a_pull(drai
     assert await draining.states() == ["serving", "serving"]
 
 
-async def test_a_leased_generator_serves_only_its_own_at_its_version_and_then_comes_back(draining: Fleet) -> None:
+async def test_a_pinned_generator_serves_only_its_own_at_its_version_and_then_comes_back(draining: Fleet) -> None:
     router = draining.router
     name = await router.pin(PolicyVersion(0, 0))
     assert name == "g0"
@@ -203,7 +203,7 @@ async def test_a_leased_generator_serves_only_its_own_at_its_version_and_then_co
     await draining.in_flight(0)
 
 
-async def test_a_leased_generator_serves_while_all_others_sync() -> None:
+async def test_a_pinned_generator_serves_while_all_others_sync() -> None:
     async with Fleet(RouterConfig()) as fleet:
         name = await fleet.router.pin(PolicyVersion(0, 0))
         await fleet.on(1, "hold_pulls")

@@ -83,7 +83,7 @@ class RouterBooks:
         self.failures: dict[str, int] = {}  # of pulls of the target, since it was asked for
         self.reached: dict[str, PolicyVersion] = {}  # verified since it last fell asleep
         self.held: dict[str, PolicyVersion] = {}  # newest ever verified
-        self.leases: dict[str, PolicyVersion] = {}
+        self.pinned: dict[str, PolicyVersion] = {}
         self.left: set[str] = set()  # stale since they served last: nobody waits for them
         self.pulls: list[Pull] = []
 
@@ -96,7 +96,7 @@ class RouterBooks:
 
     def can_serve(self, name: str, asked: GenerationRequest) -> bool:
         if asked.pinned_to is not None:
-            return asked.pinned_to == name and name in self.leases
+            return asked.pinned_to == name and name in self.pinned
         health = self.fleet[name]
         if health.state is not GeneratorState.SERVING:
             return False
@@ -107,7 +107,7 @@ class RouterBooks:
         if not isinstance(self.strategy, StickySession):
             return {}
         waiting = [c.asked.session_id for c in self.callers.values() if c.place == WAITING]
-        return {session: self.strategy.pinned_to(session) for session in waiting if session is not None}
+        return {session: self.strategy.generator_of(session) for session in waiting if session is not None}
 
     def check(self) -> None:
         places = [caller.place for caller in self.callers.values()]
@@ -126,7 +126,7 @@ class RouterBooks:
             assert health.version == self.held.get(health.name)
             assert self.failures.get(health.name, 0) <= self.retries + 1
         pinned = {health.name: health.version for health in self.fleet if health.state is GeneratorState.PINNED}
-        assert pinned == self.leases, "a leased generator stays at its version"
+        assert pinned == self.pinned, "a pinned generator stays at its version"
         if not all(pull.done for pull in self.pulls):
             moving = self.syncs.keys() - self.late
             assert any(self.fleet[name].state is not GeneratorState.DEAD for name in moving), "nobody will move"
@@ -144,7 +144,7 @@ class RouterBooks:
         if isinstance(self.strategy, StickySession):
             live_sessions = [caller.asked.session_id for _, caller in self.live.values()]
             sessions = {session for session in live_sessions if session is not None}
-            assert all(self.strategy.pinned_to(session) for session in sessions)
+            assert all(self.strategy.generator_of(session) for session in sessions)
             assert self.strategy.sessions <= self.max_sessions + len(sessions)
 
     def check_quiet(self) -> None:

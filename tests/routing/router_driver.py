@@ -237,14 +237,14 @@ class RouterDriver(RouterBooks):
                 self.fleet.wake(name)
             return
         self.fleet.wake(name)
-        assert self.fleet[name].waking
+        assert self.fleet[name].must_wake
         self.failures.pop(name, None)
         self.pulls.append(Pull(self.fleet.target, wakes=name))
         self.advance()
         assert self.fleet[name].state is GeneratorState.SYNCING
 
     def pin(self, version: PolicyVersion) -> str | None:
-        """A lease; None where there can be none."""
+        """The pinned generator; None where there can be none."""
         serving = [name for name in self.names if self.fleet[name].state is GeneratorState.SERVING]
         free = [name for name in serving if self.fleet[name].version == version and name not in self.syncs]
         if not free or len(serving) == 1:
@@ -253,20 +253,20 @@ class RouterDriver(RouterBooks):
             return None
         name = self.fleet.pin(version, self.dispatcher.load)
         assert name in free and self.dispatcher.load(name) == min(map(self.dispatcher.load, free))
-        self.leases[name] = version
-        self.dispatcher.leased(name, version)
+        self.pinned[name] = version
+        self.dispatcher.pinned(name, version)
         self.advance()
         assert self.anyone_serves, "somebody else serves"
         return name
 
     def unpin(self, name: str) -> None:
-        if name not in self.leases:
+        if name not in self.pinned:
             with pytest.raises(GeneratorNotServing, match="cannot be unpinned"):
                 self.fleet.unpin(name)
             return
         self.fleet.unpin(name)
-        self.dispatcher.lease_ended(name)
-        del self.leases[name]
+        self.dispatcher.unpinned(name)
+        del self.pinned[name]
         self.failures.pop(name, None)
         self.reached.pop(name, None)
         assert self.fleet.target is not None
@@ -277,8 +277,8 @@ class RouterDriver(RouterBooks):
     def _dead(self, name: str) -> None:
         self.closed.discard(name)
         self.late.discard(name)
-        self.leases.pop(name, None)
-        self.dispatcher.lease_ended(name)
+        self.pinned.pop(name, None)
+        self.dispatcher.unpinned(name)
 
     # Until nothing is left to happen.
 
@@ -361,7 +361,7 @@ class RouterDriver(RouterBooks):
         for request_id, error in self.dispatcher.failures():
             caller = self.callers[request_id]
             assert "is not any more" in str(error)
-            assert caller.place == WAITING and caller.asked.pinned_to not in {None, *self.leases}
+            assert caller.place == WAITING and caller.asked.pinned_to not in {None, *self.pinned}
             self._leaves(caller)
         if self.fleet.all_dead:
             for request_id in self.dispatcher.drop_waiting():

@@ -88,11 +88,11 @@ class RouterMachine(RuleBasedStateMachine):
         attempts = data.draw(st.lists(st.sampled_from(list(self.driver.live)), min_size=1, max_size=3, unique=True))
         self.driver.answer([(attempt, *data.draw(ANSWERS)) for attempt in attempts])
 
-    @precondition(lambda self: self.driver.leases)
+    @precondition(lambda self: self.driver.pinned)
     @rule(data=st.data(), session=st.none() | st.sampled_from(SESSIONS))
     def a_pinned_request_arrives(self, data: st.DataObject, session: str | None) -> None:
-        name = data.draw(st.sampled_from(sorted(self.driver.leases)))
-        version = self.driver.leases[name]
+        name = data.draw(st.sampled_from(sorted(self.driver.pinned)))
+        version = self.driver.pinned[name]
         self.driver.arrive([request(f"r{self.serial}", session=session, at_least=version, pinned_to=name)])
         self.serial += 1
 
@@ -185,7 +185,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.driver.pin(version._replace(step=max(0, version.step - behind)))
 
     @rule(data=st.data())
-    def a_lease_ends(self, data: st.DataObject) -> None:
+    def a_pin_ends(self, data: st.DataObject) -> None:
         self.driver.unpin(data.draw(st.sampled_from(self.driver.names)))
 
     @precondition(lambda self: self.driver.live)

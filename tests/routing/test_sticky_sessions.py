@@ -94,7 +94,7 @@ def test_a_session_that_waited_long_enough_is_pinned_anew_and_stays() -> None:
     assert new_home != home
     assert dispatcher.waiting == 0, "its other requests need not wait any more: the session serves elsewhere now"
     fleet.move(home, GeneratorState.SERVING, version=V1)
-    assert turn(dispatcher, "m4", "mine", now=20.0) == new_home == strategy.pinned_to("mine")
+    assert turn(dispatcher, "m4", "mine", now=20.0) == new_home == strategy.generator_of("mine")
 
 
 def test_a_session_whose_wait_is_over_still_takes_its_generator_when_nobody_else_serves() -> None:
@@ -182,16 +182,16 @@ def test_sessions_without_live_requests_are_forgotten_least_recently_used_first(
         assert strategy.sessions == len(live) + len(idle)
         for remembered in "abcdefgh":
             expected = homes[remembered] if remembered in live or remembered in idle else None
-            assert strategy.pinned_to(remembered) == expected
+            assert strategy.generator_of(remembered) == expected
 
 
 def test_a_session_with_live_requests_is_never_forgotten() -> None:
     strategy, _, dispatcher = sticky_fleet(2, max_sessions=1)
     homes = {f"s{index}": turn(dispatcher, f"r{index}", f"s{index}") for index in range(50)}
-    assert {session: strategy.pinned_to(session) for session in homes} == homes
+    assert {session: strategy.generator_of(session) for session in homes} == homes
     for index in range(50):
         finish(dispatcher, f"r{index}")
-    assert strategy.sessions == 1 and strategy.pinned_to("s49") == homes["s49"]
+    assert strategy.sessions == 1 and strategy.generator_of("s49") == homes["s49"]
 
 
 def test_an_ended_session_is_forgotten() -> None:
@@ -200,7 +200,7 @@ def test_an_ended_session_is_forgotten() -> None:
     finish(dispatcher, "m0")
     strategy.end_session("mine")
     strategy.end_session("nobody knows this one")
-    assert strategy.pinned_to("mine") is None and strategy.sessions == 0
+    assert strategy.generator_of("mine") is None and strategy.sessions == 0
 
 
 def test_an_ended_session_with_live_requests_is_forgotten_after_the_last() -> None:
@@ -209,9 +209,9 @@ def test_an_ended_session_with_live_requests_is_forgotten_after_the_last() -> No
     turn(dispatcher, "m1", "mine")
     strategy.end_session("mine")
     finish(dispatcher, "m0")
-    assert strategy.pinned_to("mine") == home
+    assert strategy.generator_of("mine") == home
     finish(dispatcher, "m1")
-    assert strategy.pinned_to("mine") is None and strategy.sessions == 0
+    assert strategy.generator_of("mine") is None and strategy.sessions == 0
 
 
 def test_a_wait_says_until_when() -> None:

@@ -286,9 +286,9 @@ def test_a_sleeping_generator_takes_no_requests_and_no_weights_until_it_is_woken
     driver.become_quiet()
     assert states(driver) == ["asleep", "serving"] and driver.fleet.settled(V1)
     driver.wake("g0")
-    assert driver.fleet["g0"].waking and not driver.pulls[-1].done
+    assert driver.fleet["g0"].must_wake and not driver.pulls[-1].done
     one_pull(driver, "g0")
-    assert driver.fleet["g0"].version == V1 and not driver.fleet["g0"].waking
+    assert driver.fleet["g0"].version == V1 and not driver.fleet["g0"].must_wake
 
 
 def test_a_wake_up_is_not_over_before_its_pull_though_the_version_was_served_before() -> None:
@@ -305,7 +305,7 @@ def test_a_failed_wake_up_is_retried_as_a_wake_up() -> None:
     driver.sleep("g0")
     driver.wake("g0")
     one_pull(driver, "g0", "failed")
-    assert driver.fleet["g0"].waking
+    assert driver.fleet["g0"].must_wake
     one_pull(driver, "g0")
     assert states(driver) == ["serving", "serving"]
 
@@ -338,7 +338,7 @@ def test_nobody_is_woken_before_there_are_weights() -> None:
         driver.fleet.wake("g0")
 
 
-def test_a_leased_generator_stays_at_its_version_while_the_others_go_on() -> None:
+def test_a_pinned_generator_stays_at_its_version_while_the_others_go_on() -> None:
     driver = router(3)
     driver.arrive([request(f"r{index}") for index in range(3)])
     name = driver.pin(V0)
@@ -357,7 +357,7 @@ def test_a_leased_generator_stays_at_its_version_while_the_others_go_on() -> Non
     assert driver.fleet["g0"].version == V1 and states(driver)[0] == "serving"
 
 
-def test_the_last_one_that_serves_is_not_leased_and_no_other_version_is() -> None:
+def test_the_last_one_that_serves_is_not_pinned_and_no_other_version_is() -> None:
     driver = router(2)
     with pytest.raises(GeneratorNotServing, match="no generator can be pinned at v1: g0 is serving at v0, g1 is"):
         driver.fleet.pin(V1, driver.dispatcher.load)
@@ -366,7 +366,7 @@ def test_the_last_one_that_serves_is_not_leased_and_no_other_version_is() -> Non
         driver.fleet.pin(V0, driver.dispatcher.load)
 
 
-def test_requests_for_a_lease_that_ended_fail_instead_of_waiting() -> None:
+def test_requests_for_a_pin_that_ended_fail_instead_of_waiting() -> None:
     driver = router(2)
     assert driver.pin(V0) == "g0"
     driver.arrive([request("r0", pinned_to="g0")])

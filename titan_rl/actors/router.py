@@ -216,19 +216,19 @@ class GeneratorRouter(RequestServer):
 
     @served
     async def pin(self, version: PolicyVersion) -> str:
-        """Lease a generator until `unpin`: it stays at exactly this version and serves only requests with its name in
+        """Reserve a generator until `unpin`: it stays at exactly this version and serves only requests with its name in
         `pinned_to`. See `Fleet.pin`. Returns its name."""
         name = self._fleet.pin(version, self._dispatcher.load)
-        self._dispatcher.leased(name, version)
+        self._dispatcher.pinned(name, version)
         self._advance()
         return name
 
     @served
     async def unpin(self, name: str) -> PullReport:
-        """End a lease: the generator finishes its requests, pulls the newest publication and serves everybody again.
+        """End a pin: the generator finishes its requests, pulls the newest publication and serves everybody again.
         Requests that still wait for it fail."""
         self._fleet.unpin(name)
-        self._dispatcher.lease_ended(name)
+        self._dispatcher.unpinned(name)
         return await self._back(name)
 
     async def _back(self, name: str) -> PullReport:
@@ -263,7 +263,7 @@ class GeneratorRouter(RequestServer):
             publication = self._publication
             assert publication is not None and publication.version == version
             waited = loop.time() - started
-            endpoint = Generator.wake_up if self._fleet[name].waking else Generator.pull_model_state_dict
+            endpoint = Generator.wake_up if self._fleet[name].must_wake else Generator.pull_model_state_dict
             report = await self._generators[name].connection.call(None, endpoint, publication)
             self._fleet.verified(name, report.version)
             self._outcomes[name] = replace(report, seconds_waited=waited + report.seconds_waited)
@@ -343,7 +343,7 @@ class GeneratorRouter(RequestServer):
         if self._fleet[name].state is GeneratorState.DEAD:
             return
         self._fleet.died(name, str(error))
-        self._dispatcher.lease_ended(name)
+        self._dispatcher.unpinned(name)
         self._generators[name].fail(error)
         self._advance()
 

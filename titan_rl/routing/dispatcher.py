@@ -6,7 +6,7 @@ Always true, after every method:
   answer, with an error, or withdrawn by its caller;
 - a generator's load is the sum of the estimated costs of its live attempts, so it is 0 when none is live;
 - an attempt goes only to a generator that serves the request's `min_version` or newer, and its id is never reused;
-- a request that is pinned to a generator goes only there, and only while that generator is leased;
+- a request that is pinned to a generator goes only there, and only while that generator is pinned;
 - at most `retries` + 1 generators die under one request, and it spends at most `seconds` with generators, however
   often it is interrupted;
 - with `resume`, a completion begins with the tokens that its caller was shown as pieces, even if the generator that
@@ -70,7 +70,7 @@ class Dispatcher:
         self._attempts: dict[str, OpenRequest] = {}  # live, by attempt id
         self._on: dict[str, dict[str, None]] = {}  # generator → its live attempt ids, oldest first
         self._load: dict[str, int] = {}
-        self._leased: dict[str, PolicyVersion] = {}  # generators that serve only requests pinned to them
+        self._pinned: dict[str, PolicyVersion] = {}  # generators that serve only requests pinned to them
         self._wait_until = math.inf  # the earliest `Wait` of the strategy
         self._overdue_at = math.inf  # no live attempt runs out of time before this
         self._failures: list[tuple[str, TitanError]] = []
@@ -108,7 +108,7 @@ class Dispatcher:
         if ATTEMPT_MARK in request.request_id:
             return RequestError(f"request id {request.request_id} must not contain {ATTEMPT_MARK!r}: attempts do")
         if request.pinned_to is not None:
-            version = self._leased.get(request.pinned_to)
+            version = self._pinned.get(request.pinned_to)
             if version is None:
                 return RequestError(f"request {request.request_id}: {request.pinned_to} is not pinned")
             if version < request.min_version:
@@ -123,14 +123,14 @@ class Dispatcher:
             )
         return None
 
-    def leased(self, generator: str, version: PolicyVersion) -> None:
+    def pinned(self, generator: str, version: PolicyVersion) -> None:
         """From now on the generator serves only requests that are pinned to it."""
-        self._leased[generator] = version
+        self._pinned[generator] = version
 
-    def lease_ended(self, generator: str) -> None:
-        """The lease is over. The generator may finish its pinned requests; those that wait for it fail at
+    def unpinned(self, generator: str) -> None:
+        """The pin is over. The generator may finish its pinned requests; those that wait for it fail at
         `reconsider`."""
-        self._leased.pop(generator, None)
+        self._pinned.pop(generator, None)
 
     def failures(self) -> list[tuple[str, TitanError]]:
         """Requests that failed since the last call: the caller's id, and why."""
@@ -305,7 +305,7 @@ class Dispatcher:
             except Exception as why:
                 reason = f"the routing strategy raised {type(why).__name__}: {why}"
                 return self._fail(request, RequestError(f"request {request_id}: {reason}"))
-        elif choice not in self._leased:
+        elif choice not in self._pinned:
             reason = "the generator that it was pinned to is not any more"
             return self._fail(request, GeneratorFailed(f"request {request_id}: {reason}"))
         if isinstance(choice, Wait):

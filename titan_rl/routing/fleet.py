@@ -52,7 +52,7 @@ class GeneratorState(StrEnum):
     SYNCING = "syncing"
     """Draining for a pull, or pulling; takes no new requests."""
     PINNED = "pinned"
-    """Leased at its version; takes no requests of others."""
+    """Reserved at its version for whoever pinned it; takes no requests of others."""
     ASLEEP = "asleep"
     """Gave up its memory; wakes only through a verified pull."""
     STALE = "stale"
@@ -84,20 +84,30 @@ class GeneratorHealth:
     """Last verified version; None before the first."""
     reason: str = ""
     """Why it is STALE or DEAD."""
-    in_sync: bool = False
-    """A sync (drain, pull, verification) is under way."""
+    sync_from: GeneratorState | None = None
+    """The state in which the running sync (drain, pull, verification) began; None: no sync is running."""
     pulls: PolicyVersion | None = None
     """The version that the sync pulls; None during its drain."""
-    closed: bool = False
-    """It served before this sync and takes no requests now. Cleared when it serves again, fails or is late."""
-    late: bool = False
-    """The sync has exceeded its time limit."""
-    waking: bool = False
-    """It was asleep and asked to wake, and no pull is verified yet."""
+    must_wake: bool = False
+    """It gave up its memory in sleep, so it takes weights only by a wake-up."""
     failures: int = 0
     """Failed pulls of the target since it was requested."""
     reached: PolicyVersion = _NEVER
     """Last version verified since it fell asleep or was pinned."""
+
+    @property
+    def is_syncing(self) -> bool:
+        return self.sync_from is not None
+
+    @property
+    def is_closed(self) -> bool:
+        """It served before its sync and takes no requests now."""
+        return self.state is _SYNCING and self.sync_from is _SERVING
+
+    @property
+    def is_late(self) -> bool:
+        """Its sync goes on after its time limit."""
+        return self.state is _STALE and self.is_syncing
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +190,7 @@ class Fleet:
             )
         for health in self:
             # Requested again: generators that failed get new attempts.
-            if version != self.target or not health.in_sync:
+            if version != self.target or not health.is_syncing:
                 health.failures = 0
         self.target = version
 
@@ -193,14 +203,12 @@ class Fleet:
         started = []
         waiting = [health for health in self if self._wants(health)]
         for health in sorted(waiting, key=lambda health: (health.version or _NEVER, load(health.name))):
-            if health.state is _SERVING and self._mode == "drain":
-                if self._max_syncing and sum(each.closed for each in self) >= self._max_syncing:
-                    continue
-                health.closed = True
+            drains = health.state is _SERVING and self._mode == "drain"
+            if drains and self._max_syncing and sum(each.is_closed for each in self) >= self._max_syncing:
+                continue
+            health.sync_from, health.pulls = health.state, None
+            if drains or health.state not in (_SERVING, _SYNCING):
                 self.move(health.name, _SYNCING)
-            elif health.state not in (_SERVING, _SYNCING):
-                self.move(health.name, _SYNCING)
-            health.in_sync, health.pulls = True, None
             started.append(health.name)
         return started
 
@@ -215,7 +223,7 @@ class Fleet:
             GeneratorFailed: the generator died during its drain.
         """
         health = self[name]
-        if not health.in_sync:
+        if not health.is_syncing:
             raise GeneratorFailed(f"{name} was to pull, but died before that: {health.reason}")
         assert self.target is not None
         health.pulls = self.target
@@ -228,7 +236,7 @@ class Fleet:
         if health.state is _DEAD:
             return
         self._ended(health)
-        health.waking, health.failures, health.reached = False, 0, version
+        health.must_wake, health.failures, health.reached = False, 0, version
         self.move(name, _SERVING, version=version)
 
     def failed(self, name: str, reason: str) -> None:
@@ -245,15 +253,15 @@ class Fleet:
         """The sync has exceeded its time limit and goes on. Until `verified`, `failed` or `died` the generator serves
         nothing and nobody waits for it. Does nothing if one of these came first."""
         health = self[name]
-        if health.in_sync and not health.late:
-            health.late, health.closed = True, False
+        if health.is_syncing and not health.is_late:
             self.move(name, _STALE, reason=reason)
 
     def settled(self, version: PolicyVersion) -> bool:
         """Whether no generator is still on its way to `version`: each has reached it, is late, failed for good, or may
         not take it (dead, pinned, asleep)."""
         return not any(
-            health.reached < version and not health.late and (health.in_sync or self._wants(health)) for health in self
+            health.reached < version and not health.is_late and (health.is_syncing or self._wants(health))
+            for health in self
         )
 
     # Out of service.
@@ -262,7 +270,7 @@ class Fleet:
         """The generator is dead. Idempotent: the first reason is kept."""
         health = self[name]
         if health.state is not _DEAD:
-            health.in_sync = health.closed = health.late = health.waking = False
+            health.sync_from = None
             self.move(name, _DEAD, reason=reason)
 
     def sleep(self, name: str) -> None:
@@ -272,10 +280,10 @@ class Fleet:
             GeneratorNotServing: it is in a sync, asleep already, pinned or dead.
         """
         health = self[name]
-        if health.in_sync or health.state not in (_SERVING, _STALE, _RECOVERING):
-            doing = "in a change of weights" if health.in_sync else health.state
+        if health.is_syncing or health.state not in (_SERVING, _STALE, _RECOVERING):
+            doing = "in a change of weights" if health.is_syncing else health.state
             raise GeneratorNotServing(f"{name} cannot be put to sleep: it is {doing}")
-        health.waking, health.reached = False, _NEVER  # it frees its weights
+        health.must_wake, health.reached = True, _NEVER
         self.move(name, _ASLEEP)
 
     def wake(self, name: str) -> None:
@@ -289,13 +297,14 @@ class Fleet:
             raise GeneratorNotServing(f"{name} cannot be woken: it is {health.state}")
         if self.target is None:
             raise GeneratorNotServing(f"{name} cannot be woken: there are no weights to pull yet")
-        health.waking, health.failures = True, 0
+        health.failures = 0
+        self.move(name, _SYNCING)
 
     def pin(self, version: PolicyVersion, load: Callable[[str], int]) -> str:
-        """Lease the least loaded generator that serves exactly `version`. Until `unpin` it takes no new weights and no
+        """Pin the least loaded generator that serves exactly `version`. Until `unpin` it takes no new weights and no
         requests of others. It finishes the requests that it runs.
 
-        The last serving generator is never leased, because training would stop silently. A fleet of one evaluates with
+        The last serving generator is never pinned, because training would stop silently. A fleet of one evaluates with
         ordinary requests, between two pulls.
 
         Returns:
@@ -305,7 +314,7 @@ class Fleet:
             GeneratorNotServing: no generator serves exactly this version outside of a sync, or no other one serves.
         """
         serving = [health for health in self if health.state is _SERVING]
-        free = [health.name for health in serving if health.version == version and not health.in_sync]
+        free = [health.name for health in serving if health.version == version and not health.is_syncing]
         if not free:
             states = ", ".join(f"{health.name} is {health.state} at {health.version}" for health in self)
             raise GeneratorNotServing(f"no generator can be pinned at {version}: {states}")
@@ -316,7 +325,7 @@ class Fleet:
         return name
 
     def unpin(self, name: str) -> None:
-        """End the lease: the generator comes back through a verified pull of the target (`startable`).
+        """End the pin: the generator comes back through a verified pull of the target (`startable`).
 
         Raises:
             GeneratorNotServing: it is not pinned.
@@ -354,20 +363,18 @@ class Fleet:
 
     def _ended(self, health: GeneratorHealth) -> None:
         """The sync has ended, late or not."""
-        if health.late:
+        if health.is_late:
             self.move(health.name, _SYNCING)
-        health.in_sync = health.closed = health.late = False
+        health.sync_from = None
 
     def _wants(self, health: GeneratorHealth) -> bool:
         """Whether the generator should begin a sync, if there is room."""
-        if self.target is None or health.in_sync or health.failures > self._retries:
+        if self.target is None or health.is_syncing or health.failures > self._retries:
             return False
         match health.state:
             case GeneratorState.RECOVERING | GeneratorState.STALE | GeneratorState.SYNCING:
                 return True
             case GeneratorState.SERVING:
                 return health.version is None or health.version < self.target
-            case GeneratorState.ASLEEP:
-                return health.waking
             case _:
                 return False

@@ -142,7 +142,7 @@ class StickySession:
             raise ConfigError(f"router.strategy_kwargs.fallback: {error}") from error
         self._versions: dict[str, PolicyVersion] = {}  # of those that serve now
         self._paused: set[str] = set()
-        self._live: dict[str, _Pin] = {}
+        self._live: dict[str, _Session] = {}
         self._idle: OrderedDict[str, str] = OrderedDict()  # session → generator, least recently used first
 
     def serves(self, name: str, version: PolicyVersion) -> None:
@@ -163,13 +163,13 @@ class StickySession:
         self._fallback.leaves(name)
 
     def choose(self, request: GenerationRequest, *, now: float, waiting_since: float) -> str | Wait | None:
-        pinned = None if request.session_id is None else self.pinned_to(request.session_id)
-        if pinned is not None:
-            version = self._versions.get(pinned)
+        home = None if request.session_id is None else self.generator_of(request.session_id)
+        if home is not None:
+            version = self._versions.get(home)
             if version is not None and version >= request.min_version:
-                return pinned
+                return home
             deadline = waiting_since + self._sync_wait_seconds
-            if (version is not None or pinned in self._paused) and now < deadline:
+            if (version is not None or home in self._paused) and now < deadline:
                 return Wait(deadline)  # it is syncing, or will be: it does not serve the requested version yet
         return self._fallback.choose(request, now=now, waiting_since=waiting_since)
 
@@ -179,21 +179,21 @@ class StickySession:
         if session is None:
             return
         self._idle.pop(session, None)
-        pin = self._live.setdefault(session, _Pin(name))
-        pin.generator = name
-        pin.requests += 1
+        live = self._live.setdefault(session, _Session(name))
+        live.generator = name
+        live.requests += 1
 
     def released(self, request: GenerationRequest, name: str, load: int) -> None:
         self._fallback.released(request, name, load)
         session = request.session_id
         if session is None or session not in self._live:
             return
-        pin = self._live[session]
-        pin.requests -= 1
-        if pin.requests == 0:
+        live = self._live[session]
+        live.requests -= 1
+        if live.requests == 0:
             del self._live[session]
-            if not pin.ended:
-                self._idle[session] = pin.generator
+            if not live.ended:
+                self._idle[session] = live.generator
                 while len(self._idle) > self._max_sessions:
                     self._idle.popitem(last=False)
 
@@ -202,10 +202,10 @@ class StickySession:
         if session_id in self._live:
             self._live[session_id].ended = True
 
-    def pinned_to(self, session_id: str) -> str | None:
+    def generator_of(self, session_id: str) -> str | None:
         """The session's generator, None if it has none."""
-        pin = self._live.get(session_id)
-        return pin.generator if pin is not None else self._idle.get(session_id)
+        live = self._live.get(session_id)
+        return live.generator if live is not None else self._idle.get(session_id)
 
     @property
     def sessions(self) -> int:
@@ -214,7 +214,7 @@ class StickySession:
 
 
 @dataclass(slots=True)
-class _Pin:
+class _Session:
     generator: str
     requests: int = 0
     ended: bool = False
