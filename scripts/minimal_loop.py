@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from titan_rl import config_registry
-from titan_rl.chat.renderer import make_renderer
+from titan_rl.chat import make_renderer
 from titan_rl.config import RunConfig
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.environments.copy import Copy
-from titan_rl.environments.transcript import Transcript
+from titan_rl.environments.rubric import Transcript
 from titan_rl.launch.session import start
-from titan_rl.rollout.advantages import group_advantages
+from titan_rl.rollout.samples import group_advantages
 from titan_rl.seeding import request_seed
 from titan_rl.types import (
     NO_VERSION,

@@ -109,7 +109,7 @@ async def _cycle(system: System, length: int, step: int, before: Publication) ->
         )
         for group_id in range(step * GROUPS, (step + 1) * GROUPS)
     ]
-    reports = await system.rollouts.run(requests)
+    reports = await system.rollouts.run_groups(requests)
     batch = SampleBatch.concat(report.samples for report in reports)
     if batch.trained_tokens != GROUPS * SAMPLES * length:
         raise RuntimeError(f"{batch.trained_tokens} tokens were sampled, not {GROUPS * SAMPLES} times {length}")

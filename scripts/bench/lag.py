@@ -69,7 +69,7 @@ async def warm_up(config: RunConfig, directory: Path) -> float:
     """Save what the demonstrations teach; returns its sampled accuracy."""
     async with start(config) as system:
         for step in range(config.trainer.warmup.steps):
-            report = await system.rollouts.play(system.demonstration_group(step))
+            report = await system.rollouts.run_group(system.demonstration_group(step))
             await system.trainer.warm_up_step(report.samples)
             await system.rollouts.release(report.samples)
         await system.trainer.save(directory)
@@ -115,7 +115,7 @@ async def play(system: System, number: int, version: PolicyVersion) -> SampleBat
     """Batch `number` of the prompt stream, sampled by `version`: nobody pulls another one before this returns."""
     groups = system.config.loop.groups_per_step
     prompts = range(number * groups, (number + 1) * groups)
-    reports = await system.rollouts.run([system.train_group(prompt, version) for prompt in prompts])
+    reports = await system.rollouts.run_groups([system.train_group(prompt, version) for prompt in prompts])
     return SampleBatch.concat(report.samples for report in reports)
 
 
@@ -130,7 +130,7 @@ async def sampled_accuracy(system: System, version: PolicyVersion) -> float:
         GroupRequest(group_id=prompt, purpose=Purpose.EVALUATE, samples=1, sampling=sampling, min_version=version)
         for prompt in range(system.rollouts.held_out)
     ]
-    reports = await system.rollouts.run(requests)
+    reports = await system.rollouts.run_groups(requests)
     return statistics.fmean(rollout.reward for report in reports for rollout in report.rollouts)
 
 

@@ -77,7 +77,7 @@ class Workers:
     async def begin(self, group_ids: Sequence[int]) -> list[asyncio.Task[GroupReport]]:
         """Groups that wait for their completions. Nothing else may be under way."""
         await self.route("hold")
-        plays = [asyncio.create_task(self.rollouts.play(group(group_id))) for group_id in group_ids]
+        plays = [asyncio.create_task(self.rollouts.run_group(group(group_id))) for group_id in group_ids]
         await self.route("wait_for_requests", SAMPLES * len(plays))
         return plays
 
@@ -133,18 +133,18 @@ def files(store: str) -> list[str]:
 
 
 async def test_the_sessions_of_a_group_end_with_it_also_when_it_is_stopped(up: Workers) -> None:
-    await up.release_all([await up.rollouts.play(group(51))])
+    await up.release_all([await up.rollouts.run_group(group(51))])
     await up.route("wait_for_sessions", 0)
     plays = await up.begin([52, 53])
     await up.route("wait_for_sessions", 2 * SAMPLES)
-    await up.rollouts.stop_playing()
+    await up.rollouts.stop_groups()
     await up.release_all(await asyncio.gather(*plays, return_exceptions=True))
     await up.route("wait_for_sessions", 0)
     await up.route("let_go")
 
 
 async def test_a_report_has_references_and_no_tokens_and_the_stores_have_them(up: Workers) -> None:
-    report = await up.rollouts.play(group(1))
+    report = await up.rollouts.run_group(group(1))
     assert not report.samples.is_local
     assert [ref.sample for ref in report.samples.refs] == list(range(SAMPLES))
     assert {ref.trained_tokens for ref in report.samples.refs} == {SHORT}
@@ -161,7 +161,7 @@ async def test_a_report_has_references_and_no_tokens_and_the_stores_have_them(up
 async def test_a_report_is_as_small_for_16000_tokens_as_for_16(up: Workers) -> None:
     sizes = []
     for number, tokens in enumerate((SHORT, LONG)):
-        report = await up.rollouts.play(group(10 + number, tokens=tokens))
+        report = await up.rollouts.run_group(group(10 + number, tokens=tokens))
         assert set(report.samples.lengths) == {tokens + 5}  # four digits and "="
         sizes.append(len(pickle.dumps(report)) / SAMPLES)
         await up.rollouts.release(report.samples)
@@ -170,7 +170,7 @@ async def test_a_report_is_as_small_for_16000_tokens_as_for_16(up: Workers) -> N
 
 
 async def test_a_batch_is_released_exactly_once(up: Workers) -> None:
-    reports = await up.rollouts.run([group(20), group(21), group(22)])
+    reports = await up.rollouts.run_groups([group(20), group(21), group(22)])
     batch = SampleBatch.concat(report.samples for report in reports)
     assert len(batch.stored_ids) == 2  # of both workers
     await up.rollouts.release(batch)
@@ -181,8 +181,8 @@ async def test_a_batch_is_released_exactly_once(up: Workers) -> None:
 
 async def test_stopping_ends_every_play_and_leaves_nothing(up: Workers) -> None:
     plays = await up.begin([30, 31, 32])
-    late = asyncio.create_task(up.rollouts.play(group(33)))  # asked for in the tick of the stop
-    await asyncio.gather(*(up.rollouts.stop_playing() for _ in range(2)))
+    late = asyncio.create_task(up.rollouts.run_group(group(33)))  # asked for in the tick of the stop
+    await asyncio.gather(*(up.rollouts.stop_groups() for _ in range(2)))
     outcomes = await asyncio.gather(*plays, late, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [GroupStopped] * 4
     assert await up.held() == 0
@@ -191,7 +191,7 @@ async def test_stopping_ends_every_play_and_leaves_nothing(up: Workers) -> None:
 async def test_stopping_while_groups_finish_gives_a_report_or_an_error_for_each(up: Workers) -> None:
     plays = await up.begin(range(40, 52))
     _, *outcomes = await asyncio.gather(
-        asyncio.gather(up.route("let_go"), up.rollouts.stop_playing()), *plays, return_exceptions=True
+        asyncio.gather(up.route("let_go"), up.rollouts.stop_groups()), *plays, return_exceptions=True
     )
     assert all(isinstance(outcome, GroupReport | GroupStopped) for outcome in outcomes)
     await up.release_all(outcomes)
@@ -203,7 +203,7 @@ async def test_a_play_whose_caller_is_cancelled_leaves_nothing(up: Workers) -> N
     for play in plays:
         play.cancel()
     await asyncio.wait(plays)
-    again = asyncio.create_task(up.rollouts.play(group(60, attempt=1)))
+    again = asyncio.create_task(up.rollouts.run_group(group(60, attempt=1)))
     await up.route("wait_for_requests", 3 * SAMPLES)
     await up.route("let_go")
     report = await again
@@ -225,14 +225,14 @@ async def nothing_is_held(up: Workers) -> None:
 async def test_a_group_that_is_played_already_is_refused(up: Workers) -> None:
     (play,) = await up.begin([65])
     with pytest.raises(ValueError, match="train group 65 is being played already"):
-        await up.rollouts.play(group(65))
+        await up.rollouts.run_group(group(65))
     await up.route("let_go")
     await up.rollouts.release((await play).samples)
 
 
 async def test_a_killed_worker_fails_its_own_groups_and_leaves_no_file(model_path: Path) -> None:
     async with workers(run_config(), model_path, 1) as up:
-        kept = await up.rollouts.run([group(1), group(2)])
+        kept = await up.rollouts.run_groups([group(1), group(2)])
         assert len({ref.store for report in kept for ref in report.samples.refs}) == 2
         plays = await up.begin([3, 4])  # one on each
         assert all(files(store) for store in up.rollouts.stores)
@@ -253,6 +253,6 @@ async def test_a_killed_worker_fails_its_own_groups_and_leaves_no_file(model_pat
 async def test_a_store_without_room_names_its_setting_and_keeps_nothing(model_path: Path) -> None:
     async with workers(run_config(data_plane=DataPlaneConfig(store_mib=1)), model_path, 2) as up:
         with pytest.raises(SampleStoreFull, match="data_plane.store_mib") as error:
-            await up.rollouts.run([group(1), group(2, tokens=LONG)])
+            await up.rollouts.run_groups([group(1), group(2, tokens=LONG)])
         assert isinstance(error.value, TitanError)
         await nothing_is_held(up)

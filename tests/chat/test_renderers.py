@@ -7,9 +7,9 @@ import sys
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from titan_rl.chat import make_renderer
 from titan_rl.chat.chat_renderer import ChatRenderer
-from titan_rl.chat.renderer import make_renderer
-from titan_rl.chat.symbol_renderer import SymbolRenderer
+from titan_rl.chat.renderer import SymbolRenderer
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
@@ -157,7 +157,7 @@ def test_a_missing_library_is_one_sentence(chat_path, monkeypatch):
 
 def test_rendering_needs_neither_torch_nor_transformers(symbols_path, chat_path):
     code = (
-        "import sys; from titan_rl.chat.renderer import make_renderer; "
+        "import sys; from titan_rl.chat import make_renderer; "
         "[make_renderer('auto', path) for path in sys.argv[1:]]; "
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )

@@ -46,7 +46,7 @@ WRONG = {
     "nothing": ("held_out(1000) gave no prompts",),
     "seed": ("held_out(1000) gives other prompts with seed 1 instead of 0, the first at 0: '0=', then '1='",),
     "call": ("held_out(1000) gives other prompts when it is called again, the first at 0: '0=', then '1='",),
-    "overlap": ("held-out prompt 7 and example(40) are both '7='", "titan_rl.environments.splits.is_held_out"),
+    "overlap": ("held-out prompt 7 and example(40) are both '7='", "titan_rl.environments.dataset.is_held_out"),
     "demonstration raises": ("ValueError: no demonstration", line('raise ValueError("no demonstration")')),
     "demonstration letters": ("demonstration 0: the tokenizer has no symbol 'y'", "policy.tiny.symbols"),
     "raises": ("score of train prompt 0: json.decoder.JSONDecodeError", line("return json.loads")),

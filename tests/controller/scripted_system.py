@@ -169,7 +169,7 @@ class ScriptedRollouts:
         """The rollout of each held-out prompt."""
         self._next_id = 0
 
-    async def play(self, request: GroupRequest) -> GroupReport:
+    async def run_group(self, request: GroupRequest) -> GroupReport:
         self.started.append(request)
         again = f" again {request.attempt}" if request.attempt else ""
         what = "demonstrate" if request.purpose is Purpose.DEMONSTRATE else "play"
@@ -185,7 +185,7 @@ class ScriptedRollouts:
             samples=SampleBatch.of(refs),
         )
 
-    async def run(self, requests: list[GroupRequest]) -> list[GroupReport]:
+    async def run_groups(self, requests: list[GroupRequest]) -> list[GroupReport]:
         """Evaluations only."""
         version = requests[0].min_version
         await self.script.gate(f"evaluate {version}")
@@ -203,7 +203,7 @@ class ScriptedRollouts:
             for request, played in zip(requests, self.evaluation, strict=True)
         ]
 
-    async def stop_playing(self) -> None:
+    async def stop_groups(self) -> None:
         """The loop has cancelled what it waits for before it says so."""
 
     async def release(self, samples: SampleBatch) -> list[HeldReport]:

@@ -13,8 +13,8 @@ from titan_rl.environments.alphabet_sort import (
     names_in_order,
     sorted_names,
 )
-from titan_rl.environments.splits import is_held_out
-from titan_rl.environments.transcript import Transcript
+from titan_rl.environments.dataset import is_held_out
+from titan_rl.environments.rubric import Transcript
 from titan_rl.errors import ConfigError
 from titan_rl.sandbox.sandbox import Sandbox
 from titan_rl.sandbox.wire import Call, CallKind, EnvironmentSetup

@@ -3,8 +3,8 @@
 import pytest
 
 from titan_rl.environments.copy import Copy, exact_match, positions_equal
-from titan_rl.environments.splits import fold, is_held_out
-from titan_rl.environments.transcript import Transcript
+from titan_rl.environments.dataset import fold, is_held_out
+from titan_rl.environments.rubric import Transcript
 from titan_rl.errors import ConfigError
 from titan_rl.types import Example, FinishReason, Message
 

@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from titan_rl.environments.base import Message, Transcript
+from titan_rl.environments.dataset import is_held_out
 from titan_rl.environments.gsm8k import INSTRUCTION, Gsm8k, last_box
-from titan_rl.environments.splits import is_held_out
 from titan_rl.errors import ConfigError
 from titan_rl.sandbox.sandbox import Sandbox
 from titan_rl.sandbox.wire import Call, CallKind, EnvironmentSetup, ExamplePrompt

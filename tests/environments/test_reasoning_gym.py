@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from titan_rl.environments.base import Message, Transcript
+from titan_rl.environments.dataset import is_held_out
 from titan_rl.environments.reasoning_gym import INSTRUCTION, SOURCE_ONLY, ReasoningGym, import_gym
-from titan_rl.environments.splits import is_held_out
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.sandbox.sandbox import Sandbox
 from titan_rl.sandbox.wire import Call, CallKind, EnvironmentSetup, ExamplePrompt

@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from titan_rl.environments.rubric import GroupReward, Reward, Rubric, run_plain
-from titan_rl.environments.transcript import Transcript
+from titan_rl.environments.rubric import GroupReward, Reward, Rubric, Transcript, run_plain
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.types import Example, FinishReason, Message
 

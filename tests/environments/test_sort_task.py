@@ -4,9 +4,9 @@ import pytest
 
 from titan_rl.environments.base import Environment
 from titan_rl.environments.copy import Copy
+from titan_rl.environments.dataset import fold, is_held_out
+from titan_rl.environments.rubric import Transcript
 from titan_rl.environments.sort import LETTERS, Sort, exact_match
-from titan_rl.environments.splits import fold, is_held_out
-from titan_rl.environments.transcript import Transcript
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.types import Example, FinishReason, Message
 

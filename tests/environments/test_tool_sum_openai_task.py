@@ -10,8 +10,7 @@ import pytest
 
 from titan_rl.environments.base import Example, Message
 from titan_rl.environments.programs import run_command
-from titan_rl.environments.tool_sum import ToolSum
-from titan_rl.environments.tool_sum_openai import SCRIPT, ToolSumOpenAI
+from titan_rl.environments.tool_sum import SCRIPT, ToolSum, ToolSumOpenAI
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.types import Endpoint
 

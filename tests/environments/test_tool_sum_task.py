@@ -3,7 +3,7 @@
 import pytest
 
 from titan_rl.environments.base import Message, ToolCall, ToolError, Transcript
-from titan_rl.environments.splits import is_held_out
+from titan_rl.environments.dataset import is_held_out
 from titan_rl.environments.tool_sum import ToolSum, calculate
 from titan_rl.errors import ConfigError
 from titan_rl.types import Example, FinishReason

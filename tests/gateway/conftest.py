@@ -3,7 +3,7 @@
 import pytest
 from support.gateway import SYMBOLS, TOOL_SYMBOLS
 
-from titan_rl.chat.symbol_renderer import SymbolRenderer
+from titan_rl.chat.renderer import SymbolRenderer
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 

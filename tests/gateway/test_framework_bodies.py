@@ -13,7 +13,7 @@ import httpx
 import pytest
 from support.gateway import ADD, ScriptedFleet, app_over, http_client, policy_of
 
-from titan_rl.chat.symbol_renderer import SymbolRenderer
+from titan_rl.chat.renderer import SymbolRenderer
 from titan_rl.gateway.openai_protocol import AssistantMessage
 
 BODIES = json.loads(Path(__file__).with_name("framework_bodies.json").read_text())

@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 from support.gateway import MODEL, app_over, http_client, policy_of
 
-from titan_rl.chat.symbol_renderer import SymbolRenderer
+from titan_rl.chat.renderer import SymbolRenderer
 from titan_rl.errors import ActorFailed, GeneratorFailed, RequestLost, RequestTimeout
 from titan_rl.gateway.openai_protocol import ChatCompletionRequest, CompletionRequest
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece

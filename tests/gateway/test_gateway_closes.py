@@ -29,7 +29,7 @@ from support.gateway_engines import ENDLESS
 from test_serve_command import KEY, left_of, served_checkpoint
 
 from titan_rl.actors.gateway import GatewayClient
-from titan_rl.chat.symbol_renderer import SymbolRenderer
+from titan_rl.chat.renderer import SymbolRenderer
 from titan_rl.gateway.callers import ApiKeys, RolloutKeys
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.types import Completion, GenerationRequest, Piece

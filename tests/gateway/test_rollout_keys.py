@@ -10,7 +10,7 @@ import openai
 import pytest
 from support.gateway import ADD, MODEL, ScriptedFleet, app_over, http_client, policy_of, session_request
 
-from titan_rl.chat.symbol_renderer import SymbolRenderer
+from titan_rl.chat.renderer import SymbolRenderer
 from titan_rl.errors import GeneratorFailed, RequestError, RolloutOver
 from titan_rl.gateway.callers import RolloutKeys
 from titan_rl.types import Endpoint, FinishReason, Message

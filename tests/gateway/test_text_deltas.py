@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.chat.renderer import Renderer, make_renderer
+from titan_rl.chat import make_renderer
+from titan_rl.chat.renderer import Renderer
 from titan_rl.gateway.calls import Call, Chat, Choice
 from titan_rl.gateway.choices import HALF, ChoiceReader, TextDeltas, TextSoFar
 from titan_rl.gateway.responses import ApiError

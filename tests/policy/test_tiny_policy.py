@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from titan_rl.chat.renderer import make_renderer
+from titan_rl.chat import make_renderer
 from titan_rl.errors import ConfigError
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.qwen3 import read_shape

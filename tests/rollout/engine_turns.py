@@ -24,8 +24,8 @@ GROUPS, SAMPLES = 6, 4
 class Wandering(Rollouter):
     """Goes on from another history when a conversation is over: one that is cut short, and one with another prompt."""
 
-    async def play(self, group, sample, generate, rollout):
-        played = await super().play(group, sample, generate, rollout)
+    async def roll_out(self, group, sample, generate, rollout):
+        played = await super().roll_out(group, sample, generate, rollout)
         prompt, last = rollout.prompt.token_ids, played.graph.completions[0].token_ids
         turns = self.turns(self.request(group, sample))
         for history in (np.concatenate((prompt, last[:2])), prompt[1:]):

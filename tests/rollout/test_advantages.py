@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.environments.rubric import LARGEST_REWARD
-from titan_rl.rollout.advantages import group_advantages
+from titan_rl.rollout.samples import group_advantages
 
 rewards = st.lists(st.floats(-100, 100, allow_subnormal=False), min_size=2, max_size=16)
 

@@ -3,7 +3,7 @@
 import pytest
 from support.rollouts import TASKS, runner
 
-from titan_rl.chat.symbol_renderer import SymbolRenderer
+from titan_rl.chat.renderer import SymbolRenderer
 from titan_rl.environments.sort import Sort
 from titan_rl.errors import TaskError
 from titan_rl.policy.config import TinyPolicyConfig

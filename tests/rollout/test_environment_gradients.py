@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.rollouts import calling_policy, play
 
-from titan_rl.rollout.result import Rollout
+from titan_rl.rollout.report import Rollout
 from titan_rl.rollout.samples import training_samples
 from titan_rl.rollout.token_graph import TokenGraph
 from titan_rl.types import NO_VERSION, Completion, FinishReason

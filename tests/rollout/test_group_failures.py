@@ -119,7 +119,7 @@ async def test_a_time_limit_of_ones_own_is_not_taken_for_the_rollouts(model_path
 
 
 class Impatient(Rollouter):
-    async def play(self, group, sample, generate, rollout):
+    async def roll_out(self, group, sample, generate, rollout):
         raise TimeoutError("mine")
 
 
@@ -131,8 +131,8 @@ async def test_a_reward_beyond_all_bounds_costs_its_rollout(model_path):
 
 
 class Generous(Rollouter):
-    async def play(self, group, sample, generate, rollout):
-        return replace(await super().play(group, sample, generate, rollout), reward=(0.0, 1.0, 2.0, 1e308)[sample])
+    async def roll_out(self, group, sample, generate, rollout):
+        return replace(await super().roll_out(group, sample, generate, rollout), reward=(0.0, 1.0, 2.0, 1e308)[sample])
 
 
 def test_settings_that_cannot_be_are_refused():

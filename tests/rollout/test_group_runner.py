@@ -8,7 +8,7 @@ import pytest
 from support.processes import descendants, ends
 from support.rollouts import EOS, TASKS, UNRULY, ScriptedPolicy, request, runner, sample_of
 
-from titan_rl.chat.symbol_renderer import SymbolRenderer
+from titan_rl.chat.renderer import SymbolRenderer
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
@@ -157,8 +157,8 @@ async def test_branches_of_a_rollout_are_samples_with_numbers_of_their_own(model
 class Forking(Rollouter):
     """Asks the same twice, as a program that talks to the policy might, and is graded for the last answer."""
 
-    async def play(self, group, sample, generate, rollout):
-        played = await super().play(group, sample, generate, rollout)
+    async def roll_out(self, group, sample, generate, rollout):
+        played = await super().roll_out(group, sample, generate, rollout)
         await self.complete(self.turns(self.request(group, sample)), rollout.prompt, generate, rollout)
         return played
 
@@ -240,11 +240,11 @@ async def test_a_users_task_is_one_file(model_path):
 class SecondThought(Rollouter):
     """Asks twice and keeps the second answer."""
 
-    async def play(self, group, sample, generate, rollout):
+    async def roll_out(self, group, sample, generate, rollout):
         if sample == 3:
             raise KeyError("a user's bug")
-        await super().play(group, sample, generate, rollout)
-        return await super().play(group, sample, generate, rollout)
+        await super().roll_out(group, sample, generate, rollout)
+        return await super().roll_out(group, sample, generate, rollout)
 
 
 async def test_a_users_rollouter_plays_its_own_way_and_its_bugs_cost_one_rollout(model_path):
@@ -258,7 +258,7 @@ async def test_a_users_rollouter_plays_its_own_way_and_its_bugs_cost_one_rollout
 
 async def test_a_rollouter_that_is_none_is_refused(model_path):
     with pytest.raises(ConfigError, match="rollout.rollouter"):
-        async with runner(model_path, rollouter="titan_rl.rollout.result:Rollout"):
+        async with runner(model_path, rollouter="titan_rl.rollout.report:Rollout"):
             pass
 
 

@@ -272,7 +272,7 @@ async def test_a_session_is_closed_also_when_nobody_waits_for_it_any_more(model_
     async with runner(model_path, sessions) as group_runner:
         kept = []
         session = RolloutRequest(session_id="s", group=request(), sample=0, max_turns=1, max_sampled_tokens=0)
-        playing = asyncio.ensure_future(group_runner.programs.play(session, kept.append))
+        playing = asyncio.ensure_future(group_runner.programs.run(session, kept.append))
         await sessions.closing.wait()
         for _ in range(2):  # the second cancellation is not waited out
             playing.cancel()

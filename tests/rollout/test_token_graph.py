@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.errors import GeneratorFailed, RequestError
-from titan_rl.rollout.result import Rollout
+from titan_rl.rollout.report import Rollout
 from titan_rl.rollout.samples import training_samples
 from titan_rl.rollout.token_graph import TokenGraph
 from titan_rl.types import NO_VERSION, Completion, FinishReason

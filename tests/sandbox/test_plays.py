@@ -61,7 +61,7 @@ async def programs(cls="Programs", **kwargs):
 
 
 async def play(process, index=0, purpose=Purpose.TRAIN):
-    state = await process.play(purpose, index, ENDPOINT)
+    state = await process.run_program(purpose, index, ENDPOINT)
     return None if state is None else pickle.loads(state)
 
 
@@ -77,12 +77,14 @@ async def test_plays_run_in_processes_of_their_own_that_share_what_was_imported(
 @pytest.mark.parametrize("cls", ["Programs", "AsyncPrograms"])
 async def test_what_a_play_returns_comes_back_pickled(cls):
     async with programs(cls, held_out=3, behaviour={"1": "nothing", "2": "large"}) as process:
-        assert b"held out 2" in await process.play(Purpose.EVALUATE, 2, ENDPOINT)
-        assert b"Note" in await process.play(Purpose.TRAIN, 7, ENDPOINT)  # nobody has to know the class to carry it
-        assert await process.play(Purpose.TRAIN, 1, ENDPOINT) is None
+        assert b"held out 2" in await process.run_program(Purpose.EVALUATE, 2, ENDPOINT)
+        assert b"Note" in await process.run_program(
+            Purpose.TRAIN, 7, ENDPOINT
+        )  # nobody has to know the class to carry it
+        assert await process.run_program(Purpose.TRAIN, 1, ENDPOINT) is None
         assert await play(process, 2) == b"x" * (8 << 20)
         with pytest.raises(TaskError, match="evaluate prompt 3: .*no held-out prompt 3"):
-            await process.play(Purpose.EVALUATE, 3, ENDPOINT)
+            await process.run_program(Purpose.EVALUATE, 3, ENDPOINT)
 
 
 @pytest.mark.parametrize("cls", ["Programs", "AsyncPrograms"])
@@ -98,7 +100,7 @@ async def test_a_play_that_fails_costs_only_itself_and_says_why(cls):
     behaviour = {str(number): how for number, how in enumerate(reasons)}
     async with programs(cls, behaviour=behaviour) as process:
         host = process.pid
-        plays = [process.play(Purpose.TRAIN, index, ENDPOINT) for index in range(len(reasons) + 2)]
+        plays = [process.run_program(Purpose.TRAIN, index, ENDPOINT) for index in range(len(reasons) + 2)]
         *failures, first, second = await asyncio.gather(*plays, return_exceptions=True)
         for number, (failure, reason) in enumerate(zip(failures, reasons.values(), strict=True)):
             assert isinstance(failure, TaskError)
@@ -114,25 +116,25 @@ async def test_thirty_two_plays_at_once_all_end():
 
 
 async def play_or_note(process, index):
-    state = await process.play(Purpose.TRAIN, index, ENDPOINT)
+    state = await process.run_program(Purpose.TRAIN, index, ENDPOINT)
     return pickle.loads(state)["pid"] if index % 2 == 0 else b"Note" in state
 
 
 async def test_a_play_that_is_cancelled_ends_though_it_never_returns(heard):
     async with programs(behaviour={"0": "burn"}) as process:
-        burning = asyncio.ensure_future(process.play(Purpose.TRAIN, 0, ENDPOINT))
+        burning = asyncio.ensure_future(process.run_program(Purpose.TRAIN, 0, ENDPOINT))
         (pid,) = await heard.numbers("burning")
         burning.cancel()
         with pytest.raises(asyncio.CancelledError):
             await burning
         assert await asyncio.to_thread(ends, pid)
-        assert await process.play(Purpose.TRAIN, 1, ENDPOINT)  # on the same host
+        assert await process.run_program(Purpose.TRAIN, 1, ENDPOINT)  # on the same host
         assert process.restarts == 0
 
 
 async def test_a_cancelled_play_takes_along_whatever_it_started(heard):
     async with programs(behaviour={"0": "stubborn family"}) as process:
-        playing = asyncio.ensure_future(process.play(Purpose.TRAIN, 0, ENDPOINT))
+        playing = asyncio.ensure_future(process.run_program(Purpose.TRAIN, 0, ENDPOINT))
         family = await heard.numbers("family")
         playing.cancel()
         assert len(family) == 3
@@ -142,27 +144,27 @@ async def test_a_cancelled_play_takes_along_whatever_it_started(heard):
 
 async def test_a_play_is_over_when_what_it_left_behind_is_gone(heard):
     async with programs(behaviour={"0": "leaves family"}) as process:
-        assert await process.play(Purpose.TRAIN, 0, ENDPOINT) is None
+        assert await process.run_program(Purpose.TRAIN, 0, ENDPOINT) is None
         family = await heard.numbers("family")
         assert [Path(f"/proc/{pid}").exists() for pid in family] == [False, False]
 
 
 async def test_closing_ends_what_is_being_played(heard):
     async with programs(behaviour={"0": "stubborn family"}) as process:
-        playing = asyncio.ensure_future(process.play(Purpose.TRAIN, 0, ENDPOINT))
+        playing = asyncio.ensure_future(process.run_program(Purpose.TRAIN, 0, ENDPOINT))
         family = await heard.numbers("family")
         await process.close()
         with pytest.raises(TaskError, match="closed"):
             await playing
         assert not any(Path(f"/proc/{pid}").exists() for pid in family)
         with pytest.raises(TaskError, match="closed"):
-            await process.play(Purpose.TRAIN, 1, ENDPOINT)
+            await process.run_program(Purpose.TRAIN, 1, ENDPOINT)
 
 
 async def test_a_host_that_is_killed_takes_its_plays_along_and_is_replaced(heard):
     async with programs(behaviour={"0": "burn", "1": "stubborn family"}) as process:
         host = process.pid
-        playing = [asyncio.ensure_future(process.play(Purpose.TRAIN, index, ENDPOINT)) for index in range(2)]
+        playing = [asyncio.ensure_future(process.run_program(Purpose.TRAIN, index, ENDPOINT)) for index in range(2)]
         left = [*await heard.numbers("burning"), *await heard.numbers("family")]
         os.kill(host, signal.SIGKILL)
         for failure in await asyncio.gather(*playing, return_exceptions=True):
@@ -170,7 +172,7 @@ async def test_a_host_that_is_killed_takes_its_plays_along_and_is_replaced(heard
             assert "the process that it was forked from was killed by signal 9 (SIGKILL)" in str(failure)
         for pid in left:
             assert await asyncio.to_thread(ends, pid)
-        again = await asyncio.gather(*(process.play(Purpose.TRAIN, index, ENDPOINT) for index in range(2, 6)))
+        again = await asyncio.gather(*(process.run_program(Purpose.TRAIN, index, ENDPOINT) for index in range(2, 6)))
         assert all(again) and process.restarts == 1 and process.pid != host
 
 
@@ -196,7 +198,7 @@ def test_everything_dies_with_the_worker():
                 name={f"{PROGRAMS}:Programs"!r}, kwargs={{"behaviour": {{"0": "stubborn family"}}}}, run_seed=0
             ))
             await process.start()
-            await process.play(Purpose.TRAIN, 0, Endpoint(base_url="", api_key="", model=""))
+            await process.run_program(Purpose.TRAIN, 0, Endpoint(base_url="", api_key="", model=""))
 
         asyncio.run(main())
         """
@@ -210,7 +212,7 @@ async def test_what_programs_print_is_logged_and_a_failure_leaves_one_traceback(
     caplog.set_level(logging.INFO)
     async with programs(behaviour={"0": "print"} | dict.fromkeys(map(str, range(1, 9)), "raise")) as process:
         await asyncio.gather(
-            *(process.play(Purpose.TRAIN, index, ENDPOINT) for index in range(9)), return_exceptions=True
+            *(process.run_program(Purpose.TRAIN, index, ENDPOINT) for index in range(9)), return_exceptions=True
         )
     assert "a line on stdout" in caplog.text and "a line on stderr" in caplog.text
     assert caplog.text.count("Traceback (most recent call last)") == 1
@@ -218,7 +220,7 @@ async def test_what_programs_print_is_logged_and_a_failure_leaves_one_traceback(
 
 async def test_an_environment_is_made_once_for_all_plays(tmp_path):
     async with programs("SlowProgram", path=str(tmp_path / "made")) as process:
-        await asyncio.gather(*(process.play(Purpose.TRAIN, index, ENDPOINT) for index in range(8)))
+        await asyncio.gather(*(process.run_program(Purpose.TRAIN, index, ENDPOINT) for index in range(8)))
         assert (tmp_path / "made").read_text().split() == [str(process.pid)]
 
 
@@ -230,4 +232,4 @@ async def test_an_environment_that_cannot_be_made_says_why():
 
 async def test_a_door_that_was_not_opened_says_so():
     with pytest.raises(TaskError, match="not started"):
-        await Sandbox(setup()).play(Purpose.TRAIN, 0, ENDPOINT)
+        await Sandbox(setup()).run_program(Purpose.TRAIN, 0, ENDPOINT)

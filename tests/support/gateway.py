@@ -15,7 +15,7 @@ import httpx
 import numpy as np
 from openai import AsyncOpenAI
 
-from titan_rl.chat.symbol_renderer import SymbolRenderer
+from titan_rl.chat.renderer import SymbolRenderer
 from titan_rl.config import RunConfig
 from titan_rl.gateway.app import build_app
 from titan_rl.gateway.callers import ApiKeys

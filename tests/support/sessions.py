@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from titan_rl.chat.symbol_renderer import SymbolRenderer
+from titan_rl.chat.renderer import SymbolRenderer
 from titan_rl.errors import TaskError
 from titan_rl.rollout.turns import RolloutRequest, Turns
 from titan_rl.types import (

@@ -17,7 +17,7 @@ from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.launch.session import start
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig
-from titan_rl.rollout.advantages import group_advantages
+from titan_rl.rollout.samples import group_advantages
 from titan_rl.seeding import request_seed
 from titan_rl.types import (
     NO_VERSION,

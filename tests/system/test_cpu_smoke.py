@@ -61,7 +61,7 @@ async def flow() -> AsyncIterator[Flow]:
             requests = [
                 system.train_group(prompt, publication.version) for prompt in range(step * groups, (step + 1) * groups)
             ]
-            reports = await system.rollouts.run(requests)
+            reports = await system.rollouts.run_groups(requests)
             batch = SampleBatch.concat(report.samples for report in reports)
             samples = source.fetch(batch)
             at_version = await system.trainer.logprobs(batch)

@@ -71,13 +71,13 @@ def lose(system: System, victim: int) -> list[SampleBatch]:
 def plays_of(system: System) -> list[GroupKey]:
     """What is played from now on."""
     keys: list[GroupKey] = []
-    play = system.rollouts.play
+    play = system.rollouts.run_group
 
     async def noted(request: GroupRequest) -> Any:
         keys.append(request.key)
         return await play(request)
 
-    system.rollouts.play = noted  # type: ignore[method-assign]
+    system.rollouts.run_group = noted  # type: ignore[method-assign]
     return keys
 
 

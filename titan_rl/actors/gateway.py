@@ -63,7 +63,7 @@ class Gateway(ConnectedActor):
             ConfigError: the address cannot be listened on, or there is no renderer for the checkpoint.
         """
         # Imported here because workers and the controller import this module and do not need the server.
-        from titan_rl.chat.renderer import make_renderer
+        from titan_rl.chat import make_renderer
         from titan_rl.gateway.app import GatewayServer
         from titan_rl.gateway.calls import ServedPolicy
 

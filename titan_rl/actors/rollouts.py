@@ -1,7 +1,7 @@
 """`RolloutWorker` plays groups of rollouts and stores their samples until they have been trained. `Rollouts` is all
 workers and their stores as one object.
 
-    play(request) ──▶ the worker with the fewest groups ──▶ GroupReport
+    run_group(request) ──▶ the worker with the fewest groups ──▶ GroupReport
     release of a batch ──▶ the stores that hold it, by id
 
 A worker gets completions from the router and runs all user code in a child process. A group stays on one worker from
@@ -31,7 +31,7 @@ from titan_rl.data_plane.store import HeldReport, SampleStore
 from titan_rl.errors import ActorFailed, GroupStopped
 from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.rollout.report import GroupReport, report_of
-from titan_rl.rollout.result import GroupResult
+from titan_rl.rollout.report import GroupResult
 from titan_rl.sandbox.wire import TaskInfo
 from titan_rl.types import Completion, GenerationRequest, GroupKey, GroupRequest
 
@@ -44,7 +44,7 @@ _AWAY_FROM_LOOP = 1 << 20
 
 
 class RolloutWorker(ConnectedActor):
-    """Endpoints: `setup`, `play`, `stop_playing`, `release`, `held`, `expose`, `withdraw`, `close`."""
+    """Endpoints: `setup`, `run_group`, `stop_groups`, `release`, `held`, `expose`, `withdraw`, `close`."""
 
     def __init__(self, config: RunConfig, *, model_path: str, imports: tuple[str, ...], owner_pid: int) -> None:
         """
@@ -88,11 +88,11 @@ class RolloutWorker(ConnectedActor):
         return os.getpid(), self._store.name, await self._runner.start(client)
 
     @served
-    async def play(self, request: GroupRequest) -> GroupReport:
-        """Play one group. It starts before the first await, so that a `stop_playing` right behind this call stops it.
+    async def run_group(self, request: GroupRequest) -> GroupReport:
+        """Play one group. It starts before the first await, so that a `stop_groups` right behind this call stops it.
 
         Raises:
-            GroupStopped: `stop_playing` ended it.
+            GroupStopped: `stop_groups` ended it.
             TitanError: another error ended it. None of its samples are stored.
         """
         task = self._begin(request)
@@ -102,7 +102,7 @@ class RolloutWorker(ConnectedActor):
             raise GroupStopped(f"{request} was stopped") from None
 
     @served
-    async def stop_playing(self) -> None:
+    async def stop_groups(self) -> None:
         """Stop every running group. Each is reported as stopped, unless its last rollout had already ended."""
         for task in self._playing:
             task.cancel()
@@ -161,7 +161,7 @@ class RolloutWorker(ConnectedActor):
         return task
 
     async def _report(self, request: GroupRequest, result: GroupResult) -> GroupReport:
-        """Store and report a finished group's samples: both or neither. `stop_playing` no longer reaches it."""
+        """Store and report a finished group's samples: both or neither. `stop_groups` no longer reaches it."""
         for rollout in result.rollouts:
             if rollout.error:
                 _log.warning("%s sample %d: %s", request, rollout.sample, rollout.error)
@@ -213,18 +213,18 @@ class Rollouts:
         self.held_out = answers[0][2].held_out
         return self.pids
 
-    async def play(self, request: GroupRequest) -> GroupReport:
+    async def run_group(self, request: GroupRequest) -> GroupReport:
         """Play one group. The caller owns the samples of the returned report.
 
         Raises:
-            GroupStopped: `stop_playing` ended it.
+            GroupStopped: `stop_groups` ended it.
             TitanError: another error ended it. None of its samples are stored.
         """
         if request.key in self._open:
             raise ValueError(f"{request} is being played already")
         worker = min(range(len(self._workers)), key=lambda worker: self._playing[worker])
         self._playing[worker] += 1
-        call = self._workers[worker].call(None, RolloutWorker.play, request)
+        call = self._workers[worker].call(None, RolloutWorker.run_group, request)
         play = self._open[request.key] = asyncio.get_running_loop().create_task(call)
         try:
             return await asyncio.shield(play)
@@ -237,9 +237,9 @@ class Rollouts:
             self._playing[worker] -= 1
             del self._open[request.key]
 
-    async def run(self, requests: Sequence[GroupRequest]) -> list[GroupReport]:
+    async def run_groups(self, requests: Sequence[GroupRequest]) -> list[GroupReport]:
         """Play these groups; returns reports in the order of the requests. If one fails, the others are released."""
-        plays = [asyncio.get_running_loop().create_task(self.play(request)) for request in requests]
+        plays = [asyncio.get_running_loop().create_task(self.run_group(request)) for request in requests]
         try:
             return await asyncio.gather(*plays)
         except BaseException:
@@ -250,9 +250,9 @@ class Rollouts:
                 self._disown(play)
             raise
 
-    async def stop_playing(self) -> None:
-        """Stop all running groups: each `play` raises `GroupStopped`, or returns if its group had already ended."""
-        await self._all(RolloutWorker.stop_playing)
+    async def stop_groups(self) -> None:
+        """Stop all running groups: each `run_group` raises `GroupStopped`, or returns if its group had ended."""
+        await self._all(RolloutWorker.stop_groups)
 
     async def release(self, batch: SampleBatch) -> list[HeldReport]:
         """Free a batch's samples; call it once per batch. Returns what their stores still hold."""

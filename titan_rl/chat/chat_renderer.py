@@ -1,6 +1,7 @@
-"""Chat formats, by the `renderers` library.
+"""Chat formats, by the library `renderers`. `renderer` says what holds for every renderer.
 
-What holds for every renderer is said in `renderer`.
+Only `transformers_tokenizer` imports transformers: for models that the library does not know, whose chat template has
+to be run.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from titan_rl.chat.tokenizer_files import PlainTokenizer, read_json, transformers_tokenizer
+from titan_rl.chat.renderer import load_tokenizer, read_json, read_stop_token_ids
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.types import FinishReason, Message, ToolCall, ToolSpec
 
@@ -177,3 +178,40 @@ def _tool_call(parsed: Any) -> ToolCall:
     if problem:
         return ToolCall(name, {}, problem, parsed.raw)
     return ToolCall(name, arguments, id=parsed.id or "")
+
+
+class PlainTokenizer:
+    """What the `renderers` library asks of a tokenizer, over the `tokenizers` library alone."""
+
+    unk_token_id = None
+
+    def __init__(self, model_path: str | Path):
+        self._tokenizer = load_tokenizer(model_path)
+        self.name_or_path = str(model_path)
+        self.eos_token_id = next(iter(read_stop_token_ids(Path(model_path), self.get_vocab())), None)
+
+    def __len__(self) -> int:
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def get_vocab(self) -> dict[str, int]:
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
+        if isinstance(tokens, str):
+            return self._tokenizer.token_to_id(tokens)
+        return [self._tokenizer.token_to_id(token) for token in tokens]
+
+
+def transformers_tokenizer(model_path: str | Path) -> Any:
+    """The same with its chat template. Raises ConfigError where transformers is not installed."""
+    try:
+        from transformers import AutoTokenizer
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the chat template of {model_path} needs the package `transformers` ({error})") from error
+    return AutoTokenizer.from_pretrained(str(model_path))

@@ -1,23 +1,29 @@
-"""Text to tokens and back: token ids in, token ids out.
+"""Messages to tokens and back: what every renderer does, and the renderer for tokenizers without a chat template.
 
-- What a policy sampled is never rendered again: `extend` gives only the tokens that follow it.
-- `parse` drops the stop token and nothing else: whether a turn was ended is the finish reason's business.
-- A tool call that cannot be read is a `ToolCall` with a `problem`, never text that is passed over.
-- Neither torch nor transformers is imported, but by the renderer for models that the `renderers` library does not
-  know, which has to run their chat template.
+- A renderer never renders again what a policy sampled: `extend` returns only the tokens that follow it.
+- `parse` drops only the stop token. The finish reason says whether the policy ended its turn.
+- A tool call that cannot be read is a `ToolCall` with a `problem`, never text.
+- Nothing here imports torch or transformers.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from titan_rl.chat.chat_renderer import ChatRenderer
-from titan_rl.chat.symbol_renderer import SymbolRenderer
-from titan_rl.chat.tokenizer_files import read_json
-from titan_rl.errors import ConfigError
-from titan_rl.types import FinishReason, Message, ToolSpec
+from titan_rl.errors import ConfigError, TaskError
+from titan_rl.types import FinishReason, Message, ToolCall, ToolSpec
+
+CALL, CALL_END, RESULT, RESULT_END = "<tool>", "</tool>", "<result>", "</result>"
+"""Symbols by which tokenizers without a chat template call tools."""
+
+SHOWN = 40
+"""Characters of a text that an error shows before and after what is wrong."""
+
+_CALL = re.compile("<tool>((?:(?!</?tool>).)*)</tool>", re.DOTALL)
 
 
 class Renderer(Protocol):
@@ -76,22 +82,139 @@ class Renderer(Protocol):
         """The text of tokens, special ones included."""
 
 
-def make_renderer(name: str, model_path: str | Path, settings: Mapping[str, Any] | None = None) -> Renderer:
-    """The renderer that `rollout.renderer` names, for the tokenizer in `model_path`.
+class SymbolRenderer:
+    """Tokenizers of one token per symbol, without a chat template: messages are put one after the other.
 
-    Raises:
-        ConfigError: there is no tokenizer, or no such renderer.
+    A special token such as `<tool>` is one symbol: the longest match wins.
+
+    Where the tokenizer has the symbols `<tool>` and `</tool>`, a call of the task's only tool is its only argument
+    between them, and ends the turn: `</tool>` is a stop token. Where it has `<result>` and `</result>`, the answer of a
+    tool stands between those.
+
+    Args:
+        model_path: directory with tokenizer.json, and the stop token's name in tokenizer_config.json or its id in
+            generation_config.json or config.json.
     """
-    if name == "auto":
-        name = "chat" if _has_chat_template(Path(model_path)) else "symbols"
-    if name == "symbols":
-        if settings:
-            raise ConfigError(f"rollout.renderer_kwargs {dict(settings)} are for chat renderers; this one is 'symbols'")
-        return SymbolRenderer(model_path)
-    return ChatRenderer(model_path, name, settings)
+
+    def __init__(self, model_path: str | Path):
+        tokenizer = load_tokenizer(model_path)
+        self._ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+        self._tokens = {token_id: token for token, token_id in self._ids.items()}
+        self.vocab_size = max(self._tokens) + 1
+        self.stop_token_ids = read_stop_token_ids(Path(model_path), self._ids)
+        self._call_end: int | None = None
+        if {CALL, CALL_END} <= self._ids.keys():
+            self._call_end = self._ids[CALL_END]
+            self.stop_token_ids = (*self.stop_token_ids, self._call_end)
+        self._marks_results = {RESULT, RESULT_END} <= self._ids.keys()
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self.longest_token = len(longest_first[0])
+        self._symbol = re.compile("|".join(map(re.escape, longest_first)) + "|(.)", re.DOTALL)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        if tools:
+            self._only_argument(tools)  # is not shown to the policy, which has one way to call anything
+        return [token_id for message in messages for token_id in self.encode(self._text_of(message))]
+
+    def extend(
+        self,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int]:
+        return self.render(messages, tools)
+
+    def parse(
+        self,
+        completion: Sequence[int],
+        finish_reason: FinishReason,
+        prompt: Iterable[int] = (),
+        tools: Sequence[ToolSpec] = (),
+    ) -> Message:
+        ended_by_call = finish_reason is FinishReason.STOP and completion[-1] == self._call_end
+        kept = ended_by_call or finish_reason is not FinishReason.STOP
+        text = self.decode(completion if kept else completion[:-1])
+        if not tools:
+            return Message("assistant", text)
+        name, argument = self._only_argument(tools)
+        calls = [ToolCall(name, {argument: value}) for value in _CALL.findall(text)]
+        content = _CALL.sub("", text)
+        if content.endswith(CALL_END):
+            calls.append(ToolCall(name, {}, f"there is no {CALL} before {CALL_END}"))
+        return Message("assistant", content, tuple(calls))
+
+    def say(self, message: Message) -> list[int]:
+        token_ids = self.encode(self._text_of(message))
+        return token_ids if message.tool_calls else [*token_ids, self.stop_token_ids[0]]
+
+    def _only_argument(self, tools: Sequence[ToolSpec]) -> tuple[str, str]:
+        """Names of the only tool and of its only argument."""
+        if self._call_end is None:
+            raise TaskError(f"this tokenizer has no symbols {CALL} and {CALL_END} to call tools with")
+        arguments = tools[0].parameters.get("properties", {})
+        if len(tools) != 1 or not isinstance(arguments, Mapping) or len(arguments) != 1:
+            raise TaskError(
+                f"a tokenizer of symbols can call one tool with one argument, as {CALL}argument{CALL_END}, not "
+                f"{', '.join(tool.name for tool in tools)}"
+            )
+        return tools[0].name, next(iter(arguments))
+
+    def _text_of(self, message: Message) -> str:
+        if message.role == "tool" and self._marks_results:
+            return f"{RESULT}{message.content}{RESULT_END}"
+        return message.content + "".join(map(_written, message.tool_calls))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        # an id outside the vocabulary (padded embeddings) is shown as one symbol that no answer contains
+        return "".join([self._tokens.get(token_id, "<unknown>") for token_id in token_ids])
+
+    def encode(self, text: str) -> list[int]:
+        ids = []
+        for match in self._symbol.finditer(text):
+            if match[1] is not None:
+                near = text[max(0, match.start() - SHOWN) : match.start() + SHOWN]
+                raise TaskError(f"the tokenizer has no symbol {match[1]!r}, in {near!r}")
+            ids.append(self._ids[match[0]])
+        return ids
 
 
-def _has_chat_template(directory: Path) -> bool:
-    return (directory / "chat_template.jinja").is_file() or bool(
-        read_json(directory / "tokenizer_config.json").get("chat_template")
-    )
+def _written(call: ToolCall) -> str:
+    if call.problem:
+        return call.raw
+    if len(call.arguments) != 1:
+        raise TaskError(f"a tokenizer of symbols writes a call with one argument, not {call.name}({call.arguments})")
+    return f"{CALL}{next(iter(call.arguments.values()))}{CALL_END}"
+
+
+def load_tokenizer(model_path: str | Path) -> Any:
+    """The `tokenizers.Tokenizer` of a Hugging Face directory. Raises ConfigError where none can be read."""
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"rendering needs the package `tokenizers` ({error})") from error
+    file = Path(model_path) / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(f"{model_path}: there is no tokenizer.json")
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing more special
+        raise ConfigError(f"{file}: not a file of the library `tokenizers` ({error})") from error
+
+
+def read_stop_token_ids(directory: Path, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
+    """The tokenizer's end-of-sequence token; where it names none, what the model's configs say."""
+    eos = read_json(directory / "tokenizer_config.json").get("eos_token")
+    text = eos.get("content") if isinstance(eos, dict) else eos
+    if isinstance(text, str) and text in vocabulary:
+        return (vocabulary[text],)
+    for file in ("generation_config.json", "config.json"):
+        ids = read_json(directory / file).get("eos_token_id")
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (ids,)
+    raise ConfigError(f"{directory}: neither the tokenizer nor the model config says what the end-of-sequence token is")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """What a file holds; nothing where there is no file."""
+    return json.loads(file.read_text()) if file.is_file() else {}

@@ -97,7 +97,7 @@ async def let_go(rollouts: Rollouts, reports: Iterable[GroupReport]) -> None:
     """Stop running rollouts and release reported samples. Never raises a TitanError."""
     try:
         async with asyncio.timeout(LET_GO_SECONDS):
-            await rollouts.stop_playing()
+            await rollouts.stop_groups()
             await rollouts.release(SampleBatch.concat(report.samples for report in reports))
             if what := await _held(rollouts):
                 _log.info("still on their way to their release when the run ended: %s", what)

@@ -43,7 +43,7 @@ async def evaluate(system: System, version: PolicyVersion, *, pinned_to: str | N
     if not system.rollouts.held_out:
         raise TaskError(f"the environment {system.config.environment.name} gave no held-out prompts to evaluate on")
     groups = [system.held_out_group(prompt, version, pinned_to=pinned_to) for prompt in range(system.rollouts.held_out)]
-    reports = await system.rollouts.run(groups)
+    reports = await system.rollouts.run_groups(groups)
     rollouts = [rollout for report in reports for rollout in report.rollouts]
     errors = [rollout.error for rollout in rollouts if rollout.error]
     graded = [rollout for rollout in rollouts if not rollout.error]

@@ -158,7 +158,7 @@ class TrainingLoop:
         one that is filtered or failed. On failure of the worker or all generators: the run."""
         with self._activity("rollout", group=group.group_id, attempt=group.attempt):
             request = self._system.train_group(group.group_id, group.min_version, attempt=group.attempt)
-            report = await self._system.rollouts.play(request)
+            report = await self._system.rollouts.run_group(request)
         if not report.samples.trained_tokens:
             await self._release(report.samples)
             self._buffer.failed(group.group_id)

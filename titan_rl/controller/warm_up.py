@@ -29,14 +29,14 @@ async def warm_up(system: System, display: RunDisplay, activity: Activities) -> 
     steps = system.config.trainer.warmup.steps
     if not steps:
         return
-    ahead = _play(system, 0)
+    ahead = _demonstrate(system, 0)
     owned: SampleBatch | None = None  # samples of the current step
     try:
         for step in range(steps):
             with activity("warm_up", step=f"{step + 1} of {steps}"):
                 owned = (await ahead).samples
                 if step + 1 < steps:
-                    ahead = _play(system, step + 1)
+                    ahead = _demonstrate(system, step + 1)
                 metrics = await system.trainer.warm_up_step(owned)
                 await system.rollouts.release(owned)
                 owned = None
@@ -49,8 +49,8 @@ async def warm_up(system: System, display: RunDisplay, activity: Activities) -> 
         ahead.cancel()
 
 
-def _play(system: System, step: int) -> asyncio.Task[GroupReport]:
-    return asyncio.create_task(system.rollouts.play(system.demonstration_group(step)))
+def _demonstrate(system: System, step: int) -> asyncio.Task[GroupReport]:
+    return asyncio.create_task(system.rollouts.run_group(system.demonstration_group(step)))
 
 
 async def _give_up(system: System, owned: SampleBatch | None, ahead: asyncio.Task[GroupReport]) -> None:

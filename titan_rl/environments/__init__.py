@@ -5,7 +5,7 @@ SHORT_NAMES = {
     "copy": "titan_rl.environments.copy:Copy",
     "sort": "titan_rl.environments.sort:Sort",
     "tool_sum": "titan_rl.environments.tool_sum:ToolSum",
-    "tool_sum_openai": "titan_rl.environments.tool_sum_openai:ToolSumOpenAI",
+    "tool_sum_openai": "titan_rl.environments.tool_sum:ToolSumOpenAI",
     "alphabet_sort": "titan_rl.environments.alphabet_sort:AlphabetSort",
     "reasoning_gym": "titan_rl.environments.reasoning_gym:ReasoningGym",
     "gsm8k": "titan_rl.environments.gsm8k:Gsm8k",

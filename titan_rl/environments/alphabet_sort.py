@@ -4,7 +4,7 @@ The user lists some names in random order and asks for them sorted by family or 
 tags; in every further turn the user adds names and asks for the whole list again, whatever the policy said. Credit is
 partial: in every turn the longest run of names in the right order counts, and the reward is the mean over the turns
 that the conversation should have had, so that cutting it short never pays. Conversations whose set of names
-`splits.is_held_out` picks are never trained on.
+`dataset.is_held_out` picks are never trained on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from titan_rl.environments.base import Environment, EnvironmentReply, Example, Message, Reward, Rubric, Transcript
-from titan_rl.environments.splits import is_held_out
+from titan_rl.environments.dataset import is_held_out
 from titan_rl.errors import ConfigError
 from titan_rl.seeding import derive_seed
 

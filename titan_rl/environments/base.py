@@ -43,9 +43,8 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titan_rl.environments.rubric import GroupReward, Reward, Rubric
+from titan_rl.environments.rubric import GroupReward, Reward, Rubric, Transcript
 from titan_rl.environments.tools import Tool, ToolError, tool
-from titan_rl.environments.transcript import Transcript
 from titan_rl.errors import TaskError
 from titan_rl.types import Endpoint, Example, Message, ToolCall
 

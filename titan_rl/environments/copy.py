@@ -1,7 +1,7 @@
 """Copy digits: `4071=` is to be answered by `4071` and the end of the answer.
 
 A skill that a randomly initialised tiny policy learns in a few minutes on a CPU. Prompts whose digits
-`splits.is_held_out` picks are never trained on.
+`dataset.is_held_out` picks are never trained on.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 import re
 
 from titan_rl.environments.base import Environment, Example, Message, Reward, Rubric, Transcript
-from titan_rl.environments.splits import held_out_texts, training_text
+from titan_rl.environments.dataset import held_out_texts, training_text
 from titan_rl.errors import ConfigError
 from titan_rl.seeding import derive_seed
 

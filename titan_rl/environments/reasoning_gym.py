@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from titan_rl.environments.base import Demonstration, Environment, Example, Message, Reward, Rubric, Transcript
-from titan_rl.environments.splits import is_held_out
+from titan_rl.environments.dataset import is_held_out
 from titan_rl.errors import AbsentError, ConfigError, TaskError
 from titan_rl.seeding import derive_seed
 

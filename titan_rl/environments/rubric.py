@@ -14,11 +14,33 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from titan_rl.environments.transcript import Transcript
 from titan_rl.errors import ConfigError, TaskError
-from titan_rl.types import Example
+from titan_rl.types import Example, FinishReason, Message
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """A conversation as user code sees it, so far or finished. Stop tokens are no part of the texts."""
+
+    messages: tuple[Message, ...]
+    """The example's prompt first; the policy's turns have the role "assistant"."""
+    finish_reasons: tuple[FinishReason, ...]
+    """One per turn of the policy, in order: whether it ended its turn or was cut off."""
+    state: Any = None
+    """What `Environment.respond` last returned as its state; None before that."""
+
+    @property
+    def answer(self) -> str:
+        """The text of the policy's last turn; empty when it has said nothing."""
+        return next((message.content for message in reversed(self.messages) if message.role == "assistant"), "")
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the policy ended its last turn itself, by a stop token."""
+        return bool(self.finish_reasons) and self.finish_reasons[-1] is FinishReason.STOP
+
 
 Scores = float | Mapping[str, float]
 

@@ -1,7 +1,7 @@
 """Sort letters: `fbahc=` is to be answered by `abcfh` and the end of the answer.
 
 What a warm-up is for: most demonstrations sort the wrong way round, so a policy that learned from them answers in the
-right form and mostly wrongly, and reinforcement learning has to turn it. Prompts whose letters `splits.is_held_out`
+right form and mostly wrongly, and reinforcement learning has to turn it. Prompts whose letters `dataset.is_held_out`
 picks are neither trained on nor demonstrated.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 
 from titan_rl.environments.base import Demonstration, Environment, Example, Message, Rubric, Transcript
-from titan_rl.environments.splits import held_out_texts, training_text
+from titan_rl.environments.dataset import held_out_texts, training_text
 from titan_rl.errors import ConfigError
 from titan_rl.seeding import derive_seed
 

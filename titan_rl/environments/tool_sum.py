@@ -3,7 +3,7 @@
 The policy says `<tool>12+35</tool>`, the environment `<result>47</result>`, and the policy `47` and the end of its
 answer. For tokenizers of single symbols that have these four markers. The reward is for the sum alone, but adding is
 beyond a tiny policy: what it can learn is to use the tool. Most demonstrations answer at once with a random number, so
-a policy that learned from them rarely calls. Prompts whose sums `splits.is_held_out` picks are neither trained on nor
+a policy that learned from them rarely calls. Prompts whose sums `dataset.is_held_out` picks are neither trained on nor
 demonstrated.
 
 What counts as the answer is the policy's last message, known by where it came from: a `<result>` that the policy wrote
@@ -15,9 +15,11 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from titan_rl.environments.base import (
     Demonstration,
+    Endpoint,
     Environment,
     Example,
     Message,
@@ -29,11 +31,15 @@ from titan_rl.environments.base import (
     Transcript,
     tool,
 )
-from titan_rl.environments.splits import is_held_out
+from titan_rl.environments.dataset import is_held_out
+from titan_rl.environments.programs import import_openai, run_script
 from titan_rl.errors import ConfigError
 from titan_rl.seeding import derive_seed
 
 SMALLEST, LARGEST = 10, 99
+
+SCRIPT = Path(__file__).with_name("tool_sum_agent.py")
+"""Plays `tool_sum_openai`."""
 
 _SUM = re.compile(r"(\d{1,9})\+(\d{1,9})")
 
@@ -108,6 +114,18 @@ class ToolSum(Environment):
                 Message("assistant", example.answer),
             ),
         )
+
+
+class ToolSumOpenAI(ToolSum):
+    """The same task, played by a script that knows nothing of it, only OpenAI's client: it asks the policy, calls the
+    calculator itself and decides when it is over."""
+
+    def __init__(self, tool_share: float = 0.25, seed: int = 0):
+        super().__init__(tool_share, seed)
+        import_openai()
+
+    def play(self, example: Example, endpoint: Endpoint) -> str:
+        return run_script(SCRIPT, example.prompt[0].content, endpoint=endpoint)
 
 
 def _held_out_pairs() -> Iterator[tuple[int, int]]:

@@ -98,7 +98,7 @@ async def _try(config: RunConfig, imports: tuple[str, ...]) -> None:
         )
         _check_held_out(config, check, others)
         if tokenizer:
-            await _play(config, runner, started.result(), check)
+            await _try_rollouts(config, runner, started.result(), check)
     finally:
         await asyncio.gather(runner.close(), other.close())
 
@@ -122,7 +122,7 @@ def _check_held_out(config: RunConfig, check: TaskCheck, others: TaskCheck) -> N
         raise ConfigError(
             f"{asked} gives a training prompt: held-out prompt {place} and example({index}) are both "
             f"{_shown(check.held_out, place)}; keep them apart, for instance by "
-            "titan_rl.environments.splits.is_held_out"
+            "titan_rl.environments.dataset.is_held_out"
         )
 
 
@@ -138,7 +138,7 @@ def _shown(prompts: Sequence[tuple[Message, ...]], place: int) -> str:
     return f"'{one_line(' '.join(message.content for message in prompts[place]), LONGEST_SHOWN)}'"
 
 
-async def _play(config: RunConfig, runner: GroupRunner, info: TaskInfo, check: TaskCheck) -> None:
+async def _try_rollouts(config: RunConfig, runner: GroupRunner, info: TaskInfo, check: TaskCheck) -> None:
     tiny = config.policy.tiny
     remedy = (
         "policy.tiny.symbols has to hold every symbol of the task"

@@ -17,17 +17,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from titan_rl.chat.renderer import Renderer, make_renderer
+from titan_rl.chat import make_renderer
+from titan_rl.chat.renderer import Renderer
 from titan_rl.environments.rubric import LARGEST_REWARD
 from titan_rl.errors import ConfigError, GeneratorFailed, TaskError, TitanError
 from titan_rl.importing import import_name
-from titan_rl.rollout.advantages import group_advantages
 from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig
-from titan_rl.rollout.open_rollout import OpenRollout
-from titan_rl.rollout.programs import Programs
-from titan_rl.rollout.result import GroupResult, Rollout
-from titan_rl.rollout.rollouter import Generate, Rollouter
-from titan_rl.rollout.samples import demonstration_sample, training_samples
+from titan_rl.rollout.report import GroupResult, Rollout
+from titan_rl.rollout.rollouter import Generate, OpenRollout, Programs, Rollouter
+from titan_rl.rollout.samples import demonstration_sample, group_advantages, training_samples
 from titan_rl.rollout.turns import Prompt, RolloutGateway, first_prompt
 from titan_rl.sandbox.sandbox import Sandbox
 from titan_rl.sandbox.wire import Call, CallKind, EnvironmentSetup, ExamplePrompt, TaskInfo
@@ -157,7 +155,7 @@ class GroupRunner:
         try:
             async with asyncio.TaskGroup() as tasks:
                 playing = [
-                    tasks.create_task(self._play(request, sample, generate, rollout))
+                    tasks.create_task(self._roll_out(request, sample, generate, rollout))
                     for sample, rollout in enumerate(opened)
                 ]
         except BaseExceptionGroup as failures:
@@ -211,27 +209,22 @@ class GroupRunner:
             samples.append(sample)
         return GroupResult(group_id=request.group_id, purpose=request.purpose, rollouts=(), samples=tuple(samples))
 
-    async def _play(self, request: GroupRequest, sample: int, generate: Generate, opened: OpenRollout) -> Rollout:
+    async def _roll_out(self, request: GroupRequest, sample: int, generate: Generate, opened: OpenRollout) -> Rollout:
         async with self._free:
-            return await self._play_within_limit(request, sample, generate, opened)
-
-    async def _play_within_limit(
-        self, request: GroupRequest, sample: int, generate: Generate, opened: OpenRollout
-    ) -> Rollout:
-        limit = asyncio.timeout(self._rollout.seconds or None)
-        try:
-            async with limit:
-                rollout = await self._rollouter.play(request, sample, generate, opened)
-        except TaskError as error:
-            return opened.ended(sample, StopReason.ERROR, error=str(error))
-        except TitanError:
-            raise
-        except Exception as error:  # a user's own rollouter is user code
-            if limit.expired():
-                late = f"was not over within rollout.seconds ({self._rollout.seconds:g} s)"
-                return opened.ended(sample, StopReason.TIMEOUT, error=late)
-            logger.exception("%s group %d sample %d failed", request.purpose, request.group_id, sample)
-            return opened.ended(sample, StopReason.ERROR, error=f"the rollouter raised {error!r}")
+            limit = asyncio.timeout(self._rollout.seconds or None)
+            try:
+                async with limit:
+                    rollout = await self._rollouter.roll_out(request, sample, generate, opened)
+            except TaskError as error:
+                return opened.ended(sample, StopReason.ERROR, error=str(error))
+            except TitanError:
+                raise
+            except Exception as error:  # a user's own rollouter is user code
+                if limit.expired():
+                    late = f"was not over within rollout.seconds ({self._rollout.seconds:g} s)"
+                    return opened.ended(sample, StopReason.TIMEOUT, error=late)
+                logger.exception("%s group %d sample %d failed", request.purpose, request.group_id, sample)
+                return opened.ended(sample, StopReason.ERROR, error=f"the rollouter raised {error!r}")
         if rollout.error or abs(rollout.reward) <= LARGEST_REWARD:
             return rollout
         return _failed(rollout, f"the rollouter gave the reward {rollout.reward:g}")

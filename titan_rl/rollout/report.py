@@ -1,22 +1,66 @@
-"""The report of a finished group to the controller: numbers and references, never tokens.
+"""The result of a group, and its report to the controller.
 
-The size of a report does not depend on how many tokens were sampled. Its holder owns the `samples` and releases them
-exactly once. Reports of evaluation groups also contain the texts, shortened for display.
+- `GroupResult` stays in the worker that played the group: conversations, tokens, samples.
+- `GroupReport` holds numbers and references, never tokens: its size does not depend on how much was sampled. Its holder
+  owns the `samples` and releases them exactly once. Reports of evaluation groups also contain the texts, shortened for
+  display.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from titan_rl.data_plane.refs import SampleRef
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.one_line import one_line
-from titan_rl.rollout.result import GroupResult, Rollout
-from titan_rl.sandbox.wire import LONGEST_SHOWN
-from titan_rl.types import NO_VERSION, GroupRequest, Message, Purpose, StopReason
+from titan_rl.rollout.token_graph import TokenGraph
+from titan_rl.sandbox.wire import LONGEST_SHOWN, ExamplePrompt
+from titan_rl.types import NO_VERSION, FinishReason, GroupRequest, Message, Purpose, StopReason, TrainingSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One finished conversation with its reward."""
+
+    sample: int
+    """Position within its group."""
+    graph: TokenGraph = field(default_factory=TokenGraph)
+    """Every turn that is to be trained."""
+    messages: tuple[Message, ...] = ()
+    reward: float = 0.0
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    """Unweighted value of each reward function by name."""
+    error: str = ""
+    """Non-empty when user code failed; such a rollout is reported, never trained."""
+    stop_reason: StopReason = StopReason.ERROR
+    rendered_anew: int = 0
+    """Prompts that continue a sampled turn but had to be rendered again, because they could not be made by extending
+    its tokens."""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether its last turn was cut off."""
+        completions = self.graph.completions
+        return bool(completions) and completions[-1].finish_reason is FinishReason.LENGTH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupResult:
+    """A finished group: its rollouts and its training samples."""
+
+    group_id: int
+    purpose: Purpose
+    rollouts: tuple[Rollout, ...]
+    samples: tuple[TrainingSample, ...]
+    """Empty for evaluation groups; rollouts with an error contribute none."""
+    asked: ExamplePrompt | None = None
+    """None where the example could not be made."""
+    restarts: int = 0
+    """Processes of user code that died in the worker since its last result."""
+
 
 LONGEST_ERROR = 600
 """Characters of a rollout's error that are reported; the worker's log has all of it."""

@@ -1,8 +1,10 @@
-"""Plays one rollout: render → generate → parse → the environment answers → … → score. Or a program of the environment
-plays it through the gateway (`programs`), and then it is scored.
+"""Plays one rollout and scores it: `Rollouter` turn by turn, or a program of the environment through the gateway.
 
-If user code fails, only this rollout fails: it is returned with `error` and its turns so far. If a generator fails, its
-error is raised, because it is not the rollout's fault.
+- If user code fails, only this rollout fails: it is returned with `error` and its turns so far. If a generator fails,
+  its error is raised, because it is not the rollout's fault.
+- However a program's rollout ends (it returns, fails, is idle or is cancelled), its session at the gateway is closed
+  exactly once, its process is gone, and its sampled turns are kept.
+- The environment's state between turns is kept pickled, as its process sent it. This process never unpickles it.
 
 To play rollouts another way, subclass `Rollouter` and name the class in `rollout.rollouter`. All rollouts of a worker
 share one instance, so keep the state of a rollout in local variables.
@@ -10,18 +12,38 @@ share one instance, so keep the state of a rollout in local variables.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from titan_rl.chat.renderer import Renderer
-from titan_rl.errors import RequestError, RequestTooLong, TaskError, TitanError
-from titan_rl.rollout.open_rollout import OpenRollout
-from titan_rl.rollout.result import Rollout
-from titan_rl.rollout.turns import Prompt, RolloutRequest, Turn, Turns
-from titan_rl.types import Completion, FinishReason, GenerationRequest, GroupRequest, SamplingParams, StopReason
+from titan_rl.environments.base import EnvironmentReply
+from titan_rl.environments.rubric import Score
+from titan_rl.errors import GeneratorFailed, RequestError, RequestTooLong, TaskError, TitanError
+from titan_rl.rollout.report import Rollout
+from titan_rl.rollout.token_graph import TokenGraph
+from titan_rl.rollout.turns import Prompt, RolloutGateway, RolloutRecord, RolloutRequest, Turn, Turns
+from titan_rl.sandbox.sandbox import Sandbox
+from titan_rl.sandbox.wire import Call, CallKind, Conversation, TaskInfo
+from titan_rl.types import (
+    Completion,
+    Endpoint,
+    FinishReason,
+    GenerationRequest,
+    GroupRequest,
+    Message,
+    Purpose,
+    SamplingParams,
+    StopReason,
+)
 
 Generate = Callable[[GenerationRequest], Awaitable[Completion]]
+Keep = Callable[[RolloutRecord], None]
+
+logger = logging.getLogger(__name__)
 
 
 class Rollouter:
@@ -52,13 +74,13 @@ class Rollouter:
         self._attempts = itertools.count()
         self._attempt_prefix = uuid.uuid4().hex[:8]  # a restarted worker counts from 0 again
 
-    async def play(self, group: GroupRequest, sample: int, generate: Generate, rollout: OpenRollout) -> Rollout:
+    async def roll_out(self, group: GroupRequest, sample: int, generate: Generate, rollout: OpenRollout) -> Rollout:
         """Play sample number `sample` of a group to its end. If this is cancelled, `rollout` keeps the turns so far."""
         rollout.begin()
         request = self.request(group, sample)
         try:
-            if rollout.plays:
-                reason = await rollout.play(request)
+            if rollout.played_by_program:
+                reason = await rollout.run_program(request)
             else:
                 reason = await self._converse(self.turns(request), generate, rollout)
             score = await rollout.score()
@@ -131,6 +153,184 @@ class Rollouter:
         return f"{self._attempt_prefix}{next(self._attempts):x}"
 
 
+class OpenRollout:
+    """The state of a rollout that a rollouter plays.
+
+    Args:
+        index: of the prompt, in the training stream or the held-out list.
+        prompt: of the first turn; without tokens if a program plays.
+        programs: runs the program that plays; None: no program plays.
+    """
+
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        info: TaskInfo,
+        *,
+        purpose: Purpose,
+        index: int,
+        prompt: Prompt,
+        programs: Programs | None = None,
+    ):
+        self.prompt = prompt
+        self.played_by_program = programs is not None
+        self.multi_turn = info.multi_turn  # whether the environment answers the policy
+        self.tools = info.tools  # tools that the policy may call
+        self._sandbox = sandbox
+        self._programs = programs
+        self._purpose = purpose
+        self._index = index
+        self.begin()
+
+    def begin(self) -> None:
+        """Reset to the state before the first turn."""
+        self.messages: list[Message] = list(self.prompt.messages)
+        self.graph = TokenGraph()
+        self.finish_reasons: list[FinishReason] = []  # one per turn of the policy
+        self.rendered_anew = 0
+        self.scored: Conversation | None = None  # the conversation that was last scored
+        self._state: bytes | None = None
+
+    def add(self, turn: Turn) -> None:
+        """Add a turn of the policy that will be trained; see `TokenGraph.add`. The caller adds its messages itself."""
+        self.graph.add(turn.prompt_token_ids, turn.completion)
+        self.finish_reasons.append(turn.finish_reason)
+        self.rendered_anew += turn.anew
+
+    async def run_program(self, request: RolloutRequest) -> StopReason:
+        """Let the environment's program play. Its turns are added when it ends, however it ends. The state that it
+        returns is kept.
+
+        Raises:
+            TaskError: the program failed, or was idle for too long.
+            GeneratorFailed: an engine failed a call.
+            TitanError: the gateway raised it.
+        """
+        if self._programs is None:
+            raise TaskError("this environment's rollouts are not played by programs")
+        refused: list[StopReason] = []
+
+        def keep(record: RolloutRecord) -> None:
+            for turn in record.turns:
+                self.add(turn)
+            if record.turns:
+                self.messages = list(record.messages)
+            if record.refused is not None:
+                refused.append(record.refused)
+
+        self._state = await self._programs.run(request, keep)
+        return refused[0] if refused else StopReason.DONE
+
+    async def respond(self) -> EnvironmentReply:
+        """The environment's answer to the conversation so far. Keeps the environment's new state.
+
+        Raises:
+            TaskError: user code failed.
+        """
+        added, done, self._state = await self._call(CallKind.RESPOND)
+        return EnvironmentReply(messages=added, done=done)
+
+    async def call_tools(self) -> Sequence[Message]:
+        """The answers to the tool calls of the last message. Raises TaskError if a tool itself failed; a wrong call is
+        answered with a message."""
+        return await self._call(CallKind.CALL_TOOLS)
+
+    async def score(self) -> Score:
+        """The rubric's score of the conversation. Raises TaskError if user code failed."""
+        self.scored = Conversation(tuple(self.messages), tuple(self.finish_reasons), self._state)
+        return Score(*await self._call(CallKind.SCORE))
+
+    def ended(self, sample: int, reason: StopReason, *, score: Score | None = None, error: str = "") -> Rollout:
+        """The finished rollout, with all turns so far."""
+        return Rollout(
+            sample=sample,
+            graph=self.graph,
+            messages=tuple(self.messages),
+            reward=score.reward if score else 0.0,
+            reward_parts=score.parts if score else {},
+            error=error,
+            stop_reason=reason,
+            rendered_anew=self.rendered_anew,
+        )
+
+    async def _call(self, kind: CallKind) -> Any:
+        messages, finish_reasons = tuple(self.messages), tuple(self.finish_reasons)
+        return await self._sandbox.call(Call(kind, self._purpose, self._index, messages, finish_reasons, self._state))
+
+
+class Programs:
+    """Runs the programs of one worker's rollouts."""
+
+    def __init__(self, sandbox: Sandbox, sessions: RolloutGateway, *, idle_seconds: float):
+        self._sandbox = sandbox
+        self._sessions = sessions
+        self._idle_seconds = idle_seconds
+        self._running: set[asyncio.Task[bytes | None]] = set()
+
+    async def close(self) -> None:
+        """Wait until all sessions are closed. The programs have already been ended."""
+        if self._running:
+            await asyncio.wait(self._running)
+
+    async def run(self, request: RolloutRequest, keep: Keep) -> bytes | None:
+        """Run the environment's `play` for the request's prompt in its own session.
+
+        A cancellation ends the program; this returns once the session is closed.
+
+        Args:
+            keep: called once with the session's record, unless the session could not be opened or closed.
+
+        Returns:
+            The program's pickled state; None if it returned None.
+
+        Raises:
+            TaskError: the program failed, or was idle for too long.
+            GeneratorFailed: an engine failed a call.
+            TitanError: the gateway raised it.
+        """
+        abandoned = asyncio.Event()
+        session = asyncio.create_task(self._session(request, keep, abandoned), name=f"session {request.session_id}")
+        self._running.add(session)
+        session.add_done_callback(self._running.discard)
+        try:
+            return await asyncio.shield(session)
+        except asyncio.CancelledError:
+            abandoned.set()
+            session.add_done_callback(_tell_failure)  # nobody else will
+            await asyncio.wait([session])
+            raise
+
+    async def _session(self, request: RolloutRequest, keep: Keep, abandoned: asyncio.Event) -> bytes | None:
+        """Open a session, run the program, close the session. This task is never cancelled: that could lose the
+        record."""
+        endpoint = await self._sessions.open(request)
+        try:
+            return await self._until_over(request, endpoint, abandoned)
+        finally:
+            record = await self._sessions.close(request.session_id)
+            keep(record)
+            if record.failure:
+                raise GeneratorFailed(f"{request.group} sample {request.sample}: {record.failure}")
+
+    async def _until_over(self, request: RolloutRequest, endpoint: Endpoint, abandoned: asyncio.Event) -> bytes | None:
+        group = request.group
+        program = asyncio.ensure_future(self._sandbox.run_program(group.purpose, group.group_id, endpoint))
+        idle = asyncio.ensure_future(self._sessions.idle(request.session_id, self._idle_seconds))
+        left = asyncio.ensure_future(abandoned.wait())
+        try:
+            await asyncio.wait((program, idle, left), return_when=asyncio.FIRST_COMPLETED)
+            if program.done():
+                return program.result()
+            if idle.done():
+                idle.result()
+                raise TaskError(f"its program neither asked nor returned for {self._idle_seconds:g} s and was ended")
+            return None
+        finally:
+            for each in (program, idle, left):
+                each.cancel()
+            await asyncio.gather(program, idle, left, return_exceptions=True)
+
+
 class _Aborted(RequestError):
     """A completion was aborted."""
 
@@ -142,3 +342,8 @@ def _reason_of(error: TitanError) -> StopReason:
         case RequestTooLong():
             return StopReason.CONTEXT_FULL
     return StopReason.ERROR
+
+
+def _tell_failure(session: asyncio.Task[bytes | None]) -> None:
+    if not session.cancelled() and (error := session.exception()) is not None:
+        logger.warning("%s, which was abandoned: %s", session.get_name(), error)

@@ -1,4 +1,4 @@
-"""Turns token graphs into packed documents for the trainer: one sample per branch.
+"""From the rollouts of a group to what the trainer gets: advantages, and one packed sample per branch.
 
 If a rollout has several samples:
 
@@ -10,7 +10,7 @@ If a rollout has several samples:
   the b-th branch after it r + b * n. So `sample % n` is the rollout.
 
 In a demonstration the policy's turns are trained, with their stop tokens. No policy sampled them, so they have no
-logprobs and no versions.
+logprobs and no versions. Pure.
 """
 
 from __future__ import annotations
@@ -21,9 +21,32 @@ from itertools import groupby
 import numpy as np
 
 from titan_rl.chat.renderer import Renderer
-from titan_rl.rollout.result import Rollout
+from titan_rl.rollout.report import Rollout
 from titan_rl.rollout.token_graph import TokenGraph
 from titan_rl.types import NO_VERSION, Completion, FinishReason, Message, ToolSpec, TrainingSample
+
+
+def group_advantages(rewards: Sequence[float], epsilon: float = 1e-4) -> np.ndarray:
+    """Outcome advantages of GRPO: how much better a rollout did than its siblings, in deviations.
+
+    `A_i = (r_i - mean(r)) / (std(r) + epsilon)`, DeepSeekMath (arXiv 2402.03300), section 4.1.2, with the unbiased
+    deviation (n - 1). A group of equal rewards, or of one rollout, gets zeros.
+
+    Args:
+        rewards: [n] up to `rubric.LARGEST_REWARD`, so that their squares are finite.
+        epsilon: keeps groups of nearly equal rewards from exploding.
+
+    Returns:
+        [n] float64.
+    """
+    values = np.asarray(rewards, dtype=np.float64)
+    if len(values) < 2 or bool((values == values[0]).all()):
+        # a special case, because the formula would divide the rounding error of the mean by epsilon
+        return np.zeros(len(values))
+    spread = values.std(ddof=1) + epsilon
+    if not spread:  # epsilon is 0 and the squared differences underflow
+        return np.zeros(len(values))
+    return (values - values.mean()) / spread
 
 
 def training_samples(group_id: int, rollout: Rollout, *, advantage: float, rollouts: int) -> tuple[TrainingSample, ...]:

@@ -1,14 +1,22 @@
-"""The process that makes an environment and forks the processes that run its code: `python -m titan_rl.sandbox.host
-SOCKET_FD WORKER_PID`.
+"""The host: the process that makes an environment and forks the processes that run its code.
+Started as `python -m titan_rl.sandbox.host SOCKET_FD WORKER_PID`.
+
+    worker ── host ── keeper ── process that runs user code ── processes that it starts
 
 - The host imports user code and makes the environment once, and runs no user code after that. It has no threads and no
   event loop of its own, so it can be forked safely, and the forks share imports and loaded data.
-- Each fork has a keeper (`keeper`) and ends with one `Ended`, whatever it does.
-- When the worker closes its socket or dies, every fork ends, with all processes that it started.
+- Each fork has a keeper, which runs no user code. It is a "subreaper": every process that user code starts, in any
+  session, becomes its child when its parent ends, so it finds all of them. It kills only its own unreaped children, so
+  it cannot hit a reused id.
+- A keeper ends its process when the host says so (SIGTERM) or dies (the kernel then sends SIGTERM). It exits when all
+  processes are gone, with an exit code as shells give it: that of the process, or 128 + the signal that killed it.
+- Each fork ends with one `Ended`, whatever it does. When the worker closes its socket or dies, every fork ends, with
+  all processes that it started.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import selectors
@@ -18,15 +26,100 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from titan_rl.errors import AbsentError, ConfigError
 from titan_rl.importing import describe
-from titan_rl.processes import die_with
-from titan_rl.sandbox.keeper import KEEPER_SIGNALS, how_it_ended, keep
+from titan_rl.processes import die_with, ending_in_words, process_control
 from titan_rl.sandbox.user_code import UserCode
 from titan_rl.sandbox.wire import Ended, Fork, Frames, Kill, pack_frame
+
+KEEPER_SIGNALS = frozenset({signal.SIGTERM, signal.SIGCHLD})
+"""Signals that a keeper waits for. They must be blocked before it is forked."""
+
+_PR_SET_CHILD_SUBREAPER = 36
+_SIGNALLED = 128
+
+
+def keep(host_pid: int, let_go: Callable[[], None], work: Callable[[], None], close: Callable[[], None]) -> NoReturn:
+    """Run the keeper, in a process just forked with `KEEPER_SIGNALS` blocked.
+
+    Args:
+        let_go: closes descriptors of the host.
+        work: runs in the kept process.
+        close: closes descriptors that only the kept process needs.
+    """
+    try:
+        let_go()
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        process_control(_PR_SET_CHILD_SUBREAPER, 1)
+        die_with(host_pid, signal.SIGTERM)
+        keeper_pid = os.getpid()
+        kept_pid = os.fork()
+        if kept_pid == 0:
+            _run(keeper_pid, work)
+        close()
+        code = os.waitstatus_to_exitcode(_wait_for(kept_pid))
+        os._exit(code if code >= 0 else _SIGNALLED - code)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def how_it_ended(keeper_status: int) -> str:
+    """How the kept process ended, in words, from its keeper's wait status."""
+    code = os.waitstatus_to_exitcode(keeper_status)
+    return ending_in_words(_SIGNALLED - code if _SIGNALLED < code <= _SIGNALLED + signal.SIGRTMAX else code)
+
+
+def _run(keeper_pid: int, work: Callable[[], None]) -> NoReturn:
+    try:
+        os.setsid()
+        die_with(keeper_pid)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, KEEPER_SIGNALS)
+        work()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _wait_for(kept_pid: int) -> int:
+    """Wait until the process has ended, by itself or at the host's request, and all processes that it started are gone.
+    Returns its wait status."""
+    while os.waitid(os.P_PID, kept_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if signal.sigwait(KEEPER_SIGNALS) == signal.SIGTERM:
+            break
+    with contextlib.suppress(ProcessLookupError):  # it may not have made its process group yet
+        os.killpg(kept_pid, signal.SIGKILL)
+    status = 0
+    while True:
+        try:
+            pid, ended_with = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                for child in _children():
+                    os.kill(child, signal.SIGKILL)
+                pid, ended_with = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return status
+        if pid == kept_pid:
+            status = ended_with
+
+
+def _children() -> list[int]:
+    """This process's children, with zombies. Found by reading all of /proc, because not every kernel lists children."""
+    children = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", "rb") as stat:
+                parent = int(stat.read().rpartition(b")")[2].split()[1])
+                if parent == os.getpid():
+                    children.append(int(entry))
+    return children
 
 
 class Host:

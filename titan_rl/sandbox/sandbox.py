@@ -120,7 +120,7 @@ class Sandbox:
         finally:
             self._unanswered.discard(pending)
 
-    async def play(self, purpose: Purpose, index: int, endpoint: Endpoint) -> bytes | None:
+    async def run_program(self, purpose: Purpose, index: int, endpoint: Endpoint) -> bytes | None:
         """Run the environment's `play` for a prompt in its own process, without a time limit; returns a pickled state.
 
         When this returns, all processes that it started are gone. A cancellation ends it.

@@ -1,15 +1,21 @@
 """Clients' conversations to tokens and back, with tokenizers made on the spot (1 s)."""
 
 import pytest
+from support.rollouts import calling_policy
 
 from titan_rl.chat.chat_renderer import ChatRenderer
-from titan_rl.chat.symbol_renderer import SymbolRenderer
+from titan_rl.chat.renderer import SymbolRenderer
 from titan_rl.errors import TaskError
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.types import FinishReason, Message, ToolCall, ToolSpec
 
 CALCULATOR = ToolSpec("add", "adds", {"type": "object", "properties": {"terms": {"type": "string"}}})
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory):
+    return SymbolRenderer(calling_policy(tmp_path_factory.mktemp("tiny")))
 
 
 def call(**arguments):
