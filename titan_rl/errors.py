@@ -120,6 +120,10 @@ class TaskError(TitanError):
     """User code (an environment or a reward function) raised, ran out of time, or killed its process."""
 
 
+class TaskTimeout(TaskError):
+    """User code ran out of time."""
+
+
 class ActorFailed(TitanError):
     """A process or actor is gone, or failed a call. Names the mesh, the rank and the cause."""
 

@@ -77,7 +77,7 @@ class StopReason(StrEnum):
     ERROR = "error"
     """User code, or a request, failed."""
     TIMEOUT = "timeout"
-    """`rollout.seconds` were over."""
+    """`rollout.seconds` were over, or user code took longer than `environment.step_seconds`."""
     ABORT = "abort"
     """A request was aborted."""
 

@@ -38,6 +38,13 @@ async def reason_of(model_path, policy, name, *, max_new_tokens=6, **options):
         (COUNTDOWN, "7$", {"max_model_len": 6}, StopReason.CONTEXT_FULL),
         (COUNTDOWN, "7$", {"max_model_len": 2}, StopReason.CONTEXT_FULL),
         (COUNTDOWN, "7$", {"kwargs": {"behaviour": {"4": "raise"}}}, StopReason.ERROR),
+        (f"{UNRULY}:Unruly", "7$", {"kwargs": {"behaviour": {"4": "hang"}}, "step_seconds": 0.5}, StopReason.TIMEOUT),
+        (
+            f"{UNRULY}:UnrulyAsync",
+            "7$",
+            {"kwargs": {"behaviour": {"4": "await for ever"}}, "step_seconds": 0.5},
+            StopReason.TIMEOUT,
+        ),
     ],
 )
 async def test_a_rollout_says_why_it_ended(model_path, name, text, options, reason):

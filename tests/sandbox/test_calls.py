@@ -150,6 +150,15 @@ async def test_a_call_that_never_returns_is_killed_and_the_rest_runs_in_a_new_pr
         assert process.restarts == 2
 
 
+async def test_a_call_that_cannot_be_sent_costs_only_itself():
+    async with environment() as process:
+        unsendable = score(3)._replace(state=lambda: "does not pickle")
+        calls = [process.call(call) for call in (score(0), unsendable, score(1))]
+        first, failure, last = await asyncio.gather(*calls, return_exceptions=True)
+        assert first[0] == last[0] == 1.0
+        assert re.search("score of train prompt 3: cannot be sent to its process: .*pickle", str(failure))
+
+
 async def test_calls_about_other_prompts_do_not_wait_for_one_that_hangs():
     behaviour = {"0": "hang"}
     async with environment(behaviour=behaviour, step_seconds=600.0) as process:

@@ -24,7 +24,7 @@ from titan_rl.errors import ConfigError, GeneratorFailed, TaskError, TitanError
 from titan_rl.importing import import_name
 from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig
 from titan_rl.rollout.report import GroupResult, Rollout
-from titan_rl.rollout.rollouter import Generate, OpenRollout, Programs, Rollouter
+from titan_rl.rollout.rollouter import Generate, OpenRollout, Programs, Rollouter, reason_of
 from titan_rl.rollout.samples import demonstration_sample, group_advantages, training_samples
 from titan_rl.rollout.turns import Prompt, RolloutGateway, first_prompt
 from titan_rl.sandbox.sandbox import Sandbox
@@ -138,8 +138,8 @@ class GroupRunner:
             else:
                 prompt = first_prompt(self.renderer, asked.prompt, self._info.tools)
         except TaskError as error:
-            failed = tuple(Rollout(sample=sample, error=str(error)) for sample in range(request.samples))
-            return self._result(request, failed)
+            unplayed = (Rollout(sample=sample) for sample in range(request.samples))
+            return self._result(request, tuple(_failed(rollout, error) for rollout in unplayed))
 
         opened = [
             OpenRollout(
@@ -182,7 +182,7 @@ class GroupRunner:
         try:
             scores = dict(zip(graded, await self.sandbox.call(call), strict=True))
         except TaskError as error:
-            return tuple(_failed(rollout, str(error)) if rollout.sample in graded else rollout for rollout in rollouts)
+            return tuple(_failed(rollout, error) if rollout.sample in graded else rollout for rollout in rollouts)
 
         def compared(rollout: Rollout) -> Rollout:
             if rollout.sample not in scores:
@@ -216,7 +216,7 @@ class GroupRunner:
                 async with limit:
                     rollout = await self._rollouter.roll_out(request, sample, generate, opened)
             except TaskError as error:
-                return opened.ended(sample, StopReason.ERROR, error=str(error))
+                return opened.ended(sample, reason_of(error), error=str(error))
             except TitanError:
                 raise
             except Exception as error:  # a user's own rollouter is user code
@@ -227,7 +227,7 @@ class GroupRunner:
                 return opened.ended(sample, StopReason.ERROR, error=f"the rollouter raised {error!r}")
         if rollout.error or abs(rollout.reward) <= LARGEST_REWARD:
             return rollout
-        return _failed(rollout, f"the rollouter gave the reward {rollout.reward:g}")
+        return _failed(rollout, TaskError(f"the rollouter gave the reward {rollout.reward:g}"))
 
     def _result(self, request: GroupRequest, rollouts: tuple[Rollout, ...]) -> GroupResult:
         samples: tuple[TrainingSample, ...] = ()
@@ -251,5 +251,5 @@ class GroupRunner:
         )
 
 
-def _failed(rollout: Rollout, error: str) -> Rollout:
-    return replace(rollout, error=error, stop_reason=StopReason.ERROR)
+def _failed(rollout: Rollout, error: TaskError) -> Rollout:
+    return replace(rollout, error=str(error), stop_reason=reason_of(error))

@@ -22,7 +22,7 @@ from typing import Any
 from titan_rl.chat.renderer import Renderer
 from titan_rl.environments.base import EnvironmentReply
 from titan_rl.environments.rubric import Score
-from titan_rl.errors import GeneratorFailed, RequestError, RequestTooLong, TaskError, TitanError
+from titan_rl.errors import GeneratorFailed, RequestError, RequestTooLong, TaskError, TaskTimeout, TitanError
 from titan_rl.rollout.report import Rollout
 from titan_rl.rollout.token_graph import TokenGraph
 from titan_rl.rollout.turns import Prompt, RolloutGateway, RolloutRecord, RolloutRequest, Turn, Turns
@@ -85,7 +85,7 @@ class Rollouter:
                 reason = await self._converse(self.turns(request), generate, rollout)
             score = await rollout.score()
         except (TaskError, RequestError) as error:
-            return rollout.ended(sample, _reason_of(error), error=str(error))
+            return rollout.ended(sample, reason_of(error), error=str(error))
         return rollout.ended(sample, reason, score=score)
 
     def request(self, group: GroupRequest, sample: int) -> RolloutRequest:
@@ -323,7 +323,7 @@ class Programs:
                 return program.result()
             if idle.done():
                 idle.result()
-                raise TaskError(f"its program neither asked nor returned for {self._idle_seconds:g} s and was ended")
+                raise TaskTimeout(f"its program neither asked nor returned for {self._idle_seconds:g} s and was ended")
             return None
         finally:
             for each in (program, idle, left):
@@ -335,8 +335,11 @@ class _Aborted(RequestError):
     """A completion was aborted."""
 
 
-def _reason_of(error: TitanError) -> StopReason:
+def reason_of(error: TitanError) -> StopReason:
+    """Why a rollout ended that this error ended."""
     match error:
+        case TaskTimeout():
+            return StopReason.TIMEOUT
         case _Aborted():
             return StopReason.ABORT
         case RequestTooLong():

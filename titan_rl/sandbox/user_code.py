@@ -14,6 +14,7 @@ import importlib
 import inspect
 import os
 import pickle
+import select
 import socket
 import time
 import traceback
@@ -61,7 +62,6 @@ class UserCode:
             raise TaskError(f"rubric returned {type(self._rubric).__name__}, expected Rubric")
         self._tools = Toolbox(environment.tools())
         self._step_seconds = setup.step_seconds
-        self._slow_seconds = setup.slow_seconds
         asynchronous = {
             CallKind.RESPOND: is_asynchronous(environment.respond),
             CallKind.CALL_TOOLS: self._tools.asynchronous,
@@ -79,18 +79,17 @@ class UserCode:
         )
 
     def serve(self, connection: socket.socket) -> None:
-        """Answer calls until the worker closes the connection. After a call that took longer than `slow_seconds`, the
-        rest of its list is skipped, because the worker has sent it to another process."""
+        """Answer lists of calls until the worker closes the connection. An empty list ends the one before it early: its
+        current call is slow, and the worker has sent the rest to another process."""
         frames = Frames()
         while data := connection.recv(1 << 20):
             lists: list[list[Numbered]] = frames.feed(data)
-            if lists and lists[0][0][1].kind in self.info.asynchronous:
+            if lists and lists[0] and lists[0][0][1].kind in self.info.asynchronous:
                 asyncio.run(self._serve_together(connection, frames, lists))
-            for calls in lists:
+            for calls in filter(None, lists):
                 for number, call in calls:
-                    began = time.monotonic()
                     connection.sendall(pack_frame(self._answer_plain(number, call)))
-                    if time.monotonic() - began >= self._slow_seconds:
+                    if not lists[-1] or select.select([connection], [], [], 0)[0]:
                         break
                 connection.sendall(pack_frame(None))
 
@@ -126,7 +125,7 @@ class UserCode:
             answer = task.result()
         else:
             late = f"did not finish within {self._step_seconds:g} s" + ("" if task.done() else ", nor when cancelled")
-            answer = Answer(number, failure=Failure(late, late, late + "\n"))
+            answer = Answer(number, failure=Failure(late, late, late + "\n", late=True))
         connection.sendall(pack_frame(answer))
 
     def _answer_plain(self, number: int, call: Call) -> Answer:

@@ -3,8 +3,8 @@
 - A frame is its length (8 bytes, little endian) and a pickle. Frames contain only plain data of this package. Objects
   of user code (a state, an exception) travel as bytes or text, so the worker never imports user code to read a frame.
 - Worker → host: `EnvironmentSetup`, then `Fork` and `Kill`. Host → worker: `TaskInfo` or an error, then `Ended`.
-- Worker → forked process: lists of `(number, Call)`. Back: one `Answer` per call as soon as it is there, and None after
-  each list whose calls run one after the other.
+- Worker → forked process: lists of `(number, Call)`, or an empty list, which ends the one before it after its current
+  call. Back: one `Answer` per call as soon as it is there, and None after each list of calls that run in order.
 """
 
 from __future__ import annotations
@@ -175,6 +175,8 @@ class Failure(NamedTuple):
     description: str
     """One line."""
     traceback: str
+    late: bool = False
+    """The call took longer than the time limit."""
 
 
 class Answer(NamedTuple):
