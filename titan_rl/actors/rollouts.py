@@ -30,8 +30,7 @@ from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport, SampleStore
 from titan_rl.errors import ActorFailed, GroupStopped
 from titan_rl.rollout.group_runner import GroupRunner
-from titan_rl.rollout.report import GroupReport, report_of
-from titan_rl.rollout.report import GroupResult
+from titan_rl.rollout.report import GroupReport, GroupResult, report_of
 from titan_rl.sandbox.wire import TaskInfo
 from titan_rl.types import Completion, GenerationRequest, GroupKey, GroupRequest
 
