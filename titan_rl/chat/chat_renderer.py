@@ -16,16 +16,16 @@ from titan_rl.errors import ConfigError, TaskError
 from titan_rl.types import FinishReason, Message, ToolCall, ToolSpec
 
 CHAT_RENDERERS = {"qwen3": "qwen3"}
-"""`model_type` of a checkpoint → renderer of the `renderers` library; others run the tokenizer's chat template."""
+"""`model_type` of a checkpoint → renderer of the library. Other models run the tokenizer's chat template."""
 
 
 class ChatRenderer:
-    """Chat formats of the `renderers` library, with its next-turn bridge.
+    """A chat format of the library `renderers`.
 
     Args:
         model_path: Hugging Face directory.
         name: renderer of that library, or "chat": by the checkpoint's model type.
-        settings: of that renderer, such as `enable_thinking`.
+        settings: the renderer's own settings, such as `enable_thinking`.
 
     Raises:
         ConfigError: the library is not installed, or does not know the name or a setting.
@@ -43,7 +43,7 @@ class ChatRenderer:
             name = CHAT_RENDERERS.get(read_json(Path(model_path) / "config.json").get("model_type", ""), "default")
         values = dict(settings or {})
         if name in CHAT_RENDERERS.values():
-            # keep earlier thinking when a user speaks again: what was sampled stays in front of the policy as it was
+            # keep earlier thinking in the prompt: dropping it would change tokens that the policy sampled
             values.setdefault("thinking_retention", "all")
         try:
             default = renderers.config_from_name(name)
@@ -96,7 +96,7 @@ class ChatRenderer:
     def say(self, message: Message) -> list[int]:
         if not (message.tool_calls or message.reasoning):
             return [*self.encode(message.content), self.stop_token_ids[0]]
-        asked = Message("user", "")  # whatever was asked: a turn is what a conversation gains by it
+        asked = Message("user", "")  # any question: the turn is what follows its tokens
         before = self.render([asked])
         after = self._render([asked, message], (), add_generation_prompt=False)
         said = after[len(before) :]
@@ -136,12 +136,12 @@ class ChatRenderer:
 def _writing() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # a chat template raises whatever it likes about messages that it does not take
+    except Exception as error:  # chat templates raise exceptions of any kind
         raise TaskError(f"this chat format cannot write the messages: {type(error).__name__}: {error}") from error
 
 
 def _as_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """As chat templates expect them: the arguments of calls as objects, and nothing that is not there."""
+    """Messages as chat templates expect them: arguments of calls as objects, empty fields left out."""
     return [
         _present(
             role=message.role,
@@ -154,7 +154,7 @@ def _as_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
                 if not call.problem
             ],
         )
-        # a call that could not be read stands where the policy wrote it
+        # a call that could not be read is written back as the policy wrote it
         | {"content": message.content + "".join(call.raw for call in message.tool_calls)}
         for message in messages
     ]
@@ -169,7 +169,7 @@ def _declared(tools: Sequence[ToolSpec]) -> list[dict[str, Any]] | None:
 
 
 def _tool_call(parsed: Any) -> ToolCall:
-    """One attempt of the policy, as the `renderers` library read it (`ParsedToolCall`)."""
+    """A `ParsedToolCall` of the library as our own."""
     name, arguments, problem = parsed.name or "", parsed.arguments, ""
     if parsed.status != "ok":
         problem = f"the tool call could not be read ({parsed.status.replace('_', ' ')}): {parsed.raw}"
@@ -181,7 +181,7 @@ def _tool_call(parsed: Any) -> ToolCall:
 
 
 class PlainTokenizer:
-    """What the `renderers` library asks of a tokenizer, over the `tokenizers` library alone."""
+    """The tokenizer interface that the library `renderers` needs, without transformers."""
 
     unk_token_id = None
 
@@ -209,7 +209,7 @@ class PlainTokenizer:
 
 
 def transformers_tokenizer(model_path: str | Path) -> Any:
-    """The same with its chat template. Raises ConfigError where transformers is not installed."""
+    """The tokenizer with its chat template. Raises ConfigError if transformers is not installed."""
     try:
         from transformers import AutoTokenizer
     except ModuleNotFoundError as error:

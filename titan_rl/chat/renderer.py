@@ -18,28 +18,28 @@ from titan_rl.errors import ConfigError, TaskError
 from titan_rl.types import FinishReason, Message, ToolCall, ToolSpec
 
 CALL, CALL_END, RESULT, RESULT_END = "<tool>", "</tool>", "<result>", "</result>"
-"""Symbols by which tokenizers without a chat template call tools."""
+"""Symbols for tool calls and their answers."""
 
 SHOWN = 40
-"""Characters of a text that an error shows before and after what is wrong."""
+"""Characters that an error shows on either side of an unknown symbol."""
 
 _CALL = re.compile("<tool>((?:(?!</?tool>).)*)</tool>", re.DOTALL)
 
 
 class Renderer(Protocol):
-    """Owns the conversion between messages and tokens for one tokenizer."""
+    """Converts messages to tokens and back, for one tokenizer."""
 
     vocab_size: int
     stop_token_ids: tuple[int, ...]
     """Tokens by which the policy ends its turn."""
     longest_token: int
-    """Characters of the longest one: no longer text per token can be written."""
+    """Characters of the longest token."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
-        """The first prompt, up to where the policy's turn begins.
+        """The tokens of a first prompt, up to where the policy's turn begins.
 
         Args:
-            tools: what the policy may call.
+            tools: tools that the policy may call.
 
         Raises:
             TaskError: the messages or tools cannot be written in this tokenizer.
@@ -52,10 +52,10 @@ class Renderer(Protocol):
         messages: Sequence[Message],
         tools: Sequence[ToolSpec] = (),
     ) -> list[int]:
-        """The tokens that come after `prompt + completion` when `messages` follow, up to the policy's next turn.
+        """The tokens that `messages` add to `prompt + completion`, up to where the policy's next turn begins.
 
         Raises:
-            TaskError: no such tokens exist: this chat format would change what went before.
+            TaskError: this chat format would change earlier tokens.
         """
 
     def parse(
@@ -65,31 +65,30 @@ class Renderer(Protocol):
         prompt: Iterable[int] = (),
         tools: Sequence[ToolSpec] = (),
     ) -> Message:
-        """What the policy said, as a message of role "assistant". Its tool calls stand apart, those that cannot be read
-        with their `problem`; without `tools` there is nothing to call, and they are text."""
+        """The policy's turn as a message of role "assistant". Tool calls become `tool_calls`; one that cannot be read
+        has a `problem`. Without `tools`, calls stay text."""
 
     def say(self, message: Message) -> list[int]:
-        """The tokens of a turn in which the policy says this and ends it: its completion, stop token included.
+        """The tokens with which the policy would say this message, with the stop token that ends the turn.
 
         Raises:
             TaskError: the message cannot be written in this tokenizer.
         """
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of plain text. Raises TaskError where the tokenizer cannot write it."""
+        """The tokens of plain text. Raises TaskError if the tokenizer cannot write it."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones included."""
 
 
 class SymbolRenderer:
-    """Tokenizers of one token per symbol, without a chat template: messages are put one after the other.
+    """For tokenizers with one token per symbol and no chat template. Messages are concatenated.
 
-    A special token such as `<tool>` is one symbol: the longest match wins.
-
-    Where the tokenizer has the symbols `<tool>` and `</tool>`, a call of the task's only tool is its only argument
-    between them, and ends the turn: `</tool>` is a stop token. Where it has `<result>` and `</result>`, the answer of a
-    tool stands between those.
+    - A special token such as `<tool>` is one symbol: the longest match wins.
+    - If the tokenizer has `<tool>` and `</tool>`, the policy may call one tool with one argument, written between them.
+      `</tool>` is a stop token, so a call ends the turn.
+    - If it has `<result>` and `</result>`, a tool's answer is written between them.
 
     Args:
         model_path: directory with tokenizer.json, and the stop token's name in tokenizer_config.json or its id in
@@ -113,7 +112,7 @@ class SymbolRenderer:
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         if tools:
-            self._only_argument(tools)  # is not shown to the policy, which has one way to call anything
+            self._only_argument(tools)  # only checked: symbols cannot describe a tool to the policy
         return [token_id for message in messages for token_id in self.encode(self._text_of(message))]
 
     def extend(
@@ -166,7 +165,7 @@ class SymbolRenderer:
         return message.content + "".join(map(_written, message.tool_calls))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        # an id outside the vocabulary (padded embeddings) is shown as one symbol that no answer contains
+        # padded embeddings have ids outside the vocabulary
         return "".join([self._tokens.get(token_id, "<unknown>") for token_id in token_ids])
 
     def encode(self, text: str) -> list[int]:
@@ -188,7 +187,7 @@ def _written(call: ToolCall) -> str:
 
 
 def load_tokenizer(model_path: str | Path) -> Any:
-    """The `tokenizers.Tokenizer` of a Hugging Face directory. Raises ConfigError where none can be read."""
+    """The `tokenizers.Tokenizer` of a Hugging Face directory. Raises ConfigError if there is none, or a broken one."""
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError as error:
@@ -203,7 +202,7 @@ def load_tokenizer(model_path: str | Path) -> Any:
 
 
 def read_stop_token_ids(directory: Path, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
-    """The tokenizer's end-of-sequence token; where it names none, what the model's configs say."""
+    """The tokenizer's end-of-sequence token. If it names none, those of the model's configs."""
     eos = read_json(directory / "tokenizer_config.json").get("eos_token")
     text = eos.get("content") if isinstance(eos, dict) else eos
     if isinstance(text, str) and text in vocabulary:
@@ -216,5 +215,5 @@ def read_stop_token_ids(directory: Path, vocabulary: Mapping[str, int]) -> tuple
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """What a file holds; nothing where there is no file."""
+    """The content of a JSON file; empty if there is no file."""
     return json.loads(file.read_text()) if file.is_file() else {}

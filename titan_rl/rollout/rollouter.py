@@ -190,6 +190,7 @@ class OpenRollout:
         self.rendered_anew = 0
         self.scored: Conversation | None = None  # the conversation that was last scored
         self._state: bytes | None = None
+        self._refused: StopReason | None = None  # the limit that refused a call of the program
 
     def add(self, turn: Turn) -> None:
         """Add a turn of the policy that will be trained; see `TokenGraph.add`. The caller adds its messages itself."""
@@ -208,18 +209,8 @@ class OpenRollout:
         """
         if self._programs is None:
             raise TaskError("this environment's rollouts are not played by programs")
-        refused: list[StopReason] = []
-
-        def keep(record: RolloutRecord) -> None:
-            for turn in record.turns:
-                self.add(turn)
-            if record.turns:
-                self.messages = list(record.messages)
-            if record.refused is not None:
-                refused.append(record.refused)
-
-        self._state = await self._programs.run(request, keep)
-        return refused[0] if refused else StopReason.DONE
+        self._state = await self._programs.run(request, self._keep)
+        return self._refused or StopReason.DONE
 
     async def respond(self) -> EnvironmentReply:
         """The environment's answer to the conversation so far. Keeps the environment's new state.
@@ -252,6 +243,13 @@ class OpenRollout:
             stop_reason=reason,
             rendered_anew=self.rendered_anew,
         )
+
+    def _keep(self, record: RolloutRecord) -> None:
+        for turn in record.turns:
+            self.add(turn)
+        if record.turns:
+            self.messages = list(record.messages)
+        self._refused = record.refused
 
     async def _call(self, kind: CallKind) -> Any:
         messages, finish_reasons = tuple(self.messages), tuple(self.finish_reasons)
