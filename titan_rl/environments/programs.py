@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import os
 import subprocess
@@ -18,9 +19,10 @@ import sys
 import threading
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 from titan_rl.errors import ConfigError, TaskError
@@ -30,6 +32,8 @@ from titan_rl.types import Endpoint
 
 LONGEST_TAIL = 400
 """Characters of a failed program's output that its error quotes."""
+LONGEST_OUTPUT = 64 << 20
+"""Bytes that a program may print on one stream. Without a limit, endless output would fill the host's memory."""
 
 
 def run_script(path: str | os.PathLike[str], *arguments: str, endpoint: Endpoint, stdin: str = "") -> str:
@@ -50,13 +54,15 @@ def run_script(path: str | os.PathLike[str], *arguments: str, endpoint: Endpoint
         TaskError: it raised, or exited with another status than 0.
     """
     program = os.fspath(path)
-    printed = os.memfd_create("stdout")
-    try:
+    with _memory_file() as printed:
+        os.ftruncate(printed, LONGEST_OUTPUT)
+        fcntl.fcntl(printed, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)  # a write past the end fails
         with _as_main_program([program, *arguments], endpoint, stdin, printed):
             problem = _run(program)
-        output = _content(printed)
-    finally:
-        os.close(printed)
+        length = os.lseek(printed, 0, os.SEEK_CUR)
+        output = os.pread(printed, length, 0).decode(errors="replace")
+    if length == LONGEST_OUTPUT:
+        raise TaskError(f"{program} printed more than {LONGEST_OUTPUT:,} bytes")
     if problem:
         raise TaskError(f"{program} {problem}{_tail(output, 'it printed')}") from None
     return output
@@ -85,20 +91,26 @@ def run_command(
     """
     name = os.fspath(command[0])
     try:
-        done = subprocess.run(
-            list(command),
-            input=stdin.encode(),
-            capture_output=True,
-            env={**os.environ, **_variables(endpoint), **(env or {})},
-            cwd=cwd,
-        )
+        with _memory_file(stdin) as given:
+            process = subprocess.Popen(
+                list(command),
+                stdin=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={**os.environ, **_variables(endpoint), **(env or {})},
+                cwd=cwd,
+            )
     except OSError as error:
         raise TaskError(f"{name} cannot be started: {error}") from error
-    said = done.stderr.decode(errors="replace")
-    sys.stderr.write(said)
-    if done.returncode != 0:
-        raise TaskError(f"{name} {ending_in_words(done.returncode)}{_tail(said, 'it said')}")
-    return done.stdout.decode(errors="replace")
+    with process, ThreadPoolExecutor(max_workers=2) as readers:
+        output, said = readers.map(_read, (process.stdout, process.stderr))
+    complaint = said.decode(errors="replace")
+    sys.stderr.write(complaint)
+    if max(len(output), len(said)) > LONGEST_OUTPUT:
+        raise TaskError(f"{name} printed more than {LONGEST_OUTPUT:,} bytes")
+    if process.returncode != 0:
+        raise TaskError(f"{name} {ending_in_words(process.returncode)}{_tail(complaint, 'it said')}")
+    return output.decode(errors="replace")
 
 
 def import_openai() -> None:
@@ -150,6 +162,13 @@ def _run(program: str) -> str:
     return ""
 
 
+def _read(stream: IO[bytes] | None) -> bytes:
+    """All output, or a little more than `LONGEST_OUTPUT`: then the program cannot write any more."""
+    assert stream is not None
+    with stream:
+        return stream.read(LONGEST_OUTPUT + 1)
+
+
 def _variables(endpoint: Endpoint) -> dict[str, str]:
     """What a program's environment is told, past any proxy: no proxy reaches a server on this host."""
     spared = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
@@ -159,8 +178,6 @@ def _variables(endpoint: Endpoint) -> dict[str, str]:
 
 @contextmanager
 def _as_main_program(arguments: list[str], endpoint: Endpoint, stdin: str, printed: int) -> Iterator[None]:
-    given = os.memfd_create("stdin")
-    os.pwrite(given, stdin.encode(), 0)
     before = sys.argv, sys.path[:], dict(os.environ), sys.modules["__main__"]
     main = types.ModuleType("__main__")
     main.__file__ = arguments[0]
@@ -168,13 +185,16 @@ def _as_main_program(arguments: list[str], endpoint: Endpoint, stdin: str, print
     sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
     os.environ.update(_variables(endpoint))
     try:
-        with _standard_stream("stdin", 0, given, "r"), _standard_stream("stdout", 1, printed, "w"):
+        with (
+            _memory_file(stdin) as given,
+            _standard_stream("stdin", 0, given, "r"),
+            _standard_stream("stdout", 1, printed, "w"),
+        ):
             yield
     finally:
         sys.argv, sys.path[:], environment, sys.modules["__main__"] = before
         os.environ.clear()
         os.environ.update(environment)
-        os.close(given)
 
 
 @contextmanager
@@ -189,16 +209,24 @@ def _standard_stream(name: str, descriptor: int, file: int, mode: str) -> Iterat
     try:
         yield
     finally:
-        replacement.close()
+        with suppress(PermissionError):  # more than `LONGEST_OUTPUT` was printed
+            replacement.close()
         setattr(sys, name, stream)
         os.dup2(saved, descriptor)
         os.close(saved)
 
 
-def _content(file: int) -> str:
-    with open(file, "rb", closefd=False) as content:
-        content.seek(0)
-        return content.read().decode(errors="replace")
+@contextmanager
+def _memory_file(content: str = "") -> Iterator[int]:
+    """The descriptor of a file in memory, at its beginning."""
+    file = os.memfd_create("standard stream", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with open(file, "wb", closefd=False) as stream:
+            stream.write(content.encode())
+        os.lseek(file, 0, os.SEEK_SET)
+        yield file
+    finally:
+        os.close(file)
 
 
 def _tail(output: str, introduction: str) -> str:
