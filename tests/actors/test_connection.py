@@ -77,6 +77,29 @@ class Echo(ConnectedActor):
     async def hidden(self) -> None:
         """No endpoint."""
 
+    @served
+    async def tasks(self) -> int:
+        return len(asyncio.all_tasks())
+
+    @served
+    async def unpicklable(self) -> object:
+        return lambda: None
+
+    @served
+    async def torn(self) -> object:
+        return Torn()
+
+
+def _torn() -> None:
+    raise ValueError("torn")
+
+
+class Torn:
+    """Can be pickled and not unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _torn, ()
+
 
 class Other(ConnectedActor):
     @served
@@ -146,6 +169,39 @@ async def test_errors_say_who_was_called_and_why_it_failed(connection: Connectio
         await connection.call(SECONDS, Other.hidden)
     with pytest.raises(CallTimeout, match="^echo.never of rank 0: no answer within 0.01 s$"):
         await connection.call(0.01, Echo.never)
+
+
+async def test_what_cannot_be_pickled_or_unpickled_fails_its_own_call_at_either_end(connection: Connection) -> None:
+    waiting = asyncio.create_task(connection.call(None, Echo.never))
+    with pytest.raises(ActorFailed, match="^echo.echo of rank 0 raised ValueError: torn$"):
+        await connection.call(SECONDS, Echo.echo, Torn())
+    with pytest.raises(ActorFailed, match="^echo.torn of rank 0 answered what cannot be unpickled: ValueError: torn$"):
+        await connection.call(SECONDS, Echo.torn)
+    with pytest.raises(ActorFailed, match="^echo.unpicklable of rank 0 raised .*pickle"):
+        await connection.call(SECONDS, Echo.unpicklable)
+    assert await connection.call(SECONDS, Echo.echo, 1) == 1 and not waiting.done()
+    waiting.cancel()
+
+
+async def test_a_call_without_an_outcome_that_fails_fails_what_is_open(connection: Connection) -> None:
+    """Else whoever waits for what it was to push would wait for ever."""
+    waiting = asyncio.create_task(connection.call(None, Echo.never))
+    await connection.call(SECONDS, Echo.echo, 0)
+    connection.tell(Echo.break_down)
+    with pytest.raises(ActorFailed, match="a call without an outcome failed: .*seven"):
+        await asyncio.wait_for(waiting, SECONDS)
+    assert await connection.call(SECONDS, Echo.echo, 1) == 1
+
+
+async def test_a_client_that_leaves_leaves_nothing_behind(connection: Connection) -> None:
+    before = await connection.call(SECONDS, Echo.tasks)
+    for _ in range(3):
+        other = Connection(connection._actor, what="other.{}")
+        await other.call(SECONDS, Echo.echo, 0)
+        await other.close()
+    async with asyncio.timeout(SECONDS):
+        while await connection.call(SECONDS, Echo.tasks) > before:
+            pass  # each look is a round trip
 
 
 async def test_open_and_new_calls_fail_when_the_process_is_gone(connection: Connection) -> None:

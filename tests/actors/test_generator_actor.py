@@ -259,6 +259,9 @@ async def test_a_killed_follower_fails_what_was_under_way(fleet: Fleet) -> None:
     patient = fleet.generators["patient"]
     calls = [await patient.begin() for _ in range(3)]
     os.kill(patient.pids[1], signal.SIGKILL)
+    others = [(Generator.pull_model_state_dict, fleet.publications[1]), (Generator.sleep,)]
+    for error in await asyncio.gather(*(patient.call(*each) for each in others), return_exceptions=True):
+        assert isinstance(error, (GeneratorFailed, ActorFailed)), "calls of every kind fail: " + repr(error)
     for error in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(error, GeneratorFailed), repr(error)
         assert "patient rank 0 failed: RuntimeError" in str(error), "its collective broke"

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from monarch.actor import default_bootstrap_cmd, this_host
 
-from titan_rl.actors.connection import bounded, served
+from titan_rl.actors.connection import ConnectedActor, bounded, served
 from titan_rl.actors.requests import Answers, RequestServer
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.errors import ActorFailed, CallTimeout, RequestError
@@ -87,6 +87,18 @@ class Target(RequestServer):
     @served
     async def cancelled(self) -> None:
         raise asyncio.CancelledError
+
+
+class Asker(ConnectedActor):
+    """A client in a process of its own."""
+
+    @served
+    async def ask(self, target: Any) -> int:
+        """Leave a request open; returns the process id."""
+        client = client_of(target)
+        self.open = asyncio.create_task(client.generate(request("hang")))
+        await client.generate(request("ok"))
+        return os.getpid()
 
 
 @pytest.fixture
@@ -192,6 +204,25 @@ async def test_a_killed_target_fails_its_open_requests(target: Any) -> None:
     with pytest.raises(ActorFailed, match=r"target\.generate_many: the process or actor is gone"):
         await call
     await client.disconnect()
+
+
+async def test_a_client_that_died_disturbs_nobody(target: Any) -> None:
+    here = {"PYTHONPATH": str(Path(__file__).parent)}
+    mesh = this_host().spawn_procs(
+        per_host={"ranks": 1}, name="asker", bootstrap_command=default_bootstrap_cmd().with_env(here)
+    )
+    asker = mesh.spawn("asker", Asker).slice(ranks=0)
+    pid = await bounded(asker.ask.call_one(target), what="asker.ask", seconds=SECONDS)
+    other = client_of(target)
+    await other.generate(request("ok1"))
+    os.kill(pid, signal.SIGKILL)
+    other.abort(["hang"])  # its answer goes to nobody
+    async with asyncio.timeout(SECONDS):
+        while (await counts(other))[1] != ["hang"]:
+            pass  # each look is a round trip
+    assert (await other.generate(request("ok2"))).finish_reason is FinishReason.STOP
+    await other.disconnect()
+    await mesh.stop()
 
 
 async def test_a_prompt_that_cannot_travel_fails_alone(target: Any) -> None:

@@ -9,9 +9,10 @@ import pytest
 from router_fleet import SECONDS, Fleet, request
 from scripted_generator import publication
 
-from titan_rl.errors import GeneratorFailed, RequestError, RequestLost, RequestTimeout, WeightsError
+from titan_rl.errors import ActorFailed, GeneratorFailed, RequestError, RequestLost, RequestTimeout, WeightsError
 from titan_rl.routing.config import RouterConfig
-from titan_rl.types import FinishReason
+from titan_rl.routing.strategies import RoundRobin
+from titan_rl.types import FinishReason, GenerationRequest
 
 
 async def test_a_cancelled_generate_frees_its_slot(draining: Fleet) -> None:
@@ -88,6 +89,23 @@ async def test_closing_the_router_fails_what_is_open(draining: Fleet) -> None:
     await draining.router.close()
     for outcome in await asyncio.gather(*calls, return_exceptions=True):
         assert isinstance(outcome, GeneratorFailed) and "the router was closed" in str(outcome)
+
+
+class Broken(RoundRobin):
+    """Its bookkeeping fails when a request ends."""
+
+    def released(self, request: GenerationRequest, name: str, load: int) -> None:
+        raise KeyError(name)
+
+
+async def test_a_router_whose_bookkeeping_fails_ends_and_nobody_waits_for_ever() -> None:
+    async with Fleet(RouterConfig(strategy=f"{__file__}:Broken")) as fleet:
+        calls = [fleet.generate(request(f"r{index}")) for index in range(2)]
+        home = await fleet.until_runs("r0")
+        await fleet.on(home, "finish", ["r0"], 1)
+        for each in (*calls, fleet.generate(request("later"))):
+            with pytest.raises(ActorFailed, match="router: KeyError"):
+                await asyncio.wait_for(each, SECONDS)
 
 
 async def test_when_all_are_dead_requests_fail_at_once_with_the_reasons() -> None:

@@ -9,6 +9,10 @@ import pytest
 from titan_rl.gateway.sampling import RETURN_SECONDS, RenderThread
 
 
+class PanicError(BaseException):
+    """What a tokenizer that is written in Rust raises for a bug of its own."""
+
+
 @pytest.mark.asyncio
 async def test_works_are_done_in_turn_by_one_thread_that_is_not_the_loops():
     thread, order, threads = RenderThread(), [], set()
@@ -27,8 +31,15 @@ async def test_works_are_done_in_turn_by_one_thread_that_is_not_the_loops():
 @pytest.mark.asyncio
 async def test_a_work_that_fails_fails_its_own_caller_only():
     thread = RenderThread()
-    failed, done = await asyncio.gather(thread.run(lambda: 1 // 0), thread.run(lambda: 2), return_exceptions=True)
+
+    def panic():
+        raise PanicError("the tokenizer")
+
+    failed, panicked, done = await asyncio.gather(
+        thread.run(lambda: 1 // 0), thread.run(panic), thread.run(lambda: 2), return_exceptions=True
+    )
     assert isinstance(failed, ZeroDivisionError) and done == 2
+    assert isinstance(panicked, RuntimeError) and str(panicked) == "PanicError: the tokenizer"
 
 
 @pytest.mark.asyncio

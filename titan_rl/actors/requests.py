@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_rl.actors.connection import Caller, ConnectedActor, Connection, caller, served
-from titan_rl.errors import ActorFailed, RequestError, TitanError
+from titan_rl.errors import ActorFailed, GeneratorFailed, GeneratorNotServing, RequestError, TitanError
 from titan_rl.types import Completion, GenerationRequest, Piece
 from titan_rl.wire import Packed, pack
 
@@ -129,6 +129,11 @@ def _push(asking: Caller, completions: Sequence[Completion], failures: Failures)
             _push(asking, [completion], [])
         for failure in failures:
             _push(asking, [], [failure])
+
+
+def is_gone(error: TitanError) -> bool:
+    """Whether this error of a generator means that it is gone, and not only out of service."""
+    return isinstance(error, (ActorFailed, GeneratorFailed)) and not isinstance(error, GeneratorNotServing)
 
 
 class RequestClient:

@@ -4,13 +4,11 @@ A thin shell: `Dispatcher` decides which generator serves which request, `Fleet`
 weights when, and this class makes the calls and waits. Every accepted request is answered once: whole, stitched from
 several attempts, interrupted, or failed with the cause. Every change of who may serve ends with a call of `_advance`.
 
-Consumes: requests, aborts, pulls, from any actor; answers of generators.
-Is woken by: messages, the end of a pull, and a timer where the dispatcher asks for one.
-Produces: one answer per request; one `FleetPull` per pull.
-On failure: if a generator dies or goes stale, its requests continue on another one from the tokens they have. If
-several generators die under one request, only that request fails. When all are dead, requests fail with the reasons.
-Slowness never means that a generator is dead. A request that runs out of time is stopped and fails. Nobody waits for a
-late pull; its generator serves again once the pull succeeds.
+Is woken by messages, the end of a pull, and a timer where the dispatcher asks for one. If a generator dies or goes
+stale, its requests continue on another one from the tokens they have. If several generators die under one request, only
+that request fails. When all are dead, requests fail with the reasons. Slowness never means that a generator is dead. A
+request that runs out of time is stopped and fails. Nobody waits for a late pull; its generator serves again once the
+pull succeeds.
 """
 
 from __future__ import annotations
@@ -18,22 +16,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_rl.actors.connection import served
 from titan_rl.actors.generator import Generator
-from titan_rl.actors.requests import RequestClient, RequestServer
-from titan_rl.errors import (
-    ActorFailed,
-    CallTimeout,
-    GeneratorFailed,
-    GeneratorNotServing,
-    RequestError,
-    TitanError,
-    WeightsError,
-)
+from titan_rl.actors.requests import RequestClient, RequestServer, is_gone
+from titan_rl.errors import ActorFailed, CallTimeout, GeneratorFailed, RequestError, TitanError, WeightsError
 from titan_rl.generation.reports import FleetPull, PullReport
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Assignment, Dispatcher
@@ -46,6 +36,16 @@ _OUT_OF_SERVICE = (GeneratorState.ASLEEP, GeneratorState.PINNED, GeneratorState.
 """States that a generator may enter after a successful pull and in which it does not serve everybody."""
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Generator:
+    """A generator as the router deals with it. Who may serve is the fleet's business."""
+
+    client: RequestClient
+    served: int = 0
+    failed: int = 0
+    outcome: PullReport | TitanError | None = None  # of its last pull
 
 
 class GeneratorRouter(RequestServer):
@@ -69,26 +69,30 @@ class GeneratorRouter(RequestServer):
         self._fleet = Fleet(
             self._strategy, mode=config.weight_sync, max_syncing=config.max_syncing, retries=config.pull_retries
         )
-        self._generators: dict[str, RequestClient] = {}
+        self._generators: dict[str, _Generator] = {}
         for name, rank0 in generators.items():
-            self._fleet.add(name)
-            self._generators[name] = RequestClient(
-                rank0, name=name, on_answers=functools.partial(self._on_answers, name), on_pieces=self._on_pieces
-            )
-        self._served = dict.fromkeys(generators, 0)
-        self._failed = dict.fromkeys(generators, 0)
+            self._add(name, rank0)
         self._timer: asyncio.TimerHandle | None = None
         self._publication: Publication | None = None  # the newest requested one
-        self._outcomes: dict[str, PullReport | TitanError] = {}  # of each generator's last pull
         self._changed = asyncio.Event()  # set at the next change of what `_until` may wait for
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: TitanError | None = None  # why the router accepts nothing any more
+
+    def _add(self, name: str, rank0: Any) -> None:
+        on_answers = functools.partial(self._or_end, self._on_answers, name)
+        self._fleet.add(name)
+        self._generators[name] = _Generator(
+            RequestClient(rank0, name=name, on_answers=on_answers, on_pieces=self._on_pieces)
+        )
 
     # Requests.
 
     def take(self, requests: Sequence[GenerationRequest]) -> None:
         if self._ended is not None:
             return self.answer([], [(request.request_id, self._ended) for request in requests])
+        self._or_end(self._accept, requests)
+
+    def _accept(self, requests: Sequence[GenerationRequest]) -> None:
         refusals = [(request, self._refusal(request)) for request in requests]
         self.answer([], [(request.request_id, error) for request, error in refusals if error is not None])
         self._send(self._dispatcher.submit([request for request, error in refusals if error is None], self._now()))
@@ -116,13 +120,13 @@ class GeneratorRouter(RequestServer):
             return RequestError(f"request {request.request_id!r}: {type(why).__name__}: {why}")
 
     def _send(self, assignments: list[Assignment]) -> None:
-        for name, requests in _by_generator(assignments).items():
-            self._generators[name].send(requests)
+        for each in assignments:
+            self._generators[each.generator].client.send((each.request,))
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if (at := self._dispatcher.wake_at) is not None:
-            self._timer = asyncio.get_running_loop().call_at(at, self._on_timer)
+            self._timer = asyncio.get_running_loop().call_at(at, self._or_end, self._on_timer)
         failures = self._dispatcher.failures()
         if self._fleet.all_dead:
             reasons = "; ".join(f"{health.name}: {health.reason}" for health in self._fleet)
@@ -131,8 +135,8 @@ class GeneratorRouter(RequestServer):
         self.answer([], failures)
 
     def _stop(self, assignments: list[Assignment]) -> None:
-        for name, requests in _by_generator(assignments).items():
-            self._generators[name].abort([request.request_id for request in requests])
+        for each in assignments:
+            self._generators[each.generator].client.abort([each.request.request_id])
 
     def _on_timer(self) -> None:
         self._timer = None
@@ -152,19 +156,21 @@ class GeneratorRouter(RequestServer):
         for completion in completions:
             whole = self._dispatcher.completed(completion.request_id, completion, now)
             if whole is not None:
-                self._served[name] += self.is_live(whole.request_id)  # not live: it timed out, its caller was told
+                self._generators[name].served += self.is_live(
+                    whole.request_id
+                )  # not live: it timed out, its caller was told
                 answers.append(whole)
             elif completion.finish_reason is FinishReason.ABORT:
                 interrupted = True
         for attempt_id, error in failures:
-            self._failed[name] += 1
+            self._generators[name].failed += 1
             if isinstance(error, RequestError):
                 request_id = self._dispatcher.ended(attempt_id)
                 if request_id is not None:
                     errors.append((request_id, error))
                 continue
             interrupted = True
-            died = _is_fatal(error)
+            died = is_gone(error)
             fatal = error if died and fatal is None else fatal
             rest = self._dispatcher.lost(attempt_id, now, died=str(error) if died else "")
             if rest is not None:
@@ -192,10 +198,10 @@ class GeneratorRouter(RequestServer):
         self._publication = publication
         await self._settle(publication.version)
         reports = {
-            name: outcome
-            for name, outcome in self._outcomes.items()
-            if isinstance(outcome, PullReport)
-            and outcome.version >= publication.version
+            name: generator.outcome
+            for name, generator in self._generators.items()
+            if isinstance(generator.outcome, PullReport)
+            and generator.outcome.version >= publication.version
             and self._fleet[name].state not in _OUT_OF_SERVICE
         }
         failures = {h.name: h.reason or f"it is {h.state}" for h in self._fleet if h.name not in reports}
@@ -206,7 +212,7 @@ class GeneratorRouter(RequestServer):
         """Take a generator out of service until `wake_up`. Its requests continue elsewhere. Returns the bytes freed."""
         self._fleet.sleep(name)
         self._advance()
-        return await self._generators[name].connection.call(None, Generator.sleep)
+        return await self._generators[name].client.connection.call(None, Generator.sleep)
 
     @served
     async def wake_up(self, name: str) -> PullReport:
@@ -234,9 +240,9 @@ class GeneratorRouter(RequestServer):
     async def _back(self, name: str) -> PullReport:
         """Wait until a returning generator serves the newest publication."""
         assert self._publication is not None
-        self._outcomes.pop(name, None)
+        self._generators[name].outcome = None
         await self._settle(self._publication.version)
-        outcome = self._outcomes.get(name)
+        outcome = self._generators[name].outcome
         if outcome is None:
             raise GeneratorFailed(f"{name} did not come back: {self._fleet[name].reason or self._fleet[name].state}")
         if isinstance(outcome, TitanError):
@@ -252,26 +258,29 @@ class GeneratorRouter(RequestServer):
         """Change the weights of one generator: drain it, pull, let it serve again."""
         loop = asyncio.get_running_loop()
         started = loop.time()
+        generator = self._generators[name]
         drain, pull = self._config.drain_seconds, self._config.pull_seconds
-        late = loop.call_later(drain + pull, self._is_late, name)  # a stopped process never finishes its drain
+        late = loop.call_later(
+            drain + pull, self._or_end, self._is_late, name
+        )  # a stopped process never finishes its drain
         try:
             if self._fleet.must_drain(name):
                 await self._drained(name, drain)
             late.cancel()
-            late = loop.call_later(pull, self._is_late, name)
+            late = loop.call_later(pull, self._or_end, self._is_late, name)
             version = self._fleet.pulling(name)
             publication = self._publication
             assert publication is not None and publication.version == version
             waited = loop.time() - started
             endpoint = Generator.wake_up if self._fleet[name].must_wake else Generator.pull_model_state_dict
-            report = await self._generators[name].connection.call(None, endpoint, publication)
+            report = await generator.client.connection.call(None, endpoint, publication)
             self._fleet.verified(name, report.version)
-            self._outcomes[name] = replace(report, seconds_waited=waited + report.seconds_waited)
+            generator.outcome = replace(report, seconds_waited=waited + report.seconds_waited)
         except Exception as why:  # whatever fails here concerns this generator only
             error = why if isinstance(why, TitanError) else WeightsError(f"{type(why).__name__}: {why}")
             _log.warning("%s did not take new weights: %s", name, error, exc_info=None if error is why else why)
-            self._outcomes[name] = error
-            if _is_fatal(error):
+            generator.outcome = error
+            if is_gone(error):
                 self._died(name, error)
             else:
                 self._fleet.failed(name, str(error))
@@ -281,24 +290,20 @@ class GeneratorRouter(RequestServer):
 
     async def _drained(self, name: str, seconds: float) -> None:
         """Wait until the generator is idle. Requests that still run after `seconds` are moved to other generators."""
-
-        def idle() -> bool:
-            return not self._dispatcher.in_flight(name)
-
         try:
             async with asyncio.timeout(seconds):
-                await self._until(idle)
+                await self._until(lambda: not self._dispatcher.in_flight(name))
         except TimeoutError:
             stragglers = self._dispatcher.live_on(name)
             _log.info("%s did not drain in %g s: %d go on elsewhere", name, seconds, len(stragglers))
-            self._generators[name].abort(stragglers)
-            await self._until(idle)
+            self._generators[name].client.abort(stragglers)
+            await self._until(lambda: not self._dispatcher.in_flight(name))
 
     def _is_late(self, name: str) -> None:
         limit = f"router.pull_seconds ({self._config.pull_seconds:g})"
         error = CallTimeout(f"{name} takes new weights for longer than {limit}; it serves nothing until it has them")
         _log.warning("%s", error)
-        self._outcomes[name] = error
+        self._generators[name].outcome = error
         self._fleet.late(name, str(error))
         self._advance()
 
@@ -314,8 +319,8 @@ class GeneratorRouter(RequestServer):
                 version=str(health.version) if health.version is not None else "none",
                 load=self._dispatcher.load(health.name),
                 in_flight=self._dispatcher.in_flight(health.name),
-                served=self._served[health.name],
-                failed=self._failed[health.name],
+                served=self._generators[health.name].served,
+                failed=self._generators[health.name].failed,
                 last_error=health.reason,
             )
             for health in self._fleet
@@ -335,7 +340,7 @@ class GeneratorRouter(RequestServer):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for generator in self._generators.values():
-            await generator.disconnect()
+            await generator.client.disconnect()
 
     def _died(self, name: str, error: TitanError) -> None:
         """A generator is dead, whoever noticed it. Its requests continue elsewhere, and nobody waits for its pull. Only
@@ -344,7 +349,7 @@ class GeneratorRouter(RequestServer):
             return
         self._fleet.died(name, str(error))
         self._dispatcher.unpinned(name)
-        self._generators[name].fail(error)
+        self._generators[name].client.fail(error)
         self._advance()
 
     def _advance(self) -> None:
@@ -355,7 +360,9 @@ class GeneratorRouter(RequestServer):
             return
         self._send(self._dispatcher.reconsider(self._now()))
         for name in self._fleet.startable(self._dispatcher.load):
-            self._spawn(self._sync(name))
+            task = asyncio.get_running_loop().create_task(self._sync(name))
+            self._tasks.add(task)
+            task.add_done_callback(self._finished)
         self._tell()
 
     def _tell(self) -> None:
@@ -376,28 +383,18 @@ class GeneratorRouter(RequestServer):
         self.answer([], [(request_id, error) for request_id in self.live()])
         self._tell()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._finished)
+    def _or_end(self, work: Callable[..., None], *args: Any) -> None:
+        """If this work fails, its bookkeeping stops in the middle and requests might wait for ever: the router ends."""
+        try:
+            work(*args)
+        except Exception as error:
+            _log.exception("the router itself failed")
+            self._end(ActorFailed(f"router: {type(error).__name__}: {error}"))
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("the router itself failed", exc_info=error)
-            self._end(ActorFailed(f"router: {type(error).__name__}: {error}"))
+        if not task.cancelled():
+            self._or_end(task.result)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def _by_generator(assignments: list[Assignment]) -> dict[str, list[GenerationRequest]]:
-    requests: dict[str, list[GenerationRequest]] = {}
-    for assignment in assignments:
-        requests.setdefault(assignment.generator, []).append(assignment.request)
-    return requests
-
-
-def _is_fatal(error: TitanError) -> bool:
-    """Whether this error means that the generator is gone, and not only out of service."""
-    return isinstance(error, (ActorFailed, GeneratorFailed)) and not isinstance(error, GeneratorNotServing)

@@ -252,6 +252,8 @@ class RenderThread:
                 done.append((result, job(), None))
             except Exception as error:
                 done.append((result, None, error))
+            except BaseException as error:  # a tokenizer's panic, for one: else the thread would never take a job again
+                done.append((result, None, RuntimeError(f"{type(error).__name__}: {error}")))
             if (now := time.monotonic()) - returned > RETURN_SECONDS:
                 loop.call_soon_threadsafe(_return, done)
                 done, returned = [], now
