@@ -22,7 +22,7 @@ from titan_rl.config import RunConfig
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.environments.copy import Copy
 from titan_rl.environments.rubric import Transcript
-from titan_rl.launch.session import start
+from titan_rl.launch.start import start
 from titan_rl.rollout.samples import group_advantages
 from titan_rl.seeding import request_seed
 from titan_rl.types import (

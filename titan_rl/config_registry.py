@@ -11,11 +11,10 @@ import string
 from collections.abc import Callable
 from dataclasses import replace
 
-from titan_rl.config import EvaluationConfig, LoopConfig, RunConfig
+from titan_rl.config import EvaluationConfig, LoopConfig, PlacementConfig, RunConfig
 from titan_rl.errors import ConfigError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.importing import import_name, user_code
-from titan_rl.launch.config import PlacementConfig
 from titan_rl.overrides import did_you_mean
 from titan_rl.policy.config import (
     LossConfig,

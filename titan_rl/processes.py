@@ -1,4 +1,6 @@
-"""The ends of processes: end one with its parent, say how one ended, and leave without delay. Standard library only."""
+"""Processes: end one with its parent, say how one ended, leave without delay, and join the ranks of one mesh. Standard
+library only; `join_world` imports torch when it is called.
+"""
 
 from __future__ import annotations
 
@@ -70,3 +72,22 @@ def leave(main: Callable[[], object]) -> NoReturn:
         sys.stderr.flush()
     finally:  # whatever the words above met, a terminal that is gone for one
         os._exit(code)
+
+
+RENDEZVOUS = "TITAN_RL_RENDEZVOUS"
+"""Variable with the path of the file where the ranks of a mesh meet: a new one each time, in a private directory."""
+
+
+def join_world(backend: str) -> None:
+    """Start the default process group of torch.distributed, if there is none, without a port.
+
+    RANK, WORLD_SIZE and, for more than one rank, RENDEZVOUS must be in the environment. The ranks meet over a file,
+    because torch's usual store is a TCP server of rank 0 that listens on every interface and serves anyone.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.HashStore() if ranks == 1 else dist.FileStore(os.environ[RENDEZVOUS], ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)

@@ -18,7 +18,7 @@ from titan_rl.config_registry import copy4
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.launch.process import prepare_controller
-from titan_rl.launch.session import start
+from titan_rl.launch.start import start
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig, TrainerConfig
 from titan_rl.routing.config import RouterConfig
 from titan_rl.types import GroupRequest, Purpose, SamplingParams

@@ -25,7 +25,7 @@ from titan_rl.actors.router import GeneratorRouter  # noqa: E402
 from titan_rl.actors.router_client import RouterClient  # noqa: E402
 from titan_rl.launch.placement import MeshPlan, detect_host, plan  # noqa: E402
 from titan_rl.launch.provisioner import Provisioner  # noqa: E402
-from titan_rl.launch.session import model_directory  # noqa: E402
+from titan_rl.launch.start import model_directory  # noqa: E402
 
 POLICY = TinyPolicyConfig(dim=256, layers=4, heads=8, kv_heads=4, head_dim=32, ffn=768, max_length=256)
 """3.2M parameters: what a CPU decodes at a few thousand tokens a second."""

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from titan_rl.config import RunConfig
 from titan_rl.launch.process import prepare_controller
-from titan_rl.launch.session import start
+from titan_rl.launch.start import start
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
 

@@ -26,7 +26,7 @@ from titan_rl.config import RunConfig
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.launch.placement import detect_host, plan
 from titan_rl.launch.provisioner import Provisioner
-from titan_rl.launch.session import model_directory
+from titan_rl.launch.start import model_directory
 from titan_rl.policy.config import PolicyConfig
 from titan_rl.types import GenerationRequest
 

@@ -38,7 +38,7 @@ from _table import print_report
 from titan_rl.config import RunConfig
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.launch.session import model_directory, serve
+from titan_rl.launch.start import model_directory, serve
 from titan_rl.policy.config import PolicyConfig
 from titan_rl.types import GenerationRequest
 

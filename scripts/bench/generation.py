@@ -74,7 +74,7 @@ class BareEngine(Actor):
 
         from titan_rl.generation.vllm.engine import engine_arguments
         from titan_rl.generation.vllm.linear import adapt_linear
-        from titan_rl.process_group import join_world
+        from titan_rl.processes import join_world
 
         adapt_linear(self._config.linear)
         join_world("gloo")

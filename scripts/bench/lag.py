@@ -29,7 +29,7 @@ from _table import print_report
 from titan_rl.config import RunConfig
 from titan_rl.config_registry import sort5
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.launch.session import start
+from titan_rl.launch.start import start
 from titan_rl.policy.config import LossConfig, PolicyConfig
 from titan_rl.types import NO_VERSION, GroupRequest, PolicyVersion, Purpose, SamplingParams
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from titan_rl.generation.engine import StepOutput
 from titan_rl.generation.simulated_engine import SimulatedEngine
-from titan_rl.process_group import join_world
+from titan_rl.processes import join_world
 from titan_rl.weights.manifest import TensorShard
 
 GATE = "steps"

@@ -11,7 +11,7 @@ from monarch.actor import Actor, default_bootstrap_cmd, endpoint
 
 from titan_rl.actors.connection import bounded
 from titan_rl.errors import ActorFailed, MeshFailed
-from titan_rl.launch import process_watch
+from titan_rl.launch import child
 from titan_rl.launch.child import MONARCH_MAIN
 from titan_rl.launch.placement import MeshPlan
 from titan_rl.launch.provisioner import Provisioner
@@ -97,8 +97,8 @@ async def test_where_the_kernel_keeps_no_exit_status_monarch_s_words_are_told(
         poll.poll()
         raise ChildProcessError
 
-    monkeypatch.setattr(process_watch, "_next_news", too_late)
-    monkeypatch.setattr(process_watch, "_exit_code", lambda pidfd: None)
+    monkeypatch.setattr(child, "_next_news", too_late)
+    monkeypatch.setattr(child, "_exit_code", lambda pidfd: None)
     heard = Heard(tmp_path, "one")
     try:
         [pid] = await heard.pids()

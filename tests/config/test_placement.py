@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.config import RunConfig
+from titan_rl.config import PlacementConfig, RunConfig
 from titan_rl.config_registry import RECIPES
 from titan_rl.errors import ConfigError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.launch.checks import CPU_HEAD_DIMS
-from titan_rl.launch.config import PlacementConfig
 from titan_rl.launch.placement import (
     TORCHRUN_VARIABLES,
     HostFacts,

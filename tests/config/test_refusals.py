@@ -12,7 +12,7 @@ import pytest
 from titan_rl import cli, train
 from titan_rl.launch.placement import HostFacts
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.models.tiny_tokenizer import make_tokenizer
+from titan_rl.policy.models.tiny import make_tokenizer
 
 WRONG = {
     "--recipe copy5": "--recipe copy5: there is no such recipe (did you mean copy4?)",
@@ -54,7 +54,7 @@ WRONG = {
         "it takes clip_low, clip_high, entropy_bonus, sequence_low, sequence_high"
     ),
     "--recipe copy4 --trainer.loss.name titan_rl.types:Message": (
-        "trainer.loss.name: titan_rl.types:Message is no subclass of titan_rl.policy.losses.base.PolicyLoss"
+        "trainer.loss.name: titan_rl.types:Message is no subclass of titan_rl.policy.losses.PolicyLoss"
     ),
     "--recipe copy4 --router.strategy random": (
         "router.strategy: 'random' names nothing: expected one of least_loaded, round_robin, sticky_session"

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from scripted_system import World, holding, settle
 
-from titan_rl.controller.ending import train_and_save
-from titan_rl.controller.faults import Announcer, FaultBoard
+from titan_rl.controller.faults import Announcer, FaultBoard, train_and_save
 from titan_rl.errors import MeshFailed, Stopped, TaskError, TitanError, TrainingError
 
 CHECKPOINT = Path("checkpoint")

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.text import Text
 
 from titan_rl.errors import ConfigError, StorageError
+from titan_rl.launch.process import log_to_file
 from titan_rl.observability.activity import Activities
-from titan_rl.observability.logs import log_to_file
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
 from titan_rl.one_line import one_line
@@ -186,7 +186,7 @@ def test_a_process_sends_everything_it_prints_to_its_own_file(tmp_path: Path) ->
     program = f"""
 import os
 from pathlib import Path
-from titan_rl.observability.logs import redirect_output
+from titan_rl.launch.process import redirect_output
 redirect_output(Path({str(tmp_path / "a" / "trainer.log")!r}))
 print("from python", flush=True)
 os.system("echo from a child")

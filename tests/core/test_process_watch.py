@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.launch.process_watch import ProcessWatch
+from titan_rl.launch.child import ProcessWatch
 
 KERNEL = tuple(map(int, os.uname().release.split(".")[:2]))
 SECONDS = 30.0

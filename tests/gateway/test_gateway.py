@@ -15,7 +15,7 @@ from support.gateway import MODEL, client, say, served, until_busy, until_idle
 from support.gateway_engines import ENDLESS
 
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.launch.session import Serving
+from titan_rl.launch.start import Serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

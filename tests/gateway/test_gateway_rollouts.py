@@ -14,7 +14,7 @@ from support.gateway_engines import ENDLESS
 from titan_rl.actors.gateway import GatewayClient
 from titan_rl.errors import RequestError, RolloutOver
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.launch.session import Serving
+from titan_rl.launch.start import Serving
 from titan_rl.types import Message
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -10,7 +10,7 @@ import pytest_asyncio
 from support.gateway import MODEL, client, in_flight, say, served, until_idle
 from support.gateway_engines import ENDLESS
 
-from titan_rl.launch.session import Serving
+from titan_rl.launch.start import Serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -9,7 +9,7 @@ from generation_examples import make_publication, make_request
 
 from titan_rl.generation.decisions import LoopAction, LoopDecision
 from titan_rl.generation.gloo_channel import GlooChannel
-from titan_rl.process_group import join_world
+from titan_rl.processes import join_world
 
 
 def decisions() -> list[LoopDecision]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.generation.environment import generator_environment
-from titan_rl.process_group import RENDEZVOUS
+from titan_rl.processes import RENDEZVOUS
 
 BOUND = 240.0
 """Seconds after which a scenario fails."""

@@ -11,7 +11,7 @@ from generation_examples import make_request
 from titan_rl.errors import ConfigError, RequestError
 from titan_rl.generation.engine import validate_request
 from titan_rl.generation.environment import check_environment, generator_environment
-from titan_rl.process_group import RENDEZVOUS
+from titan_rl.processes import RENDEZVOUS
 from titan_rl.types import GenerationRequest
 
 LIMITS = {"max_model_len": 16, "vocab_size": 13}

@@ -30,7 +30,7 @@ from titan_rl.generation.gloo_channel import GlooChannel
 from titan_rl.generation.lockstep import Lockstep, SoloChannel
 from titan_rl.generation.reports import PullReport
 from titan_rl.generation.vllm.engine import VllmEngine
-from titan_rl.process_group import RENDEZVOUS
+from titan_rl.processes import RENDEZVOUS
 from titan_rl.types import Completion, PolicyVersion
 from titan_rl.weights.manifest import Publication, TensorShard
 from titan_rl.weights.transports.shared_memory import SharedMemoryPublisher, SharedMemoryReader

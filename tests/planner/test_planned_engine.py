@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.generation.simulated_engine import SimulatedEngine
-from titan_rl.planner.engine import PlannedEngine, Sequence
-from titan_rl.planner.scenario import EngineSpeed
+from titan_rl.planner.scenario import EngineSpeed, PlannedEngine, Sequence
 from titan_rl.types import GenerationRequest, PolicyVersion, SamplingParams
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan_rl.process_group import RENDEZVOUS
+from titan_rl.processes import RENDEZVOUS
 
 TIME_LIMIT = 900
 """Seconds; only ever reached by ranks that hang. A busy machine takes several times what a free one does."""

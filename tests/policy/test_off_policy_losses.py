@@ -21,8 +21,8 @@ from titan_rl.policy.losses import (
     TrainedTokens,
     TruncatedImportanceLoss,
     build_loss,
+    kl_penalty,
 )
-from titan_rl.policy.losses.reference_kl import kl_penalty
 from titan_rl.policy.step_metrics import StepMetrics, judge
 
 

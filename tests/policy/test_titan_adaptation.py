@@ -19,7 +19,7 @@ choose_device("cpu")  # before the imports below, as in a trainer process
 
 from torchtitan.models.common.attention import VarlenAttention  # noqa: E402
 
-from titan_rl.policy.models.document_attention import DocumentAttention, PackedDocuments  # noqa: E402
+from titan_rl.policy.models.model import DocumentAttention, PackedDocuments  # noqa: E402
 
 HEADS, KV_HEADS, SIZE = 4, 2, 32
 

@@ -7,9 +7,8 @@ import random
 
 import pytest
 
-from titan_rl.scheduling.group import Outcome
+from titan_rl.scheduling.group import Outcome, PromptStream
 from titan_rl.scheduling.group_buffer import GroupBuffer
-from titan_rl.scheduling.prompt_stream import PromptStream
 from titan_rl.types import PolicyVersion
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from titan_rl.errors import NothingToTrain
-from titan_rl.scheduling.untrainable import Untrainable, UntrainableStreak
+from titan_rl.scheduling.schedule import Untrainable, UntrainableStreak
 
 
 def test_a_run_whose_groups_all_fail_stops_with_the_first_error():

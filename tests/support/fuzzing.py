@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 
 from support.gateway import MODEL, until_idle
-from titan_rl.launch.session import Serving
+from titan_rl.launch.start import Serving
 
 EXAMPLES = 40
 """Per operation."""

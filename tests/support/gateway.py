@@ -22,7 +22,7 @@ from titan_rl.gateway.callers import ApiKeys
 from titan_rl.gateway.calls import Fleet, ServedPolicy
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.launch.session import Serving, serve
+from titan_rl.launch.start import Serving, serve
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig, TrainerConfig
 from titan_rl.rollout.turns import RolloutRequest
 from titan_rl.types import (

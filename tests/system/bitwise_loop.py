@@ -15,7 +15,7 @@ from titan_rl.config import RunConfig
 from titan_rl.config_registry import copy4
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.launch.session import start
+from titan_rl.launch.start import start
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig
 from titan_rl.rollout.samples import group_advantages
 from titan_rl.seeding import request_seed

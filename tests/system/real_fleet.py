@@ -22,7 +22,7 @@ from titan_rl.errors import ActorFailed, MeshFailed
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.launch.placement import detect_host, plan
 from titan_rl.launch.provisioner import Provisioner
-from titan_rl.launch.session import model_directory
+from titan_rl.launch.start import model_directory
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig
 from titan_rl.routing.config import RouterConfig
 from titan_rl.types import GenerationRequest, PolicyVersion, SamplingParams

@@ -15,7 +15,7 @@ from titan_rl.actors.gateway import GatewayClient
 from titan_rl.config_registry import copy4
 from titan_rl.controller.faults import FaultBoard
 from titan_rl.errors import ActorFailed
-from titan_rl.launch.session import start
+from titan_rl.launch.start import start
 from titan_rl.rollout.turns import RolloutRequest
 from titan_rl.types import PolicyVersion
 

@@ -20,7 +20,7 @@ from titan_rl.data_plane.refs import SampleRef
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport
 from titan_rl.errors import SamplesLeaked
-from titan_rl.launch.session import start
+from titan_rl.launch.start import start
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
 from titan_rl.types import GroupKey, GroupRequest

@@ -20,7 +20,7 @@ from titan_rl.controller.loop import TrainingLoop
 from titan_rl.controller.system import System
 from titan_rl.data_plane.fetch import SharedMemorySource
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.launch.session import start
+from titan_rl.launch.start import start
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
 

@@ -16,7 +16,7 @@ from transport_scenarios import CUT_SHAPES, die_publishing, parallelism_pairs, p
 
 from titan_rl.actors.connection import served
 from titan_rl.errors import WeightsError
-from titan_rl.process_group import join_world
+from titan_rl.processes import join_world
 from titan_rl.weights.manifest import Publication
 from titan_rl.weights.transport import WeightPuller
 from titan_rl.weights.transports.publisher import ChannelPublisher

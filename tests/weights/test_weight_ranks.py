@@ -10,7 +10,7 @@ import pytest
 import torch
 from weight_scenarios import EMBEDDING, HEAD, NORM, ROW_CUT, SHAPES, policy
 
-from titan_rl.process_group import RENDEZVOUS
+from titan_rl.processes import RENDEZVOUS
 from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint
 from titan_rl.weights.transports.shared_memory import SharedMemoryReader
 

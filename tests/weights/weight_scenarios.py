@@ -14,7 +14,7 @@ from torch import Tensor
 from transport_scenarios import parallelism_pairs
 
 from titan_rl.errors import WeightsError
-from titan_rl.process_group import join_world
+from titan_rl.processes import join_world
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Publication, TensorShard
 from titan_rl.weights.transports.shared_memory import SharedMemoryPublisher, SharedMemoryReader

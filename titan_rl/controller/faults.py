@@ -1,9 +1,15 @@
-"""What a process's death means for the run, and the one place that collects all faults and stop signals.
+"""What ends a run: one place collects all faults and stop signals, and one order follows.
 
-`POLICY` is the whole policy, for a run and for a service. It applies to a mesh once that mesh is ready; before that,
-the death of any process ends the start. The first fatal fault ends the work that `watch` runs. It is announced at once,
-before anything is saved or closed. No fault is lost: the next `watch` raises one that came while nobody watched. After
-`settle` the result of the run is decided, and later faults are only logged.
+    fault or signal ─▶ announced ─▶ weights saved ─▶ rollouts stopped, samples released ─▶ every mesh closed
+
+- `POLICY` says what the death of a process means, for a run and for a service. It applies to a mesh once that mesh is
+  ready; before that, the death of any process ends the start.
+- The first fatal fault ends the work that `watch` runs. It is announced at once. No fault is lost: the next `watch`
+  raises one that came while nobody watched.
+- After `settle` the result of the run is decided, and later faults are only logged. A run is done when its steps are
+  trained, its last evaluation is over and its weights are saved.
+- The sample stores are empty at the end. A run that ends well must have released everything; if samples are left, it
+  fails. A run that fails or is stopped releases the reported samples, as far as the stores still answer.
 """
 
 from __future__ import annotations
@@ -11,10 +17,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Coroutine, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
-from titan_rl.errors import MeshFailed, Stopped, TitanError
+from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.errors import MeshFailed, SamplesLeaked, Stopped, TitanError, TrainingError
+from titan_rl.rollout.report import GroupReport
+
+if TYPE_CHECKING:
+    from titan_rl.actors.rollouts import Rollouts
+    from titan_rl.actors.trainer import Trainer
 
 T = TypeVar("T")
 
@@ -189,3 +202,87 @@ async def _cancelled(task: asyncio.Future[Any]) -> None:
     if not task.done():
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+SAVE_SECONDS = 120.0
+"""Time limit for saving the weights of a stopped or failed run, including the step that is under way. Enough for a few
+GB. Another signal ends the wait sooner."""
+
+LET_GO_SECONDS = 2.0
+"""A failed run waits no longer than this for its stores. Their files are removed with the run in any case."""
+
+
+async def train_and_save(
+    training: Coroutine[Any, Any, object],
+    trainer: Trainer,
+    faults: FaultBoard,
+    checkpoint: Path | None,
+    say: Callable[[str], None],
+) -> None:
+    """Train to the end and save the trainer's weights, even if training fails or is stopped.
+
+    Args:
+        training: the loop's run.
+        checkpoint: where to save; None: do not save.
+        say: called with where the weights are, or why they were not saved.
+
+    Raises:
+        Stopped: a signal ended the loop.
+        TitanError, OSError: training or saving failed.
+    """
+    failure: Exception | None = None
+    unsaved: Exception | None = None
+    try:
+        await faults.watch(training)
+    except Exception as error:
+        failure = error
+    if checkpoint is not None:
+        try:
+            say(await _save(trainer, faults, checkpoint, seconds=None if failure is None else SAVE_SECONDS))
+        except Exception as error:
+            _log.error("the weights were not saved", exc_info=error)
+            say(f"the weights were not saved: {error}")
+            unsaved = error
+    heard = faults.settle()
+    if isinstance(heard, Stopped) and unsaved is None:
+        heard = None  # the signal came while the last weights were being saved, and changed nothing
+    if (cause := failure or heard or unsaved) is not None:
+        raise cause
+
+
+async def _save(trainer: Trainer, faults: FaultBoard, checkpoint: Path, *, seconds: float | None) -> str:
+    saving = asyncio.ensure_future(faults.unless_lost("trainer", trainer.save(checkpoint)))
+    hurry = asyncio.ensure_future(faults.hurry.wait())
+    try:
+        await asyncio.wait({saving, hurry}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if saving.done():
+            return f"the weights after step {saving.result()} are in {checkpoint}"
+        if hurry.done():
+            raise TrainingError("another signal asked not to wait for it")
+        raise TrainingError(f"the trainer did not answer within {seconds:g} s")
+    finally:
+        for task in (saving, hurry):
+            task.cancel()
+        await asyncio.gather(saving, hurry, return_exceptions=True)
+
+
+async def check_nothing_is_held(rollouts: Rollouts) -> None:
+    """Raises SamplesLeaked unless all stores are empty; the error says what each store holds."""
+    if what := await _held(rollouts):
+        raise SamplesLeaked(f"the run is over and samples are still held: {what}")
+
+
+async def let_go(rollouts: Rollouts, reports: Iterable[GroupReport]) -> None:
+    """Stop running rollouts and release reported samples. Never raises a TitanError."""
+    try:
+        async with asyncio.timeout(LET_GO_SECONDS):
+            await rollouts.stop_groups()
+            await rollouts.release(SampleBatch.concat(report.samples for report in reports))
+            if what := await _held(rollouts):
+                _log.info("still on their way to their release when the run ended: %s", what)
+    except (TitanError, TimeoutError) as error:
+        _log.warning("the samples of the failed run were not released: %s", error or type(error).__name__)
+
+
+async def _held(rollouts: Rollouts) -> str:
+    return "; ".join(str(report) for report in await rollouts.held() if report.samples)

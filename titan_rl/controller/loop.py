@@ -8,7 +8,7 @@ for the buffer's state.
 
 - Every step trains P groups, none older than the buffer's bound. No group is dropped because it is late.
 - The loop owns samples from their report to their release. It releases them once: after the step that trained them, or
-  when their group is filtered, failed or lost. However a run ends, it leaves the stores empty (`ending`).
+  when their group is filtered, failed or lost. However a run ends, it leaves the stores empty (`faults`).
 - A group whose samples are lost is played again under its id and keeps its place.
 - A failure in any task ends the run with that error and cancels all other tasks.
 - Apart from filtered and failed groups, exactly `steps`·P groups are admitted, so nothing is left over at the end.
@@ -26,14 +26,11 @@ import time
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
-from titan_rl.controller.ending import check_nothing_is_held, let_go
-from titan_rl.controller.evaluation import evaluate
-from titan_rl.controller.group_filter import make_filter
+from titan_rl.controller.faults import check_nothing_is_held, let_go
 from titan_rl.controller.publications import Publications
 from titan_rl.controller.records import RunSummary, StepRecords
-from titan_rl.controller.schedule import Schedule
+from titan_rl.controller.stages import evaluate, make_filter, warm_up
 from titan_rl.controller.system import System
-from titan_rl.controller.warm_up import warm_up
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, SamplesLost, WeightsError
@@ -42,10 +39,9 @@ from titan_rl.observability.activity import Activities, Watchdog
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
 from titan_rl.rollout.report import GroupReport
-from titan_rl.scheduling.group import Batch, Group
+from titan_rl.scheduling.group import Batch, Group, PromptStream
 from titan_rl.scheduling.group_buffer import GroupBuffer
-from titan_rl.scheduling.prompt_stream import PromptStream
-from titan_rl.scheduling.untrainable import Untrainable, UntrainableStreak
+from titan_rl.scheduling.schedule import Schedule, Untrainable, UntrainableStreak
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Publication
 

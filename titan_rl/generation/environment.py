@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from titan_rl.errors import ConfigError
-from titan_rl.process_group import RENDEZVOUS
+from titan_rl.processes import RENDEZVOUS
 
 _COMMON = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine steps in this process, in lockstep with the other ranks

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.config import RunConfig
-from titan_rl.controller.group_filter import FILTERS
+from titan_rl.controller.stages import FILTERS
 from titan_rl.data_plane.layout import encoded_size
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import Environment
@@ -31,7 +31,7 @@ from titan_rl.importing import import_name, user_code
 from titan_rl.launch.placement import HostFacts, plan, plays, resolve_device
 from titan_rl.overrides import did_you_mean, get_setting
 from titan_rl.policy.losses import SHORT_NAMES as LOSSES
-from titan_rl.policy.losses.base import PolicyLoss
+from titan_rl.policy.losses import PolicyLoss
 from titan_rl.policy.models.qwen3 import Qwen3Shape, read_shape
 from titan_rl.policy.models.tiny import tiny_shape
 from titan_rl.rollout.rollouter import Rollouter

@@ -45,7 +45,7 @@ SUPERVISION_ENVIRONMENT = {
 - Monarch looks for failed actors every second.
 - It never takes a silent process for dead. By default it does so after 30 s, which kills runs whose processes are
   stopped by SIGSTOP or a debugger, or whose laptop sleeps. The kernel reports the death of a process instead
-  (`launch.process_watch`), and every call has its own time limit. The watchdog must be longer than both idle times
+  (`launch.child`), and every call has its own time limit. The watchdog must be longer than both idle times
   together.
 - No process dies because another one died. By default a process exits (code 1, without a message) if it cannot return
   an answer within 30 s to a sender that is dead, even if nobody waits for that answer."""

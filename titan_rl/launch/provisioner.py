@@ -3,7 +3,7 @@
 Every mesh has its own environment, set before Python starts, its own rendezvous file and its own log files, new at each
 spawn.
 
-The kernel reports the end of a process (`process_watch`); Monarch reports actors that fail in a living process. A fault
+The kernel reports the end of a process (`child`); Monarch reports actors that fail in a living process. A fault
 goes to the provisioner that spawned the mesh. Once a mesh is being stopped, its faults are dropped: Monarch may notice
 the end of a mesh much later, when another mesh, or another run in this process, has taken its place.
 """
@@ -27,11 +27,10 @@ from monarch.actor import MeshFailure, ProcMesh, this_host
 
 from titan_rl.actors.connection import bounded
 from titan_rl.errors import ActorFailed, MeshFailed
+from titan_rl.launch.child import ProcessWatch
 from titan_rl.launch.placement import TORCHRUN_VARIABLES, MeshPlan
 from titan_rl.launch.process import prepare_process, scratch_directory
-from titan_rl.launch.process_watch import ProcessWatch
-from titan_rl.process_group import RENDEZVOUS
-from titan_rl.processes import ending_in_words
+from titan_rl.processes import RENDEZVOUS, ending_in_words
 
 STOP_SECONDS = 20.0
 """Bound on stopping one mesh; past it its processes are killed."""

@@ -22,15 +22,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from titan_rl.config import RunConfig
-from titan_rl.controller.ending import train_and_save
-from titan_rl.controller.faults import Announcer, FaultBoard
+from titan_rl.controller.faults import Announcer, FaultBoard, train_and_save
 from titan_rl.controller.loop import TrainingLoop
 from titan_rl.controller.records import RunSummary
 from titan_rl.errors import ConfigError, Stopped
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.launch.process import StopSignals, hold_signals
-from titan_rl.launch.session import serve, start
-from titan_rl.observability.logs import log_to_file
+from titan_rl.launch.process import StopSignals, hold_signals, log_to_file
+from titan_rl.launch.start import serve, start
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
 from titan_rl.overrides import to_toml

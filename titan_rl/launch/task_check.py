@@ -25,7 +25,7 @@ from titan_rl.chat.renderer import Renderer
 from titan_rl.config import RunConfig
 from titan_rl.errors import AbsentError, ConfigError, TaskError
 from titan_rl.launch.checks import Problem, Severity
-from titan_rl.launch.session import model_directory
+from titan_rl.launch.start import model_directory
 from titan_rl.one_line import one_line
 from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.sandbox.sandbox import Sandbox

@@ -14,8 +14,7 @@ keys, which need not exist yet. This package knows no config by name: the caller
 """
 
 from titan_rl.overrides.command import EXIT_USAGE, Command, Verb, say
-from titan_rl.overrides.layers import Override, Rules, absolute_files, apply, get_setting
-from titan_rl.overrides.settings import did_you_mean, settings
+from titan_rl.overrides.settings import Override, Rules, absolute_files, apply, did_you_mean, get_setting, settings
 from titan_rl.overrides.sources import option_overrides, read_toml, split_options, to_toml, toml_overrides
 
 __all__ = [

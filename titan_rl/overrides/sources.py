@@ -13,8 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 import tomli
 
 from titan_rl.errors import ConfigError
-from titan_rl.overrides.layers import Override
-from titan_rl.overrides.settings import WrongType, describe, elements, fitting, members
+from titan_rl.overrides.settings import Override, WrongType, describe, elements, fitting, members
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 

@@ -30,8 +30,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from titan_rl.planner.engine import PlannedEngine, Sequence
-from titan_rl.planner.scenario import Scenario
+from titan_rl.planner.scenario import PlannedEngine, Scenario, Sequence
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Assignment, Dispatcher
 from titan_rl.routing.fleet import Fleet

@@ -88,7 +88,7 @@ class KLConfig:
     """Weight of the KL estimate per trained token. 0: no reference model exists, and none is paid for; above 0 every
     step runs a second forward pass, and every trainer rank holds its shards twice."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """See `titan_rl.policy.losses.reference_kl`. k3 is GRPO's; k1 and k2 have the KL's own gradient."""
+    """See `titan_rl.policy.losses`. k3 is GRPO's; k1 and k2 have the KL's own gradient."""
 
     def __post_init__(self) -> None:
         if self.coefficient < 0:

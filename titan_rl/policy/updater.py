@@ -32,17 +32,14 @@ from titan_rl.data_plane.fetch import SampleSource, SharedMemorySource
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import ConfigError, TrainingError
 from titan_rl.policy.config import TrainerConfig
-from titan_rl.policy.losses import PolicyLoss, TrainedTokens, build_loss
-from titan_rl.policy.losses.reference_kl import kl_penalty
-from titan_rl.policy.microbatch import MicroBatch, pack
-from titan_rl.policy.models.checkpoint import load_weights, write_checkpoint
+from titan_rl.policy.losses import PolicyLoss, TrainedTokens, build_loss, kl_penalty
+from titan_rl.policy.microbatch import MicroBatch, RankSamples, pack
+from titan_rl.policy.models.checkpoint import load_weights, local_shard, write_checkpoint
 from titan_rl.policy.models.qwen3 import read_shape
-from titan_rl.policy.models.sharding import local_shard
 from titan_rl.policy.models.titan_adaptation import choose_device
 from titan_rl.policy.packing import PackingPlan, plan_packing
-from titan_rl.policy.rank_samples import RankSamples
 from titan_rl.policy.step_metrics import StepMetrics, judge
-from titan_rl.process_group import join_world
+from titan_rl.processes import join_world
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import TensorShard
 

@@ -50,8 +50,7 @@ from typing import Any
 
 from titan_rl.errors import StalenessViolation
 from titan_rl.scheduling.config import Knobs
-from titan_rl.scheduling.group import Batch, Counts, Group, GroupState, Outcome
-from titan_rl.scheduling.prompt_stream import PromptStream
+from titan_rl.scheduling.group import Batch, Counts, Group, GroupState, Outcome, PromptStream
 from titan_rl.types import PolicyVersion
 
 INITIAL_VERSION = PolicyVersion(0, 0)

@@ -31,7 +31,7 @@ from titan_rl.generation.config import GeneratorConfig, refuse_more_ranks
 from titan_rl.generation.engine import StepOutput, validate_request
 from titan_rl.generation.environment import check_environment
 from titan_rl.generation.vllm import adaptation, deterministic, linear, weights
-from titan_rl.process_group import RENDEZVOUS, join_world
+from titan_rl.processes import RENDEZVOUS, join_world
 from titan_rl.types import NO_VERSION, Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import TensorShard
 

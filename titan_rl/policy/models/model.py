@@ -4,6 +4,11 @@ Built on the meta device, then sharded (FSDP2 always, also at one rank: it is wh
 parallelism where configured), then filled from safetensors, every rank reading only its own part. With separate q, k
 and v projections every Hugging Face tensor is exactly one torchtitan tensor, so names translate and layouts do not.
 
+`DocumentAttention` computes causal attention over packed documents where torchtitan's varlen kernel does not run: on
+CPU, and in float32. A document attends to itself only, and gets the same bits packed or alone. Neighbours of equal
+length share one batched call, so samples ordered by length (as the packing plan orders them) cost one call per distinct
+length.
+
 Import this module only after `titan_adaptation.choose_device`.
 """
 
@@ -11,8 +16,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import dataclass
+from itertools import groupby, pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -21,7 +29,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear
-from torchtitan.models.common.attention import VarlenAttention
+from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
@@ -31,7 +39,6 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.microbatch import MicroBatch
-from titan_rl.policy.models.document_attention import DocumentAttention, PackedDocuments
 from titan_rl.policy.models.qwen3 import EMBEDDING, LM_HEAD, Qwen3Shape
 from titan_rl.policy.models.titan_adaptation import reduce_gradients_by_plain_sums, share_padding_of_tied_shards
 from titan_rl.policy.token_scores import token_scores
@@ -216,3 +223,58 @@ def qwen3_model_config(shape: Qwen3Shape, attention: VarlenAttention.Config) -> 
         lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab, param_init=_NO_INIT),
         layers=[layer() for _ in range(shape.layers)],
     )
+
+
+class PackedDocuments(VarlenMetadata):
+    """torchtitan's description of a packed row, and the same for `DocumentAttention`.
+
+    `runs` is an attribute and not one of the tuple's fields: FSDP walks through every field's items at every layer,
+    which for host offsets of hundreds of documents costs more than the attention's own Python.
+    """
+
+    runs: tuple[tuple[int, int, int], ...]
+    """`(start, documents, length)` of each run of neighbouring documents of one length."""
+
+    @classmethod
+    def of(cls, offsets: tuple[int, ...], device: torch.device) -> PackedDocuments:
+        """`offsets`: document boundaries, from 0 to the number of tokens."""
+        lengths = [end - start for start, end in pairwise(offsets)]
+        boundaries = torch.tensor(offsets, dtype=torch.int32, device=device)
+        self = cls(cu_seq_q=boundaries, cu_seq_k=boundaries, max_q=max(lengths), max_k=max(lengths))
+        runs, start = [], 0
+        for length, group in groupby(lengths):
+            count = sum(1 for _ in group)
+            runs.append((start, count, length))
+            start += count * length
+        self.runs = tuple(runs)
+        return self
+
+
+class DocumentAttention(VarlenAttention):
+    """`VarlenAttention` by `scaled_dot_product_attention`; a subclass, because torchtitan asks with isinstance."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(VarlenAttention.Config):
+        pass
+
+    def forward(  # type: ignore[override]  # varlen's out_transform is for models with attention sinks
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: PackedDocuments,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Shapes as in torchtitan: B rows of L tokens, N heads of H channels."""
+        queries, keys, values = (tensor.flatten(0, 1) for tensor in (q_BLNH, k_BLNH, v_BLNH))
+        outputs = []
+        for start, count, length in attention_masks.runs:
+            run = slice(start, start + count * length)
+            # [count, N, length, H]: views, no copy.
+            q, k, v = (x[run].unflatten(0, (count, length)).transpose(1, 2) for x in (queries, keys, values))
+            output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+            outputs.append(output.transpose(1, 2).flatten(0, 1))
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return joined.view_as(q_BLNH)

@@ -1,7 +1,12 @@
-"""Makes a tiny Qwen3 policy with random weights, in Hugging Face format, where no checkpoint can be had.
+"""Makes a tiny Qwen3 policy with random weights and its tokenizer, in Hugging Face format.
 
 The directory is named after everything that decides its content, appears by one rename, and is never changed
 afterwards: any number of processes may ask for the same policy at once and all read the same bytes.
+
+- Every tokenizer has its padding at id 0 and the token that ends an answer at id 1.
+- Decoded text shows special tokens, because environments parse the text.
+- "chat" writes any text, one token per byte, and has the special tokens of Qwen3's chat format; the `renderers` library
+  writes that format for it as it does for a real Qwen3 checkpoint.
 
 Needs numpy, safetensors and tokenizers, not torch: the controller process calls it.
 """
@@ -19,11 +24,11 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from titan_rl.errors import ConfigError
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.qwen3 import Qwen3Shape
-from titan_rl.policy.models.tiny_tokenizer import CHAT_TEMPLATE, EOS_ID, PAD_ID, make_tokenizer, token_names
 
 INITIAL_STD = 0.02
 _FORMAT = 1
@@ -33,7 +38,7 @@ _FORMAT = 1
 def make_tiny_policy(config: TinyPolicyConfig, cache: Path | None = None) -> Path:
     """The checkpoint directory of `config`, made now if it is not in `cache` yet.
 
-    Token ids are in the order of `tiny_tokenizer.token_names`.
+    Token ids are in the order of `token_names`.
 
     Args:
         config: sizes, tokens and seed; a seed of None counts as 0.
@@ -157,3 +162,56 @@ def _model_config(shape: Qwen3Shape) -> dict[str, Any]:
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+PAD_ID, EOS_ID = 0, 1
+
+_SYMBOLS_ENDS = ("<pad>", "<eos>")
+_CHAT_ENDS = ("<|endoftext|>", "<|im_end|>")
+_CHAT_START = "<|im_start|>"
+_CHAT_MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+
+CHAT_TEMPLATE = (
+    "{%- if tools %}{{ raise_exception('this template shows no tools') }}{% endif -%}"
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}"
+    "{{ '<|im_start|>assistant\\n' }}"
+    "{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif -%}"
+    "{%- endif -%}"
+)
+"""For programs that know nothing but templates: Qwen3's format, without tools and without earlier thinking."""
+
+
+def token_names(config: TinyPolicyConfig) -> list[str]:
+    """Every token in the order of its id: padding, end of answer, symbols or bytes, further ones in order."""
+    if config.tokenizer == "symbols":
+        return [*_SYMBOLS_ENDS, *config.symbols, *config.special_tokens]
+    return [*_CHAT_ENDS, *_bytes(), _CHAT_START, *_CHAT_MARKS, *config.special_tokens]
+
+
+def make_tokenizer(config: TinyPolicyConfig) -> Tokenizer:
+    """The tokenizer that `config` describes."""
+    ids = {token: index for index, token in enumerate(token_names(config))}
+    if config.tokenizer == "symbols":
+        # No unknown token: a text with a foreign character is an error, not a prompt with a hole.
+        tokenizer = Tokenizer(models.WordLevel(ids))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+        tokenizer.decoder = decoders.Fuse()
+        tokenizer.add_special_tokens(list(_SYMBOLS_ENDS))
+        further = config.special_tokens
+    else:
+        tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (*_CHAT_ENDS, _CHAT_START)])
+        further = (*_CHAT_MARKS, *config.special_tokens)
+    # Not "special" in the library's sense: decoding must show them, environments parse the text.
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in further])
+    return tokenizer
+
+
+def _bytes() -> list[str]:
+    """The printable stand-ins that byte-level tokenizers write for the 256 bytes, in an order of their own."""
+    return sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -3,7 +3,7 @@ adaptation.
 
 Each is applied explicitly, and each has a test that fails when torchtitan no longer needs it. `choose_device` must run
 before any other part of torchtitan is imported, so this module imports torchtitan inside functions only; the
-attention that replaces the missing CPU kernel is a torchtitan module and lives in `document_attention.py`.
+attention that replaces the missing CPU kernel is a torchtitan module and lives in `model.py`.
 """
 
 from __future__ import annotations

@@ -4,17 +4,21 @@ Always true:
 
 - the versions of step 0, of every `every`-th step and of the last step are evaluated, and the trainer does not train
   past one of them before it is published;
-- a version that an evaluation needs the fleet to serve stays the newest published one until `let_go`;
-- no group is admitted beyond those that the remaining steps train.
+- a version that an evaluation needs the fleet to serve stays the newest published one until `release_fleet`;
+- no group is admitted beyond those that the remaining steps train;
+- a group that teaches something resets the `UntrainableStreak`, so a run goes on as long as one group in every k
+  batches teaches something.
 
-Pure: reads the versions of a `GroupBuffer` and changes nothing there.
+The controller and the planner's simulation drive the same `Schedule`.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from enum import StrEnum
 from typing import Literal
 
+from titan_rl.errors import NothingToTrain
 from titan_rl.scheduling.group_buffer import GroupBuffer
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Publication
@@ -104,3 +108,76 @@ class Schedule:
             return False
         self.make_due(served)
         return True
+
+
+class Untrainable(StrEnum):
+    """Why a group teaches nothing."""
+
+    SOLVED = "solved"
+    """All its rollouts got the same reward, and each is an exact match."""
+    EQUAL_REWARDS = "all rewards equal"
+    """Every advantage is 0: it is trained, but moves nothing."""
+    FILTERED = "filtered"
+    """A filter refused it."""
+    FAILED = "failed"
+    """None of its rollouts could be played to the end."""
+    EMPTY = "no sampled token"
+    """Nothing of it can be trained."""
+
+
+class UntrainableStreak:
+    """Counts groups in a row, in the order in which they finish, that teach nothing."""
+
+    def __init__(self, *, groups_per_step: int, batches: int) -> None:
+        """
+        Args:
+            groups_per_step: P.
+            batches: k: the run ends after k·P such groups in a row.
+        """
+        if batches < 1:
+            raise ValueError(f"batches must be at least 1, got {batches}")
+        self._groups_per_step = groups_per_step
+        self._batches = batches
+        self._reasons: Counter[Untrainable] = Counter()
+        self._first: dict[Untrainable, str] = {}
+
+    @property
+    def length(self) -> int:
+        """Groups in a row, so far."""
+        return self._reasons.total()
+
+    def trainable(self) -> None:
+        """A group finished that teaches something."""
+        self._reasons.clear()
+        self._first.clear()
+
+    def untrainable(self, group_id: int, reason: Untrainable, detail: str = "") -> bool:
+        """A group finished that teaches nothing.
+
+        Args:
+            detail: the error, the reward that all rollouts got, the filter's name: whatever helps to find the cause.
+
+        Returns:
+            Whether the limit is reached and all counted groups were solved.
+
+        Raises:
+            NothingToTrain: the limit is reached and some were not solved. Gives the count and the first group of each
+                reason.
+        """
+        self._reasons[reason] += 1
+        self._first.setdefault(reason, f"group {group_id}" + (f": {detail}" if detail else ""))
+        if self.length < self._batches * self._groups_per_step:
+            return False
+        if self._reasons.keys() != {Untrainable.SOLVED}:
+            raise NothingToTrain(self.describe())
+        return True
+
+    def describe(self) -> str:
+        """The streak in one sentence."""
+        reasons = "; ".join(
+            f"{count} {reason} (first {self._first[reason]})" for reason, count in self._reasons.most_common()
+        )
+        return (
+            f"the last {self.length} groups in a row ({self.length / self._groups_per_step:g} batches of "
+            f"{self._groups_per_step}) taught nothing: {reasons or 'none'}"
+        )

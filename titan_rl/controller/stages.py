@@ -1,0 +1,175 @@
+"""What the training loop does besides RL steps: the supervised warm-up before them, the filter on their groups, and
+greedy evaluation between them.
+
+Demonstrations of the warm-up travel by reference, as all samples do. Demonstration number i is used once, in step
+i // batch. Every sample is released after its step, or when the warm-up ends early. The demonstrations of the next step
+are made while the current step is trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.errors import ConfigError, TaskError
+from titan_rl.importing import import_name
+from titan_rl.rollout.report import GroupReport, RolloutReport
+from titan_rl.types import PolicyVersion
+
+if TYPE_CHECKING:
+    from titan_rl.controller.system import System
+    from titan_rl.observability.activity import Activities
+    from titan_rl.observability.progress import RunDisplay
+
+_log = logging.getLogger(__name__)
+
+
+async def warm_up(system: System, display: RunDisplay, activity: Activities) -> None:
+    """Train `trainer.warmup.steps` supervised steps; does nothing if that is 0.
+
+    Raises:
+        TaskError: the environment has no demonstrations, or one cannot be made.
+        SamplesLost: demonstrations were lost. They are not made again, because a new run loses only the warm-up.
+    """
+    steps = system.config.trainer.warmup.steps
+    if not steps:
+        return
+    ahead = _demonstrate(system, 0)
+    owned: SampleBatch | None = None  # samples of the current step
+    try:
+        for step in range(steps):
+            with activity("warm_up", step=f"{step + 1} of {steps}"):
+                owned = (await ahead).samples
+                if step + 1 < steps:
+                    ahead = _demonstrate(system, step + 1)
+                metrics = await system.trainer.warm_up_step(owned)
+                await system.rollouts.release(owned)
+                owned = None
+            if (step + 1) % max(1, steps // 5) == 0:
+                display.say(f"warm-up step {step + 1}/{steps}  loss {metrics['loss']:.4f}")
+    except Exception:
+        await _give_up(system, owned, ahead)
+        raise
+    finally:
+        ahead.cancel()
+
+
+def _demonstrate(system: System, step: int) -> asyncio.Task[GroupReport]:
+    return asyncio.create_task(system.rollouts.run_group(system.demonstration_group(step)))
+
+
+async def _give_up(system: System, owned: SampleBatch | None, ahead: asyncio.Task[GroupReport]) -> None:
+    """Release demonstrations that will not be trained. `Rollouts` releases those that are still being made."""
+    ahead.cancel()
+    (outcome,) = await asyncio.gather(ahead, return_exceptions=True)
+    left = [] if owned is None else [owned]
+    if isinstance(outcome, GroupReport) and outcome.samples is not owned:
+        left.append(outcome.samples)
+    for error in await asyncio.gather(*map(system.rollouts.release, left), return_exceptions=True):
+        if isinstance(error, Exception):  # only logged: the error that ended the warm-up says more
+            _log.warning("demonstrations were not released: %s", error)
+
+
+FILTERS = {"no_variance": "titan_rl.controller.stages:no_variance"}
+"""Short names of `loop.filter`."""
+
+GroupFilter = Callable[[GroupReport], str]
+"""Returns why a group is refused; empty: it is trained."""
+
+
+def make_filter(name: str) -> GroupFilter:
+    """The filter that a config names.
+
+    Raises:
+        ConfigError: no filter has that name.
+    """
+    if not name:
+        return lambda report: ""
+    found = import_name(name, FILTERS)
+    if not callable(found):
+        raise ConfigError(f"loop.filter {name!r} is not a function")
+    return _of_the_user(name, found)
+
+
+def _of_the_user(name: str, function: GroupFilter) -> GroupFilter:
+    def guarded(report: GroupReport) -> str:
+        try:
+            return function(report)
+        except Exception as error:
+            raise TaskError(f"loop.filter {name} raised {type(error).__name__}: {error}") from error
+
+    return guarded
+
+
+def no_variance(report: GroupReport) -> str:
+    """Refuses groups whose graded rollouts all got the same reward: their advantages are 0."""
+    rewards = {rollout.reward for rollout in report.rollouts if not rollout.error}
+    return "" if len(rewards) > 1 else f"all rewards are {next(iter(rewards), 0.0):g}"
+
+
+TRANSCRIPTS = 3
+"""Rollouts that an evaluation shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Means over the held-out prompts whose rollouts were graded."""
+
+    version: PolicyVersion
+    prompts: int
+    """Those that were graded."""
+    exact_match: float
+    reward: float
+    transcripts: tuple[str, ...] = ()
+    """One line each of a few rollouts: the first that are wrong, and the first that are right."""
+    failed: int = 0
+    """Prompts without a reward because user code failed. They are left out of all means."""
+    first_error: str = ""
+
+
+async def evaluate(system: System, version: PolicyVersion, *, pinned_to: str | None = None) -> Evaluation:
+    """Play the held-out prompts greedily under `version`.
+
+    Args:
+        version: served until the evaluation is over, by every generator or, if set, by `pinned_to`.
+        pinned_to: a generator that is leased for this evaluation.
+
+    Raises:
+        TaskError: every rollout failed, or there is nothing to play.
+    """
+    if not system.rollouts.held_out:
+        raise TaskError(f"the environment {system.config.environment.name} gave no held-out prompts to evaluate on")
+    groups = [system.held_out_group(prompt, version, pinned_to=pinned_to) for prompt in range(system.rollouts.held_out)]
+    reports = await system.rollouts.run_groups(groups)
+    rollouts = [rollout for report in reports for rollout in report.rollouts]
+    errors = [rollout.error for rollout in rollouts if rollout.error]
+    graded = [rollout for rollout in rollouts if not rollout.error]
+    if not graded:
+        raise TaskError(f"all {len(rollouts)} held-out rollouts failed; the first: {errors[0]}")
+    exact = [rollout.exact_match for rollout in graded]
+    return Evaluation(
+        version=version,
+        prompts=len(graded),
+        exact_match=sum(exact) / len(exact),
+        reward=sum(rollout.reward for rollout in graded) / len(graded),
+        transcripts=_transcripts(graded),
+        failed=len(errors),
+        first_error=next(iter(errors), ""),
+    )
+
+
+def _transcripts(rollouts: Sequence[RolloutReport]) -> tuple[str, ...]:
+    lines: dict[bool, list[str]] = {False: [], True: []}
+    for rollout in rollouts:
+        right = rollout.exact_match >= 1
+        if (shown := rollout.shown) is not None:
+            cut = " (cut off)" if rollout.truncated else ""
+            wanted = f", wanted '{shown.wanted}'" if shown.wanted and not right else ""
+            said = f"'{shown.prompt}' → '{shown.answer}'{cut}{wanted}, reward {rollout.reward:.3f}"
+            lines[right].append(f"{'right' if right else 'wrong'}  {said}")
+    wrong = lines[False][:2]
+    return (*wrong, *lines[True][: TRANSCRIPTS - len(wrong)])
