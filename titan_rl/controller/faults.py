@@ -84,7 +84,6 @@ class FaultBoard:
         Args:
             tell: called when the mesh is lost, to tell the part that the policy names.
         """
-        self._lost.pop(mesh, None)  # a fault from before it was spawned again
         if POLICY[kind_of(mesh)].ends == "with the last of its kind":
             self._spares[mesh] = tell
 
@@ -208,7 +207,7 @@ SAVE_SECONDS = 120.0
 """Time limit for saving the weights of a stopped or failed run, including the step that is under way. Enough for a few
 GB. Another signal ends the wait sooner."""
 
-LET_GO_SECONDS = 2.0
+RELEASE_SECONDS = 2.0
 """A failed run waits no longer than this for its stores. Their files are removed with the run in any case."""
 
 
@@ -266,16 +265,16 @@ async def _save(trainer: Trainer, faults: FaultBoard, checkpoint: Path, *, secon
         await asyncio.gather(saving, hurry, return_exceptions=True)
 
 
-async def check_nothing_is_held(rollouts: Rollouts) -> None:
+async def check_stores_are_empty(rollouts: Rollouts) -> None:
     """Raises SamplesLeaked unless all stores are empty; the error says what each store holds."""
     if what := await _held(rollouts):
         raise SamplesLeaked(f"the run is over and samples are still held: {what}")
 
 
-async def let_go(rollouts: Rollouts, reports: Iterable[GroupReport]) -> None:
+async def release_samples(rollouts: Rollouts, reports: Iterable[GroupReport]) -> None:
     """Stop running rollouts and release reported samples. Never raises a TitanError."""
     try:
-        async with asyncio.timeout(LET_GO_SECONDS):
+        async with asyncio.timeout(RELEASE_SECONDS):
             await rollouts.stop_groups()
             await rollouts.release(SampleBatch.concat(report.samples for report in reports))
             if what := await _held(rollouts):

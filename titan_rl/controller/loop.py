@@ -24,9 +24,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import TypeVar
 
-from titan_rl.controller.faults import check_nothing_is_held, let_go
+from titan_rl.controller.faults import check_stores_are_empty, release_samples
 from titan_rl.controller.publications import Publications
 from titan_rl.controller.records import RunSummary, StepRecords
 from titan_rl.controller.stages import evaluate, make_filter, warm_up
@@ -125,10 +125,10 @@ class TrainingLoop:
         for later in failures[1:]:
             _log.warning("failed after the first: %s", later)
         if failures or self.summary.stopped_early:
-            await let_go(system.rollouts, self._reports.values())
+            await release_samples(system.rollouts, self._reports.values())
         if failures:
             raise failures[0]
-        await check_nothing_is_held(system.rollouts)
+        await check_stores_are_empty(system.rollouts)
         return self.summary
 
     # The tasks.
@@ -137,10 +137,7 @@ class TrainingLoop:
         """Consumes the stream of prompts. Waits for a free slot, or a group to be played again. Woken by the publisher
         and by groups that are filtered, fail or are lost. Produces a rollout task per group. On failure: the run."""
         playing: set[asyncio.Task[None]] = set()
-        while True:
-            await self._until("data", lambda: "a free slot", self._something_to_start)
-            if self._schedule.over():
-                break
+        while await self._until("data", lambda: "a free slot", self._something_to_start, self._schedule.all_trained):
             self._buffer.admit(self._schedule.admissible())
             for group in self._buffer.waiting():
                 task = tasks.create_task(self._rollout(self._buffer.start(group.group_id)))
@@ -175,7 +172,8 @@ class TrainingLoop:
     async def _train(self) -> None:
         """Consumes P finished groups. Waits for them. Woken by rollouts. Produces the trainer's next version. On
         failure: lost samples are played again, anything else ends the run."""
-        while batch := await self._until("trainer", self._trainer_waits_for, self._take):
+        schedule = self._schedule
+        while batch := await self._until("trainer", schedule.trainer_waits_for, schedule.take, schedule.all_trained):
             reports = [self._reports[group_id] for group_id in batch.group_ids]
             samples = SampleBatch.concat(report.samples for report in reports)
             step = batch.version.step + 1
@@ -196,16 +194,22 @@ class TrainingLoop:
         """Consumes the trainer's versions. Waits for one that is not published, for an evaluation that still needs the
         served version, and for a free publication slot. Woken by trainer and evaluator. Produces the version under
         which new groups are played. On failure: the run."""
-        while await self._until("publisher", self._schedule.publisher_waits_for, self._schedule.may_publish):
+        schedule = self._schedule
+        while await self._until(
+            "publisher", schedule.publisher_waits_for, schedule.may_publish, schedule.all_published
+        ):
             await self._publish()
 
     async def _evaluator(self) -> None:
         """Consumes versions that are due. Waits for the publisher and is woken by it. Produces an evaluation. On
         failure: the run. If training continues meanwhile, a generator is leased for the evaluation; if not, no
         generator pulls until it is over."""
-        while publication := await self._until("evaluator", lambda: "a version that is due", self._schedule.next_due):
-            await self._evaluate(publication)
-            self._schedule.evaluated(publication.version)
+        schedule = self._schedule
+        while version := await self._until(
+            "evaluator", lambda: "a version that is due", schedule.next_due, schedule.all_evaluated
+        ):
+            await self._evaluate(version)
+            schedule.evaluated(version)
 
     # What they do.
 
@@ -225,7 +229,8 @@ class TrainingLoop:
             if name in pull.failures and name not in (leased, self._leased):
                 self._display.say(f"{name} does not serve {version}: {pull.failures[name]}")
         if self._schedule.is_due(version):
-            self._make_due(publication)
+            self._publications.hold(version, _EVALUATED)
+            self._schedule.make_due(version)
         # Only after the pull: otherwise the first generator with the version would get all groups that wait for it.
         self._buffer.published(version)
         self._notify()
@@ -233,30 +238,25 @@ class TrainingLoop:
             await self._publications.release(before.version, _SERVED)
             self._notify()
 
-    def _make_due(self, publication: Publication) -> None:
-        self._publications.hold(publication.version, _EVALUATED)
-        self._schedule.make_due(publication)
-
     async def _pull(self, publication: Publication) -> FleetPull:
         # The trainer may have finished one more step, and that news may not have arrived here yet.
         version = publication.version
         await self._until(
             "publisher",
             lambda: f"the end of the step to {version}",
-            lambda: version <= self._buffer.trainer_version or None,
+            lambda: version <= self._buffer.trainer_version,
         )
         with self._activity("pull", version=version):
             return await self._system.router.pull_model_state_dict(publication)
 
-    async def _evaluate(self, publication: Publication) -> None:
-        version = publication.version
+    async def _evaluate(self, version: PolicyVersion) -> None:
         if self._leases_generators and version.step < self._schedule.last:
             try:
                 self._leased = await self._system.router.pin(version)
             except GeneratorNotServing as reason:
                 _log.info("%s is evaluated by all generators: %s", version, reason)
         if self._leased is not None:
-            self._let_pull(version)
+            self._release_fleet(version)
         try:
             with self._activity("evaluate", version=version, on=self._leased or "all generators"):
                 self._records.evaluation(await evaluate(self._system, version, pinned_to=self._leased))
@@ -266,7 +266,7 @@ class TrainingLoop:
                 raise
             self._leased = None
             self._warn(f"{version} is not evaluated, the generator that was leased for it is lost: {error}")
-        self._let_pull(version)
+        self._release_fleet(version)
         await self._publications.release(version, _EVALUATED)
 
     async def _end_lease(self) -> None:
@@ -307,9 +307,9 @@ class TrainingLoop:
         """Nothing is left to learn: make the running step, or else the previous one, the last. Then the run ends as
         usual: the last version is published and evaluated."""
         newest = self._publications.newest
-        served = newest if newest is not None and newest.version == self._buffer.published_version else None
+        served = newest.version if newest is not None and newest.version == self._buffer.published_version else None
         if self._schedule.stop_early(served) and served is not None:
-            self._publications.hold(served.version, _EVALUATED)
+            self._publications.hold(served, _EVALUATED)
         self.summary.stopped_early = (
             f"nothing is left to learn after step {self._schedule.last}: {self._streak.describe()}"
         )
@@ -318,14 +318,22 @@ class TrainingLoop:
     # What they wait for.
 
     async def _until(
-        self, task: str, why: Callable[[], str], ready: Callable[[], T | Literal[False] | None]
-    ) -> T | Literal[False]:
-        """Wait until `ready` does not return None, and return its value. It is called again after every change by a
-        task. False means that there is nothing to wait for any more."""
-        if (value := ready()) is None:
+        self,
+        task: str,
+        why: Callable[[], str],
+        ready: Callable[[], T],
+        over: Callable[[], bool] = lambda: False,
+    ) -> T | None:
+        """Wait until `ready` returns something true, and return it. None: it is `over`. Both are called again after
+        every change by a task."""
+        if over():
+            return None
+        if not (value := ready()):
             with self._activity(task, waits_for=why):
-                while (value := ready()) is None:
+                while not (value := ready()):
                     await self._changed.wait()
+                    if over():
+                        return None
         return value
 
     def _notify(self) -> None:
@@ -333,28 +341,17 @@ class TrainingLoop:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _something_to_start(self) -> bool | None:
-        return True if self._schedule.over() or self._buffer.waiting() or self._schedule.admissible() else None
-
-    def _take(self) -> Batch | Literal[False] | None:
-        """The next batch; None: not yet; False: there are no more."""
-        if self._schedule.over():
-            return False
-        return None if self._schedule.must_be_published() else self._buffer.take()
-
-    def _trainer_waits_for(self) -> str:
-        if self._schedule.must_be_published():
-            return f"the publication of {self._buffer.trainer_version}, which is to be evaluated"
-        return self._buffer.waits_for()
+    def _something_to_start(self) -> bool:
+        return bool(self._buffer.waiting() or self._schedule.admissible())
 
     @property
     def _leases_generators(self) -> bool:
         """Whether generation continues during an evaluation, so that leasing a generator for it pays off."""
         return self._buffer.knobs.max_staleness > 0 and len(self._system.generators) > 1
 
-    def _let_pull(self, version: PolicyVersion) -> None:
+    def _release_fleet(self, version: PolicyVersion) -> None:
         """The evaluation of `version` does not need the fleet any more; one of a later version may."""
-        self._schedule.let_go(version)
+        self._schedule.release_fleet(version)
         self._notify()
 
     def _warn(self, what: str) -> None:

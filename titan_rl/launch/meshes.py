@@ -1,4 +1,4 @@
-"""The meshes of a run or a service. Each is described once and is started, restarted and closed from its description.
+"""The meshes of a run or a service. Each is described once and is started and closed from its description.
 
     placement ─▶ MeshSpec: processes · actor · constructor arguments · client · set-up
                     │ spawn                 │ set_up                    │ close
@@ -16,7 +16,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSpec:
-    """The description of one mesh: enough to start it any number of times."""
+    """The description of one mesh."""
 
     plan: MeshPlan
     """Its processes."""
@@ -70,24 +70,19 @@ class Meshes:
         self,
         config: RunConfig,
         gateway: GatewayConfig,
-        faults: FaultBoard,
         *,
         serving: bool = False,
         imports: tuple[str, ...] = (),
         log_directory: Path | None = None,
+        faults: FaultBoard | None = None,
         on_mesh: Callable[[str, str], None] = lambda mesh, doing: None,
         say: Callable[[str], None] = lambda what: None,
     ) -> None:
         """
         Args:
             gateway: settings of the gateway, if the placement has one.
-            faults: told of every process that ends and every actor that fails by itself.
             serving: serve a checkpoint, without trainer and rollout workers.
-            imports: the user's modules, imported first in every process.
-            log_directory: one log file per process goes here; None: processes print to the terminal.
-            on_mesh: told what each mesh is doing while it comes up.
-            say: told in words, from any thread, of a process that was stopped (SIGSTOP) or goes on, and of a generator
-                that is lost.
+            imports, log_directory, faults, on_mesh, say: see `start.Options`.
 
         Raises:
             ConfigError: this host cannot hold the placement.
@@ -95,6 +90,8 @@ class Meshes:
         self.placement = plan(config, detect_host(), serving=serving)
         self.model_path = model_directory(config)
         """Hugging Face directory that trainer and generators load."""
+        self.faults = FaultBoard() if faults is None else faults
+        """Told of every process that ends and every actor that fails by itself."""
         self.clients: dict[str, Any] = {}
         """By mesh: the clients of all meshes that were spawned and are not lost."""
         self.generators: dict[str, GeneratorMesh] = {}
@@ -102,13 +99,12 @@ class Meshes:
         self._config = config
         self._gateway_config = gateway
         self._imports = imports
-        self._faults = faults
         self._on_mesh = on_mesh
         self._say = say
         self._provisioner = Provisioner(
             log_directory=str(log_directory) if log_directory is not None else "",
             imports=imports,
-            on_fault=faults.report,
+            on_fault=self.faults.report,
             on_stop=say,
         )
         self._up: dict[str, None] = {}  # meshes whose set-up has begun
@@ -219,19 +215,18 @@ class Meshes:
     def gateway(self) -> GatewayMesh | None:
         return self.clients.get("gateway")
 
-    # Up, again, and down.
+    # Up and down.
 
     @property
     def names(self) -> list[str]:
         """Names of all meshes in the order of their start: each uses handles of those before it."""
         return list(self._specs)
 
-    def spawn(self, *names: str) -> None:
-        """Start the processes and actors of these meshes, or of all. Does not wait for them."""
+    def spawn(self) -> None:
+        """Start the processes and actors of all meshes. Does not wait for them."""
         sweep_dead_segments()
-        for name in names or self._specs:
+        for name, spec in self._specs.items():
             self._on_mesh(name, "starting processes")
-            spec = self._specs[name]
             actor = self._provisioner.spawn(spec.plan).spawn(name, spec.actor, **spec.arguments())
             self.clients[name] = spec.client(actor)
             if isinstance(self.clients[name], GeneratorMesh):
@@ -245,16 +240,9 @@ class Meshes:
         """
         await asyncio.gather(*(self._set_up(self._specs[name]) for name in names))
 
-    async def again(self, name: str) -> None:
-        """Restart a mesh: stop its remaining processes, spawn it and set it up. Code that holds the old client must
-        switch to the new one."""
-        await self._provisioner.stop(name)
-        self.spawn(name)
-        await self.set_up(name)
-
     async def close(self) -> None:
         """Close everything: first the gateway, which takes calls, then the other meshes, then every process."""
-        self._faults.settle()
+        self.faults.settle()
         for watch in self._watching:
             watch.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
@@ -271,9 +259,9 @@ class Meshes:
         client = self.clients[name]
         self.pids[name] = await spec.setup(client)
         self._on_mesh(name, "ready")
-        self._faults.ready(name, self._spare_lost)
+        self.faults.ready(name, self._spare_lost)
         if spec.end is not None:
-            self._watch(self._report_end(spec.end(client)))
+            self._watch(spec.end(client))
 
     async def _close(self, name: str) -> None:
         started = time.monotonic()
@@ -282,16 +270,10 @@ class Meshes:
             await bounded(self.clients[name].close(), what=f"{name}.close", seconds=CLOSE_SECONDS)
 
         try:
-            await self._faults.unless_lost(name, ask())
+            await self.faults.unless_lost(name, ask())
         except Exception as error:
             _log.warning("closing %s: %s", name, error)
         _log.info("closing %s took %.1f s", name, time.monotonic() - started)
-
-    async def _report_end(self, end: Awaitable[None]) -> None:
-        try:
-            await end
-        except TitanError as error:
-            self._faults.report(error)
 
     def _spare_lost(self, fault: MeshFailed) -> None:
         self._watch(self._go_on_without(fault))
@@ -307,12 +289,19 @@ class Meshes:
             why = "; ".join(dict.fromkeys((str(fault), heard)))  # the generator itself may have said why
             if self.generators:
                 self._say(f"lost {name}, going on with {', '.join(self.generators)}: {why}")
-        except TitanError as error:
-            self._faults.report(error)
         finally:
             self._stopping.append(asyncio.ensure_future(self._provisioner.stop(name)))
 
-    def _watch(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
+    def _watch(self, work: Awaitable[None]) -> None:
+        """Run `work` beside everything else. If it raises, the run ends: nobody else would ever hear of it."""
+
+        async def watched() -> None:
+            try:
+                await work
+            except Exception as error:
+                unknown = TitanError(f"{type(error).__name__}: {error}")
+                self.faults.report(error if isinstance(error, TitanError) else unknown)
+
+        task = asyncio.ensure_future(watched())
         self._watching.add(task)
         task.add_done_callback(self._watching.discard)

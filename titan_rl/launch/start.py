@@ -12,11 +12,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from titan_rl.config import RunConfig
 from titan_rl.controller.faults import FaultBoard
@@ -27,6 +27,7 @@ from titan_rl.policy.models.tiny import make_tiny_policy
 if TYPE_CHECKING:
     from titan_rl.actors.router_client import RouterClient
     from titan_rl.controller.system import System
+    from titan_rl.launch.meshes import Meshes
     from titan_rl.weights.manifest import Publication
 
 
@@ -38,57 +39,40 @@ def model_directory(config: RunConfig) -> Path:
     return make_tiny_policy(tiny if tiny.seed is not None else dataclasses.replace(tiny, seed=config.seed))
 
 
-@asynccontextmanager
-async def start(
-    config: RunConfig,
-    *,
-    imports: tuple[str, ...] = (),
-    log_directory: Path | None = None,
-    faults: FaultBoard | None = None,
-    on_mesh: Callable[[str, str], None] = lambda mesh, doing: None,
-    say: Callable[[str], None] = lambda what: None,
-) -> AsyncIterator[System]:
-    """Start every mesh of the config on this host, and stop all of them at the end.
+class Options(TypedDict, total=False):
+    """Keyword arguments of `start` and `serve`."""
 
-    Args:
-        config: the run.
-        imports: files or modules of the user, imported first in every process.
-        log_directory: one log file per process goes here; None: processes print to the terminal.
-        faults: collects the death of every process. The first fault ends the start, and its next `watch` raises it.
-        on_mesh: called with what each mesh is doing during the start.
-        say: called from any thread with a sentence when a process was stopped (SIGSTOP) or goes on, or a generator is
-            lost.
+    imports: tuple[str, ...]
+    """Files or modules of the user, imported first in every process."""
+    log_directory: Path | None
+    """One log file per process goes here; None, the default: processes print to the terminal."""
+    faults: FaultBoard
+    """Collects the death of every process. The first fault ends the start, and its next `watch` raises it."""
+    on_mesh: Callable[[str, str], None]
+    """Called with a mesh's name and what it is doing, during the start and when it is lost."""
+    say: Callable[[str], None]
+    """Called from any thread with a sentence when a process is stopped (SIGSTOP) or goes on, or a generator is lost."""
+
+
+@asynccontextmanager
+async def start(config: RunConfig, **options: Unpack[Options]) -> AsyncIterator[System]:
+    """Start every mesh of the config on this host, and stop all of them at the end.
 
     Raises:
         ConfigError: the host does not have the devices for the placement.
         TitanError: a part did not start.
     """
-    prepare_controller()
-    from titan_rl.controller.system import System
-    from titan_rl.launch.meshes import Meshes
 
-    agents = config.rollout.agents
-    gateway = GatewayConfig(host=agents.host, port=agents.port, rollout_keys=True)
-    board = faults if faults is not None else FaultBoard()
-    meshes = Meshes(
-        config,
-        gateway,
-        board,
-        serving=False,
-        imports=imports,
-        log_directory=log_directory,
-        on_mesh=on_mesh,
-        say=say,
-    )
-
-    async def bring_up() -> None:
-        meshes.spawn()
+    async def bring_up(meshes: Meshes) -> None:
         await meshes.set_up(*meshes.names)
         if meshes.placement.sample_transport == "rdma":
             await meshes.trainer.attach_stores(meshes.rollouts.stores)
 
-    try:
-        await board.watch(bring_up())
+    agents = config.rollout.agents
+    gateway = GatewayConfig(host=agents.host, port=agents.port, rollout_keys=True)
+    async with _running(config, gateway, bring_up, serving=False, **options) as meshes:
+        from titan_rl.controller.system import System
+
         yield System(
             config=config,
             model_path=meshes.model_path,
@@ -99,8 +83,6 @@ async def start(
             gateway=meshes.gateway and meshes.gateway.actor,
             pids=meshes.pids,
         )
-    finally:
-        await meshes.close()
 
 
 @dataclass(slots=True)
@@ -123,48 +105,23 @@ class Serving:
 
 
 @asynccontextmanager
-async def serve(
-    config: RunConfig,
-    gateway: GatewayConfig,
-    *,
-    imports: tuple[str, ...] = (),
-    log_directory: Path | None = None,
-    faults: FaultBoard | None = None,
-    on_mesh: Callable[[str, str], None] = lambda mesh, doing: None,
-    say: Callable[[str], None] = lambda what: None,
-) -> AsyncIterator[Serving]:
+async def serve(config: RunConfig, gateway: GatewayConfig, **options: Unpack[Options]) -> AsyncIterator[Serving]:
     """Start everything that serves the config's policy on this host, and stop it at the end.
 
         checkpoint ─published as v0─▶ generators pull and verify ─▶ router serves ─▶ gateway listens
 
     Args:
         config: only its policy, generators, router, renderer and placement are used.
-        imports, log_directory, faults, on_mesh, say: as in `start`.
 
     Raises:
         ConfigError: the host does not have the devices for the placement, or the gateway cannot listen on its address.
         TitanError: a part did not start.
     """
-    prepare_controller()
-    from titan_rl.launch.meshes import Meshes
-
     # There is only one version, so a completion whose generator died can start over and gives the same tokens. Without
     # resuming, penalties and min_tokens can be allowed.
     config = dataclasses.replace(config, router=dataclasses.replace(config.router, resume=False))
-    board = faults if faults is not None else FaultBoard()
-    meshes = Meshes(
-        config,
-        gateway,
-        board,
-        serving=True,
-        imports=imports,
-        log_directory=log_directory,
-        on_mesh=on_mesh,
-        say=say,
-    )
 
-    async def bring_up() -> None:
-        meshes.spawn()
+    async def bring_up(meshes: Meshes) -> None:
         fleet = [name for name in meshes.names if name != "gateway"]
         publication, _ = await asyncio.gather(
             asyncio.to_thread(_publish, config, meshes.model_path), meshes.set_up(*fleet)
@@ -172,13 +129,31 @@ async def serve(
         await meshes.router.pull_model_state_dict(publication)
         await meshes.set_up("gateway")
 
-    try:
-        await board.watch(bring_up())
+    async with _running(config, gateway, bring_up, serving=True, **options) as meshes:
         generators = {name: meshes.pids[name] for name in meshes.generators}
-        assert meshes.gateway is not None
-        yield Serving(
-            url=meshes.gateway.url, router=meshes.router, gateway=meshes.gateway.actor, pids=generators, faults=board
-        )
+        up = meshes.gateway
+        assert up is not None
+        yield Serving(url=up.url, router=meshes.router, gateway=up.actor, pids=generators, faults=meshes.faults)
+
+
+@asynccontextmanager
+async def _running(
+    config: RunConfig,
+    gateway: GatewayConfig,
+    bring_up: Callable[[Meshes], Coroutine[Any, Any, None]],
+    *,
+    serving: bool,
+    **options: Unpack[Options],
+) -> AsyncIterator[Meshes]:
+    """The meshes, spawned and brought up; closed at the end, however far they came."""
+    prepare_controller()
+    from titan_rl.launch.meshes import Meshes
+
+    meshes = Meshes(config, gateway, serving=serving, **options)
+    try:
+        meshes.spawn()
+        await meshes.faults.watch(bring_up(meshes))
+        yield meshes
     finally:
         await meshes.close()
 

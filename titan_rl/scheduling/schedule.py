@@ -16,17 +16,16 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from enum import StrEnum
-from typing import Literal
 
 from titan_rl.errors import NothingToTrain
+from titan_rl.scheduling.group import Batch
 from titan_rl.scheduling.group_buffer import GroupBuffer
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.manifest import Publication
 
 
 class Schedule:
-    """The schedule of one run. The answer None means: ask again after the next change. False means: nothing more will
-    come."""
+    """The schedule of one run. `next_due`, `take` and `may_publish` answer for now: ask again after every change, until
+    the matching `all_…` says that nothing more will come."""
 
     def __init__(self, buffer: GroupBuffer, *, steps: int, every: int) -> None:
         """
@@ -35,53 +34,13 @@ class Schedule:
         """
         self._buffer = buffer
         self._every = every
-        self._due: deque[Publication] = deque()  # to be evaluated
+        self._due: deque[PolicyVersion] = deque()  # to be evaluated
         self._kept: PolicyVersion | None = None  # the version that an evaluation needs the fleet to serve
         self._evaluated = -1  # the newest step whose evaluation is over
         self.last = steps
         """The step after which the run is over."""
 
-    def is_due(self, version: PolicyVersion) -> bool:
-        """Whether this version is to be evaluated."""
-        return version.step in (0, self.last) or bool(self._every and version.step % self._every == 0)
-
-    def make_due(self, publication: Publication) -> None:
-        """Queue a publication, which the fleet serves now, for evaluation."""
-        self._kept = publication.version
-        self._due.append(publication)
-
-    def next_due(self) -> Publication | Literal[False] | None:
-        """The publication to evaluate next."""
-        if self._due:
-            return self._due.popleft()
-        return False if self._evaluated >= self.last else None
-
-    def let_go(self, version: PolicyVersion) -> None:
-        """The evaluation of `version` does not need the fleet any more; one of a later version may."""
-        if self._kept == version:
-            self._kept = None
-
-    def evaluated(self, version: PolicyVersion) -> None:
-        """The evaluation of `version` is over, however it ended."""
-        self._evaluated = version.step
-
-    def may_publish(self) -> bool | None:
-        """Whether to publish the trainer's version now."""
-        if self._buffer.published_version.step >= self.last:
-            return False
-        behind = self._buffer.published_version < self._buffer.trainer_version
-        return True if behind and self._kept is None else None
-
-    def publisher_waits_for(self) -> str:
-        """Why nothing is published now."""
-        if self._buffer.published_version < self._buffer.trainer_version:
-            return f"the evaluation of {self._kept}"
-        return "the trainer's next version"
-
-    def must_be_published(self) -> bool:
-        """Whether the trainer holds an unpublished version that is due for evaluation, so that it must not train on."""
-        version = self._buffer.trainer_version
-        return self.is_due(version) and version > self._buffer.published_version
+    # Generation and training.
 
     def admissible(self) -> int:
         """How many groups to admit now: never more than the remaining steps train."""
@@ -89,25 +48,83 @@ class Schedule:
         wanted = self.last * self._buffer.knobs.groups_per_step
         return max(0, min(self._buffer.free_slots, wanted - counts.trained - counts.active))
 
-    def over(self) -> bool:
-        """Whether all steps are trained."""
+    def take(self) -> Batch | None:
+        """The batch to train now."""
+        return None if self._must_be_published() else self._buffer.take()
+
+    def trainer_waits_for(self) -> str:
+        """Why `take` gives nothing."""
+        if self._must_be_published():
+            return f"the publication of {self._buffer.trainer_version}, which is to be evaluated"
+        return self._buffer.waits_for()
+
+    def all_trained(self) -> bool:
         return self._buffer.trainer_version.step >= self.last
 
-    def stop_early(self, served: Publication | None) -> bool:
+    # Publication.
+
+    def may_publish(self) -> bool:
+        """Whether to publish the trainer's version now."""
+        return self._buffer.published_version < self._buffer.trainer_version and self._kept is None
+
+    def publisher_waits_for(self) -> str:
+        """Why nothing is published now."""
+        if self._buffer.published_version < self._buffer.trainer_version:
+            return f"the evaluation of {self._kept}"
+        return "the trainer's next version"
+
+    def all_published(self) -> bool:
+        return self._buffer.published_version.step >= self.last
+
+    # Evaluation.
+
+    def is_due(self, version: PolicyVersion) -> bool:
+        """Whether this version is to be evaluated."""
+        return version.step in (0, self.last) or bool(self._every and version.step % self._every == 0)
+
+    def make_due(self, version: PolicyVersion) -> None:
+        """Queue a version, which the fleet serves now, for evaluation."""
+        self._kept = version
+        self._due.append(version)
+
+    def next_due(self) -> PolicyVersion | None:
+        """The version to evaluate next. It leaves the queue."""
+        return self._due.popleft() if self._due else None
+
+    def release_fleet(self, version: PolicyVersion) -> None:
+        """The evaluation of `version` does not need the fleet any more. One of a later version may."""
+        if self._kept == version:
+            self._kept = None
+
+    def evaluated(self, version: PolicyVersion) -> None:
+        """The evaluation of `version` is over, however it ended."""
+        self._evaluated = version.step
+
+    def all_evaluated(self) -> bool:
+        return not self._due and self._evaluated >= self.last
+
+    # The end.
+
+    def stop_early(self, served: PolicyVersion | None) -> bool:
         """Make the running step, or else the previous one, the last. Its version is published and evaluated as usual.
 
         Args:
-            served: the newest publication, if groups are played under it.
+            served: the newest publication's version, if groups are played under it.
 
         Returns:
             Whether `served` became due for evaluation by this call.
         """
-        was_due = served is not None and self.is_due(served.version)
+        was_due = served is not None and self.is_due(served)
         self.last = self._buffer.trainer_version.step + (self._buffer.batch is not None)
-        if served is None or was_due or not self.is_due(served.version):
+        if served is None or was_due or not self.is_due(served):
             return False
         self.make_due(served)
         return True
+
+    def _must_be_published(self) -> bool:
+        """Whether the trainer holds an unpublished version that is due for evaluation, so that it must not train on."""
+        version = self._buffer.trainer_version
+        return self.is_due(version) and version > self._buffer.published_version
 
 
 class Untrainable(StrEnum):
