@@ -51,7 +51,7 @@ WRONG = {
     "--recipe copy4 --trainer.loss.kwargs.clip_low 2": "trainer.loss.kwargs.clip_low must be in [0, 1), got 2",
     "--recipe copy4 --trainer.loss.kwargs.entropybonus 0.1": (
         "trainer.loss.kwargs.entropybonus: GRPOLoss takes no such argument (did you mean entropy_bonus?); "
-        "it takes clip_low, clip_high, entropy_bonus, sequence_low, sequence_high"
+        "it takes entropy_bonus, sequence_low, sequence_high, clip_low, clip_high"
     ),
     "--recipe copy4 --trainer.loss.name titan_rl.types:Message": (
         "trainer.loss.name: titan_rl.types:Message is no subclass of titan_rl.policy.losses.PolicyLoss"
