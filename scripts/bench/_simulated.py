@@ -2,6 +2,8 @@
 
 The engine is loaded by generator processes (`generator.engine = ".../_simulated.py:long_tailed"`), the trainer takes
 the place of `System.trainer`. Neither computes anything; weights are really published, pulled and verified.
+
+A simulated engine that never stops before the budget: rollouts of exactly the length that is asked for.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ import math
 import os
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.generation.simulated_engine import SimulatedEngine
+from titan_rl.generation.simulated_engine import SimulatedEngine, simulated_engine
 from titan_rl.planner.scenario import EngineSpeed, TrainerSpeed
 from titan_rl.seeding import request_seed
 from titan_rl.types import GenerationRequest, PolicyVersion, Purpose
@@ -154,3 +157,21 @@ class SimulatedTrainer:
 
     async def close(self) -> None:
         self._publisher.close()
+
+
+class Endless:
+    """An engine that forgets stop tokens, and is a simulated one in all else."""
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._engine, name)
+
+    def add(self, request: GenerationRequest) -> None:
+        self._engine.add(replace(request, sampling=replace(request.sampling, stop_token_ids=(), min_new_tokens=0)))
+
+
+def endless(config: GeneratorConfig, model_path: str | Path, device: str) -> Endless:
+    """For `generator.engine`."""
+    return Endless(simulated_engine(config, model_path, device))

@@ -4,6 +4,8 @@
 
 Both are evaluated every 5 steps; a run needs as many steps as its first evaluation at the target or above says. The
 figure is the median over the seeds of asynchronous ÷ synchronous. The last line is one JSON object.
+
+One run of the real training loop for a benchmark, without files or a display.
 """
 
 from __future__ import annotations
@@ -11,14 +13,81 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import io
 import statistics
-from typing import Any
+import time
+from typing import Any, NamedTuple
 
-from _runs import Run, train
 from _table import print_report
+from rich.console import Console
 
 from titan_rl.config import RunConfig
 from titan_rl.config_registry import copy4, copy4_async
+from titan_rl.launch.process import prepare_controller
+from titan_rl.launch.start import start
+from titan_rl.observability.metrics import MetricsWriter
+from titan_rl.observability.progress import RunDisplay
+
+prepare_controller()
+from titan_rl.controller.loop import TrainingLoop  # noqa: E402
+from titan_rl.controller.records import RunSummary  # noqa: E402
+
+
+@dataclasses.dataclass
+class Kept(MetricsWriter):
+    """The numbers of every step, in memory."""
+
+    steps: list[dict[str, float]] = dataclasses.field(default_factory=list)
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        if "seconds/step" in numbers:
+            self.steps.append(numbers)
+
+
+class Silent(RunDisplay):
+    """Shows nothing and notes when the generators began to serve."""
+
+    serving_at = 0.0
+    """`time.monotonic()` after the first pull."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps=steps, live=False, console=Console(file=io.StringIO()))
+
+    def mesh(self, name: str, doing: str) -> None:
+        if doing.startswith("sampling under"):
+            self.serving_at = self.serving_at or time.monotonic()
+
+
+class Run(NamedTuple):
+    """What came of one run."""
+
+    summary: RunSummary
+    steps: list[dict[str, float]]
+    """Every step's numbers."""
+    serving_at: float
+    """`time.monotonic()` when the first version was served."""
+
+
+async def train(config: RunConfig, *, trainer: Any = None) -> Run:
+    """Bring the system up and train.
+
+    Args:
+        trainer: called with the model's path; what it returns takes the place of the trainer mesh.
+    """
+    metrics, display = Kept(), Silent(config.loop.steps)
+    async with start(config) as system:
+        real = system.trainer
+        if trainer is not None:
+            system.trainer = trainer(system.model_path)
+        try:
+            return Run(
+                await TrainingLoop(system, display=display, metrics=metrics).run(), metrics.steps, display.serving_at
+            )
+        finally:
+            if system.trainer is not real:
+                await system.trainer.close()
+                system.trainer = real
+
 
 TARGET_RATIO = 1.3
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import _simulated
-from _runs import train
 from _simulated import ENGINE, MEAN, MOST, SPREAD, TRAINER, RunLengths, SimulatedTrainer
 from _table import print_report, print_table
+from async_learning import train
 
 from titan_rl.config import EvaluationConfig, LoopConfig, RunConfig
 from titan_rl.config_registry import copy4
