@@ -10,9 +10,13 @@ import pytest
 from monarch.actor import Actor, default_bootstrap_cmd, endpoint
 
 from titan_rl.actors.connection import bounded
-from titan_rl.errors import ActorFailed, MeshFailed
+from titan_rl.config_registry import copy4
+from titan_rl.controller.faults import FaultBoard
+from titan_rl.errors import ActorFailed, MeshFailed, TitanError
+from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch import child
 from titan_rl.launch.child import MONARCH_MAIN
+from titan_rl.launch.meshes import Meshes
 from titan_rl.launch.placement import MeshPlan
 from titan_rl.launch.provisioner import Provisioner
 
@@ -180,3 +184,14 @@ async def test_the_late_fault_of_a_stopped_mesh_is_no_news_to_anyone(tmp_path: P
         assert len(running.faults) == 2, "what nobody spawned here may be anyone's"
     finally:
         await running.provisioner.stop_all()
+
+
+async def test_an_error_beside_the_loop_ends_the_run_instead_of_being_forgotten() -> None:
+    """The bookkeeping for a lost generator fails, here because it was never brought up."""
+    board = FaultBoard()
+    meshes = Meshes(copy4(), GatewayConfig(), faults=board)
+    for name in ("generator0", "generator1"):
+        board.ready(name, meshes.go_on_without)
+    board.report(MeshFailed("generator0 rank 0 was killed", "generator0"))
+    with pytest.raises(TitanError, match="KeyError"):
+        await asyncio.wait_for(board.watch(asyncio.Event().wait()), timeout=60)

@@ -36,7 +36,8 @@ FATAL_EXIT_CODE = 70
 """Exit code of a rank whose generator is lost (EX_SOFTWARE)."""
 
 FAREWELL_SECONDS = 1.0
-"""How long a lost rank stays alive so that its last messages, with the cause, are delivered."""
+"""How long a lost rank stays alive. Monarch sends in the background and cannot be asked to flush: if the process ended
+at once, the router would hear of an exit code and not of its cause."""
 
 T = TypeVar("T")
 

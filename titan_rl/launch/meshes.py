@@ -259,7 +259,7 @@ class Meshes:
         client = self.clients[name]
         self.pids[name] = await spec.setup(client)
         self._on_mesh(name, "ready")
-        self.faults.ready(name, self._spare_lost)
+        self.faults.ready(name, self.go_on_without)
         if spec.end is not None:
             self._watch(spec.end(client))
 
@@ -275,7 +275,8 @@ class Meshes:
             _log.warning("closing %s: %s", name, error)
         _log.info("closing %s took %.1f s", name, time.monotonic() - started)
 
-    def _spare_lost(self, fault: MeshFailed) -> None:
+    def go_on_without(self, fault: MeshFailed) -> None:
+        """Go on without a lost generator while another one serves."""
         self._watch(self._go_on_without(fault))
 
     async def _go_on_without(self, fault: MeshFailed) -> None:

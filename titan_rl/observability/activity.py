@@ -1,12 +1,12 @@
-"""What is going on: spans, from which everything that watches a run is fed.
+"""Spans: what a run is doing now. They feed the display, the metrics and the watchdog.
 
     with activity("train", step=3, samples=256):                 # shown, timed, watched
         ...
     with activity("trainer", waits_for=buffer.waits_for):        # only watched: waiting is no progress
         ...
 
-A span has a name, the phase of `seconds/…` in the metrics, and ids, which say which of them it is. Spans overlap
-freely. The `Watchdog` is here too: who has made no progress for how long, and what the others wait for.
+A span has a name, which is the phase of `seconds/…` in the metrics, and ids, which tell spans of one name apart. Spans
+overlap freely.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import Protocol
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """One piece of work, or of waiting, of somebody."""
+    """One piece of work, or one wait."""
 
     name: str
     ids: dict[str, object]
     began: float
     waits_for: Callable[[], str] | None = None
-    """What it waits for just now; None: it works, on something that somebody outside may have to finish."""
+    """Says what the span waits for now; None: the span is work."""
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self.ids.items())
 
 
 class Sink(Protocol):
-    """Somebody who watches. Called in the thread of the span; must not raise."""
+    """Receives spans, in the thread that opens and closes them. Must not raise."""
 
     def began(self, span: Span) -> None: ...
 
@@ -101,13 +101,13 @@ class PhaseSeconds:
 
 
 class Watchdog:
-    """A sink that is asked now and then whether anything has moved: the beginning or the end of work.
+    """A sink that reports when no work has begun or ended for some time.
 
-    The report names the span that has worked longest without progress: that is where the others wait. If nobody works,
-    everybody waits for somebody else, and the report says so.
+    The report names the oldest open work: that is what the others wait for. If there is none, every task waits for
+    another one, and the report says so.
 
     Args:
-        seconds: without any progress until there is something to report.
+        seconds: without progress, before there is a report.
     """
 
     def __init__(self, *, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -127,7 +127,7 @@ class Watchdog:
             self._moved = self._clock()
 
     def report(self) -> str:
-        """Who stands still; empty while something has moved within the time."""
+        """What the run is stuck in; empty if work began or ended within the time."""
         now = self._clock()
         still = now - self._moved
         if still < self._seconds:
@@ -145,10 +145,10 @@ class Watchdog:
         return f"nothing has moved for {still:.0f} s. {'; '.join(said)}"
 
     def report_every(self, seconds: float, on_report: Callable[[str], None]) -> Callable[[], None]:
-        """Report every so often, from the running event loop; returns what ends that.
+        """Look every `seconds`, from the running event loop; returns a function that ends this.
 
         Args:
-            on_report: told when somebody stands still, again at every look for as long as that lasts.
+            on_report: called with every report that is not empty.
         """
         loop = asyncio.get_running_loop()
         timer: asyncio.TimerHandle

@@ -40,7 +40,7 @@ class MetricsWriter:
         Args:
             directory: of the run; made if absent.
             config: the run config as nested plain data, shown by W&B.
-            say: told once of each of TensorBoard and W&B that fails.
+            say: called once for each of TensorBoard and W&B that fails.
 
         Raises:
             ConfigError: TensorBoard or W&B is asked for and not installed.
@@ -66,10 +66,10 @@ class MetricsWriter:
                 self._shows[WANDB] = wandb.init(project=wandb_project, name=run_name, dir=str(directory), config=config)
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
-        """One step's numbers. NaN and inf are written as null: JSON has no word for them.
+        """One step's numbers. NaN and inf are written as null: JSON has no such values.
 
         Raises:
-            StorageError: the disk is full, for one.
+            StorageError: they could not be written, for example because the disk is full.
         """
         plain = {key: (value if math.isfinite(value) else None) for key, value in numbers.items()}
         try:
@@ -99,7 +99,7 @@ class MetricsWriter:
 
     @contextmanager
     def _giving_up(self, name: str) -> Iterator[None]:
-        """What is done with a writer that may fail: then it is told of no further step."""
+        """Use a writer that may fail. One that fails gets no further steps."""
         try:
             yield
         except Exception as error:

@@ -1,6 +1,6 @@
 """What a person sees while a run goes on: a live panel in a terminal, one plain line per step elsewhere.
 
-The display only reads what it is told; a display that is off changes nothing about the run.
+The display only shows what it is told and never changes the run.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from titan_rl.observability.activity import Span
 from titan_rl.one_line import one_line
 
 PLAIN_LINE_SECONDS = 2.0
-"""Outside a terminal at most one step line per so many seconds; evaluations are always printed."""
+"""Seconds between two step lines outside a terminal. Evaluations are always printed."""
 FAILURE_LINE_SECONDS = 10.0
-"""Failures are told once per so many seconds where no step line tells them."""
+"""Seconds between two lines about failures while no step line reports them."""
 LONGEST_CAUSE = 160
-"""Characters of a failure's cause; logs have all of it."""
+"""Characters of a failure's cause. The logs have all of it."""
 
 _log = logging.getLogger(__name__)
 
@@ -30,8 +30,8 @@ _log = logging.getLogger(__name__)
 class RunDisplay:
     """The display of one run.
 
-    Told by the controller: `mesh(name, doing)` of what each mesh has come to, then `failed`, `step` and `evaluation`;
-    and, as a sink of `Activities`, what is going on.
+    The controller calls `mesh(name, doing)` during the start, then `failed`, `step` and `evaluation`. As a sink of
+    `Activities` it also shows open spans.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class RunDisplay:
         self._meshes[name] = doing
 
     def began(self, span: Span) -> None:
-        """Shown until it has ended; of several with one name the newest."""
+        """Show a span until it ends."""
         if span.waits_for is None:
             self._doing.setdefault(span.name, {})[span] = None
 
@@ -88,8 +88,8 @@ class RunDisplay:
             del self._doing[span.name][span]
 
     def failed(self, rollouts: int, cause: str) -> None:
-        """So many rollouts failed, the first for this reason. Printed with the next step's line, and without one every
-        `FAILURE_LINE_SECONDS`: where all fail there is no step."""
+        """Count failed rollouts, with the cause of the first. They are printed with the next step's line, or after
+        `FAILURE_LINE_SECONDS` without one: if all rollouts fail there is no step."""
         self._failures += rollouts
         self._first_failure = self._first_failure or one_line(cause, LONGEST_CAUSE)
         if self._clock() - self._last_line >= FAILURE_LINE_SECONDS and (failures := self._told_failures()):
@@ -97,7 +97,7 @@ class RunDisplay:
             self.say(failures)
 
     def _told_failures(self) -> str:
-        """What failed since this was last asked; empty where nothing did."""
+        """Failures since the last call; empty if there were none."""
         count, cause, self._failures, self._first_failure = self._failures, self._first_failure, 0, ""
         return f"failed rollouts: {count}, the first: {cause}" if count else ""
 

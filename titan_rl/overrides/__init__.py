@@ -1,6 +1,6 @@
 """Settings that override a config: read from TOML or from the command line, applied in layers, written as TOML.
 
-What holds:
+Always true:
 
 - A later layer wins over an earlier one, and nothing is checked before the last layer is applied: a combination
   that only exists between two layers is never refused.
@@ -9,8 +9,8 @@ What holds:
 - `to_toml(config)`, read again over the recipe that the config came from, gives that config again.
 - Every refusal is one sentence that names the setting as its author wrote it.
 
-A setting is named by its path of fields, `trainer.optimizer.lr`; past a `dict` field the rest of the path are its
-keys, which need not exist yet. This package knows no config by name: the caller hands its peculiarities in as `Rules`.
+A setting is named by its path of fields, `trainer.optimizer.lr`. Below a `dict` field the rest of the path are keys,
+which need not exist yet. The package knows no particular config: callers pass special cases as `Rules`.
 """
 
 from titan_rl.overrides.command import EXIT_USAGE, Command, Verb, say

@@ -44,12 +44,12 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class Verb:
-    """What a verb takes, and what it does with it."""
+    """One verb of the command line: its settings, its options and its action."""
 
     act: Callable[[Command, str], int]
     """Given the command and the program's name; returns the exit code. A ConfigError is said, and exit code 2."""
     config: Callable[[Command], Any]
-    """What the settings would be laid over, for the help."""
+    """The config whose settings the help lists."""
     about: str
     """First paragraphs of the help; `{prog}` is the program's name."""
     options: Mapping[str, str] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Verb:
     """Short option → the setting that it is."""
 
     def run(self, argv: Sequence[str], *, prog: str) -> int:
-        """Do what the words say; returns the exit code."""
+        """Run the verb; returns the exit code."""
         try:
             command = self.read(argv)
             if "--help" in command.flags:

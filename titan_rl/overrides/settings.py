@@ -146,7 +146,7 @@ class Override:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What a config wants to happen besides setting the one value. Settings are dotted names."""
+    """What else happens when a setting is set. Settings are dotted names."""
 
     alternatives: tuple[tuple[str, str], ...] = ()
     """Pairs of settings of which one excludes the other: a layer that sets one of them empties the other, unless it

@@ -1,4 +1,4 @@
-"""Where overrides come from: the words of a command line, and TOML files, as which configs are written too."""
+"""Overrides from the words of a command line and from TOML files, and configs written as TOML."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`titan-rl plan`: what a run would be worth, before any device is asked for.
+"""`titan-rl plan`: estimates a run's throughput and staleness without devices.
 
-Every combination of splits, stalenesses, windows and ways to change weights is simulated on the same completions.
+Simulates every combination of device split, staleness, window and weight sync on the same completions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LEGEND = (
 
 @dataclass(kw_only=True, slots=True)
 class PlanConfig:
-    """What is compared, and the run. The first four take several values: there is one row per combination."""
+    """The run, and what is compared. The first four settings take several values: there is one row per combination."""
 
     trainer_devices: tuple[int, ...] = (6,)
     """Devices that train; the rest generates."""
@@ -97,7 +97,7 @@ class PlanConfig:
 
 
 def config_of(command: Command) -> PlanConfig:
-    """What a command line asks for. Raises ConfigError."""
+    """The config of a command line. Raises ConfigError."""
     return apply(PlanConfig(), command.layers)
 
 
@@ -199,7 +199,7 @@ def _scenario(config: PlanConfig, lengths: Lengths, trainers: int, generator_dev
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """One row: a simulated run and what it is compared with."""
+    """One row: a simulated run and the runs that it is compared with."""
 
     trainer_devices: int
     generator_devices: int
@@ -267,7 +267,7 @@ def knobs_of(result: Result) -> Knobs:
 
 
 def table(rows: Sequence[Planned]) -> str:
-    """All rows, a legend, and the fastest of them with what its knobs imply."""
+    """All rows, a legend, and the fastest row with what its settings imply."""
     cells = [HEADER, *(row.cells() for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(HEADER))]
     lines = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in cells]

@@ -42,7 +42,7 @@ class Lengths(Protocol):
 
 
 class Uniform:
-    """Every length from `least` to `most` is as likely."""
+    """Every length from `least` to `most` is equally likely."""
 
     def __init__(self, least: int, most: int, *, seed: int = 0) -> None:
         if not 1 <= least <= most:
@@ -76,7 +76,7 @@ class LogNormal:
 
 
 class Recorded:
-    """Drawn, with replacement, from lengths that were seen."""
+    """Drawn, with replacement, from recorded lengths."""
 
     def __init__(self, lengths: np.ndarray, *, seed: int = 0) -> None:
         if not len(lengths) or lengths.min() < 1:
@@ -107,14 +107,14 @@ class EngineSpeed:
     `SimulatedEngine` with the arguments of the same names, to the step."""
 
     seconds_per_step: float
-    """Whatever the batch: reading the weights, launching kernels."""
+    """For any batch: reading the weights, launching kernels."""
     seconds_per_sequence: float = 0.0
     """Added by every request in the batch."""
     seconds_per_prompt_token: float = 0.0
     """Prefill: added to the step that a request joins in, and after a hot swap once for all tokens so far of what is
     running, whose KV is recomputed."""
     seconds_per_load: float = 0.0
-    """Taking new weights, between two steps."""
+    """Loading new weights, between two steps."""
     max_num_seqs: int = 256
     """Requests that decode together."""
 
@@ -202,7 +202,7 @@ class Sequence:
     prompt_tokens: int
     length: int
     version: PolicyVersion | None = None
-    """That sampled its first token, the oldest of it."""
+    """The version that sampled its first token."""
 
 
 class PlannedEngine:

@@ -1,13 +1,14 @@
-"""A run in simulated time: the system's own scheduling and routing over planned engines and a planned trainer.
+"""A run in simulated time: the real scheduling and routing classes over planned engines and a planned trainer.
 
     admit ─▶ submit ─▶ dispatcher ─▶ engines ─▶ finish ─▶ take ─▶ train ─▶ publish ─▶ gate ─▶ engines pull ─▶ admit …
 
-`GroupBuffer`, `Dispatcher`, the routing strategies, and `Fleet` are those of a real run, driven as
-the controller and the router drive them; only what computes is replaced. Transport costs nothing here: messages,
-routing and bookkeeping take no time.
+`GroupBuffer`, `Dispatcher`, the routing strategies and `Fleet` are those of a real run. Only what computes is replaced.
+Messages, routing and bookkeeping take no time here. Two orders differ from the controller's: the run is taken from a
+longer one, so groups are admitted beyond its last step, and the next version is published while generators still change
+to the previous one.
 
-Always true: memory holds what is in flight, not what has passed; there is no event per token. No schedule is faster
-than its busiest resource. A run that trains given groups in T seconds has kept three busy:
+Memory holds what is in flight, not what has passed, and there is no event per token. No schedule is faster than its
+busiest resource. A run that trains given groups in T seconds needs three of them:
 
 - **trainer**: the sum of its steps;
 - **generators**: the trained tokens, at the rate of all generators together. With `b` requests in flight a generator
@@ -16,7 +17,7 @@ than its busiest resource. A run that trains given groups in T seconds has kept 
 - **slots**: a group holds its slot from admission until it was trained at the earliest, so for its longest completion
   at the pace of a batch of one, and its batch's step. All slots together offer slots · T.
 
-The figures are those of the groups that were really trained, so T is never below the bound, in no run.
+The figures are those of the trained groups, so T is never below the bound.
 """
 
 from __future__ import annotations
