@@ -18,7 +18,7 @@ from titan_rl.rollout.config import AgentsConfig
 from titan_rl.rollout.report import report_of
 from titan_rl.rollout.turns import RolloutRecord, RolloutRequest, Turn
 from titan_rl.sandbox.wire import Call, CallKind
-from titan_rl.types import Endpoint, FinishReason, Message, Purpose
+from titan_rl.types import Endpoint, FinishReason, Message, Purpose, StopReason
 
 ASKED, ANSWERED, ADDED, ENDED = [3, 12], [4, 1], [5, 12], [6, 1]
 CONVERSATION = (Message("user", "1="), Message("assistant", "2"), Message("user", "3="), Message("assistant", "4"))
@@ -178,6 +178,7 @@ async def test_a_program_that_neither_asks_nor_returns_is_ended(model_path, hear
         (rollout,) = (await playing).rollouts
         assert "its program neither asked nor returned for 17 s and was ended" in rollout.error
         assert len(rollout.graph.completions) == 2
+        assert rollout.stop_reason is StopReason.TIMEOUT
         assert await asyncio.to_thread(ends, pid)
 
 

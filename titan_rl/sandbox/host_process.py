@@ -1,4 +1,4 @@
-"""The host of an environment and the processes forked from it, as a rollout worker sees them.
+"""The host of an environment and the processes forked from it, as objects in the rollout worker.
 
 - The host has its own session and dies with the thread that spawned it. The first frame to it names the environment to
   make; its first frame back describes that environment, or says why it could not be made.

@@ -1,4 +1,4 @@
-"""Decides which process of user code runs which calls. Pure: no processes, no clock, no event loop.
+"""Decides, in the rollout worker, which process of user code runs which calls. Pure: no processes, clock or event loop.
 
     FREE ──all waiting calls──▶ BUSY ────────────────────list done──▶ FREE
                                   │ a call is slow
@@ -107,9 +107,12 @@ class Scheduler(Generic[J]):
         """
         lists: list[tuple[Worker[J], dict[int, J]]] = []
         to_start: list[Worker[J]] = []
-        waiting, self._waiting = [job for job in self._waiting if not job.over], []
-        for concurrent in (False, True):
-            jobs = [job for job in waiting if self._is_asynchronous(job) is concurrent]
+        queues: dict[bool, list[J]] = {False: [], True: []}
+        for job in self._waiting:
+            if not job.over:
+                queues[self._is_asynchronous(job)].append(job)
+        self._waiting = []
+        for concurrent, jobs in queues.items():
             workers = [worker for worker in self._workers if worker.concurrent is concurrent]
             for worker in workers:
                 if jobs and worker.state in (State.FREE, State.WARY):

@@ -81,7 +81,8 @@ class UserCode:
     def serve(self, connection: socket.socket) -> None:
         """Answer lists of calls until the worker closes the connection. An empty list ends the one before it early: its
         current call is slow, and the worker has sent the rest to another process."""
-        frames = Frames()
+        frames, more = Frames(), select.poll()
+        more.register(connection, select.POLLIN)
         while data := connection.recv(1 << 20):
             lists: list[list[Numbered]] = frames.feed(data)
             if lists and lists[0] and lists[0][0][1].kind in self.info.asynchronous:
@@ -89,7 +90,7 @@ class UserCode:
             for calls in filter(None, lists):
                 for number, call in calls:
                     connection.sendall(pack_frame(self._answer_plain(number, call)))
-                    if not lists[-1] or select.select([connection], [], [], 0)[0]:
+                    if not lists[-1] or more.poll(0):
                         break
                 connection.sendall(pack_frame(None))
 
