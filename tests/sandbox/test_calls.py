@@ -15,7 +15,8 @@ import pytest
 from support.processes import ends
 from support.rollouts import UNRULY
 
-from titan_rl.errors import TaskError
+from titan_rl.errors import TaskError, TaskTimeout
+from titan_rl.sandbox import host_process
 from titan_rl.sandbox.host_process import ForkedProcess
 from titan_rl.sandbox.sandbox import MAX_PROCESSES, Sandbox
 from titan_rl.sandbox.wire import Call, CallKind, EnvironmentSetup, ExamplePrompt
@@ -202,6 +203,19 @@ async def test_processes_killed_from_outside_cost_nothing():
         os.kill(host, signal.SIGKILL)
         while process.pid == host:  # its forks may live on for a moment
             assert await outcomes(process, range(3)) == dict.fromkeys(range(3), 1.0)
+
+
+async def test_a_host_that_does_not_answer_is_replaced(heard, monkeypatch):
+    monkeypatch.setattr(host_process, "KILL_SECONDS", 0.2)
+    async with environment(behaviour={"0": "hang"}, step_seconds=2.0) as process:
+        waiting = asyncio.ensure_future(process.call(score(0)))
+        await heard.numbers("hanging")
+        host = process.pid
+        os.kill(host, signal.SIGSTOP)
+        with pytest.raises(TaskTimeout, match="did not finish within 2 s"):
+            await waiting
+        assert await outcomes(process, [1]) == {1: 1.0}
+        assert process.pid != host
 
 
 async def test_what_user_code_started_dies_with_its_process(caplog):

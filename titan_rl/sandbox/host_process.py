@@ -29,6 +29,9 @@ from titan_rl.sandbox.wire import Answer, Call, Ended, EnvironmentSetup, Fork, F
 
 STOP_SECONDS = 10.0
 """How long a host may take to end all its forks once its socket is closed. It runs no user code, so it is quick."""
+KILL_SECONDS = 30.0
+"""How long a host may take to end one fork. A host that takes longer is stuck: it is killed, so that no call waits for
+ever."""
 REAP_SECONDS = 10.0
 """How long the kernel may take to end a killed process."""
 DRAIN_SECONDS = 2.0
@@ -231,6 +234,13 @@ class HostProcess:
         if number in self._forks and not self.exited:
             with contextlib.suppress(OSError):  # the host is being stopped, and its forks with it
                 self._socket.sendall(pack_frame(Kill(number)))
+            self._loop.call_later(KILL_SECONDS, self._give_up, number)
+
+    def _give_up(self, number: int) -> None:
+        """Kill the host if it has not ended a fork that it was told to end."""
+        if number in self._forks and not self.exited:
+            logger.error("the host %s of an environment does not end a process and is killed", self.pid)
+            self._kill()
 
     def _kill(self) -> None:
         """Kill the host and its process group, if it has not ended."""
