@@ -110,7 +110,7 @@ class Scheduler(Generic[J]):
         queues: dict[bool, list[J]] = {False: [], True: []}
         for job in self._waiting:
             if not job.over:
-                queues[self._is_asynchronous(job)].append(job)
+                queues[job.call.kind in self._asynchronous].append(job)
         self._waiting = []
         for concurrent, jobs in queues.items():
             workers = [worker for worker in self._workers if worker.concurrent is concurrent]
@@ -140,7 +140,7 @@ class Scheduler(Generic[J]):
         self._workers.remove(worker)
         if any(each.concurrent is worker.concurrent for each in self._workers):
             return []
-        return [job for job in self._waiting if self._is_asynchronous(job) is worker.concurrent]
+        return [job for job in self._waiting if (job.call.kind in self._asynchronous) is worker.concurrent]
 
     def not_sent(self, worker: Worker[J], numbered: Collection[int]) -> None:
         """A list of `plan` did not reach the worker: its calls wait again."""
@@ -207,9 +207,6 @@ class Scheduler(Generic[J]):
     def hopeless(self, kind: CallKind) -> bool:
         """Whether so many calls of this kind in a row were late that others need not be tried."""
         return self._late_in_a_row[kind] >= MAX_PROCESSES
-
-    def _is_asynchronous(self, job: J) -> bool:
-        return job.call.kind in self._asynchronous
 
     def _put_back(self, jobs: list[J], last: J | None = None) -> None:
         """Put calls back at the front of the queue. Calls about the prompt of `last` go to the end: they may be slow or
