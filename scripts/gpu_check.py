@@ -147,7 +147,8 @@ def publication(device: str) -> Finding:
     from titan_rl.types import PolicyVersion
     from titan_rl.weights.config import WeightsConfig
     from titan_rl.weights.manifest import TensorShard
-    from titan_rl.weights.transport import WeightPuller, make_publisher
+    from titan_rl.weights.publisher import make_publisher
+    from titan_rl.weights.puller import WeightPuller
 
     policy = updater(device)
     publisher = make_publisher(WeightsConfig(), channel="gpucheck", owner_pid=os.getpid(), rank=0, group=None)
@@ -244,7 +245,7 @@ def nothing_to_try(device: str) -> str:
 
 def run_check(name: str, device: str, seconds: float) -> Finding:
     """In a process of its own."""
-    from titan_rl.generation.environment import generator_environment
+    from titan_rl.generation.config import generator_environment
 
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment = os.environ | world | (generator_environment(device) if name == "engine" else {})

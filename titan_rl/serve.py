@@ -21,7 +21,7 @@ from titan_rl.launch.process import prepare_controller
 from titan_rl.overrides import EXIT_USAGE, Command, Verb
 from titan_rl.policy.config import PolicyConfig, TrainerConfig
 from titan_rl.policy.models.qwen3 import read_shape
-from titan_rl.weights.transports.segment_files import sweep_dead_segments
+from titan_rl.weights.segment_files import sweep_dead_segments
 
 CHECKPOINT_RECIPE = "titan_rl.serve:checkpoint"
 LONGEST = 4096

@@ -34,7 +34,7 @@ from titan_rl.overrides import (
     to_toml,
 )
 from titan_rl.processes import leave
-from titan_rl.weights.transports.segment_files import sweep_dead_segments
+from titan_rl.weights.segment_files import sweep_dead_segments
 
 C = TypeVar("C", bound=RunConfig)
 

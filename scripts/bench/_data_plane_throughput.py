@@ -23,23 +23,20 @@ from typing import Any
 import numpy as np
 
 from titan_rl.actors.connection import ConnectedActor, bounded, served
-from titan_rl.actors.rollouts import RemoteStore
-from titan_rl.data_plane.fetch import SampleSource, SharedMemorySource
+from titan_rl.actors.sample_stores import RdmaSource, StoreKeeper
 from titan_rl.data_plane.layout import encoded_size
-from titan_rl.data_plane.rdma import Exposed, RdmaSource
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.data_plane.store import SampleStore
+from titan_rl.data_plane.store import SampleSource, SampleStore, SharedMemorySource
 from titan_rl.launch.placement import MeshPlan
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.types import TrainingSample
 
 
-class Store(ConnectedActor):
+class Store(StoreKeeper):
     """A rollout worker without rollouts."""
 
     def __init__(self, name: str, owner_pid: int) -> None:
-        self._store = SampleStore(name, owner_pid=owner_pid)
-        self._exposed: dict[int, Exposed] = {}
+        super().__init__(SampleStore(name, owner_pid=owner_pid))
 
     @served
     async def fill(self, tokens: int, nbytes: int) -> int:
@@ -65,16 +62,6 @@ class Store(ConnectedActor):
     async def close(self) -> None:
         self._store.close()
 
-    @served
-    async def expose(self, ids: tuple[int, ...]) -> tuple[Any, int]:
-        exposed = await asyncio.to_thread(lambda: Exposed(self._store.read(ids)))
-        self._exposed[exposed.token] = exposed
-        return exposed.handle, exposed.token
-
-    @served
-    async def withdraw(self, token: int) -> None:
-        await asyncio.to_thread(self._exposed.pop(token).drop)
-
 
 class Rank(ConnectedActor):
     """A trainer rank without a policy."""
@@ -84,7 +71,7 @@ class Rank(ConnectedActor):
 
     @served
     async def attach(self, stores: dict[str, Any]) -> None:
-        self._sources["rdma"] = RdmaSource({name: RemoteStore(store, name) for name, store in stores.items()})
+        self._sources["rdma"] = RdmaSource(stores)
 
     @served
     async def copy(self, nbytes: int) -> float:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.generation.simulated_engine import SimulatedEngine, simulated_engine
+from titan_rl.generation.engine import SimulatedEngine, simulated_engine
 from titan_rl.planner.scenario import EngineSpeed, TrainerSpeed
 from titan_rl.seeding import request_seed
 from titan_rl.types import GenerationRequest, PolicyVersion, Purpose
@@ -113,7 +113,7 @@ class SimulatedTrainer:
         from safetensors.torch import load_file
 
         from titan_rl.weights.manifest import TensorShard
-        from titan_rl.weights.transports.shared_memory import SharedMemoryPublisher
+        from titan_rl.weights.shared_memory import SharedMemoryPublisher
 
         self._dtype = torch.float32
         self._publisher = SharedMemoryPublisher(

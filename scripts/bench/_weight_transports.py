@@ -21,8 +21,8 @@ from titan_rl.policy.models.tiny import tiny_shape
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.config import WeightsConfig
 from titan_rl.weights.manifest import Publication, TensorShard
-from titan_rl.weights.transport import make_publisher
-from titan_rl.weights.transports.shared_memory import SharedMemoryReader
+from titan_rl.weights.publisher import make_publisher
+from titan_rl.weights.shared_memory import SharedMemoryReader
 
 CHANNEL = "bench"
 TRANSPORTS = ("shared_memory", "filesystem", "rdma")

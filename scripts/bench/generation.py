@@ -72,8 +72,8 @@ class BareEngine(Actor):
     async def setup(self) -> None:
         from vllm import EngineArgs, LLMEngine
 
+        from titan_rl.generation.vllm.adaptation import adapt_linear
         from titan_rl.generation.vllm.engine import engine_arguments
-        from titan_rl.generation.vllm.linear import adapt_linear
         from titan_rl.processes import join_world
 
         adapt_linear(self._config.linear)

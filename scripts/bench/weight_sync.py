@@ -43,8 +43,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from _table import print_report
 
-from titan_rl.generation.config import GeneratorConfig
-from titan_rl.generation.environment import generator_environment
+from titan_rl.generation.config import GeneratorConfig, generator_environment
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.types import GenerationRequest, SamplingParams
 
@@ -147,8 +146,7 @@ def _measure_one(engine: VllmEngine, trainer: Trainer, steps: range) -> Measured
     import torch
 
     from titan_rl.types import PolicyVersion
-    from titan_rl.weights.transport import make_reader
-    from titan_rl.weights.verification import verify
+    from titan_rl.weights.puller import make_reader, verify
 
     publication, _ = trainer.publish(steps[0])
     trainer.release(publication.version)

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_rl.generation.engine import StepOutput
-from titan_rl.generation.simulated_engine import SimulatedEngine
+from titan_rl.generation.engine import SimulatedEngine, StepOutput
 from titan_rl.processes import join_world
 from titan_rl.weights.manifest import TensorShard
 

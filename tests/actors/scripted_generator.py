@@ -10,9 +10,8 @@ import numpy as np
 from titan_rl.actors.connection import served
 from titan_rl.actors.requests import RequestServer
 from titan_rl.errors import GeneratorFailed, WeightsError
-from titan_rl.generation.reports import PullReport
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
-from titan_rl.weights.manifest import Manifest, Publication
+from titan_rl.weights.manifest import Manifest, Publication, PullReport
 
 
 def publication(step: int, incarnation: int = 0) -> Publication:

@@ -23,8 +23,8 @@ from titan_rl.actors.rollouts import Rollouts, RolloutWorker
 from titan_rl.config import RunConfig
 from titan_rl.config_registry import copy4
 from titan_rl.data_plane.config import DataPlaneConfig
-from titan_rl.data_plane.fetch import SharedMemorySource
 from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.data_plane.store import SharedMemorySource
 from titan_rl.errors import ActorFailed, GroupStopped, OwnershipError, SampleStoreFull, TitanError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.launch.provisioner import Provisioner
@@ -32,7 +32,7 @@ from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig, TrainerConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.rollout.report import GroupReport
 from titan_rl.types import GroupRequest, PolicyVersion, Purpose, SamplingParams
-from titan_rl.weights.transports.segment_files import remove_segments_of
+from titan_rl.weights.segment_files import remove_segments_of
 
 SECONDS = 120.0
 SAMPLES = 4

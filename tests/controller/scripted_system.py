@@ -19,17 +19,15 @@ from rich.console import Console
 from titan_rl.config import EvaluationConfig, LoopConfig, RunConfig
 from titan_rl.controller.loop import TrainingLoop
 from titan_rl.controller.system import System
-from titan_rl.data_plane.refs import SampleRef
-from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
 from titan_rl.data_plane.store import HeldReport
 from titan_rl.errors import GeneratorNotServing, OwnershipError
-from titan_rl.generation.reports import FleetPull
 from titan_rl.observability.progress import RunDisplay
 from titan_rl.policy.config import TrainerConfig, WarmupConfig
 from titan_rl.rollout.report import GroupReport, RolloutReport
 from titan_rl.types import NO_VERSION, GroupRequest, PolicyVersion, Purpose, StopReason
 from titan_rl.weights.config import WeightsConfig
-from titan_rl.weights.manifest import Manifest, Publication
+from titan_rl.weights.manifest import FleetPull, Manifest, Publication
 
 TURNS_UNTIL_STILL = 300
 """Of the event loop; nothing here waits for anything but other tasks, so then whoever can go on has done so."""

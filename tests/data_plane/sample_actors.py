@@ -11,31 +11,18 @@ import numpy as np
 from sample_examples import bits
 
 from titan_rl.actors.connection import ConnectedActor, served
-from titan_rl.actors.rollouts import RemoteStore
-from titan_rl.data_plane.fetch import prefetched
-from titan_rl.data_plane.rdma import Exposed, RdmaSource
+from titan_rl.actors.sample_stores import RdmaSource, StoreKeeper
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.data_plane.store import SampleStore
+from titan_rl.data_plane.store import SampleStore, prefetched
 from titan_rl.errors import SampleError
 from titan_rl.types import TrainingSample
 
 
-class Keeper(ConnectedActor):
+class Keeper(StoreKeeper):
     """What a rollout worker is to a trainer rank: a store whose samples can be exposed."""
 
     def __init__(self, name: str, owner_pid: int) -> None:
-        self._store = SampleStore(name, owner_pid=owner_pid)
-        self._exposed: dict[int, Exposed] = {}
-
-    @served
-    async def expose(self, ids: tuple[int, ...]) -> tuple[Any, int]:
-        exposed = await asyncio.to_thread(lambda: Exposed(self._store.read(ids)))
-        self._exposed[exposed.token] = exposed
-        return exposed.handle, exposed.token
-
-    @served
-    async def withdraw(self, token: int) -> None:
-        await asyncio.to_thread(self._exposed.pop(token).drop)
+        super().__init__(SampleStore(name, owner_pid=owner_pid))
 
     @served
     async def put(self, samples: SampleBatch) -> SampleBatch:
@@ -70,7 +57,7 @@ class Fetcher(ConnectedActor):
 
     @served
     async def attach(self, stores: dict[str, Any]) -> None:
-        self._source = RdmaSource({name: RemoteStore(store, name) for name, store in stores.items()})
+        self._source = RdmaSource(stores)
 
     @served
     async def bits(self, batch: SampleBatch) -> list[tuple[object, ...]]:

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample_examples import bits, group_of, sample_of
 
-from titan_rl.data_plane.refs import SampleRef
-from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
 from titan_rl.data_plane.store import SampleStore
 from titan_rl.types import NO_VERSION, PolicyVersion, TrainingSample
 

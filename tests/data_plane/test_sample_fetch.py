@@ -9,9 +9,8 @@ import threading
 import pytest
 from sample_examples import bits, group_of, sample_of
 
-from titan_rl.data_plane.fetch import SharedMemorySource, prefetched
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.data_plane.store import SampleStore
+from titan_rl.data_plane.store import SampleStore, SharedMemorySource, prefetched
 from titan_rl.errors import SampleError
 
 
@@ -48,7 +47,7 @@ def test_another_process_reads_the_same_bits(store):
     batch = put(store, samples)
     code = (
         "import pickle, sys\n"
-        "from titan_rl.data_plane.fetch import SharedMemorySource\n"
+        "from titan_rl.data_plane.store import SharedMemorySource\n"
         "from sample_examples import bits\n"
         "batch = pickle.load(sys.stdin.buffer)\n"
         "sys.stdout.buffer.write(pickle.dumps([bits(sample) for sample in SharedMemorySource().fetch(batch)]))\n"

@@ -16,7 +16,7 @@ from titan_rl.actors.connection import bounded
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.types import TrainingSample
-from titan_rl.weights.transports.segment_files import remove_segments_of
+from titan_rl.weights.segment_files import remove_segments_of
 
 SECONDS = 100.0
 FAR = [sample_of(1, group_id=1), *group_of(3, 50, group_id=2), sample_of(70_000, group_id=3)]

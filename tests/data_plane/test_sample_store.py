@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from sample_examples import bits, group_of, sample_of
 
-from titan_rl.data_plane.fetch import SharedMemorySource
 from titan_rl.data_plane.layout import encoded_size
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.data_plane.store import SampleStore
+from titan_rl.data_plane.store import SampleStore, SharedMemorySource
 from titan_rl.errors import ConfigError, OwnershipError, SampleStoreFull
 from titan_rl.types import TrainingSample
 

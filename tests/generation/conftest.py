@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from generation_examples import make_publication
-from loop_harness import BOUND, VOCAB, Collector, Turnstile, make_loop
+from loop_harness import BOUND, VOCAB, Collector, Turnstile, make_loop, make_publication
 from rank_processes import run_on_ranks
 from safetensors.numpy import load_file, save_file
 
+from titan_rl.generation.engine import SimulatedEngine
 from titan_rl.generation.engine_loop import EngineLoop
-from titan_rl.generation.simulated_engine import SimulatedEngine
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 

@@ -1,19 +1,62 @@
-"""Runs engine loops over simulated engines, with steps that the test lets through one by one."""
+"""Requests, publications and engine loops for the tests of generation.
+
+The engines are simulated; a test lets their steps through one by one."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from titan_rl.generation.decisions import LoopDecision
-from titan_rl.generation.engine import Engine
+from titan_rl.generation.engine import Engine, SimulatedEngine
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.lockstep import DecisionChannel, Lockstep, SoloChannel
-from titan_rl.generation.simulated_engine import SimulatedEngine
-from titan_rl.types import Completion, Piece
-from titan_rl.weights.manifest import Publication
+from titan_rl.types import Completion, GenerationRequest, Piece, PolicyVersion, SamplingParams
+from titan_rl.weights.manifest import Manifest, Publication
+
+PROMPT = (2, 3, 4, 5, 12)
+
+SWAPS = (
+    ("tied", "float32", "plain"),
+    ("untied", "float32", "plain"),
+    ("tied", "bfloat16", "plain"),
+    ("untied", "bfloat16", "plain"),
+    ("tied", "float32", "packed"),
+    ("untied", "bfloat16", "packed"),
+)
+"""Engines that take new weights: whether the head is tied, dtype, linear layers."""
+
+
+def make_request(
+    name: str,
+    *,
+    prompt: Sequence[int] = PROMPT,
+    new: int = 8,
+    seed: int = 0,
+    min_version: tuple[int, int] = (0, 0),
+    **sampling: Any,
+) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=name,
+        prompt_token_ids=np.array(prompt, dtype=np.int32),
+        sampling=SamplingParams(max_new_tokens=new, **sampling),
+        seed=seed,
+        min_version=PolicyVersion(*min_version),
+    )
+
+
+def make_publication(step: int, *, incarnation: int = 0, location: str = "") -> Publication:
+    return Publication(
+        channel="policy",
+        version=PolicyVersion(incarnation, step),
+        manifest=Manifest(entries=(), nbytes=64),
+        location=location,
+    )
+
 
 BOUND = 30.0
 """Seconds after which a test that waits for something fails."""
@@ -50,13 +93,19 @@ class Turnstile:
 
 
 class Collector:
-    """`on_completions`, `on_pieces` and `on_fatal` of a loop."""
+    """`on_completions`, `on_pieces` and `on_fatal` of a loop, and its lockstep."""
 
     def __init__(self) -> None:
         self._arrived = threading.Condition()
         self.completions: dict[str, Completion] = {}
         self.pieces: dict[str, list[Piece]] = {}
         self.errors: queue.Queue[BaseException] = queue.Queue()
+        self.lockstep: Lockstep | None = None  # of its loop, once that is started
+
+    @property
+    def digest(self) -> int:
+        assert self.lockstep is not None
+        return self.lockstep.digest
 
     def add(self, completions: list[Completion]) -> None:
         with self._arrived:
@@ -144,8 +193,13 @@ def make_loop(
     verify: Callable[[Publication, Engine], int] = all_well,
 ) -> EngineLoop:
     channel = channel or SoloChannel()
+
+    def make_lockstep() -> Lockstep:
+        collector.lockstep = Lockstep(engine(), rank=rank, channel=channel, load_publication=load, verify=verify)
+        return collector.lockstep
+
     return EngineLoop(
-        lambda: Lockstep(engine(), rank=rank, channel=channel, load_publication=load, verify=verify),
+        make_lockstep,
         rank=rank,
         world_size=world_size,
         burst_steps=burst_steps,

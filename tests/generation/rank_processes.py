@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from titan_rl.generation.environment import generator_environment
+from titan_rl.generation.config import generator_environment
 from titan_rl.processes import RENDEZVOUS
 
 BOUND = 240.0

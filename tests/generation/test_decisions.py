@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from generation_examples import make_publication, make_request
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from loop_harness import make_publication, make_request
 
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, RequestError, WeightsError
-from titan_rl.generation.decisions import DecisionMaker, LoopAction, ServingState
+from titan_rl.generation.decisions import DecisionMaker, LoopAction
 from titan_rl.types import PolicyVersion
 
 
@@ -84,7 +84,7 @@ def test_after_a_failed_pull_nothing_comes_in_until_one_succeeds() -> None:
     inbox.submit(make_request("during"))
     inbox.failed("damaged")
     assert [request.request_id for request in inbox.interrupt()] == ["during"]
-    assert (inbox.state, inbox.version, inbox.reason) == (ServingState.STALE, None, "damaged")
+    assert inbox.version is None
     with pytest.raises(GeneratorNotServing, match="stale: damaged"):
         inbox.submit(make_request("after"))
     inbox.pull(make_publication(2))
@@ -177,15 +177,11 @@ class AnyScheduleOfCalls(RuleBasedStateMachine):
         self.pulls: list[int] = []  # waiting
         self.pulling: int | None = None  # decided, outcome not told
         self.wanted: LoopAction | None = None
-        self.closing = False
+        self.serves = self.stale = self.asleep = self.closing = False
 
     @property
     def refuses(self) -> bool:
-        return (
-            self.closing
-            or self.inbox.state in (ServingState.STALE, ServingState.ASLEEP)
-            or self.wanted is LoopAction.SLEEP
-        )
+        return self.closing or self.stale or self.asleep or self.wanted is LoopAction.SLEEP
 
     @rule()
     def submit(self) -> None:
@@ -197,6 +193,14 @@ class AnyScheduleOfCalls(RuleBasedStateMachine):
         else:
             self.inbox.submit(request)
             self.submitted.append(request.request_id)
+
+    @precondition(lambda self: self.gone and not self.refuses)
+    @rule(data=st.data())
+    def use_an_id_again(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.gone)))
+        self.inbox.submit(make_request(name))
+        self.gone.remove(name)
+        self.submitted.append(name)
 
     @precondition(lambda self: not self.closing and (self.submitted or self.running))
     @rule(data=st.data())
@@ -213,7 +217,7 @@ class AnyScheduleOfCalls(RuleBasedStateMachine):
     @precondition(lambda self: not self.closing)
     @rule(step=st.integers(0, 9))
     def pull(self, step: int) -> None:
-        asleep = self.inbox.state is ServingState.ASLEEP and self.wanted is not LoopAction.WAKE
+        asleep = self.asleep and self.wanted is not LoopAction.WAKE
         if asleep or self.wanted is LoopAction.SLEEP or step < self.newest:
             with pytest.raises((GeneratorNotServing, WeightsError)):
                 self.inbox.pull(make_publication(step))
@@ -249,7 +253,6 @@ class AnyScheduleOfCalls(RuleBasedStateMachine):
     @precondition(lambda self: self.pulling is None)
     @rule()
     def decide(self) -> None:
-        state_before = self.inbox.state
         decision = self.inbox.decide(bool(self.running), digest=self.sequence)
         assert (decision.sequence, decision.digest) == (self.sequence, self.sequence)
         self.sequence += 1
@@ -259,7 +262,7 @@ class AnyScheduleOfCalls(RuleBasedStateMachine):
             assert decision.action is self.wanted
         elif self.pulls:
             assert decision.action is LoopAction.PULL_MODEL_STATE_DICT
-        elif state_before is ServingState.SERVING and (self.submitted or self.running):
+        elif self.serves and (self.submitted or self.running):
             assert decision.action is LoopAction.STEP
         else:
             assert decision.action is LoopAction.IDLE
@@ -280,6 +283,8 @@ class AnyScheduleOfCalls(RuleBasedStateMachine):
             self.wanted = None
         if decision.action in (LoopAction.SLEEP, LoopAction.CLOSE):
             self.wanted, self.pulls = None, []
+            self.serves = False
+            self.asleep, self.stale = decision.action is LoopAction.SLEEP, False
             self._lose_everything()
 
     @precondition(lambda self: self.pulling is not None)
@@ -292,6 +297,7 @@ class AnyScheduleOfCalls(RuleBasedStateMachine):
         else:
             self.inbox.failed("damaged")
             self._lose_everything()
+        self.serves, self.stale, self.asleep = works, not works, False
         self.pulling = None
 
     @precondition(lambda self: self.pulling is None and self.running)
@@ -312,7 +318,11 @@ class AnyScheduleOfCalls(RuleBasedStateMachine):
 
     @invariant()
     def every_request_is_in_one_place(self) -> None:
-        assert self.inbox.waiting == len(self.submitted)
+        assert (self.inbox.version is not None) == self.serves
+        if not self.refuses:
+            for name in (*self.submitted, *self.running):
+                with pytest.raises(RequestError, match="in use"):
+                    self.inbox.submit(make_request(name))
         assert not self.gone & (set(self.submitted) | set(self.running))
 
 

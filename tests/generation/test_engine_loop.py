@@ -1,29 +1,29 @@
-"""The engine thread, over simulated engines whose steps the test lets through one by one. About 2 s."""
+"""The engine thread, and the pieces of requests that stream. A test lets the steps of simulated engines through one by
+one. About 3 s."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from generation_examples import make_publication, make_request
-from loop_harness import BOUND, VOCAB, Collector, Turnstile, make_loop
+from loop_harness import BOUND, VOCAB, Collector, Turnstile, make_loop, make_publication, make_ranks, make_request
 
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, RequestError
-from titan_rl.generation.decisions import LoopAction, LoopDecision, ServingState
-from titan_rl.generation.engine import Engine, StepOutput
+from titan_rl.generation.decisions import LoopAction, LoopDecision
+from titan_rl.generation.engine import Engine, SimulatedEngine, StepOutput, simulated_token
 from titan_rl.generation.engine_loop import EngineLoop
-from titan_rl.generation.lockstep import SoloChannel
-from titan_rl.generation.simulated_engine import SimulatedEngine, simulated_token
-from titan_rl.types import FinishReason, PolicyVersion
+from titan_rl.generation.lockstep import RunningDigest, SoloChannel
+from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
 
 
 def test_requests_before_the_first_pull_wait_and_are_then_served(collector: Collector) -> None:
     loop = make_loop(collector, engine=lambda: SimulatedEngine(vocab_size=VOCAB))
     loop.start().result(timeout=BOUND)
     assert loop.submit([make_request("a", new=3, seed=5)]) == [None]
-    assert (loop.state, loop.version) == (ServingState.RECOVERING, None)
+    assert not collector.completions
     report = loop.pull(make_publication(4)).result(timeout=BOUND)
     assert (report.version, report.bytes) == (PolicyVersion(0, 4), 64)
     (completion,) = collector.wait_for("a")
@@ -32,7 +32,6 @@ def test_requests_before_the_first_pull_wait_and_are_then_served(collector: Coll
     assert completion.finish_reason is FinishReason.LENGTH
     assert {"seconds_queued", "seconds_in_engine"} <= completion.metrics.keys()
     loop.close().result(timeout=BOUND)
-    assert loop.state is ServingState.CLOSED
 
 
 def test_invalid_requests_are_refused_one_by_one_and_disturb_nobody(
@@ -245,12 +244,11 @@ def test_a_follower_takes_no_calls(collector: Collector) -> None:
     class Silent(SoloChannel):
         def receive(self) -> LoopDecision:
             assert done.wait(BOUND)
-            return LoopDecision(sequence=0, action=LoopAction.CLOSE, digest=empty_digest)
+            return LoopDecision(sequence=0, action=LoopAction.CLOSE, digest=RunningDigest().value)
 
     done = threading.Event()
     loop = make_loop(collector, rank=1, world_size=2, channel=Silent())
     loop.start().result(timeout=BOUND)
-    _, empty_digest = loop.progress
     with pytest.raises(GeneratorFailed, match="only rank 0"):
         loop.submit([make_request("a")])
     with pytest.raises(GeneratorFailed, match="only rank 0"):
@@ -271,3 +269,96 @@ def test_tokens_of_a_burst_of_arrivals_do_not_depend_on_the_batch(collector: Col
         expected = [simulated_token(index, position, VOCAB) for position in range(1 + index % 7)]
         assert np.array_equal(completion.token_ids, expected)
     loop.close().result(timeout=BOUND)
+
+
+def streaming(name: str, *, start: int = 0, new: int = 8, seed: int = 0) -> GenerationRequest:
+    return replace(make_request(name, new=new, seed=seed), stream_from=start)
+
+
+def are_the_beginning(pieces: list[Piece], completion: Completion, *, start: int = 0) -> int:
+    """Asserts it; returns the position after the last piece, in the completion."""
+    position = 0
+    for piece in pieces:
+        assert piece.offset == start + position
+        span = slice(position, position + len(piece.token_ids))
+        for name in ("token_ids", "logprobs", "versions"):
+            mine, its = getattr(piece, name), getattr(completion, name)
+            assert mine.tolist() == its[span].tolist() and mine.dtype == its.dtype
+        position = span.stop
+    return position
+
+
+def test_tokens_come_while_the_engine_samples_the_next(
+    loop: EngineLoop, collector: Collector, turnstile: Turnstile
+) -> None:
+    loop.submit([streaming("s", new=4, seed=3), make_request("whole", new=4)])
+    turnstile.wait_for_step()
+    for count in range(1, 4):
+        turnstile.let_through()
+        turnstile.wait_for_step()
+        pieces = collector.wait_for_pieces("s", count)
+        assert [piece.token_ids.tolist() for piece in pieces] == [
+            [simulated_token(3, position, VOCAB)] for position in range(count)
+        ]
+    assert not collector.completions
+    turnstile.let_through()
+    completion, _ = collector.wait_for("s", "whole")
+    assert are_the_beginning(collector.pieces["s"], completion) == 3, "the last token comes with the completion"
+    assert "whole" not in collector.pieces, "who does not stream gets no pieces"
+
+
+def test_a_resumed_request_counts_on_from_what_it_has(collector: Collector) -> None:
+    loop = make_loop(collector, engine=lambda: SimulatedEngine(vocab_size=VOCAB))
+    loop.start().result(timeout=BOUND)
+    loop.pull(make_publication(0)).result(timeout=BOUND)
+    loop.submit([streaming("s", start=17)])
+    (completion,) = collector.wait_for("s")
+    assert collector.pieces["s"][0].offset == 17
+    assert are_the_beginning(collector.pieces["s"], completion, start=17) == 7
+    loop.close().result(timeout=BOUND)
+
+
+def test_positions_go_on_through_a_swap_and_an_abort(
+    loop: EngineLoop, collector: Collector, turnstile: Turnstile
+) -> None:
+    loop.submit([streaming("s", new=100)])
+    turnstile.wait_for_step()
+    turnstile.let_through(2)
+    turnstile.wait_for_step()
+    pull = loop.pull(make_publication(1))
+    turnstile.let_through(2)
+    turnstile.wait_for_step()
+    assert pull.result(timeout=BOUND).requests_in_flight == 1
+    loop.abort(["s"])
+    turnstile.let_through()
+    (completion,) = collector.wait_for("s")
+    assert completion.finish_reason is FinishReason.ABORT
+    assert completion.versions.tolist() == [0, 0, 0, 1, 1]
+    assert are_the_beginning(collector.pieces["s"], completion) == 5
+
+
+def test_each_burst_hands_out_once_and_followers_nothing() -> None:
+    collectors = [Collector(), Collector()]
+    leader, follower = make_ranks(collectors, [lambda: SimulatedEngine(vocab_size=VOCAB)] * 2, burst_steps=4)
+    leader.pull(make_publication(0)).result(timeout=BOUND)
+    leader.submit([streaming("s", new=10), streaming("short", new=3)])
+    completion, short = collectors[0].wait_for("s", "short")
+    assert [len(piece.token_ids) for piece in collectors[0].pieces["s"]] == [4, 4]
+    assert are_the_beginning(collectors[0].pieces["s"], completion) == 8
+    assert len(short.token_ids) == 3 and "short" not in collectors[0].pieces, "it ended within the burst"
+    leader.close().result(timeout=BOUND)
+    follower.close().result(timeout=BOUND)
+    assert not collectors[1].pieces
+    assert collectors[0].digest == collectors[1].digest
+
+
+def test_what_was_handed_out_stays_as_it_was(collector: Collector, turnstile: Turnstile, loop: EngineLoop) -> None:
+    loop.submit([streaming("s", new=3)])
+    turnstile.wait_for_step()
+    turnstile.let_through()
+    turnstile.wait_for_step()
+    (piece,) = collector.wait_for_pieces("s", 1)
+    before = piece.token_ids.copy()
+    turnstile.let_through(2)
+    collector.wait_for("s")
+    assert np.array_equal(piece.token_ids, before)

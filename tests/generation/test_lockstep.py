@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import random
+import re
 
 import numpy as np
 import pytest
-from generation_examples import make_publication, make_request
-from loop_harness import BOUND, Collector, Turnstile, make_ranks
+from loop_harness import BOUND, Collector, Turnstile, make_publication, make_ranks, make_request
 
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, LockstepError, WeightsError
-from titan_rl.generation.decisions import LoopAction, LoopDecision, ServingState
-from titan_rl.generation.engine import Engine, StepOutput
+from titan_rl.generation.decisions import LoopAction, LoopDecision
+from titan_rl.generation.engine import Engine, SimulatedEngine, StepOutput, simulated_token
 from titan_rl.generation.lockstep import Lockstep, RunningDigest, SoloChannel
-from titan_rl.generation.simulated_engine import SimulatedEngine, simulated_token
 from titan_rl.types import FinishReason, PolicyVersion
 from titan_rl.weights.manifest import Publication
 
@@ -52,9 +51,7 @@ def test_random_calls_leave_both_ranks_with_one_digest_and_answer_everything_onc
         assert np.all(np.diff(completion.versions) >= 0)
     leader.close().result(timeout=BOUND)
     follower.close().result(timeout=BOUND)
-    assert leader.progress == follower.progress
-    assert leader.progress[0] > 50
-    assert leader.state is ServingState.CLOSED
+    assert collectors[0].digest == collectors[1].digest != RunningDigest().value
     assert not collectors[1].completions, "only rank 0 answers"
 
 
@@ -75,8 +72,7 @@ def test_one_other_token_on_a_follower_is_seen_at_the_next_decision() -> None:
     leader.submit([make_request("a", new=50)])
     error = collectors[1].fatal()
     assert isinstance(error, LockstepError)
-    decision, _ = follower.progress
-    assert f"rank 1 differs from rank 0 before decision {decision} " in str(error)
+    assert re.search(r"rank 1 differs from rank 0 before decision \d+ ", str(error))
     assert stray.steps == 3, "nothing was computed after it"
     with pytest.raises(GeneratorFailed, match="LockstepError"):
         follower.close().result(timeout=BOUND)
@@ -122,7 +118,7 @@ def test_weights_that_one_rank_cannot_read_are_served_by_none(bad_rank: int) -> 
     assert collectors[0].wait_for("served")[0].versions.tolist() == [2, 2]
     leader.close().result(timeout=BOUND)
     follower.close().result(timeout=BOUND)
-    assert leader.progress == follower.progress
+    assert collectors[0].digest == collectors[1].digest
 
 
 def test_a_decision_out_of_turn_is_refused() -> None:

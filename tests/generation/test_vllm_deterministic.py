@@ -17,8 +17,7 @@ from safetensors.numpy import load_file, save_file
 from torch.nn.functional import linear
 
 from titan_rl.errors import ConfigError
-from titan_rl.generation.config import GeneratorConfig
-from titan_rl.generation.environment import check_environment, generator_environment
+from titan_rl.generation.config import GeneratorConfig, check_environment, generator_environment
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from generation_examples import SWAPS
+from loop_harness import SWAPS
 from rank_processes import run_on_ranks
 
 from titan_rl.types import NO_VERSION, Completion, FinishReason

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import vllm_deterministic_products
-from generation_examples import make_request
+from loop_harness import make_request
 
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.vllm.engine import VllmEngine

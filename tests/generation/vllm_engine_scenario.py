@@ -10,7 +10,7 @@ from typing import Any
 
 import llvmlite.binding  # noqa: F401 (under numba; vLLM's search for kernels stumbles over it)
 import torch
-from generation_examples import PROMPT, SWAPS, make_request
+from loop_harness import PROMPT, SWAPS, make_request
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams as VllmSamplingParams

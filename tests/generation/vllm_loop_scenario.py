@@ -1,4 +1,4 @@
-"""What every rank of test_vllm_lockstep does: one engine loop over vLLM, at TP 1 or TP 2.
+"""What every rank of test_vllm_loop does: one engine loop over vLLM, at TP 1 or TP 2.
 
 Rank 0 drives it and returns facts; the other ranks follow and return what they ended with.
 """
@@ -17,24 +17,21 @@ from typing import Any
 
 import torch
 import vllm_swap_scenario
-import vllm_torture_scenario
-from generation_examples import PROMPT, make_request
-from loop_harness import Collector
+from loop_harness import PROMPT, Collector, make_request
 from safetensors.torch import load_file
 
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, WeightsError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.engine import Engine, StepOutput
 from titan_rl.generation.engine_loop import EngineLoop
-from titan_rl.generation.gloo_channel import GlooChannel
 from titan_rl.generation.lockstep import Lockstep, SoloChannel
-from titan_rl.generation.reports import PullReport
+from titan_rl.generation.rank import GlooChannel
 from titan_rl.generation.vllm.engine import VllmEngine
 from titan_rl.processes import RENDEZVOUS
 from titan_rl.types import Completion, PolicyVersion
-from titan_rl.weights.manifest import Publication, TensorShard
-from titan_rl.weights.transports.shared_memory import SharedMemoryPublisher, SharedMemoryReader
-from titan_rl.weights.verification import verify
+from titan_rl.weights.manifest import Publication, PullReport, TensorShard
+from titan_rl.weights.puller import verify
+from titan_rl.weights.shared_memory import SharedMemoryPublisher, SharedMemoryReader
 
 BOUND = 120.0
 DAMAGED = "damaged"
@@ -130,7 +127,7 @@ class Loop:
 
         def build() -> Lockstep:
             self.engine = engine(config, models["tied_a"])
-            return Lockstep(
+            self.collector.lockstep = Lockstep(
                 self.engine,
                 rank=self.rank,
                 channel=channel,
@@ -138,6 +135,7 @@ class Loop:
                 verify=self._verify,
                 keep_cache=config.keep_prefix_cache,
             )
+            return self.collector.lockstep
 
         self.loop = EngineLoop(
             build,
@@ -271,7 +269,6 @@ def lead(this: Loop) -> dict[str, Any]:
     except WeightsError as error:
         facts["bad_pull"] = str(error)
     (facts["flying"],) = this.collector.wait_for("flying")
-    facts["stale"] = (loop.state, loop.version)
     try:
         loop.submit([make_request("refused")])
     except GeneratorNotServing as error:
@@ -290,9 +287,9 @@ def one_life(models: dict[str, str], seed: int) -> dict[str, Any]:
         facts["stream"] = vllm_swap_scenario.streamed_through_a_swap(this)
         facts["cache"] = vllm_swap_scenario.prefix_cache(this)
         facts["corrupted"] = vllm_swap_scenario.corrupted_publications(this)
-        facts["torture"] = vllm_torture_scenario.torture(this, seed)
+        facts["torture"] = vllm_swap_scenario.torture(this, seed)
     this.close()
-    facts["end"] = this.loop.progress
+    facts["end"] = this.collector.digest
     facts["errors"] = this.collector.errors.qsize()
     return facts
 
@@ -333,9 +330,9 @@ def tortures(models: dict[str, str], seeds: list[int]) -> dict[str, Any]:
     this = Loop(models)
     facts: dict[str, Any] = {}
     if this.rank == 0:
-        facts["tortures"] = [vllm_torture_scenario.torture(this, seed) for seed in seeds]
+        facts["tortures"] = [vllm_swap_scenario.torture(this, seed) for seed in seeds]
     this.close()
-    return facts | {"end": this.loop.progress, "errors": this.collector.errors.qsize()}
+    return facts | {"end": this.collector.digest, "errors": this.collector.errors.qsize()}
 
 
 def lives(models: dict[str, str]) -> dict[str, Any]:

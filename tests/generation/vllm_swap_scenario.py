@@ -1,16 +1,18 @@
-"""What rank 0 of test_vllm_hot_swap does with an engine loop over vLLM: swaps, streams, caches, bad publications."""
+"""What rank 0 of test_vllm_loop does with an engine loop over vLLM: swaps, streams, caches, bad publications, and
+random calls, after which every request is served again, alone."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import random
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from generation_examples import PROMPT, make_request
+from loop_harness import PROMPT, make_request
 
 from titan_rl.errors import GeneratorNotServing, WeightsError
-from titan_rl.types import Completion, Piece
+from titan_rl.types import Completion, GenerationRequest, Piece
 from titan_rl.weights.manifest import Publication
 
 if TYPE_CHECKING:
@@ -113,11 +115,9 @@ def corrupted_publications(this: Loop) -> dict[str, dict[str, Any]]:
     """Each is pulled with a request in flight, and then followed by a whole one."""
     engine, loop = this.engine, this.loop
     assert engine is not None
-    this.pull_next("tied_a").result(timeout=BOUND)
+    good = this.pull_next("tied_a").result(timeout=BOUND).version
     facts = {}
     for name, spoil in {"flipped": flip_a_byte, "truncated": truncate, "missing": leave_out}.items():
-        good = this.loop.version
-        assert good is not None
         bad = spoil(this.publish(name, this.perturbed(200)))
         bad = dataclasses.replace(bad, version=good._replace(step=good.step + 1))
         engine.hold_in(4)
@@ -132,12 +132,12 @@ def corrupted_publications(this: Loop) -> dict[str, dict[str, Any]]:
         except WeightsError as error:
             found["error"] = str(error)
         found["flying"], found["waiting"] = this.collector.wait_for(f"flying-{name}", f"waiting-{name}")
-        found["state"] = (loop.state, loop.version)
         try:
             loop.submit([make_request(f"refused-{name}")])
         except GeneratorNotServing as error:
             found["refused"] = str(error)
-        found["next"] = this.pull_next("tied_a").result(timeout=BOUND).version.encode()
+        good = this.pull_next("tied_a").result(timeout=BOUND).version
+        found["next"] = good.encode()
         found["served"] = this.serve(make_request(f"served-{name}", new=40, seed=5))[f"served-{name}"]
         facts[name] = found
     return facts
@@ -163,3 +163,97 @@ def leave_out(publication: Publication) -> Publication:
     kept = tuple(entry for entry in manifest.entries if entry.name != "model.layers.0.mlp.down_proj.weight")
     assert len(kept) == len(manifest.entries) - 1
     return dataclasses.replace(publication, manifest=dataclasses.replace(manifest, entries=kept))
+
+
+if TYPE_CHECKING:
+    from vllm_loop_scenario import Loop
+
+OPERATIONS = 200
+WEIGHTS = 4
+PACE_SECONDS = 0.05
+"""Longest pause between two calls; it only decides how they fall among the engine's steps."""
+
+
+def random_request(chance: random.Random, name: str, common: list[int]) -> GenerationRequest:
+    """Prompts share prefixes, so that the prefix cache is used."""
+    prompt = common[: chance.randint(0, 40)] + [chance.randint(2, 12) for _ in range(chance.randint(1, 6))]
+    new = chance.randint(1, 16)
+    options: dict[str, Any] = {"temperature": chance.choice([0.0, 0.7, 1.0, 1.5])}
+    if chance.random() < 0.3:
+        options["top_k"] = 3
+    if chance.random() < 0.3:
+        options |= {"stop_token_ids": (chance.randint(2, 12),), "min_new_tokens": chance.randint(0, new)}
+    if chance.random() < 0.3:
+        options |= {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": -0.3}
+    return make_request(name, prompt=prompt, new=new, seed=chance.getrandbits(62), **options)
+
+
+def torture(this: Loop, seed: int) -> dict[str, Any]:
+    chance = random.Random(seed)
+    engine, loop = this.engine, this.loop
+    assert engine is not None
+    weights = [f"torture{seed}.{number}" for number in range(WEIGHTS)]
+    for number, name in enumerate(weights):
+        this.publish(name, this.perturbed(1000 * (seed + 1) + number))
+    this.pull_next(weights[0]).result(timeout=BOUND)
+    common = [chance.randint(2, 12) for _ in range(40)]
+    requests: dict[str, GenerationRequest] = {}
+    calls = dict.fromkeys(("admit", "abort", "cancel", "pull"), 0)
+    pulls = []
+
+    def admit() -> GenerationRequest:
+        name = f"torture{seed}.{len(requests)}"
+        requests[name] = random_request(chance, name, common)
+        return requests[name]
+
+    for _ in range(OPERATIONS):
+        call = chance.choices(list(calls), weights=[6, 2, 2, 2])[0]
+        calls[call] += 1
+        match call:
+            case "admit":
+                assert not any(loop.submit([admit() for _ in range(chance.randint(1, 3))]))
+            case "abort":
+                loop.abort([*chance.sample(list(requests)[-6:], k=min(2, len(requests))), "unknown"])
+            case "cancel":
+                request = admit()
+                assert not any(loop.submit([request]))
+                engine.let_steps_pass(chance.choice([0, 1]), PACE_SECONDS)
+                loop.abort([request.request_id])
+            case "pull":
+                pulls.append(this.pull_next(chance.choice(weights)))
+        engine.let_steps_pass(chance.choice([0, 0, 1, 2, 4]), PACE_SECONDS)
+    completions = dict(zip(requests, this.collector.wait_for(*requests), strict=True))
+    for pull in pulls:
+        pull.result(timeout=BOUND)
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    blocks = scheduler.kv_cache_manager.block_pool
+    facts: dict[str, Any] = {
+        "calls": calls,
+        "completions": completions,
+        "leaks": {
+            "requests of the engine": engine.running(),
+            "requests of vLLM": tuple(scheduler.requests),
+            "unfinished": scheduler.has_unfinished_requests(),
+            "KV blocks": blocks.num_gpu_blocks - 1 - blocks.get_num_free_blocks(),  # one is never given out
+        },
+    }
+    facts["alone"] = alone(this, requests, completions)
+    return facts
+
+
+def alone(
+    this: Loop, requests: dict[str, GenerationRequest], completions: dict[str, Completion]
+) -> dict[str, Completion]:
+    """Every request that saw one version, again, with nobody else there, under the weights of that version."""
+    by_weights: dict[str, list[str]] = {}
+    for name, completion in completions.items():
+        versions = set(completion.versions.tolist())
+        if len(versions) == 1:
+            by_weights.setdefault(this.weights_of[versions.pop()], []).append(name)
+    again = {}
+    for weights, names in by_weights.items():
+        this.pull_next(weights).result(timeout=BOUND)
+        for name in names:
+            request = dataclasses.replace(requests[name], request_id=f"{name}-alone")
+            (again[name],) = this.serve(request).values()
+    return again

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.generation.simulated_engine import SimulatedEngine
+from titan_rl.generation.engine import SimulatedEngine
 from titan_rl.planner.scenario import EngineSpeed, PlannedEngine, Sequence
 from titan_rl.types import GenerationRequest, PolicyVersion, SamplingParams
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from policy_scenarios import shards_of, train, trainer, updater
 
-from titan_rl.data_plane.fetch import SharedMemorySource
 from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.data_plane.store import SharedMemorySource
 from titan_rl.errors import SampleError, SamplesLost
 from titan_rl.types import TrainingSample
 

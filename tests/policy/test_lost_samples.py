@@ -10,8 +10,7 @@ import pytest
 from policy_ranks import Scenario, run_scenarios
 from policy_scenarios import mixed_batch
 
-from titan_rl.data_plane.refs import SampleRef
-from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
 from titan_rl.data_plane.store import SampleStore
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy

@@ -11,7 +11,7 @@ import pytest
 from engine_turns import GROUPS, SAMPLES
 from support.rollouts import calling_policy
 
-from titan_rl.generation.environment import generator_environment
+from titan_rl.generation.config import generator_environment
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.generation.engine import StepOutput
-from titan_rl.generation.simulated_engine import SimulatedEngine
+from titan_rl.generation.engine import SimulatedEngine, StepOutput
 from titan_rl.types import FinishReason, GenerationRequest, Piece
 
 ECHO = "+"

@@ -14,8 +14,8 @@ import pytest
 import pytest_asyncio
 
 from titan_rl import config_registry
-from titan_rl.data_plane.fetch import SharedMemorySource
 from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.data_plane.store import SharedMemorySource
 from titan_rl.launch.start import start
 from titan_rl.rollout.report import GroupReport
 from titan_rl.types import PolicyVersion, TrainingSample

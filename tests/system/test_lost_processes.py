@@ -22,7 +22,7 @@ from leftovers import (
 )
 
 from titan_rl.launch.process import sweep_dead_scratch
-from titan_rl.weights.transports.segment_files import sweep_dead_segments
+from titan_rl.weights.segment_files import sweep_dead_segments
 
 SMALL = ("--recipe", "copy4", "--generator.count", "1", "--loop.groups-per-step", "4", "--evaluation.prompts", "20")
 ENDLESS = (*SMALL, "--loop.steps", "100000", "--evaluation.every", "0")

@@ -16,8 +16,7 @@ from titan_rl.config import EvaluationConfig, RunConfig
 from titan_rl.config_registry import copy4
 from titan_rl.controller.loop import TrainingLoop
 from titan_rl.controller.system import System
-from titan_rl.data_plane.refs import SampleRef
-from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
 from titan_rl.data_plane.store import HeldReport
 from titan_rl.errors import SamplesLeaked
 from titan_rl.launch.start import start

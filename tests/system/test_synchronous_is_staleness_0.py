@@ -18,8 +18,8 @@ from titan_rl.config import EvaluationConfig, RunConfig
 from titan_rl.config_registry import copy4
 from titan_rl.controller.loop import TrainingLoop
 from titan_rl.controller.system import System
-from titan_rl.data_plane.fetch import SharedMemorySource
 from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.data_plane.store import SharedMemorySource
 from titan_rl.launch.start import start
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay

@@ -18,9 +18,9 @@ from titan_rl.actors.connection import served
 from titan_rl.errors import WeightsError
 from titan_rl.processes import join_world
 from titan_rl.weights.manifest import Publication
-from titan_rl.weights.transport import WeightPuller
-from titan_rl.weights.transports.publisher import ChannelPublisher
-from titan_rl.weights.transports.rdma import RdmaReader
+from titan_rl.weights.publisher import ChannelPublisher
+from titan_rl.weights.puller import WeightPuller
+from titan_rl.weights.rdma import RdmaReader
 
 T = TypeVar("T")
 

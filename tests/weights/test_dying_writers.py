@@ -15,7 +15,7 @@ from transport_scenarios import V1, V2, policy
 
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Publication
-from titan_rl.weights.transport import make_reader
+from titan_rl.weights.puller import make_reader
 
 TRANSPORTS = ("shared_memory", "filesystem")
 

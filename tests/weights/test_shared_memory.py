@@ -15,11 +15,11 @@ from transport_examples import copied, same_bytes, weights, whole_shards
 
 from titan_rl.errors import ConfigError, WeightsError
 from titan_rl.types import PolicyVersion
+from titan_rl.weights import publisher as publishing
 from titan_rl.weights.fingerprint import shard_fingerprint
 from titan_rl.weights.manifest import TensorShard
-from titan_rl.weights.transports import publisher as publishing
-from titan_rl.weights.transports.segment_files import remove_segments_of, sweep_dead_segments
-from titan_rl.weights.transports.shared_memory import SharedMemoryPublisher, SharedMemoryReader
+from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segments
+from titan_rl.weights.shared_memory import SharedMemoryPublisher, SharedMemoryReader
 
 V1, V2 = PolicyVersion(0, 1), PolicyVersion(0, 2)
 
@@ -266,9 +266,7 @@ def test_the_files_of_one_owner_can_be_removed_by_another_process(directory: Pat
 
 
 def test_file_names_need_neither_torch_nor_numba() -> None:
-    code = (
-        "import sys, titan_rl.weights.transports.segment_files; print({'torch', 'numba', 'numpy'} & set(sys.modules))"
-    )
+    code = "import sys, titan_rl.weights.segment_files; print({'torch', 'numba', 'numpy'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
 

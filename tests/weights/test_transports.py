@@ -21,11 +21,11 @@ from transport_examples import (
 from titan_rl.errors import ConfigError, WeightsError
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.config import WeightsConfig
+from titan_rl.weights.filesystem import WEIGHTS
 from titan_rl.weights.fingerprint import combined_fingerprint
 from titan_rl.weights.manifest import Publication, TensorShard
-from titan_rl.weights.transport import WeightPuller, make_publisher, make_reader, scheme
-from titan_rl.weights.transports.filesystem import WEIGHTS
-from titan_rl.weights.transports.publisher import ChannelPublisher
+from titan_rl.weights.publisher import ChannelPublisher, make_publisher
+from titan_rl.weights.puller import WeightPuller, make_reader, scheme
 
 V1, V2 = PolicyVersion(0, 1), PolicyVersion(0, 2)
 

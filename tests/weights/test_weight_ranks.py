@@ -12,7 +12,7 @@ from weight_scenarios import EMBEDDING, HEAD, NORM, ROW_CUT, SHAPES, policy
 
 from titan_rl.processes import RENDEZVOUS
 from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint
-from titan_rl.weights.transports.shared_memory import SharedMemoryReader
+from titan_rl.weights.shared_memory import SharedMemoryReader
 
 Results = list[dict[str, Any]]
 

@@ -12,11 +12,11 @@ from torch.distributed import ProcessGroup
 
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.config import WeightsConfig
+from titan_rl.weights.filesystem import FilesystemPublisher
 from titan_rl.weights.manifest import Publication, TensorShard
-from titan_rl.weights.transports.filesystem import FilesystemPublisher
-from titan_rl.weights.transports.publisher import ChannelPublisher
-from titan_rl.weights.transports.rdma import RdmaPublisher
-from titan_rl.weights.transports.shared_memory import SharedMemoryPublisher
+from titan_rl.weights.publisher import ChannelPublisher
+from titan_rl.weights.rdma import RdmaPublisher
+from titan_rl.weights.shared_memory import SharedMemoryPublisher
 
 TRANSPORTS = ("shared_memory", "filesystem", "rdma")
 EMBEDDING, HEAD, SCALE, EMPTY = "model.embed_tokens.weight", "lm_head.weight", "scale", "empty"
@@ -52,7 +52,7 @@ def publisher_of(
     group: ProcessGroup | None = None,
     max_live: int = 2,
 ) -> ChannelPublisher:
-    """As `transport.make_publisher`, with everything below `directory`."""
+    """As `make_publisher`, with everything below `directory`."""
     common = {"channel": channel, "rank": rank, "group": group, "max_live": max_live}
     if transport == "shared_memory":
         return SharedMemoryPublisher(owner_pid=1, directory=directory, **common)  # type: ignore[arg-type]

@@ -25,11 +25,11 @@ from transport_examples import (
 )
 
 from titan_rl.types import PolicyVersion
+from titan_rl.weights import publisher as publishing
 from titan_rl.weights.fingerprint import combined_fingerprint
 from titan_rl.weights.manifest import Publication, TensorShard
-from titan_rl.weights.transport import WeightPuller
-from titan_rl.weights.transports import publisher as publishing
-from titan_rl.weights.transports.publisher import ChannelPublisher
+from titan_rl.weights.publisher import ChannelPublisher
+from titan_rl.weights.puller import WeightPuller
 
 CUT_SHAPES = {name: shape for name, shape in SHAPES.items() if name != SCALE} | {"one_row": (1, 3), "odd": (5, 7)}
 V1, V2, V3 = (PolicyVersion(0, step) for step in (1, 2, 3))

@@ -17,8 +17,8 @@ from titan_rl.errors import WeightsError
 from titan_rl.processes import join_world
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Publication, TensorShard
-from titan_rl.weights.transports.shared_memory import SharedMemoryPublisher, SharedMemoryReader
-from titan_rl.weights.verification import verify
+from titan_rl.weights.puller import verify
+from titan_rl.weights.shared_memory import SharedMemoryPublisher, SharedMemoryReader
 
 EMBEDDING, HEAD, ROW_CUT, ONE_ROW, NORM = "embed.weight", "lm_head.weight", "o_proj.weight", "one_row", "norm.weight"
 SHAPES = {EMBEDDING: (5, 6), ROW_CUT: (4, 7), ONE_ROW: (1, 3), NORM: (3,)}

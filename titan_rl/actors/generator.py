@@ -28,16 +28,15 @@ from titan_rl.actors.requests import RequestServer
 from titan_rl.errors import GeneratorFailed, TitanError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.engine_loop import EngineLoop
-from titan_rl.generation.reports import PullReport
 from titan_rl.types import Completion, GenerationRequest, Piece
-from titan_rl.weights.manifest import Publication
+from titan_rl.weights.manifest import Publication, PullReport
 
 FATAL_EXIT_CODE = 70
-"""Exit code of a rank whose generator is lost (EX_SOFTWARE)."""
+"""Exit code of a rank whose generator failed (EX_SOFTWARE)."""
 
 FAREWELL_SECONDS = 1.0
-"""How long a lost rank stays alive. Monarch sends in the background and cannot be asked to flush: if the process ended
-at once, the router would hear of an exit code and not of its cause."""
+"""How long a failed rank stays alive. Monarch sends in the background and cannot be asked to flush: if the process
+ended at once, the router would hear of an exit code and not of its cause."""
 
 T = TypeVar("T")
 
@@ -58,9 +57,9 @@ class Generator(RequestServer):
         self._rank0: Connection | None = None
         self._loop: EngineLoop | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
-        self._lost: TitanError | None = None  # why this generator can serve no more
-        self._loss = asyncio.Event()  # set with it
-        self._farewell: asyncio.Task[None] | None = None
+        self._failure: TitanError | None = None  # why this generator can serve no more
+        self._failed = asyncio.Event()  # set with it
+        self._exiting: asyncio.Task[None] | None = None  # kept, so that the task is not collected
 
     @served
     async def setup(self, rank0: Any) -> int:
@@ -82,7 +81,7 @@ class Generator(RequestServer):
             device=self._device,
             on_completions=self._completed,
             on_pieces=self._sampled,
-            on_fatal=self._failed,
+            on_fatal=self._loop_ended,
         )
         started = time.monotonic()
         await self._outcome(self._loop.start())
@@ -97,7 +96,7 @@ class Generator(RequestServer):
         self.answer([], [(r.request_id, error) for r, error in zip(requests, verdicts, strict=True) if error])
 
     def give_up(self, request_ids: Sequence[str]) -> None:
-        with contextlib.suppress(GeneratorFailed):  # a lost generator has already answered its requests
+        with contextlib.suppress(GeneratorFailed):  # a failed generator has already answered its requests
             self._running().abort(request_ids)
 
     @served
@@ -138,48 +137,48 @@ class Generator(RequestServer):
     @served
     async def peer_failed(self, reason: str) -> None:
         """Called on rank 0 by a follower that is about to end, with the cause."""
-        self._lose(GeneratorFailed(reason))
+        self._fail(GeneratorFailed(reason))
 
     @served
     async def close(self) -> None:
         """End the loop. Rank 0's decision ends it on all ranks; other ranks wait for that decision."""
-        if self._loop is not None and self._lost is None:
+        if self._loop is not None and self._failure is None:
             await self._outcome(self._loop.close())
         error = GeneratorFailed(f"{self._name} was closed")
         self.answer([], [(request_id, error) for request_id in self.live()])
 
     def _running(self) -> EngineLoop:
-        if self._lost is not None:
-            raise self._lost
+        if self._failure is not None:
+            raise self._failure
         if self._loop is None:
             raise GeneratorFailed(f"{self._name} rank {self._rank} was called before setup")
         return self._loop
 
     async def _outcome(self, future: Future[T]) -> T:
-        """The loop's answer. Raises the cause if the generator is lost first.
+        """The loop's answer. Raises the cause if the generator fails first.
 
         A caller that goes away must not cancel the future, because the engine thread will still resolve it.
         """
         answer = asyncio.wrap_future(future)
-        loss = asyncio.get_running_loop().create_task(self._loss.wait())
-        first: set[asyncio.Future[Any]] = {answer, loss}
+        failed = asyncio.get_running_loop().create_task(self._failed.wait())
+        first: set[asyncio.Future[Any]] = {answer, failed}
         try:
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            loss.cancel()
+            failed.cancel()
             # Mark a late answer's exception as retrieved: nobody else will.
             answer.add_done_callback(lambda late: late.exception())
-        if self._lost is not None:
-            raise self._lost
+        if self._failure is not None:
+            raise self._failure
         try:
             return answer.result()
         except GeneratorFailed as error:
             raise self._named(error) from error
 
     def _named(self, error: GeneratorFailed) -> TitanError:
-        """The loop's error with this generator's name, or the cause of the generator's loss if it is lost."""
-        if self._lost is not None:
-            return self._lost
+        """The loop's error with this generator's name, or the cause if the generator failed as a whole."""
+        if self._failure is not None:
+            return self._failure
         return type(error)(f"{self._name}: {error}")
 
     def _completed(self, completions: list[Completion]) -> None:
@@ -193,24 +192,24 @@ class Generator(RequestServer):
         assert self._event_loop is not None
         self._event_loop.call_soon_threadsafe(self.hand_out, pieces)
 
-    def _failed(self, error: BaseException) -> None:
+    def _loop_ended(self, error: BaseException) -> None:
         """From the engine thread, once: the loop is over."""
         assert self._event_loop is not None
         _log.error("the engine loop of %s rank %d failed", self._name, self._rank, exc_info=error)
         cause = GeneratorFailed(f"{self._name} rank {self._rank} failed: {type(error).__name__}: {error}")
-        self._event_loop.call_soon_threadsafe(self._lose, cause)
+        self._event_loop.call_soon_threadsafe(self._fail, cause)
 
-    def _lose(self, cause: GeneratorFailed) -> None:
-        """Keep the first cause: later errors, such as a broken collective, follow from it."""
-        if self._lost is None:
-            self._lost = cause
-            self._loss.set()
+    def _fail(self, cause: GeneratorFailed) -> None:
+        """Fail all open requests and calls, then end the process. Keeps the first cause: later errors, such as a broken
+        collective, follow from it."""
+        if self._failure is None:
+            self._failure = cause
+            self._failed.set()
+            self._exiting = asyncio.get_running_loop().create_task(self._report_and_exit(cause))
             self.answer([], [(request_id, cause) for request_id in self.live()])
-            self._farewell = asyncio.get_running_loop().create_task(self._leave(cause))
 
-    async def _leave(self, cause: GeneratorFailed) -> None:
-        """Report the cause and exit. A lost rank must leave every collective; its exit breaks those of the other ranks
-        at once."""
+    async def _report_and_exit(self, cause: GeneratorFailed) -> None:
+        """A failed rank must leave every collective; its exit breaks those of the other ranks at once."""
         try:
             if self._rank == 0:
                 await asyncio.sleep(FAREWELL_SECONDS)

@@ -15,17 +15,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from monarch.actor import current_rank
 
-from titan_rl.actors.connection import ConnectedActor, Connection, ServedMethod, served
+from titan_rl.actors.connection import Connection, ServedMethod, served
 from titan_rl.actors.gateway import GatewayClient
 from titan_rl.actors.router_client import RouterClient
+from titan_rl.actors.sample_stores import StoreKeeper
 from titan_rl.config import RunConfig
 from titan_rl.data_plane.layout import encoded_size
-from titan_rl.data_plane.rdma import FETCH_SECONDS, Exposed
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport, SampleStore
 from titan_rl.errors import ActorFailed, GroupStopped
@@ -42,7 +42,7 @@ _AWAY_FROM_LOOP = 1 << 20
 """From this many bytes, a group's samples are stored by a thread. Below it, the hand-over costs more than the copy."""
 
 
-class RolloutWorker(ConnectedActor):
+class RolloutWorker(StoreKeeper):
     """Endpoints: `setup`, `run_group`, `stop_groups`, `release`, `held`, `expose`, `withdraw`, `close`."""
 
     def __init__(self, config: RunConfig, *, model_path: str, imports: tuple[str, ...], owner_pid: int) -> None:
@@ -50,6 +50,13 @@ class RolloutWorker(ConnectedActor):
         Args:
             owner_pid: process that the names of shared-memory files carry; once it is dead, a later run removes them.
         """
+        super().__init__(
+            SampleStore(
+                f"rollout{int(current_rank().rank)}.{os.getpid()}",
+                owner_pid=owner_pid,
+                max_bytes=config.data_plane.store_mib << 20,
+            )
+        )
         self._config = config
         self._runner = GroupRunner(
             config.environment,
@@ -61,12 +68,6 @@ class RolloutWorker(ConnectedActor):
             prompts=config.loop.prompts,
             imports=imports,
         )
-        self._store = SampleStore(
-            f"rollout{int(current_rank().rank)}.{os.getpid()}",
-            owner_pid=owner_pid,
-            max_bytes=config.data_plane.store_mib << 20,
-        )
-        self._exposed: dict[int, Exposed] = {}
         self._router: RouterClient | None = None
         self._playing: set[asyncio.Task[GroupResult]] = set()
 
@@ -116,22 +117,6 @@ class RolloutWorker(ConnectedActor):
     async def held(self) -> HeldReport:
         """What the store holds now."""
         return self._store.held()
-
-    @served
-    async def expose(self, ids: tuple[int, ...]) -> tuple[Any, int]:
-        """Make stored samples readable from other hosts until `withdraw`.
-
-        Returns:
-            A handle on a buffer with the samples' encodings one after the other, and a token for `withdraw`.
-        """
-        exposed = await asyncio.to_thread(lambda: Exposed(self._store.read(ids)))
-        self._exposed[exposed.token] = exposed
-        return exposed.handle, exposed.token
-
-    @served
-    async def withdraw(self, token: int) -> None:
-        """The reader is done with an exposed buffer."""
-        await asyncio.to_thread(self._exposed.pop(token).drop)
 
     @served
     async def close(self) -> None:
@@ -289,26 +274,3 @@ class Rollouts:
 
     async def _all(self, endpoint: ServedMethod[[], T]) -> list[T]:
         return await asyncio.gather(*(worker.call(self._step_seconds, endpoint) for worker in self._workers))
-
-
-class RemoteStore:
-    """A worker's sample store, read from the threads of another process; see `data_plane.rdma.ExposingStore`.
-
-    Made in the event loop of the actor whose threads use it.
-    """
-
-    def __init__(self, worker: Any, name: str) -> None:
-        self._connection = Connection(worker, what=f"{{}} of store {name}")
-        self._loop = asyncio.get_running_loop()
-
-    def expose(self, ids: tuple[int, ...]) -> tuple[Any, int]:
-        return self._wait(lambda: self._connection.call(FETCH_SECONDS, RolloutWorker.expose, ids))
-
-    def withdraw(self, token: int) -> None:
-        self._wait(lambda: self._connection.call(FETCH_SECONDS, RolloutWorker.withdraw, token))
-
-    def _wait(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        async def made_in_the_loop() -> T:
-            return await call()
-
-        return asyncio.run_coroutine_threadsafe(made_in_the_loop(), self._loop).result(FETCH_SECONDS)

@@ -24,13 +24,12 @@ from titan_rl.actors.connection import served
 from titan_rl.actors.generator import Generator
 from titan_rl.actors.requests import RequestClient, RequestServer, is_gone
 from titan_rl.errors import ActorFailed, CallTimeout, GeneratorFailed, RequestError, TitanError, WeightsError
-from titan_rl.generation.reports import FleetPull, PullReport
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Assignment, Dispatcher
 from titan_rl.routing.fleet import Fleet, GeneratorState, GeneratorStatus
 from titan_rl.routing.strategies import build_strategy
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
-from titan_rl.weights.manifest import Publication
+from titan_rl.weights.manifest import FleetPull, Publication, PullReport
 
 _OUT_OF_SERVICE = (GeneratorState.ASLEEP, GeneratorState.PINNED, GeneratorState.STALE, GeneratorState.DEAD)
 """States that a generator may enter after a successful pull and in which it does not serve everybody."""

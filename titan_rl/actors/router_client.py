@@ -13,10 +13,9 @@ from titan_rl.actors.connection import ServedMethod
 from titan_rl.actors.requests import RequestClient
 from titan_rl.actors.router import GeneratorRouter
 from titan_rl.errors import GeneratorFailed, RequestError, TitanError
-from titan_rl.generation.reports import FleetPull, PullReport
 from titan_rl.routing.fleet import GeneratorStatus
 from titan_rl.types import Completion, GenerationRequest, Piece, PolicyVersion
-from titan_rl.weights.manifest import Publication
+from titan_rl.weights.manifest import FleetPull, Publication, PullReport
 
 P = ParamSpec("P")
 T = TypeVar("T")

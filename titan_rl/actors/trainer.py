@@ -31,7 +31,7 @@ from titan_rl.weights.manifest import Publication
 
 if TYPE_CHECKING:
     from titan_rl.policy.updater import PolicyUpdater
-    from titan_rl.weights.transports.publisher import ChannelPublisher
+    from titan_rl.weights.publisher import ChannelPublisher
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -129,7 +129,7 @@ class PolicyTrainer(ConnectedActor):
         import torch.distributed as dist
 
         from titan_rl.policy.updater import PolicyUpdater
-        from titan_rl.weights.transport import make_publisher
+        from titan_rl.weights.publisher import make_publisher
 
         started = time.monotonic()
         self._updater = PolicyUpdater(
@@ -150,10 +150,9 @@ class PolicyTrainer(ConnectedActor):
     @served
     async def attach_stores(self, sequence: int, stores: dict[str, Any]) -> None:
         """Fetch samples through Monarch from these workers; `stores` maps a store's name to its worker."""
-        from titan_rl.actors.rollouts import RemoteStore
-        from titan_rl.data_plane.rdma import RdmaSource
+        from titan_rl.actors.sample_stores import RdmaSource
 
-        source = RdmaSource({name: RemoteStore(worker, name) for name, worker in stores.items()})
+        source = RdmaSource(stores)
         await self.calls.run(sequence, lambda: setattr(self._ready(), "samples", source))
 
     @in_order

@@ -34,7 +34,6 @@ from titan_rl.controller.system import System
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, SamplesLost, WeightsError
-from titan_rl.generation.reports import FleetPull
 from titan_rl.observability.activity import Activities, Watchdog
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
@@ -43,7 +42,7 @@ from titan_rl.scheduling.group import Batch, Group, PromptStream
 from titan_rl.scheduling.group_buffer import GroupBuffer
 from titan_rl.scheduling.schedule import Schedule, Untrainable, UntrainableStreak
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.manifest import Publication
+from titan_rl.weights.manifest import FleetPull, Publication
 
 T = TypeVar("T")
 

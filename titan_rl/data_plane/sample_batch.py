@@ -1,14 +1,49 @@
-"""The samples of one training step, as the controller hands them on: references to them, or the samples themselves."""
+"""References to samples, and the samples of one training step as the controller hands them on.
+
+A reference says where a sample is and holds every number that a decision needs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from titan_rl.data_plane.refs import SampleRef, oldest_version_of
-from titan_rl.types import TrainingSample
+from titan_rl.data_plane.layout import encoded_size
+from titan_rl.types import NO_VERSION, TrainingSample
+
+
+class SampleRef(NamedTuple):
+    """One sample in one store.
+
+    It names that sample for ever: `(store, sample_id)` is never used again, neither after a release nor for another
+    attempt at the same group. A tuple, because it pickles to fewer than 100 bytes, whatever the sample's length.
+    """
+
+    store: str
+    sample_id: int
+    """Counted from 0 by the store."""
+    group_id: int
+    sample: int
+    """Number within the group, which names one branch of one rollout (see `TrainingSample`)."""
+    length: int
+    """Tokens, prompt included."""
+    trained_tokens: int
+    reward: float
+    oldest_version: int
+    """Smallest encoded PolicyVersion among the trained tokens; NO_VERSION where none is trained."""
+    location: str
+    """Path of the file that holds it, on the store's host."""
+    offset: int
+    """Bytes from the beginning of the file."""
+    checksum: int
+    """Of its bytes, as `layout.checksum_of` counts."""
+
+    @property
+    def nbytes(self) -> int:
+        return encoded_size(self.length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +128,9 @@ class SampleBatch:
     def oldest_versions(self) -> list[int]:
         """Of each sample, the smallest encoded version among its trained tokens; NO_VERSION where none is trained."""
         return [item.oldest_version if isinstance(item, SampleRef) else oldest_version_of(item) for item in self.items]
+
+
+def oldest_version_of(sample: TrainingSample) -> int:
+    """Smallest encoded version among the trained tokens; NO_VERSION where none is trained."""
+    versions = sample.versions[sample.loss_mask]
+    return int(versions.min()) if len(versions) else NO_VERSION

@@ -1,4 +1,4 @@
-"""`SampleStore`: finished samples in shared memory of the host that made them, readable by all its processes.
+"""`SampleStore` keeps finished samples in shared memory of the host that made them; a `SampleSource` reads them.
 
     put ─▶ one file, references to its samples ─▶ fetch elsewhere ─▶ release by id; the file goes with its last sample
 
@@ -7,6 +7,9 @@
 - A sample is released exactly once. A second release, and any call about an unknown id, is an `OwnershipError` that
   names it and changes nothing: a call about many samples is all or nothing.
 - After `close` no file is left, whatever is still held. Files of a killed owner are swept (see `segment_files`).
+
+- A source returns exactly the stored samples or raises `SampleError` with the group's id: it copies the bytes first and
+  then verifies the copy. The samples belong to the caller and do not change when the stored ones are released.
 
 Files are not recycled: that saved 30 to 60 ms in a step of a million tokens, and nothing in one of 3,000.
 """
@@ -17,18 +20,19 @@ import itertools
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from titan_rl.data_plane.layout import encode_into, encoded_size
-from titan_rl.data_plane.refs import SampleRef, oldest_version_of
-from titan_rl.errors import ConfigError, OwnershipError, SampleStoreFull
+from titan_rl.data_plane.layout import decode, encode_into, encoded_size
+from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef, oldest_version_of
+from titan_rl.errors import ConfigError, OwnershipError, SampleError, SampleStoreFull
 from titan_rl.types import TrainingSample
-from titan_rl.weights.transports.segment_files import DIRECTORY, segment_path
+from titan_rl.weights.segment_files import DIRECTORY, segment_path
 
 DEFAULT_MAX_BYTES = 1 << 30
 """About 60 million tokens."""
@@ -220,6 +224,67 @@ class SampleStore:
             raise OwnershipError(f"sample store {self.name} is closed")
 
 
+class SampleSource(Protocol):
+    """What fetches. Thread-safe."""
+
+    def fetch(self, batch: SampleBatch) -> tuple[TrainingSample, ...]:
+        """The samples of a batch, in its order; those of a local one as they are.
+
+        Raises:
+            SampleError: a sample is missing or damaged.
+        """
+        ...
+
+
+class SharedMemorySource:
+    """Reads stores of the same host, whatever process they are in.
+
+    The samples of one fetch share one buffer: it is freed with the last of them.
+    """
+
+    def fetch(self, batch: SampleBatch) -> tuple[TrainingSample, ...]:
+        """See `SampleSource`."""
+        if batch.is_local:
+            return batch.samples
+        refs = batch.refs
+        ends = np.cumsum([ref.nbytes for ref in refs]).tolist()
+        # One buffer for the whole batch: a large one gets huge pages, which is what makes fresh memory quick.
+        buffer = np.empty(ends[-1], np.uint8).data
+        by_file: dict[str, list[int]] = {}
+        for index, ref in enumerate(refs):
+            by_file.setdefault(ref.location, []).append(index)
+        samples: dict[int, TrainingSample] = {}
+        for path, indices in by_file.items():
+            first = refs[indices[0]]
+            try:
+                with open(path, "rb", buffering=0) as file:
+                    for index in indices:
+                        ref, end = refs[index], ends[index]
+                        samples[index] = _read(file.fileno(), ref, buffer[end - ref.nbytes : end])
+            except OSError as error:
+                reason = f"its file {path} cannot be read (store {first.store}): {error.strerror}"
+                raise SampleError(reason, first.group_id, first.sample) from error
+        return tuple(samples[index] for index in range(len(refs)))
+
+
+def prefetched(
+    source: SampleSource, batches: Sequence[SampleBatch]
+) -> Generator[tuple[TrainingSample, ...], None, None]:
+    """What `source.fetch` gives for each batch, in order, fetched by one thread while the caller works on the last one.
+
+    One batch is held besides the caller's. An error comes where its batch's samples would have come. The thread ends
+    with the iterator: at its end, at an error, and when it is closed or dropped.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as thread:
+        ahead: Future[tuple[TrainingSample, ...]] | None = None
+        for batch in batches:
+            current, ahead = ahead, thread.submit(source.fetch, batch)
+            if current is not None:
+                yield current.result()
+        if ahead is not None:
+            yield ahead.result()
+
+
 def _write(path: Path, content: memoryview) -> None:
     """A new file with this content, or none."""
     try:
@@ -239,3 +304,10 @@ def _write(path: Path, content: memoryview) -> None:
         ) from error
     finally:
         os.close(descriptor)
+
+
+def _read(file: int, ref: SampleRef, piece: memoryview) -> TrainingSample:
+    if (found := os.preadv(file, [piece], ref.offset)) != ref.nbytes:
+        reason = f"{ref.location} holds {found} of its {ref.nbytes} bytes"
+        raise SampleError(reason, ref.group_id, ref.sample)
+    return decode(piece, ref.checksum, group_id=ref.group_id, sample=ref.sample)

@@ -4,7 +4,7 @@ Invariants, whatever the order of calls:
 
 - Every submitted request leaves the inbox exactly once: admitted by one STEP, handed back by `abort`, or handed back
   by `interrupt`. Requests are admitted in the order of submission.
-- No request is admitted outside SERVING, and SERVING is reached only through `verified`.
+- A request is admitted only while a verified version is served, and only `verified` makes one served.
 - CLOSE > SLEEP and WAKE > PULL_MODEL_STATE_DICT > STEP > IDLE; sequence numbers rise by one per decision.
 - Of several waiting pulls only the last one is loaded; the version never goes back.
 
@@ -24,6 +24,8 @@ from titan_rl.errors import GeneratorFailed, GeneratorNotServing, RequestError, 
 from titan_rl.types import GenerationRequest, PolicyVersion
 from titan_rl.weights.manifest import Publication
 
+_ASLEEP = "asleep: wake it up with a publication first"
+
 
 class LoopAction(StrEnum):
     """What one decision makes every rank do."""
@@ -40,21 +42,6 @@ class LoopAction(StrEnum):
     """Nothing to do: a heartbeat, so that no follower's collective times out."""
     CLOSE = "close"
     """Abort everything and end the loop."""
-
-
-class ServingState(StrEnum):
-    """Whether the generator answers requests, as its own loop sees it."""
-
-    RECOVERING = "recovering"
-    """The first state: no weights are verified yet; requests wait."""
-    SERVING = "serving"
-    """The served version is verified."""
-    STALE = "stale"
-    """The last pull failed: nothing is served and requests are refused until one succeeds."""
-    ASLEEP = "asleep"
-    """Requests are refused until `wake`."""
-    CLOSED = "closed"
-    """The last state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +73,10 @@ class DecisionMaker:
     def __init__(self, *, burst_steps: int = 1) -> None:
         self._burst_steps = burst_steps
         self._sequence = 0
-        self.state = ServingState.RECOVERING
-        self.reason = ""
-        """Why the state is STALE; empty otherwise."""
         self.version: PolicyVersion | None = None
-        """The verified version, also while asleep; None in RECOVERING and STALE."""
+        """The verified version that is served; None while nothing is."""
+        self._refusal = ""  # why requests are refused; empty: they are served, or wait for the first weights
+        self._asleep = False
         self._newest: PolicyVersion | None = None  # newest requested version; older pulls are refused
         self._waiting: dict[str, GenerationRequest] = {}
         self._admitted: set[str] = set()
@@ -98,11 +84,6 @@ class DecisionMaker:
         self._change: LoopAction | None = None  # PULL, SLEEP or WAKE that is requested and not decided yet
         self._publication: Publication | None = None  # for that change
         self._closing = False
-
-    @property
-    def waiting(self) -> int:
-        """Requests that are not admitted yet."""
-        return len(self._waiting)
 
     # What callers want.
 
@@ -115,10 +96,8 @@ class DecisionMaker:
             GeneratorFailed: closed.
         """
         self._refuse_when_closing()
-        if self.state is ServingState.STALE:
-            raise GeneratorNotServing(f"stale: {self.reason}")
-        if self.state is ServingState.ASLEEP or self._change is LoopAction.SLEEP:
-            raise GeneratorNotServing("asleep: wake it up with a publication first")
+        if self._refusal or self._change is LoopAction.SLEEP:
+            raise GeneratorNotServing(self._refusal or _ASLEEP)
         if request.request_id in self._waiting or request.request_id in self._admitted:
             raise RequestError(f"request id {request.request_id!r} is already in use by a live request")
         self._waiting[request.request_id] = request
@@ -149,8 +128,8 @@ class DecisionMaker:
         """
         self._refuse_when_closing()
         waking = self._change is LoopAction.WAKE
-        if self._change is LoopAction.SLEEP or (self.state is ServingState.ASLEEP and not waking):
-            raise GeneratorNotServing("asleep: wake it up with a publication first")
+        if self._change is LoopAction.SLEEP or (self._asleep and not waking):
+            raise GeneratorNotServing(_ASLEEP)
         self._ask(LoopAction.WAKE if waking else LoopAction.PULL_MODEL_STATE_DICT, publication)
 
     def sleep(self) -> None:
@@ -166,7 +145,7 @@ class DecisionMaker:
         self._change, self._publication = LoopAction.SLEEP, None
 
     def wake(self, publication: Publication) -> None:
-        """Ask to wake up with a publication. There is no other way out of ASLEEP.
+        """Ask to wake up with a publication. There is no other way out of sleep.
 
         Raises:
             GeneratorNotServing: it is just falling asleep.
@@ -189,7 +168,7 @@ class DecisionMaker:
             return LoopAction.CLOSE
         if self._change is not None:
             return self._change
-        if self.state is ServingState.SERVING and (engine_has_work or self._aborts or self._has_admissible()):
+        if self.version is not None and (engine_has_work or self._aborts or self._has_admissible()):
             return LoopAction.STEP
         return LoopAction.IDLE
 
@@ -212,11 +191,10 @@ class DecisionMaker:
                 decision = replace(decision, publication=self._publication)
                 self._change = self._publication = None
             case LoopAction.SLEEP:
-                self._change = None
-                self.state = ServingState.ASLEEP
+                self._change = self.version = None
+                self._refusal, self._asleep = _ASLEEP, True
             case LoopAction.CLOSE:
-                self._change = self._publication = None
-                self.state = ServingState.CLOSED
+                self._change = self._publication = self.version = None
             case LoopAction.IDLE:
                 pass
         return decision
@@ -225,15 +203,13 @@ class DecisionMaker:
 
     def verified(self, version: PolicyVersion) -> None:
         """A pull was loaded and verified: serve it."""
-        self.state = ServingState.SERVING
-        self.reason = ""
         self.version = version
+        self._refusal, self._asleep = "", False
 
     def failed(self, reason: str) -> None:
         """A pull failed: what the engine holds is unknown, so nothing is served."""
-        self.state = ServingState.STALE
-        self.reason = reason
         self.version = None
+        self._refusal, self._asleep = f"stale: {reason}", False
 
     def finished(self, request_id: str) -> None:
         """The engine is done with an admitted request, whatever the reason."""

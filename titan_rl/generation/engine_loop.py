@@ -18,29 +18,24 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, RequestError
-from titan_rl.generation.decisions import DecisionMaker, LoopAction, LoopDecision, ServingState
+from titan_rl.generation.decisions import DecisionMaker, LoopAction, LoopDecision
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.lockstep import DecisionChannel, Lockstep, Outcome, PullOutcome
-from titan_rl.generation.reports import PullReport
-from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
-from titan_rl.weights.manifest import Publication
+from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
+from titan_rl.weights.manifest import Publication, PullReport
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """The futures that wait for a pull or a sleep. The engine thread resolves each exactly once."""
+class _Call(NamedTuple):
+    """A pull, wake-up or sleep that waits for its outcome. The engine thread resolves the future exactly once."""
 
-    pulls: list[tuple[float, Future[PullReport]]] = field(default_factory=list)  # with the time of the call
-    sleeps: list[Future[int]] = field(default_factory=list)
-
-    def futures(self) -> list[Future[Any]]:
-        return [*(future for _, future in self.pulls), *self.sleeps]
+    sleeps: bool
+    asked_at: float
+    future: Future[Any]
 
 
 class EngineLoop:
@@ -88,12 +83,10 @@ class EngineLoop:
         self._inbox = DecisionMaker(burst_steps=burst_steps if world_size > 1 else 1)
         self._submitted_at: dict[str, float] = {}  # of waiting requests
         self._queued_for: dict[str, float] = {}  # of requests in the engine
-        self._waiting = _Waiting()  # for a change that is not decided yet
-        self._applying = _Waiting()  # for the decision that is being applied
+        self._waiting: list[_Call] = []  # for a change that is not decided yet
+        self._applying: list[_Call] = []  # for the decision that is being applied
         self._failure: BaseException | None = None
         self._engine: Engine | None = None
-        self.progress = (0, 0)
-        """Number of applied decisions, and the digest of these decisions and their results."""
         self._ready: Future[None] = _promise()
         self._ended: Future[None] = _promise()
         self._thread = threading.Thread(target=self._run, name=f"engine-loop-{rank}", daemon=True)
@@ -171,7 +164,7 @@ class EngineLoop:
         with self._changed:
             self._leading_engine()
             self._inbox.pull(publication)
-            return self._await_pull()
+            return self._wait()
 
     def sleep(self) -> Future[int]:
         """Stop serving and free memory. All requests in flight come back aborted with their tokens so far.
@@ -186,17 +179,14 @@ class EngineLoop:
         with self._changed:
             self._leading_engine()
             self._inbox.sleep()
-            future: Future[int] = _promise()
-            self._waiting.sleeps.append(future)
-            self._changed.notify()
-            return future
+            return self._wait(sleeps=True)
 
     def wake_up(self, publication: Publication) -> Future[PullReport]:
         """Allocate the memory again and serve a publication, with the same checks as `pull`."""
         with self._changed:
             self._leading_engine()
             self._inbox.wake(publication)
-            return self._await_pull()
+            return self._wait()
 
     def close(self) -> Future[None]:
         """End the loop on all ranks and free the engine. Requests in flight come back aborted.
@@ -209,16 +199,6 @@ class EngineLoop:
                 self._inbox.close()
                 self._changed.notify()
             return self._ended
-
-    @property
-    def state(self) -> ServingState:
-        """Of rank 0."""
-        return self._inbox.state
-
-    @property
-    def version(self) -> PolicyVersion | None:
-        """The verified version on rank 0, also while asleep; None before the first pull and after a failed one."""
-        return self._inbox.version
 
     # In the engine thread.
 
@@ -233,7 +213,6 @@ class EngineLoop:
             return
         with self._changed:
             self._engine = engine
-            self.progress = (lockstep.decisions, lockstep.digest)
         self._ready.set_result(None)
         try:
             if self._rank == 0:
@@ -256,7 +235,6 @@ class EngineLoop:
             self._channel.send(decision)
             decided_at = self._clock()
             outcome = lockstep.apply(decision)
-            self.progress = (lockstep.decisions, lockstep.digest)
             self._settle(decision, outcome, decided_at)
 
     def _follow(self, lockstep: Lockstep) -> None:
@@ -265,7 +243,6 @@ class EngineLoop:
             decision = self._channel.receive()
             action = decision.action
             lockstep.apply(decision)
-            self.progress = (lockstep.decisions, lockstep.digest)
 
     def _next_decision(self, engine: Engine, digest: int) -> LoopDecision:
         """Wait for work, at most for a heartbeat, and take the next decision and its waiting futures."""
@@ -278,15 +255,15 @@ class EngineLoop:
             now = self._clock()
             for request in decision.admit:
                 self._queued_for[request.request_id] = now - self._submitted_at.pop(request.request_id)
+            self._applying = []
             if decision.action not in (LoopAction.STEP, LoopAction.IDLE):
-                self._applying, self._waiting = self._waiting, _Waiting()
+                self._applying, self._waiting = self._waiting, []
             return decision
 
     def _settle(self, decision: LoopDecision, outcome: Outcome, decided_at: float) -> None:
         """Pass on the results of a decision: to the inbox, the callbacks and the waiting futures."""
         completions, pull = outcome.completions, outcome.pull
         with self._changed:
-            applied = self._applying if decision.action not in (LoopAction.STEP, LoopAction.IDLE) else _Waiting()
             if pull is not None and pull.error is not None:
                 self._inbox.failed(str(pull.error))
             elif pull is not None:
@@ -294,31 +271,29 @@ class EngineLoop:
             for completion in completions:
                 self._inbox.finished(completion.request_id)
                 completion.metrics["seconds_queued"] = self._queued_for.pop(completion.request_id)
-            if self._inbox.state is not ServingState.SERVING and decision.action is not LoopAction.IDLE:
+            if self._inbox.version is None and decision.action is not LoopAction.IDLE:
                 completions += [self._unstarted(request) for request in self._inbox.interrupt()]
         if outcome.pieces:
             self._on_pieces(outcome.pieces)
         if completions:
             self._on_completions(completions)
-        if decision.action is LoopAction.CLOSE:
-            for future in applied.futures():
+        for sleeps, asked_at, future in self._applying:
+            if decision.action is LoopAction.CLOSE:
                 future.set_exception(GeneratorFailed("the generator was closed"))
-            return
-        for sleeper in applied.sleeps:
-            sleeper.set_result(outcome.freed_bytes)
-        for asked_at, puller in applied.pulls:
-            if pull is None:
-                puller.set_exception(GeneratorNotServing("asleep"))
+            elif sleeps:
+                future.set_result(outcome.freed_bytes)
+            elif pull is None:
+                future.set_exception(GeneratorNotServing("asleep"))
             elif pull.error is not None:
-                puller.set_exception(pull.error)
+                future.set_exception(pull.error)
             else:
-                puller.set_result(_report(pull, seconds_waited=max(0.0, decided_at - asked_at)))
+                future.set_result(_report(pull, seconds_waited=max(0.0, decided_at - asked_at)))
 
     def _die(self, error: BaseException) -> None:
         """Fail all outstanding calls. Later calls fail by themselves."""
         with self._changed:
             self._failure = error
-        for future in [*self._applying.futures(), *self._waiting.futures(), self._ended]:
+        for future in [*(call.future for call in self._applying + self._waiting), self._ended]:
             if not future.done():
                 future.set_exception(self._failed())
 
@@ -340,11 +315,11 @@ class EngineLoop:
             raise GeneratorNotServing("the engine is not built yet")
         return self._engine
 
-    def _await_pull(self) -> Future[PullReport]:
-        future: Future[PullReport] = _promise()
-        self._waiting.pulls.append((self._clock(), future))
+    def _wait(self, *, sleeps: bool = False) -> Future[Any]:
+        call = _Call(sleeps, self._clock(), _promise())
+        self._waiting.append(call)
         self._changed.notify()
-        return future
+        return call.future
 
     def _unstarted(self, request: GenerationRequest) -> Completion:
         """An aborted completion of a request that no engine has seen."""

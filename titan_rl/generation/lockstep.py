@@ -179,11 +179,6 @@ class Lockstep:
         """Of everything up to the last applied decision and what came of it."""
         return self._digest.value
 
-    @property
-    def decisions(self) -> int:
-        """Applied so far."""
-        return self._decisions
-
     def apply(self, decision: LoopDecision) -> Outcome:
         """Apply a decision.
 

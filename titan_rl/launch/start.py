@@ -162,8 +162,8 @@ def _publish(config: RunConfig, model_path: Path) -> Publication:
     """Publish the checkpoint's weights in shared memory of this process."""
     import torch
 
-    from titan_rl.weights.checkpoint import publish_checkpoint
-    from titan_rl.weights.transports.shared_memory import SharedMemoryPublisher
+    from titan_rl.weights.publisher import publish_checkpoint
+    from titan_rl.weights.shared_memory import SharedMemoryPublisher
 
     publisher = SharedMemoryPublisher(channel="policy", owner_pid=os.getpid(), rank=0, group=None, max_live=1)
     dtype = getattr(torch, config.generator.dtype)

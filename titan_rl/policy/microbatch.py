@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_rl.data_plane.fetch import SampleSource, prefetched
 from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.data_plane.store import SampleSource, prefetched
 from titan_rl.errors import SampleError, SamplesLost, TrainingError
 from titan_rl.policy.packing import PackingPlan
 from titan_rl.types import TrainingSample

@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_rl.data_plane.fetch import SampleSource, SharedMemorySource
 from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.data_plane.store import SampleSource, SharedMemorySource
 from titan_rl.errors import ConfigError, TrainingError
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.losses import PolicyLoss, TrainedTokens, build_loss, kl_penalty

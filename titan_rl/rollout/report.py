@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from titan_rl.data_plane.refs import SampleRef
-from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
 from titan_rl.one_line import one_line
 from titan_rl.rollout.token_graph import TokenGraph
 from titan_rl.sandbox.wire import LONGEST_SHOWN, ExamplePrompt

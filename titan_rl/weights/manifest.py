@@ -1,8 +1,7 @@
-"""What a publication contains, and the shards it is made of. A publication is immutable: one version, one manifest,
-one place.
+"""Publications, the shards that they are made of, and how pulls of them went: plain data between processes.
 
-`fingerprint` of a tensor (see `weights.fingerprint`) is additive over its elements, and taken in the dtype that is
-served; shards of any layout therefore sum to the fingerprint of the whole.
+A publication is immutable: one version, one manifest, one place. The fingerprint of a tensor (see
+`weights.fingerprint`) is taken in the dtype that is served.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from titan_rl.errors import WeightsError
 from titan_rl.types import PolicyVersion
 
 if TYPE_CHECKING:
@@ -74,3 +74,42 @@ class Publication:
     manifest: Manifest
     location: str
     """For the transport to read: a path in shared memory, or another scheme's (`file:`, `rdma:`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullReport:
+    """A pull that ended with verified weights."""
+
+    version: PolicyVersion
+    """The version that is served now: the requested one, or a newer one that was requested before it was loaded."""
+    seconds_waited: float
+    """From the call to the decision: the running burst, and pulls before it."""
+    seconds_copied: float
+    """Reading, loading and dropping the old weights' KV."""
+    seconds_verifying: float
+    bytes: int
+    """Of the publication."""
+    requests_in_flight: int
+    """Requests that continue under the new weights with their tokens so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPull:
+    """How one pull went, over the whole fleet."""
+
+    version: PolicyVersion
+    reports: dict[str, PullReport]
+    """By generator that serves the version, or a newer one that overtook it."""
+    failures: dict[str, str]
+    """By generator that does not: why."""
+
+    def require_served(self) -> FleetPull:
+        """Return this pull if any generator serves the version.
+
+        Raises:
+            WeightsError: none does; names every generator and the reason.
+        """
+        if not self.reports:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.failures.items())
+            raise WeightsError(f"{self.version} is served by nobody: {reasons}")
+        return self

@@ -1,7 +1,5 @@
-"""Collective operations of a mesh's ranks on weights. A failure on one rank becomes an error on every rank.
-
-No rank waits in a collective for one that raised, and no rank continues with weights that another one refused.
-"""
+"""Collectives of a mesh's ranks on weights. A failure on one rank becomes an error on every rank, so no rank waits in a
+collective for one that raised."""
 
 from __future__ import annotations
 

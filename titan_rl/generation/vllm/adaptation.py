@@ -1,15 +1,19 @@
-"""Where vLLM's CPU backend must be adapted so that it starts beside other libraries and several engines share a host.
+"""Where vLLM's CPU backend must be adapted, so that it starts beside other libraries, several engines share a host, and
+new weights reach every linear layer.
 
-Applied explicitly, before an engine is built in this process; nothing happens on import. A test per adaptation
-fails when vLLM no longer needs it. Linear layers, which need most, have a module of their own: `linear`.
+Applied explicitly, before an engine is built in this process; importing this module changes nothing. A test per
+adaptation fails when vLLM no longer needs it.
 
-- **Search for kernels.** While it is built, the CPU worker looks through the globals of every imported module and
-  stumbles over objects of other libraries (llvmlite's, under numba) that are not as it expects. It finds all that it
-  looks for in vLLM's own modules.
-- **Progress bars.** vLLM makes some with tqdm, whose default lock is a semaphore in shared memory that a killed process
-  leaves there. Nothing here forks, so a lock between threads does.
-- **Names of shared memory.** All tensor-parallel groups on a host would open segments of one fixed name, so a
-  second generator, or what a crash left behind, breaks the start. A name per process makes vLLM use gloo instead.
+- **Search for kernels.** While the CPU worker is built, vLLM looks through the globals of every imported module and
+  fails at objects of other libraries (llvmlite's, under numba). All kernels that it looks for are in its own modules.
+- **Progress bars.** tqdm's default lock is a semaphore in shared memory, which a killed process leaves behind. Nothing
+  here forks, so a lock between threads is enough.
+- **Names of shared memory.** All tensor-parallel groups of a host would open segments of one fixed name, so a second
+  generator, or the segments of a crashed one, break the start. A name per process makes vLLM use gloo instead.
+- **Linear layers.** vLLM packs their weights after loading and drops the originals, so later weights would not reach
+  the packed copies (with tied embeddings without any error). Here the originals stay: "plain" computes `F.linear` on
+  the live weight; "packed" keeps vLLM's packed copies too and packs them again after every load; "deterministic" is
+  described in `deterministic`. Before an engine serves, `Linears.check` compares every copy with its live weight.
 """
 
 from __future__ import annotations
@@ -17,19 +21,36 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
+import torch
+from torch import Tensor
 from tqdm import tqdm
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
+from vllm.model_executor.layers import utils as vllm_linear
 from vllm.triton_utils import dispatcher as vllm_kernels
+
+from titan_rl.errors import WeightsError
+from titan_rl.generation.vllm import deterministic
+from titan_rl.importing import import_name
+
+LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""`(x [M, K], weight [N, K], bias [N] or None) -> [M, N]`."""
+
+DETERMINISTIC = "deterministic"
+"""Rows that do not depend on each other; the function depends on the layer."""
+PACKED = "packed"
+_FUNCTIONS = {"plain": "torch.nn.functional:linear"}
 
 _stock_rebind_kernels = vllm_kernels._rebind_kernels
 _stock_group_name = _CPUSHMDistributed.make_group_name
+_stock_dispatch = vllm_linear.dispatch_cpu_unquantized_gemm
 
 
 def adapt_kernel_search() -> None:
-    """Let vLLM look for its kernels in its own modules only."""
+    """Make vLLM search for its kernels in its own modules only."""
 
     def rebind_kernels(overrides: list[tuple[Any, Any]]) -> None:
         own_modules: Any = SimpleNamespace(modules=_vllm_modules())
@@ -43,17 +64,106 @@ def adapt_kernel_search() -> None:
 
 
 def adapt_progress_bars() -> None:
-    """Let tqdm lock among threads only."""
+    """Make tqdm use a lock between threads."""
     tqdm.set_lock(threading.RLock())
 
 
 def adapt_group_names() -> None:
-    """Give the shared memory of this process's groups a name of its own, which no other rank agrees to."""
+    """Name the shared memory of this process's groups after the process. The names of the ranks then differ, so vLLM
+    uses gloo instead."""
 
     def make_group_name(communicator: CpuCommunicator) -> str:
         return f"{_stock_group_name(communicator)}-{os.getpid()}"
 
     setattr(_CPUSHMDistributed, _stock_group_name.__name__, staticmethod(make_group_name))
+
+
+class Linears(Protocol):
+    """How the linear layers of the engines built since `adapt_linear` compute."""
+
+    def dispatch(self, layer: Any, remove_weight: bool) -> None:
+        """Set a layer up. Replaces vLLM's own function, which vLLM calls after the first load."""
+
+    def renew(self, model: torch.nn.Module) -> None:
+        """New weights were loaded."""
+
+    def check(self, model: torch.nn.Module) -> None:
+        """Verify that every layer computes with its live weight.
+
+        Raises:
+            WeightsError: names a layer that does not.
+        """
+
+
+def adapt_linear(name: str) -> Linears:
+    """Choose how linear layers of engines built from now on are computed on CPU.
+
+    Args:
+        name: `GeneratorConfig.linear`, or "deterministic".
+
+    Raises:
+        ConfigError: `name` cannot be imported.
+    """
+    linears: Linears
+    if name == PACKED:
+        linears = PackedCopies()
+    elif name == DETERMINISTIC:
+        linears = LiveWeights(deterministic.linear_of)
+    else:
+        function: LinearFunction = import_name(name, _FUNCTIONS)
+        linears = LiveWeights(lambda layer: function)
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        if layer.weight.ndim != 2:
+            _stock_dispatch(layer, remove_weight)  # a convolution or experts, not a linear layer
+        else:
+            linears.dispatch(layer, remove_weight)
+
+    vllm_linear.dispatch_cpu_unquantized_gemm = dispatch
+    return linears
+
+
+class LiveWeights:
+    """Layers whose function gets the live weight at every call."""
+
+    def __init__(self, function_of: Callable[[Any], LinearFunction]) -> None:
+        self._function_of = function_of
+
+    def dispatch(self, layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = self._function_of(layer)
+
+    def renew(self, model: torch.nn.Module) -> None:
+        """No copy of a weight exists."""
+
+    def check(self, model: torch.nn.Module) -> None:
+        for path, layer in _linear_layers(model):
+            if layer.cpu_linear is not self._function_of(layer):
+                raise WeightsError(f"{path} computes with a copy of its weight, which new weights would not reach")
+
+
+class PackedCopies:
+    """vLLM's packed copies, renewed with the weights: faster products for twice the memory."""
+
+    def dispatch(self, layer: Any, remove_weight: bool) -> None:
+        _stock_dispatch(layer, remove_weight=False)
+
+    def renew(self, model: torch.nn.Module) -> None:
+        for _, layer in _linear_layers(model):
+            self.dispatch(layer, remove_weight=False)
+
+    def check(self, model: torch.nn.Module) -> None:
+        for path, layer in _linear_layers(model):
+            weight = layer.weight
+            # The product with the unit matrix is exactly the weight: every sum has one term that is not zero.
+            unit = torch.eye(weight.shape[1], dtype=weight.dtype)
+            if not torch.equal(layer.cpu_linear(unit, weight, None), weight.t()):
+                raise WeightsError(f"{path} computes with a packed copy of other weights than its own")
+
+
+def _linear_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    for path, module in model.named_modules():
+        if hasattr(module, "cpu_linear") and module.weight.ndim == 2:
+            yield path, module
 
 
 def _vllm_modules() -> dict[str, ModuleType]:

@@ -1,13 +1,13 @@
 """One tensor-parallel rank of vLLM as an `Engine`.
 
-vLLM's LLMEngine is built and configured as usual; requests then go straight to its engine core, and what each step
-sampled is collected here: two list appends per token, arrays at the finish. LLMEngine's own output objects would
-cost more per token, and lose the tokens so far on abort unless they are built at every step.
+vLLM's LLMEngine is built and configured as usual. Requests go directly to its engine core, and this class collects the
+sampled tokens: two list appends per token, arrays at the end. LLMEngine's own output objects cost more per token, and
+an abort would lose the tokens so far unless they were built at every step.
 
-Every rank runs this with the same calls in the same order; vLLM's scheduler is deterministic, so the ranks stay in
-step without a word between them apart from the model's own collectives. Request ids are the caller's on all ranks.
+Every rank gets the same calls in the same order. vLLM's scheduler is deterministic, so the ranks stay in step without
+communication other than the model's own collectives. All ranks use the caller's request ids.
 
-Needs the environment of `environment.generator_environment`. Run on CPU; the arguments for CUDA were never run.
+Needs the environment of `config.generator_environment`. The arguments for CUDA were never run.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from vllm.inputs.engine import tokens_input
 from vllm.v1.engine import EngineCoreOutput
 
 from titan_rl.errors import GeneratorFailed
-from titan_rl.generation.config import GeneratorConfig, refuse_more_ranks
-from titan_rl.generation.engine import StepOutput, validate_request
-from titan_rl.generation.environment import check_environment
-from titan_rl.generation.vllm import adaptation, deterministic, linear, weights
+from titan_rl.generation.config import GeneratorConfig, check_environment, refuse_more_ranks
+from titan_rl.generation.engine import RunningRequest, StepOutput, validate_request
+from titan_rl.generation.vllm import adaptation, deterministic, weights
 from titan_rl.processes import RENDEZVOUS, join_world
 from titan_rl.types import NO_VERSION, Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import TensorShard
@@ -40,75 +39,11 @@ _SLEEP_LEVEL = 1
 """vLLM keeps the weights in host memory and discards the KV cache."""
 
 
-class _Running:
-    """What was sampled for one request so far."""
-
-    __slots__ = (
-        "request_id",
-        "prompt_length",
-        "stream_from",
-        "added_at",
-        "first_at",
-        "cached",
-        "tokens",
-        "logprobs",
-        "spans",
-        "handed_out",
-    )
-
-    def __init__(self, request: GenerationRequest, now: float) -> None:
-        self.request_id = request.request_id
-        self.prompt_length = len(request.prompt_token_ids)
-        self.stream_from = request.stream_from
-        self.added_at = now
-        self.first_at = 0.0
-        self.cached = 0
-        self.tokens: list[int] = []
-        self.logprobs: list[np.float32] = []
-        self.spans: list[tuple[int, int]] = []  # (encoded version, index of its first token)
-        self.handed_out = 0
-
-    def versions(self, start: int) -> np.ndarray:
-        """Of the tokens from `start` on; [T] int64."""
-        versions = np.empty(len(self.tokens) - start, dtype=np.int64)
-        for version, first in self.spans:
-            versions[max(first - start, 0) :] = version
-        return versions
-
-    def piece(self) -> Piece:
-        """What was not handed out yet."""
-        start, self.handed_out = self.handed_out, len(self.tokens)
-        return Piece(
-            request_id=self.request_id,
-            offset=self.stream_from + start,
-            token_ids=np.array(self.tokens[start:], dtype=np.int32),
-            logprobs=np.array(self.logprobs[start:], dtype=np.float32),
-            versions=self.versions(start),
-        )
-
-    def complete(self, reason: FinishReason, now: float) -> Completion:
-        metrics = {
-            "seconds_in_engine": now - self.added_at,
-            "prompt_tokens": float(self.prompt_length),
-            "cached_tokens": float(self.cached),
-        }
-        if self.tokens:
-            metrics["seconds_to_first_token"] = self.first_at - self.added_at
-        return Completion(
-            request_id=self.request_id,
-            token_ids=np.array(self.tokens, dtype=np.int32),
-            logprobs=np.array(self.logprobs, dtype=np.float32),
-            versions=self.versions(0),
-            finish_reason=reason,
-            metrics=metrics,
-        )
-
-
 def engine_arguments(config: GeneratorConfig, model_path: Path, device: str) -> dict[str, Any]:
-    """What EngineArgs are built from.
+    """Arguments of vLLM's `EngineArgs`.
 
-    CPU and CUDA differ in memory, compilation and chunking only. On CPU a chunked prompt would kill the engine,
-    because every request is seeded and the CPU's random generators have no offset. The CUDA side was never run.
+    CPU and CUDA differ in memory, compilation and chunking only. On CPU a chunked prompt kills the engine: every
+    request has a seed, and the CPU's random generators have no offset. The CUDA arguments were never run.
     """
     by_device: dict[str, dict[str, Any]] = {
         "cpu": {
@@ -132,7 +67,7 @@ def engine_arguments(config: GeneratorConfig, model_path: Path, device: str) -> 
         "block_size": config.block_size,
         "enable_prefix_caching": config.prefix_caching,
         "logprobs_mode": "processed_logprobs",
-        "async_scheduling": False,  # a step's tokens come back from that step: versions and lockstep rely on it
+        "async_scheduling": False,  # versions and lockstep need a step's tokens from that step
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -142,16 +77,15 @@ def engine_arguments(config: GeneratorConfig, model_path: Path, device: str) -> 
 
 
 class VllmEngine:
-    """See `engine.Engine`. Build and use it in one thread.
+    """An `Engine`. Build and use it in one thread.
 
     Args:
-        config: of the generator.
-        model_path: checkpoint directory in Hugging Face format; gives the architecture and the first weights.
+        model_path: checkpoint directory in Hugging Face format, for the architecture and the first weights.
         device: "cpu" or "cuda".
         clock: seconds, for metrics.
 
     Raises:
-        ConfigError: the process's environment is not that of a generator, `config.linear` names nothing, or
+        ConfigError: the process lacks a generator's environment variables, `config.linear` cannot be imported, or
             `config.deterministic` cannot be kept on this CPU.
     """
 
@@ -168,27 +102,27 @@ class VllmEngine:
         self._device = device
         self._clock = clock
         self._rank = int(os.environ["RANK"])
-        self._linears: linear.Linears | None = None  # on CPU
+        self._linears: adaptation.Linears | None = None  # on CPU
         if device == "cpu":
             if config.deterministic:
                 refuse_more_ranks(config.tensor_parallel)
-            products = linear.DETERMINISTIC if config.deterministic else config.linear
-            self._linears = linear.adapt_linear(products)
+            products = adaptation.DETERMINISTIC if config.deterministic else config.linear
+            self._linears = adaptation.adapt_linear(products)
             deterministic.adapt_attention(config.deterministic)
             adaptation.adapt_kernel_search()
             adaptation.adapt_group_names()
         adaptation.adapt_progress_bars()
         join_world("gloo" if device == "cpu" else "nccl")  # vLLM would listen on a port
         if config.tensor_parallel > 1:
-            # A rank that is killed leaves its socket; there it goes with the run.
+            # A killed rank leaves its socket behind. In this directory it is removed with the run.
             os.environ["VLLM_RPC_BASE_PATH"] = str(Path(os.environ[RENDEZVOUS]).parent)
         arguments = EngineArgs(**engine_arguments(config, Path(model_path), device))
         self._engine: LLMEngine | None = LLMEngine.from_engine_args(arguments)
         self._core = self._engine.engine_core
         self._tasks = self._engine.get_supported_tasks()
         self._vocab_size = self._engine.model_config.get_vocab_size()
-        self._running: dict[str, _Running] = {}
-        self._streaming: dict[str, _Running] = {}  # of those
+        self._running: dict[str, RunningRequest] = {}
+        self._streaming: dict[str, RunningRequest] = {}  # of those
         self._asleep = False
         self._core.set_weight_version(str(NO_VERSION))
         if config.deterministic and device == "cpu":
@@ -196,14 +130,14 @@ class VllmEngine:
 
     @property
     def llm_engine(self) -> LLMEngine:
-        """vLLM's own engine, for what this class does not do. Not for use while requests run here."""
+        """vLLM's own engine, for tests and benchmarks. Not for use while requests run here."""
         if self._engine is None:
             raise GeneratorFailed("the engine was closed")
         return self._engine
 
     @property
     def model(self) -> Any:
-        """What this rank's worker computes with."""
+        """The model of this rank's worker."""
         return self.llm_engine.model_executor.driver_worker.get_model()
 
     def validate(self, request: GenerationRequest) -> None:
@@ -231,12 +165,12 @@ class VllmEngine:
             request.request_id, tokens_input(request.prompt_token_ids.tolist()), params, self._tasks
         )
         if sampling.min_new_tokens and core_request.sampling_params is not None:
-            # vLLM would also keep back the model's own end of sequence, which stops nothing here.
+            # vLLM would also suppress the model's own end-of-sequence token, which stops nothing here.
             core_request.sampling_params.all_stop_token_ids.intersection_update(sampling.stop_token_ids)
-        # LLMEngine would add a random suffix here, a different one on every rank.
+        # LLMEngine would add a random suffix, a different one on every rank.
         core_request.external_req_id = request.request_id
         self._core.add_request(core_request)
-        running = self._running[request.request_id] = _Running(request, self._clock())
+        running = self._running[request.request_id] = RunningRequest(request, self._clock())
         if request.streams:
             self._streaming[request.request_id] = running
 
@@ -256,12 +190,9 @@ class VllmEngine:
             running = self._running[output.request_id]
             tokens = output.new_token_ids
             if tokens:
-                if not running.tokens:
-                    self._first_token(running, output, now)
-                if not running.spans or running.spans[-1][0] != version:
-                    running.spans.append((version, len(running.tokens)))
-                running.tokens += tokens
-                running.logprobs += _sampled_logprobs(output)
+                if not running.tokens and output.prefill_stats is not None:
+                    running.cached = output.prefill_stats.num_cached_tokens
+                running.add(tokens, _sampled_logprobs(output), version, now)
                 sampled += tokens
             if output.finish_reason is not None:
                 finished.append(self._finish(running, str(output.finish_reason), now))
@@ -283,7 +214,7 @@ class VllmEngine:
         self._core.set_weight_version(str(version.encode()))
 
     def served_shards(self) -> Iterator[TensorShard]:
-        # A generator: what goes wrong, goes wrong where all ranks hear of it, while they verify.
+        # A generator function: an error is raised during verification, where all ranks learn of it.
         if self._linears is not None:
             self._linears.check(self.model)
         yield from weights.served_shards(self.model, self._rank)
@@ -293,7 +224,7 @@ class VllmEngine:
             raise GeneratorFailed("vLLM did not drop its KV cache: tokens of old weights would be reused")
 
     def sleep(self) -> int:
-        """On CPU vLLM frees nothing, so it is not asked to. On CUDA: never run."""
+        """On CPU vLLM can free nothing. Never run on CUDA."""
         self.drop_cache()
         if self._device == "cpu" or self._asleep:
             return 0
@@ -308,20 +239,15 @@ class VllmEngine:
             self._asleep = False
 
     def close(self) -> None:
-        """Shuts vLLM down, and with it the process groups that it made."""
+        """Shut vLLM down, with the process groups that it made."""
         self._core.shutdown()
         self._engine = None
 
-    def _first_token(self, running: _Running, output: EngineCoreOutput, now: float) -> None:
-        running.first_at = now
-        if output.prefill_stats is not None:
-            running.cached = output.prefill_stats.num_cached_tokens
-
-    def _end(self, request_id: str) -> _Running:
+    def _end(self, request_id: str) -> RunningRequest:
         self._streaming.pop(request_id, None)
         return self._running.pop(request_id)
 
-    def _finish(self, running: _Running, reason: str, now: float) -> Completion:
+    def _finish(self, running: RunningRequest, reason: str, now: float) -> Completion:
         if reason not in _FINISH_REASONS:
             raise GeneratorFailed(f"vLLM ended request {running.request_id!r} with {reason!r}")
         self._end(running.request_id)

@@ -1,8 +1,8 @@
-"""The weights that a vLLM model computes with, by Hugging Face name: views, fused projections taken apart.
+"""The weights that a vLLM model computes with, under Hugging Face names: views, with fused projections split.
 
-Every parameter of the model is reported, or an error names it: a layer that is not understood must not go
-unverified. The logits projection is asked for at the model's own `lm_head`, whether it shares the embedding's memory
-or not, because that sharing is where a stale copy hides.
+Every parameter of the model is reported, or an error names it, so that no layer of unknown layout goes unverified. The
+logits projection is read from the model's own `lm_head` even where it shares the embedding's memory: with tied
+embeddings a stale copy would otherwise not be seen.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def served_shards(model: torch.nn.Module, tp_rank: int) -> Iterator[TensorShard]
     """This rank's shards of every weight of a vLLM language model.
 
     Args:
-        model: what the worker runs.
-        tp_rank: of this process.
+        model: of the worker.
+        tp_rank: tensor-parallel rank of this process.
 
     Raises:
-        WeightsError: a module holds parameters in a layout that is not known here.
+        WeightsError: a module holds parameters in an unknown layout.
     """
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     for path, module in model.named_modules(remove_duplicate=False):
@@ -81,12 +81,12 @@ def served_shards(model: torch.nn.Module, tp_rank: int) -> Iterator[TensorShard]
                 )
             else:
                 raise WeightsError(
-                    f"{path}.{name}: the layout of {kind.__name__} is not known, so it cannot be checked"
+                    f"{path}.{name}: the layout of {kind.__name__} is unknown, so its weights cannot be verified"
                 )
 
 
 def _rows(data: Tensor, name: str, parts: list[_Part]) -> Iterator[TensorShard]:
-    """Consecutive parts of a weight [rows, K] or bias [rows]; what is left over is padding."""
+    """Consecutive parts of a weight [rows, K] or bias [rows]; the rest is padding."""
     start = 0
     for part in parts:
         if part.rows:
@@ -103,12 +103,13 @@ def _rows(data: Tensor, name: str, parts: list[_Part]) -> Iterator[TensorShard]:
 def _vocabulary(path: str, module: VocabParallelEmbedding) -> _Part:
     indices = module.shard_indices
     if indices.num_added_elements:
-        raise WeightsError(f"{path}: added embeddings have no place in a checkpoint")
+        raise WeightsError(f"{path}: a checkpoint has no tensor for added embeddings")
     return _Part(path, indices.num_org_elements, module.org_vocab_size, indices.org_vocab_start_index)
 
 
 def _attention_heads(names: list[str], module: QKVParallelLinear) -> list[_Part]:
-    """Query heads are split over all ranks; key and value heads too, or several ranks hold the same one."""
+    """Query heads are split over all ranks. So are key and value heads, unless there are fewer than ranks: then several
+    ranks hold the same head, and one of them counts it."""
     query, key, value = names
     q_rows = module.num_heads * module.head_size
     k_rows = module.num_kv_heads * module.head_size

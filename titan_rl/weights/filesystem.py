@@ -28,8 +28,8 @@ from torch import Tensor
 from titan_rl.errors import WeightsError
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Publication, TensorEntry, TensorShard
-from titan_rl.weights.transports.publisher import ALIGNMENT, ChannelPublisher, Layout, Put, aligned, entry_view
-from titan_rl.weights.transports.segment_files import check_channel
+from titan_rl.weights.publisher import ALIGNMENT, ChannelPublisher, Layout, Put, aligned, entry_view
+from titan_rl.weights.segment_files import check_channel
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -134,7 +134,7 @@ class FilesystemReader:
     """A generator rank's end, or anybody's: views of a version's file, read when they are looked at."""
 
     def tensors(self, publication: Publication) -> Iterator[tuple[str, Tensor]]:
-        """See `transport.WeightReader`; what was read once stays good after the version is released."""
+        """See `WeightReader`; what was read once stays good after the version is released."""
         content = _content(publication)
         return ((entry.name, entry_view(content, entry)) for entry in publication.manifest.entries)
 

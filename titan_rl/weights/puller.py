@@ -1,16 +1,21 @@
-"""Decides whether an engine computes with exactly the weights of a publication.
+"""A generator rank's end of a publication: read it, and verify that the engine computes with it.
 
-Weights are served only after this check. It reads the memory that the engine's layers really use, after the load, so it
-finds a skipped tensor, a stale copy of a tied one, or a byte damaged on the way. All ranks come to the same result:
-either every rank returns the same number or every rank raises.
+A reader is chosen by where the publication is:
+
+    /dev/shm/…   shared memory of this host        file:/…   a directory        rdma:…   memory of other processes
+
+Weights are served only after `verify`. It reads the memory that the engine's layers use after the load, so it finds a
+skipped tensor, a stale copy of a tied one, or a byte damaged on the way. All ranks come to the same result: either
+every rank returns the same number or every rank raises.
 """
 
 from __future__ import annotations
 
+import contextvars
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -20,13 +25,85 @@ from titan_rl.weights.manifest import Manifest, Publication, TensorEntry, Tensor
 from titan_rl.weights.ranks import Ranks
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
 _NAMED = 6
-"""Problems told in full; an engine that missed everything would fill the log otherwise."""
+"""Problems that an error names; the rest is counted."""
 
 _Box = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Name, offset, shape."""
+
+
+class WeightReader(Protocol):
+    """Reads publications of any channel; one per generator rank and scheme."""
+
+    def tensors(self, publication: Publication) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole tensor of every entry; aliases are left out.
+
+        Never write to them. They are good until the publication is released or the next one of its channel is read.
+
+        Raises:
+            WeightsError: the publication is gone, or shorter than its manifest says.
+        """
+
+    def close(self) -> None:
+        """Let go of everything; tensors that somebody still holds keep their memory."""
+
+
+def scheme(publication: Publication) -> str:
+    """ "file", "rdma", or "" for a path in shared memory."""
+    before, colon, _ = publication.location.partition(":")
+    return before if colon and not before.startswith("/") else ""
+
+
+def make_reader(publication: Publication) -> WeightReader:
+    """A reader of publications of this one's scheme; for `rdma:` an actor's context must be current."""
+    match scheme(publication):
+        case "file":
+            from titan_rl.weights.filesystem import FilesystemReader
+
+            return FilesystemReader()
+        case "rdma":
+            from titan_rl.weights.rdma import RdmaReader
+
+            return RdmaReader()
+        case _:
+            from titan_rl.weights.shared_memory import SharedMemoryReader
+
+            return SharedMemoryReader()
+
+
+class WeightPuller:
+    """Reads publications of any transport, and verifies what was loaded from them.
+
+    Belongs to one thread. Make it where an actor's context is current, which `rdma:` publications need.
+    """
+
+    def __init__(self) -> None:
+        self._context = contextvars.copy_context()
+        self._readers: dict[str, WeightReader] = {}
+
+    def tensors(self, publication: Publication) -> Iterator[tuple[str, Tensor]]:
+        """What an engine must load to compute with this publication; see `WeightReader.tensors`."""
+        where = scheme(publication)
+        if where not in self._readers:
+            self._readers[where] = self._context.run(make_reader, publication)
+        return self._readers[where].tensors(publication)
+
+    def verify(self, publication: Publication, served: Iterable[TensorShard], group: ProcessGroup | None) -> int:
+        """See `verify`. Collective. After a refusal the next pull reads everything again."""
+        try:
+            return verify(publication, served, group)
+        except WeightsError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of everything that was read."""
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
 
 
 def verify(publication: Publication, served: Iterable[TensorShard], group: ProcessGroup | None) -> int:

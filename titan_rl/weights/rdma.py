@@ -29,7 +29,7 @@ from torch import Tensor
 from titan_rl.errors import WeightsError
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Publication, TensorEntry, TensorShard
-from titan_rl.weights.transports.publisher import ALIGNMENT, ChannelPublisher, Layout, Put, aligned, box_view
+from titan_rl.weights.publisher import ALIGNMENT, ChannelPublisher, Layout, Put, aligned, box_view
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -136,7 +136,7 @@ class RdmaReader:
         self._channels: dict[str, _Fetched] = {}
 
     def tensors(self, publication: Publication) -> Iterator[tuple[str, Tensor]]:
-        """See `transport.WeightReader`. Returns when everything is here; must not be called in an event loop."""
+        """See `WeightReader`. Returns when everything is here; must not be called in an event loop."""
         fetched = self._channels.get(publication.channel)
         if fetched is None or (fetched.location, fetched.version) != (publication.location, publication.version):
             self._channels.pop(publication.channel, None)  # its memory is written again

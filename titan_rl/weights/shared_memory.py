@@ -19,8 +19,8 @@ from torch import Tensor
 from titan_rl.errors import WeightsError
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Publication, TensorEntry, TensorShard
-from titan_rl.weights.transports.publisher import ALIGNMENT, ChannelPublisher, Layout, Put, box_view, entry_view
-from titan_rl.weights.transports.segment_files import DIRECTORY, segment_path
+from titan_rl.weights.publisher import ALIGNMENT, ChannelPublisher, Layout, Put, box_view, entry_view
+from titan_rl.weights.segment_files import DIRECTORY, segment_path
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -83,7 +83,7 @@ class SharedMemoryReader:
         self._mapped: dict[str, _Mapping] = {}
 
     def tensors(self, publication: Publication) -> Iterator[tuple[str, Tensor]]:
-        """See `transport.WeightReader`. Views of the publication itself; a recycled segment keeps its mapping.
+        """See `WeightReader`. Views of the publication itself; a recycled segment keeps its mapping.
 
         Raises:
             WeightsError: at once, if the publication is gone or shorter than its manifest says.

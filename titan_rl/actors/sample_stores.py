@@ -4,69 +4,82 @@
     reader ── withdraw ─────▶ store: the copy is gone
 
 The copy makes a fetch independent of what the store does meanwhile, and one operation of many samples. Nothing stays
-registered between two fetches. As everywhere, what arrived is verified in the reader's own memory.
-
-Monarch's transfers need an actor's context: a source takes the one that is current when it is made.
+registered between two fetches. The reader verifies the samples in its own memory.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import itertools
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from monarch.rdma import RDMABuffer
 
+from titan_rl.actors.connection import ConnectedActor, Connection, ServedMethod, served
 from titan_rl.data_plane.layout import decode
 from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.data_plane.store import SampleStore
 from titan_rl.errors import SampleError
 from titan_rl.types import TrainingSample
 
 FETCH_SECONDS = 120
 """Bound on fetching one micro-batch's samples from one store."""
 
-_tokens = itertools.count()
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-class Exposed:
-    """Bytes that others can read until `drop`. Make and drop it in an actor's context, away from its event loop."""
+class StoreKeeper(ConnectedActor):
+    """An actor with a sample store that processes on any host can read."""
 
-    def __init__(self, content: np.ndarray) -> None:
-        self._content = content  # [bytes] uint8; registered memory must live as long as its handle
-        self.token = next(_tokens)
-        self.handle = RDMABuffer(content.data)
+    def __init__(self, store: SampleStore) -> None:
+        self._store = store
+        self._exposed: dict[int, tuple[RDMABuffer, np.ndarray]] = {}  # registered memory must outlive its handle
+        self._tokens = itertools.count()
 
-    def drop(self) -> None:
-        self.handle.drop().get(timeout=FETCH_SECONDS)
+    @served
+    async def expose(self, ids: tuple[int, ...]) -> tuple[RDMABuffer, int]:
+        """Make stored samples readable from other hosts until `withdraw`.
 
+        Returns:
+            A handle on a buffer with the samples' encodings one after the other, and a token for `withdraw`.
+        """
 
-class ExposingStore(Protocol):
-    """A store on any host. Both methods block, for a bounded time, and raise when it is gone."""
+        def register() -> tuple[RDMABuffer, np.ndarray]:
+            content = self._store.read(ids)
+            return RDMABuffer(content.data), content
 
-    def expose(self, ids: tuple[int, ...]) -> tuple[RDMABuffer, int]:
-        """Make samples readable: a buffer of their encodings one after the other, and a token for `withdraw`."""
-        ...
+        token = next(self._tokens)
+        self._exposed[token] = await asyncio.to_thread(register)  # Monarch refuses it in an event loop
+        return self._exposed[token][0], token
 
-    def withdraw(self, token: int) -> None:
-        """The reader is through."""
-        ...
+    @served
+    async def withdraw(self, token: int) -> None:
+        """The reader is done with an exposed buffer."""
+        handle, _content = self._exposed.pop(token)
+        await asyncio.to_thread(lambda: handle.drop().get(timeout=FETCH_SECONDS))
 
 
 class RdmaSource:
-    """Reads stores wherever they are.
+    """A `SampleSource` that reads stores wherever they are.
+
+    Make it in an actor's event loop; its threads then call the stores through that loop, and Monarch's transfers need
+    that actor's context.
 
     Args:
-        stores: by name.
+        stores: handles of `StoreKeeper`s by the names of their stores.
     """
 
-    def __init__(self, stores: Mapping[str, ExposingStore]) -> None:
-        self._stores = dict(stores)
+    def __init__(self, stores: Mapping[str, Any]) -> None:
+        self._stores = {name: Connection(keeper, what=f"{{}} of store {name}") for name, keeper in stores.items()}
+        self._loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()
 
     def fetch(self, batch: SampleBatch) -> tuple[TrainingSample, ...]:
-        """See `fetch.SampleSource`. Must not be called in an event loop."""
+        """See `SampleSource`. Must not be called in an event loop."""
         if batch.is_local:
             return batch.samples
         positions: dict[str, list[int]] = {}
@@ -96,8 +109,16 @@ class RdmaSource:
         return [samples[ref.sample_id] for ref in batch.refs]
 
     def _read(self, store: str, ids: tuple[int, ...], content: np.ndarray) -> None:
-        buffer, token = self._stores[store].expose(ids)
+        buffer, token = self._call(store, StoreKeeper.expose, ids)
         try:
             buffer.read_into(content.data, timeout=FETCH_SECONDS).get(timeout=FETCH_SECONDS)
         finally:
-            self._stores[store].withdraw(token)
+            self._call(store, StoreKeeper.withdraw, token)
+
+    def _call(self, store: str, endpoint: ServedMethod[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the store's keeper from a thread; blocks for a bounded time."""
+
+        async def in_the_loop() -> T:
+            return await self._stores[store].call(FETCH_SECONDS, endpoint, *args, **kwargs)
+
+        return asyncio.run_coroutine_threadsafe(in_the_loop(), self._loop).result(FETCH_SECONDS)

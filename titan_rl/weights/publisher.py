@@ -13,17 +13,21 @@ What always holds:
 
 from __future__ import annotations
 
+import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from titan_rl.errors import WeightsError
 from titan_rl.types import PolicyVersion
+from titan_rl.weights.config import WeightsConfig
 from titan_rl.weights.fingerprint import BITS, check_box, shard_fingerprint, signed, unsigned
 from titan_rl.weights.manifest import Manifest, Publication, TensorEntry, TensorShard
 from titan_rl.weights.ranks import Ranks
@@ -40,6 +44,8 @@ were stored, good until the next call."""
 
 ALIGNMENT = 64
 """Bytes; what tensors in memory start at a multiple of (a cache line, and what vector loads like)."""
+
+_EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 _CHUNK_BYTES = 1 << 20
 """Written and fingerprinted at a time: small enough that the fingerprint finds the bytes still in the cache (it would
@@ -186,6 +192,54 @@ class ChannelPublisher(ABC):
         return sums
 
 
+def make_publisher(
+    config: WeightsConfig, *, channel: str, owner_pid: int, rank: int, group: ProcessGroup | None
+) -> ChannelPublisher:
+    """This rank's publisher of a channel; with `rdma` an actor's context must be current.
+
+    Args:
+        channel: names the policy among those that are published; a plain word.
+        owner_pid: process whose death makes files in shared memory rubbish.
+        rank: of this process in `group`.
+        group: the trainer's ranks; its backend must take CPU tensors. None: one rank.
+
+    Raises:
+        ConfigError: a channel that is no plain word.
+    """
+    common: dict[str, Any] = {"channel": channel, "rank": rank, "group": group, "max_live": config.max_live}
+    match config.transport:
+        case "shared_memory":
+            from titan_rl.weights.shared_memory import SharedMemoryPublisher
+
+            return SharedMemoryPublisher(owner_pid=owner_pid, **common)
+        case "filesystem":
+            from titan_rl.weights.filesystem import FilesystemPublisher
+
+            return FilesystemPublisher(directory=Path(config.directory), **common)
+        case "rdma":
+            from titan_rl.weights.rdma import RdmaPublisher
+
+            return RdmaPublisher(**common)
+
+
+def publish_checkpoint(directory: Path, publisher: ChannelPublisher, *, dtype: torch.dtype) -> Publication:
+    """Publish the weights of a Hugging Face directory as version v0.
+
+    Args:
+        publisher: of one rank.
+        dtype: what the engines compute with.
+
+    Raises:
+        WeightsError: there are no weights, or a file is damaged.
+    """
+    tied = bool(json.loads((directory / "config.json").read_text()).get("tie_word_embeddings", False))
+    shards = [each for each in _shards_of_files(directory) if not (tied and each.name == _LM_HEAD)]
+    if not shards:
+        raise WeightsError(f"{directory} has no weights (*.safetensors)")
+    aliases = ((_LM_HEAD, _EMBEDDING),) if tied else ()
+    return publisher.publish(PolicyVersion(0, 0), shards, dtype=dtype, aliases=aliases)
+
+
 def aligned(nbytes: int, alignment: int) -> int:
     """The next multiple of `alignment`."""
     return -(-nbytes // alignment) * alignment
@@ -264,3 +318,15 @@ def _write_shard(shard: TensorShard, put: Put) -> int:
     for row in range(0, len(source), rows):
         fingerprint += shard_fingerprint(put(row, source[row : row + rows]), shape, (offset[0] + row, *offset[1:]))
     return fingerprint
+
+
+def _shards_of_files(directory: Path) -> Iterator[TensorShard]:
+    for file in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(str(file), framework="pt") as tensors:
+                for name in tensors.keys():
+                    data = tensors.get_tensor(name)
+                    shape = tuple(data.shape)
+                    yield TensorShard(name=name, data=data, global_shape=shape, offset=(0,) * data.ndim)
+        except Exception as error:  # the library's own error type, or an OSError
+            raise WeightsError(f"{file} cannot be read: {error}") from error
