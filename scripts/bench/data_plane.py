@@ -34,7 +34,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _data_plane_throughput import measure_throughput
 from _table import print_report, print_table
 
 from titan_rl.config import RunConfig
@@ -49,6 +48,7 @@ from titan_rl.types import GroupRequest, Purpose, SamplingParams
 from titan_rl.weights.manifest import Publication
 
 prepare_controller()
+from _data_plane_throughput import measure_throughput  # noqa: E402
 from _message_bytes import ROUTER_COUNTS, RouterCounts, counted  # noqa: E402
 
 from titan_rl.controller.system import System  # noqa: E402
