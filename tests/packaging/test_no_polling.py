@@ -14,8 +14,8 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "titan_rl"
 
 EXCEPTIONS = {
-    "actors/generator.py:_leave": "a single wait before the exit, so that the cause reaches the callers",
-    "actors/requests.py:close": "gives the event loop one tick, which sends the abort",
+    "actors/generator.py:_report_and_exit": "a single wait before the exit, so that the cause reaches the callers",
+    "actors/requests.py:disconnect": "gives the event loop one tick, which sends the abort",
     "gateway/callers.py:idle": "waits for the rest of the idle time; only a new call repeats it",
 }
 """`file:function` → why it may."""
