@@ -65,6 +65,18 @@ def test_calls_behind_a_slow_one_go_to_another_worker_and_those_of_its_prompt_co
     assert list(taken.values()) == [other] and second.state is State.TRYING  # one call at a time
 
 
+def test_a_list_that_ends_before_a_call_of_it_was_begun_puts_the_call_back():
+    """The process hears that the call is slow between two calls: before it begins that call."""
+    schedule, jobs = scheduler(), [Job(0), Job(1)]
+    worker, (first, second) = first_worker(schedule, *jobs)
+    schedule.answered(worker, first)
+    assert not schedule.limit_passed(worker) and worker.jobs == {second: jobs[1]}
+    schedule.list_done(worker)
+    assert worker.state is State.WARY and worker.jobs == {}
+    ((given_to, numbered),), _ = schedule.plan()
+    assert given_to is worker and list(numbered.values()) == [jobs[1]]
+
+
 def test_no_more_than_the_most_processes_are_started_and_one_at_a_time():
     schedule = scheduler()
     worker, _ = first_worker(schedule, *(Job(n) for n in range(20)))
@@ -189,7 +201,7 @@ def test_every_call_is_answered_or_handed_back_whatever_happens(data):
         if event == "answer":
             for number in list(worker.jobs)[: data.draw(st.integers(1, 3))]:
                 left.discard(schedule.answered(worker, number))
-            if not worker.concurrent and not worker.jobs:
+            if not worker.concurrent and (not worker.jobs or data.draw(st.booleans())):
                 schedule.list_done(worker)
         elif schedule.limit(worker) is None or event == "die" or schedule.limit_passed(worker):
             alive.remove(worker)

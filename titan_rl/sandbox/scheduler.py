@@ -177,7 +177,10 @@ class Scheduler(Generic[J]):
         return job
 
     def list_done(self, worker: Worker[J]) -> None:
-        """The worker has answered its list, as far as it was not taken from it."""
+        """The worker is done with its list. Calls that it did not answer wait again: it may have heard that its current
+        call is slow before it began that call."""
+        self._put_back(list(worker.jobs.values()))
+        worker.jobs = {}
         if worker.state is not State.KILLED:
             worker.state = State.WARY if worker.state is State.STUCK else State.FREE
 
