@@ -18,6 +18,6 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
 
 
-def request_seed(run_seed: int, purpose: Purpose, group_id: int, sample: int, turn: int = 0, segment: int = 0) -> int:
-    """Seed of one request. `segment` counts the continuations of an interrupted completion."""
-    return derive_seed(run_seed, purpose.value, group_id, sample, turn, segment)
+def request_seed(run_seed: int, purpose: Purpose, group_id: int, sample: int, turn: int = 0) -> int:
+    """Seed of one request. An interrupted completion goes on with the same seed."""
+    return derive_seed(run_seed, purpose.value, group_id, sample, turn)

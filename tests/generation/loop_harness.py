@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from titan_rl.generation.decisions import LoopDecision
-from titan_rl.generation.engine import Engine, SimulatedEngine
+from titan_rl.generation.engine import Engine, SimulatedEngine, simulated_token
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.lockstep import DecisionChannel, Lockstep, SoloChannel
 from titan_rl.types import Completion, GenerationRequest, Piece, PolicyVersion, SamplingParams
@@ -47,6 +47,11 @@ def make_request(
         seed=seed,
         min_version=PolicyVersion(*min_version),
     )
+
+
+def simulated_tokens(seed: int, count: int, vocab_size: int) -> list[int]:
+    """What a simulated engine samples for `PROMPT`."""
+    return [simulated_token(seed, len(PROMPT) + index, vocab_size) for index in range(count)]
 
 
 def make_publication(step: int, *, incarnation: int = 0, location: str = "") -> Publication:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from loop_harness import make_request
+from loop_harness import make_request, simulated_tokens
 
 from titan_rl.errors import ConfigError, RequestError
 from titan_rl.generation.config import GeneratorConfig, check_environment, generator_environment
-from titan_rl.generation.engine import SimulatedEngine, simulated_engine, simulated_token, validate_request
+from titan_rl.generation.engine import SimulatedEngine, simulated_engine, validate_request
 from titan_rl.processes import RENDEZVOUS
 from titan_rl.types import FinishReason, GenerationRequest
 
@@ -108,7 +108,7 @@ def test_a_step_waits_as_long_as_its_batch_takes() -> None:
 
 
 def test_a_stop_token_and_a_short_answer_end_a_completion() -> None:
-    first_three = [simulated_token(9, position, VOCAB) for position in range(3)]
+    first_three = simulated_tokens(9, 3, VOCAB)
     engine = SimulatedEngine(vocab_size=VOCAB, completion_length=lambda request: 3)
     engine.add(make_request("short", new=8, seed=9))
     engine.add(make_request("cut", new=3, seed=9))

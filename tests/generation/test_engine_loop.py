@@ -9,11 +9,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from loop_harness import BOUND, VOCAB, Collector, Turnstile, make_loop, make_publication, make_ranks, make_request
+from loop_harness import (
+    BOUND,
+    VOCAB,
+    Collector,
+    Turnstile,
+    make_loop,
+    make_publication,
+    make_ranks,
+    make_request,
+    simulated_tokens,
+)
 
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, RequestError
 from titan_rl.generation.decisions import LoopAction, LoopDecision
-from titan_rl.generation.engine import Engine, SimulatedEngine, StepOutput, simulated_token
+from titan_rl.generation.engine import Engine, SimulatedEngine, StepOutput
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.lockstep import RunningDigest, SoloChannel
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
@@ -27,7 +37,7 @@ def test_requests_before_the_first_pull_wait_and_are_then_served(collector: Coll
     report = loop.pull(make_publication(4)).result(timeout=BOUND)
     assert (report.version, report.bytes) == (PolicyVersion(0, 4), 64)
     (completion,) = collector.wait_for("a")
-    assert completion.token_ids.tolist() == [simulated_token(5, position, VOCAB) for position in range(3)]
+    assert completion.token_ids.tolist() == simulated_tokens(5, 3, VOCAB)
     assert completion.versions.tolist() == [4, 4, 4]
     assert completion.finish_reason is FinishReason.LENGTH
     assert {"seconds_queued", "seconds_in_engine"} <= completion.metrics.keys()
@@ -104,7 +114,7 @@ def test_an_aborted_request_comes_back_with_the_tokens_it_has(
     turnstile.let_through(2)
     long, other = collector.wait_for("long", "other")
     assert long.finish_reason is FinishReason.ABORT
-    assert long.token_ids.tolist() == [simulated_token(3, position, VOCAB) for position in range(3)]
+    assert long.token_ids.tolist() == simulated_tokens(3, 3, VOCAB)
     assert len(long.logprobs) == len(long.versions) == 3
     assert other.finish_reason is FinishReason.LENGTH
 
@@ -266,7 +276,7 @@ def test_tokens_of_a_burst_of_arrivals_do_not_depend_on_the_batch(collector: Col
     names = [f"r{index}" for index in range(40)]
     loop.submit([make_request(name, new=1 + index % 7, seed=index) for index, name in enumerate(names)])
     for index, completion in enumerate(collector.wait_for(*names)):
-        expected = [simulated_token(index, position, VOCAB) for position in range(1 + index % 7)]
+        expected = simulated_tokens(index, 1 + index % 7, VOCAB)
         assert np.array_equal(completion.token_ids, expected)
     loop.close().result(timeout=BOUND)
 
@@ -297,9 +307,7 @@ def test_tokens_come_while_the_engine_samples_the_next(
         turnstile.let_through()
         turnstile.wait_for_step()
         pieces = collector.wait_for_pieces("s", count)
-        assert [piece.token_ids.tolist() for piece in pieces] == [
-            [simulated_token(3, position, VOCAB)] for position in range(count)
-        ]
+        assert [piece.token_ids.tolist() for piece in pieces] == [[each] for each in simulated_tokens(3, count, VOCAB)]
     assert not collector.completions
     turnstile.let_through()
     completion, _ = collector.wait_for("s", "whole")

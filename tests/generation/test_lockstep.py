@@ -7,11 +7,11 @@ import re
 
 import numpy as np
 import pytest
-from loop_harness import BOUND, Collector, Turnstile, make_publication, make_ranks, make_request
+from loop_harness import BOUND, Collector, Turnstile, make_publication, make_ranks, make_request, simulated_tokens
 
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, LockstepError, WeightsError
 from titan_rl.generation.decisions import LoopAction, LoopDecision
-from titan_rl.generation.engine import Engine, SimulatedEngine, StepOutput, simulated_token
+from titan_rl.generation.engine import Engine, SimulatedEngine, StepOutput
 from titan_rl.generation.lockstep import Lockstep, RunningDigest, SoloChannel
 from titan_rl.types import FinishReason, PolicyVersion
 from titan_rl.weights.manifest import Publication
@@ -43,10 +43,7 @@ def test_random_calls_leave_both_ranks_with_one_digest_and_answer_everything_onc
     completions = collectors[0].wait_for(*names)
     assert all(pull.result(timeout=BOUND).version.step <= version for pull in pulls)
     for completion in completions:
-        expected = [
-            simulated_token(len(completion.request_id), position, VOCAB)
-            for position in range(len(completion.token_ids))
-        ]
+        expected = simulated_tokens(len(completion.request_id), len(completion.token_ids), VOCAB)
         assert completion.token_ids.tolist() == expected
         assert np.all(np.diff(completion.versions) >= 0)
     leader.close().result(timeout=BOUND)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import vllm_deterministic_products
 from loop_harness import make_request
 
@@ -101,26 +103,29 @@ def preempted(engine: VllmEngine, todo: Iterable[GenerationRequest]) -> Answers:
     return answers(engine, todo, before_step=lambda step: engine.drop_cache() if step % 7 == 5 else None)
 
 
-def resumed(engine: VllmEngine, todo: Iterable[GenerationRequest]) -> tuple[Answers, Answers]:
-    """Greedy requests, whole and in two segments, the first of which is part of the second's prompt."""
-    greedy = [each for each in todo if each.sampling.temperature == 0.0]
-    whole = answers(engine, greedy)
-    engine.drop_cache()
-    first = answers(engine, [_segment(each, (), each.sampling.max_new_tokens // 2) for each in greedy])
+def resumed(engine: VllmEngine, todo: Iterable[GenerationRequest]) -> Answers:
+    """Each request in two parts, the first of which is part of the second's prompt. Without those whose penalty counts
+    completions only: it begins anew."""
+    rng = random.Random(2)
+    todo = {each.request_id: each for each in todo if not each.sampling.presence_penalty}
+    cuts = {name: rng.randrange(1, each.sampling.max_new_tokens) for name, each in todo.items()}
+    done = answers(engine, [_part(todo[name], (), cut) for name, cut in cuts.items()])
     rest = [
-        _segment(each, first[each.request_id][0], each.sampling.max_new_tokens - len(first[each.request_id][0]))
-        for each in greedy
+        _part(todo[name], tokens, todo[name].sampling.max_new_tokens - cuts[name])
+        for name, (tokens, _) in done.items()
+        if len(tokens) == cuts[name] and tokens[-1] not in todo[name].sampling.stop_token_ids
     ]
     engine.drop_cache()
-    second = answers(engine, rest)
-    return whole, {
-        name: (tokens + second[name][0], logprobs + second[name][1]) for name, (tokens, logprobs) in first.items()
-    }
+    for name, (tokens, logprobs) in answers(engine, rest).items():
+        done[name] = (done[name][0] + tokens, done[name][1] + logprobs)
+    return done
 
 
-def _segment(request: GenerationRequest, before: Sequence[int], new: int) -> GenerationRequest:
-    prompt = [*request.prompt_token_ids.tolist(), *before]
-    return make_request(request.request_id, prompt=prompt, new=new, temperature=0.0)
+def _part(request: GenerationRequest, before: Sequence[int], new: int) -> GenerationRequest:
+    prompt = np.array([*request.prompt_token_ids.tolist(), *before], np.int32)
+    least = min(max(0, request.sampling.min_new_tokens - len(before)), new)
+    sampling = dataclasses.replace(request.sampling, max_new_tokens=new, min_new_tokens=least)
+    return dataclasses.replace(request, prompt_token_ids=prompt, sampling=sampling)
 
 
 def in_all_orders(model: str, overrides: dict[str, Any], *, longest: int, count: int) -> dict[str, Answers]:
@@ -139,7 +144,7 @@ def in_all_orders(model: str, overrides: dict[str, Any], *, longest: int, count:
     engine.drop_cache()
     found["preempted"] = preempted(engine, todo)
     engine.drop_cache()
-    found["greedy, whole"], found["greedy, in two segments"] = resumed(engine, todo)
+    found["in two parts"] = resumed(engine, todo)
     engine.close()
     return found
 

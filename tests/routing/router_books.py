@@ -30,7 +30,6 @@ class Caller:
     seconds: float = 0.0  # of earlier attempts
     deaths: int = 0  # of generators under it
     segments: list[Completion] = field(default_factory=list)  # what the stitched completion must consist of
-    seeds: dict[int, int] = field(default_factory=dict)  # number of segments before → seed of the attempt
 
     @property
     def sampled(self) -> list[int]:

@@ -252,7 +252,7 @@ class RunningRequest:
 
 
 def simulated_token(seed: int, position: int, vocab_size: int) -> int:
-    """The token that a simulated request gets at `position` of its completion (splitmix64 of seed and position)."""
+    """The token that a simulated request gets at `position`, prompt included (splitmix64 of both)."""
     state = (seed + (position + 1) * _MIXER) & _MASK
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -347,7 +347,8 @@ class SimulatedEngine:
         sampled: list[int] = []
         finished: list[Completion] = []
         for request, length, running in batch:
-            token = simulated_token(request.seed, len(running.tokens), self._vocab_size)
+            position = len(request.prompt_token_ids) + len(running.tokens)
+            token = simulated_token(request.seed, position, self._vocab_size)
             running.add([token], [self._logprob], self._version, now)
             sampled.append(token)
             stopped = token in request.sampling.stop_token_ids

@@ -1,7 +1,9 @@
 """One request over several attempts: makes the next attempt, and stitches all attempts into one completion.
 
-The prompt of an attempt is the caller's prompt plus the tokens of earlier attempts; its budget is the rest. Tokens,
-logprobs and versions of all attempts are stitched into one completion under the caller's id.
+The prompt of an attempt is the caller's prompt plus the tokens of earlier attempts; its budget is the rest; its seed is
+the caller's. Noise depends on the seed and the position, so tokens that were lost are sampled again, and the rest is
+what it would have been. Tokens, logprobs and versions of all attempts are stitched into one completion under the
+caller's id.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from titan_rl.seeding import derive_seed
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
 
 ATTEMPT_MARK = "~"
@@ -75,14 +76,12 @@ def next_attempt(request: OpenRequest) -> GenerationRequest:
         return asked
     attempt = replace(asked, request_id=f"{asked.request_id}{ATTEMPT_MARK}{request.attempts}")
     if not request.segments:
-        return attempt  # with the same seed, so that the lost tokens are sampled again
+        return attempt
     sampled = np.concatenate([segment.token_ids for segment in request.segments])
     return replace(
         attempt,
         prompt_token_ids=np.concatenate([asked.prompt_token_ids, sampled]),
         sampling=replace(asked.sampling, max_new_tokens=asked.sampling.max_new_tokens - len(sampled)),
-        # A new attempt restarts the random numbers, so the same seed would repeat the first draws.
-        seed=derive_seed(asked.seed, "segment", len(request.segments)),
         stream_from=asked.stream_from + len(sampled) if asked.streams else asked.stream_from,
     )
 

@@ -30,6 +30,7 @@ from titan_rl.errors import GeneratorFailed
 from titan_rl.generation.config import GeneratorConfig, check_environment, refuse_more_ranks
 from titan_rl.generation.engine import RunningRequest, StepOutput, validate_request
 from titan_rl.generation.vllm import adaptation, deterministic, weights
+from titan_rl.generation.vllm.sampling import SeededSampling
 from titan_rl.processes import RENDEZVOUS, join_world
 from titan_rl.types import NO_VERSION, Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import TensorShard
@@ -42,8 +43,8 @@ _SLEEP_LEVEL = 1
 def engine_arguments(config: GeneratorConfig, model_path: Path, device: str) -> dict[str, Any]:
     """Arguments of vLLM's `EngineArgs`.
 
-    CPU and CUDA differ in memory, compilation and chunking only. On CPU a chunked prompt kills the engine: every
-    request has a seed, and the CPU's random generators have no offset. The CUDA arguments were never run.
+    CPU and CUDA differ in memory, compilation and chunking only. Chunked prompts were never tried on CPU. The CUDA
+    arguments were never run.
     """
     by_device: dict[str, dict[str, Any]] = {
         "cpu": {
@@ -125,6 +126,7 @@ class VllmEngine:
         self._streaming: dict[str, RunningRequest] = {}  # of those
         self._asleep = False
         self._core.set_weight_version(str(NO_VERSION))
+        self._sampling = SeededSampling(self._worker.model_runner)
         if config.deterministic and device == "cpu":
             deterministic.check_rows(self.model)
 
@@ -138,7 +140,11 @@ class VllmEngine:
     @property
     def model(self) -> Any:
         """The model of this rank's worker."""
-        return self.llm_engine.model_executor.driver_worker.get_model()
+        return self._worker.get_model()
+
+    @property
+    def _worker(self) -> Any:
+        return self.llm_engine.model_executor.driver_worker
 
     def validate(self, request: GenerationRequest) -> None:
         validate_request(request, max_model_len=self._config.max_model_len, vocab_size=self._vocab_size)
@@ -155,7 +161,6 @@ class VllmEngine:
             repetition_penalty=sampling.repetition_penalty,
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
-            seed=request.seed,
             logprobs=0,
             ignore_eos=True,
             detokenize=False,
@@ -169,6 +174,7 @@ class VllmEngine:
             core_request.sampling_params.all_stop_token_ids.intersection_update(sampling.stop_token_ids)
         # LLMEngine would add a random suffix, a different one on every rank.
         core_request.external_req_id = request.request_id
+        self._sampling.seeds[request.request_id] = request.seed
         self._core.add_request(core_request)
         running = self._running[request.request_id] = RunningRequest(request, self._clock())
         if request.streams:
@@ -245,6 +251,7 @@ class VllmEngine:
 
     def _end(self, request_id: str) -> RunningRequest:
         self._streaming.pop(request_id, None)
+        del self._sampling.seeds[request_id]
         return self._running.pop(request_id)
 
     def _finish(self, running: RunningRequest, reason: str, now: float) -> Completion:
