@@ -160,8 +160,11 @@ class RunConfig:
     seed: int = 0
     """Decides prompts, sampling and initial weights."""
     deterministic: bool = False
-    """Make the run a function of its config and seed, bit for bit: the same weights again from the same seed, and from
-    any `generator.count`, `generator.tensor_parallel` of 1 or 2, batch sizes, prefix caching and arrival times.
+    """Make the run a function of its config and seed, bit for bit, at any `loop.max_staleness`: the same weights again
+    from the same seed, and from any `generator.count`, `generator.tensor_parallel` of 1 or 2, batch sizes, prefix
+    caching, routing, delays and arrival times. An asynchronous run then samples each group from start to end by one
+    version and trains groups in order: `router.weight_sync` is "drain", `loop.window` 1, and more versions stay
+    published. Not reproducible: rollouts that user code lets run into a time-out (`rollout/stop_timeout`).
     `False`: logprobs differ in their last bits with the batch that a request happens to meet. Held by tests on CPU, in
     float32 and bfloat16; there sampling is 2–6 % slower in float32 (30 % where only one or two requests run at a time)
     and 16–37 % in bfloat16 (`scripts/bench/deterministic.py`), training is not. On CUDA it asks vLLM for its
@@ -180,6 +183,26 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+
+    def knobs(self) -> Knobs:
+        """How groups are scheduled. A deterministic run trains them in order, whatever `loop.window` says."""
+        loop = self.loop
+        return Knobs(
+            groups_per_step=loop.groups_per_step,
+            max_staleness=loop.max_staleness,
+            window=1 if self.deterministic else loop.window,
+            deterministic=self.deterministic,
+        )
+
+    def router_settings(self) -> RouterConfig:
+        """`router`, with what the whole run decides for it: an exact version cannot change under a completion."""
+        return replace(self.router, weight_sync="drain") if self.knobs().exact_versions else self.router
+
+    def weights_settings(self) -> WeightsConfig:
+        """`weights`, with what the whole run decides for it: room for every version that may be needed again, for the
+        one that is evaluated and for the next."""
+        needed = self.loop.max_staleness + 3 if self.knobs().exact_versions else 0
+        return replace(self.weights, max_live=max(self.weights.max_live, needed))
 
     def generator_settings(self) -> GeneratorConfig:
         """`generator`, with what the whole run decides for it."""

@@ -125,6 +125,8 @@ class GenerationRequest:
     """From `seeding.request_seed`; every request has one, so that the order of arrival decides nothing."""
     min_version: PolicyVersion = PolicyVersion(0, 0)
     """Served only by generators that hold at least this version."""
+    exact_version: PolicyVersion | None = None
+    """Served only by generators that hold exactly this version, from its first token to its last."""
     session_id: str | None = None
     """Names a conversation; stable over its turns (sticky routing)."""
     pinned_to: str | None = None
@@ -136,6 +138,10 @@ class GenerationRequest:
     @property
     def streams(self) -> bool:
         return self.stream_from >= 0
+
+    def allows(self, version: PolicyVersion) -> bool:
+        """Whether a generator that holds this version may serve it."""
+        return version == self.exact_version if self.exact_version is not None else version >= self.min_version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,6 +280,8 @@ class GroupRequest:
     samples: int
     sampling: SamplingParams
     min_version: PolicyVersion
+    exact_version: PolicyVersion | None = None
+    """The only version that may sample it; None: any from `min_version` on."""
     attempt: int = 0
     """How often the group was run before under the same id, because its samples were lost."""
     pinned_to: str | None = None

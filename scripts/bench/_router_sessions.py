@@ -40,7 +40,8 @@ from titan_rl.actors.router_client import RouterClient
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Assignment, Dispatcher
-from titan_rl.routing.fleet import Fleet, GeneratorState
+from titan_rl.routing.fleet import Fleet
+from titan_rl.routing.generator import GeneratorState
 from titan_rl.routing.strategies import build_strategy
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion, SamplingParams
 

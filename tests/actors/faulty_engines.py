@@ -69,7 +69,7 @@ lonely_engine = leading_engine
 
 
 def stray_engine(config: Any, model_path: Any, device: str) -> Any:
-    """vLLM; rank 1 draws one number too many from a request's generator, before its sixth step."""
+    """vLLM; rank 1 samples a request with another seed from its sixth step on."""
     from titan_rl.generation.vllm.engine import VllmEngine
 
     class StrayEngine(VllmEngine):
@@ -78,8 +78,8 @@ def stray_engine(config: Any, model_path: Any, device: str) -> Any:
         def step(self) -> StepOutput:
             self.steps += 1
             if os.environ["RANK"] == "1" and self.steps == 6:
-                states = self.llm_engine.model_executor.driver_worker.model_runner.requests
-                torch.rand(1, generator=next(iter(states.values())).generator)
+                seeds = self._sampling.seeds
+                seeds[next(iter(seeds))] += 1
             return super().step()
 
     return StrayEngine(config, model_path, device)

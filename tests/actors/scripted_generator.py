@@ -57,7 +57,7 @@ class ScriptedGenerator(RequestServer):
         self._answer([each for each in request_ids if each in self._live], FinishReason.ABORT, self._progress)
 
     @served
-    async def pull_model_state_dict(self, publication: Publication) -> PullReport:
+    async def pull_model_state_dict(self, publication: Publication, *, go_back: bool = False) -> PullReport:
         return await self._pull(publication)
 
     @served

@@ -45,7 +45,7 @@ async def test_what_does_not_drain_in_time_goes_on_elsewhere_from_its_own_tokens
         assert attempt.request_id != "slow"
         assert attempt.prompt_token_ids.tolist() == [0, 1, 2, 3, 4, 5, 6]
         assert attempt.sampling.max_new_tokens == 9 - 4
-        assert attempt.seed != 7
+        assert attempt.seed == 7
         await fleet.on(1, "finish", [attempt.request_id], 2)
         completion = await call
         assert completion.request_id == "slow"

@@ -7,7 +7,7 @@ from titan_rl.seeding import derive_seed, request_seed
 from titan_rl.types import Purpose
 
 small = st.integers(0, 50)
-places = st.tuples(small, st.sampled_from(list(Purpose)), small, small, small, small)
+places = st.tuples(small, st.sampled_from(list(Purpose)), small, small, small)
 
 
 @given(places, places)
@@ -29,4 +29,4 @@ def test_the_derivation_never_changes() -> None:
     assert request_seed(0, Purpose.TRAIN, 0, 0) == EXPECTED_FIRST_SEED
 
 
-EXPECTED_FIRST_SEED = 3343128901871876079
+EXPECTED_FIRST_SEED = 8133976053823688844

@@ -81,16 +81,15 @@ class HeldEngine(VllmEngine):
 
 
 class StrayEngine(HeldEngine):
-    """Draws one number too many from a request's generator, before its sixth step."""
+    """Samples a request with another seed from its sixth step on."""
 
     steps = 0
 
     def step(self) -> StepOutput:
         self.steps += 1
         if self.steps == 6:
-            states = self.llm_engine.model_executor.driver_worker.model_runner.requests
-            (state,) = states.values()
-            torch.rand(1, generator=state.generator)
+            (request_id,) = self._sampling.seeds
+            self._sampling.seeds[request_id] += 1
         return super().step()
 
 

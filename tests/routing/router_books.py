@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from titan_rl.routing.dispatcher import Assignment, Dispatcher, estimated_cost
-from titan_rl.routing.fleet import Fleet, GeneratorState, SyncMode
+from titan_rl.routing.fleet import Fleet, SyncMode
+from titan_rl.routing.generator import GeneratorState
 from titan_rl.routing.strategies import RoutingStrategy, StickySession
 from titan_rl.types import Completion, GenerationRequest, PolicyVersion
 

@@ -13,7 +13,7 @@ from routing_examples import completion
 
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, RequestLost, RequestTimeout, WeightsError
 from titan_rl.routing.dispatcher import Assignment
-from titan_rl.routing.fleet import GeneratorState
+from titan_rl.routing.generator import GeneratorState
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion
 
 NEVER = PolicyVersion(-1, 0)

@@ -7,7 +7,8 @@ import itertools
 import numpy as np
 
 from titan_rl.routing.dispatcher import Dispatcher
-from titan_rl.routing.fleet import Fleet, GeneratorState
+from titan_rl.routing.fleet import Fleet
+from titan_rl.routing.generator import GeneratorState
 from titan_rl.routing.strategies import RoutingStrategy
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion, SamplingParams
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from routing_examples import V0, V1, V2, comes_to_serve
 
 from titan_rl.errors import WeightsError
-from titan_rl.routing.fleet import Fleet, GeneratorState
+from titan_rl.routing.fleet import Fleet
+from titan_rl.routing.generator import GeneratorState
 from titan_rl.types import PolicyVersion
 
 RECOVERING, SERVING, SYNCING, PINNED, ASLEEP, STALE, DEAD = GeneratorState

@@ -12,7 +12,8 @@ from routing_examples import V0, V1, comes_to_serve, completion, request, servin
 from titan_rl.errors import ConfigError
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Assignment, Dispatcher
-from titan_rl.routing.fleet import Fleet, GeneratorState
+from titan_rl.routing.fleet import Fleet
+from titan_rl.routing.generator import GeneratorState
 from titan_rl.routing.strategies import StickySession, Wait, build_strategy
 from titan_rl.types import FinishReason
 

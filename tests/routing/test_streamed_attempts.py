@@ -112,7 +112,7 @@ def test_a_lost_attempt_goes_on_after_what_was_shown() -> None:
     second = resumed(dispatcher)
     assert second.prompt_token_ids.tolist() == [0, 1, 2, *sampled.token_ids[:4].tolist()]
     assert (second.stream_from, second.sampling.max_new_tokens) == (4, 5)
-    assert second.seed != first.seed
+    assert second.seed == first.seed
     whole = dispatcher.completed(second.request_id, completion(second, 2, FinishReason.STOP), 0.0)
     assert whole is not None and whole.token_ids[:4].tolist() == sampled.token_ids[:4].tolist()
     assert whole.metrics["attempts"] == 2

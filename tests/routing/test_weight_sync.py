@@ -10,7 +10,7 @@ from router_driver import RouterDriver
 from routing_examples import V0, V1, V2, V3, request
 
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, WeightsError
-from titan_rl.routing.fleet import GeneratorState
+from titan_rl.routing.generator import GeneratorState
 from titan_rl.routing.strategies import LeastLoaded
 from titan_rl.types import PolicyVersion
 
@@ -370,7 +370,9 @@ def test_requests_for_a_pin_that_ended_fail_instead_of_waiting() -> None:
     driver = router(2)
     assert driver.pin(V0) == "g0"
     driver.arrive([request("r0", pinned_to="g0")])
-    assert "pinned at v0, older than v1" in str(driver.dispatcher.refusal(request("r1", pinned_to="g0", at_least=V1)))
+    assert "pinned at v0, asked for is v1 or newer" in str(
+        driver.dispatcher.refusal(request("r1", pinned_to="g0", at_least=V1))
+    )
     driver.unpin("g0")
     assert "g0 is not pinned" in str(driver.dispatcher.refusal(request("r1", pinned_to="g0")))
     driver.drain_deadline("g0")

@@ -100,13 +100,16 @@ class Generator(RequestServer):
             self._running().abort(request_ids)
 
     @served
-    async def pull_model_state_dict(self, publication: Publication) -> PullReport:
+    async def pull_model_state_dict(self, publication: Publication, *, go_back: bool = False) -> PullReport:
         """Load these weights between two engine steps, verify them, serve them.
+
+        Args:
+            go_back: they may be older than those before: groups of an exact version are played again.
 
         Raises:
             WeightsError: the engine does not compute with what was published; it serves nothing now.
         """
-        report = await self._outcome(self._running().pull(publication))
+        report = await self._outcome(self._running().pull(publication, go_back=go_back))
         _log.info("serving %s: %s", report.version, report)
         return report
 

@@ -26,13 +26,11 @@ from titan_rl.actors.requests import RequestClient, RequestServer, is_gone
 from titan_rl.errors import ActorFailed, CallTimeout, GeneratorFailed, RequestError, TitanError, WeightsError
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Assignment, Dispatcher
-from titan_rl.routing.fleet import Fleet, GeneratorState, GeneratorStatus
+from titan_rl.routing.fleet import Fleet
+from titan_rl.routing.generator import GeneratorState, GeneratorStatus
 from titan_rl.routing.strategies import build_strategy
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import FleetPull, Publication, PullReport
-
-_OUT_OF_SERVICE = (GeneratorState.ASLEEP, GeneratorState.PINNED, GeneratorState.STALE, GeneratorState.DEAD)
-"""States that a generator may enter after a successful pull and in which it does not serve everybody."""
 
 _log = logging.getLogger(__name__)
 
@@ -48,8 +46,8 @@ class _Generator:
 
 
 class GeneratorRouter(RequestServer):
-    """Endpoints: `generate_many`, `abort`, `end_sessions`, `pull_model_state_dict`, `sleep`, `wake_up`, `pin`, `unpin`,
-    `fleet_status`, `generator_lost`, `close`."""
+    """Endpoints: `generate_many`, `abort`, `end_sessions`, `pull_model_state_dict`, `serve_beside`, `retire`, `sleep`,
+    `wake_up`, `pin`, `unpin`, `fleet_status`, `generator_lost`, `close`."""
 
     def __init__(self, config: RouterConfig, generators: dict[str, Any]) -> None:
         """
@@ -72,17 +70,16 @@ class GeneratorRouter(RequestServer):
         for name, rank0 in generators.items():
             self._add(name, rank0)
         self._timer: asyncio.TimerHandle | None = None
-        self._publication: Publication | None = None  # the newest requested one
+        self._publications: dict[PolicyVersion, Publication] = {}  # of the versions that are wanted
         self._changed = asyncio.Event()  # set at the next change of what `_until` may wait for
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: TitanError | None = None  # why the router accepts nothing any more
 
     def _add(self, name: str, rank0: Any) -> None:
         on_answers = functools.partial(self._or_end, self._on_answers, name)
+        client = RequestClient(rank0, name=name, on_answers=on_answers, on_pieces=self._on_pieces)
         self._fleet.add(name)
-        self._generators[name] = _Generator(
-            RequestClient(rank0, name=name, on_answers=on_answers, on_pieces=self._on_pieces)
-        )
+        self._generators[name] = _Generator(client)
 
     # Requests.
 
@@ -128,8 +125,7 @@ class GeneratorRouter(RequestServer):
             self._timer = asyncio.get_running_loop().call_at(at, self._or_end, self._on_timer)
         failures = self._dispatcher.failures()
         if self._fleet.all_dead:
-            reasons = "; ".join(f"{health.name}: {health.reason}" for health in self._fleet)
-            error = GeneratorFailed(f"every generator is dead ({reasons})")
+            error = GeneratorFailed(f"every generator is dead ({self._fleet.describe()})")
             failures += [(request_id, error) for request_id in self._dispatcher.drop_waiting()]
         self.answer([], failures)
 
@@ -193,18 +189,44 @@ class GeneratorRouter(RequestServer):
         Raises:
             WeightsError: the publication is older than one requested before.
         """
-        self._fleet.ask(publication.version)
-        self._publication = publication
-        await self._settle(publication.version)
+        version, fleet = publication.version, self._fleet
+        fleet.ask(version)
+        self._publications = {version: publication}
+        self._advance()
+        await self._until(lambda: fleet.settled(version))
         reports = {
-            name: generator.outcome
+            name: outcome
             for name, generator in self._generators.items()
-            if isinstance(generator.outcome, PullReport)
-            and generator.outcome.version >= publication.version
-            and self._fleet[name].state not in _OUT_OF_SERVICE
+            if isinstance(outcome := generator.outcome, PullReport)
+            and outcome.version >= version
+            and not fleet[name].is_out_of_service
         }
-        failures = {h.name: h.reason or f"it is {h.state}" for h in self._fleet if h.name not in reports}
-        return FleetPull(version=publication.version, reports=reports, failures=failures)
+        failures = {each.name: each.reason or f"it is {each.state}" for each in fleet if each.name not in reports}
+        return FleetPull(version=version, reports=reports, failures=failures)
+
+    @served
+    async def serve_beside(self, publication: Publication) -> None:
+        """Let some generator serve exactly this version until `retire`, beside the versions that are served already.
+        Returns when one does, or when the version is retired.
+
+        Raises:
+            WeightsError: no generator can; says why.
+        """
+        version, fleet = publication.version, self._fleet
+        fleet.ask_beside(version)
+        self._publications[version] = publication
+        self._advance()
+        await self._until(lambda: version not in fleet.wanted or fleet.is_served(version) or fleet.is_lost(version))
+        if version in fleet.wanted and not fleet.is_served(version):
+            raise WeightsError(f"{version} is served by nobody: {fleet.describe()}")
+
+    @served
+    async def retire(self, version: PolicyVersion) -> None:
+        """No request will ask for exactly this version any more."""
+        self._fleet.retire(version)
+        kept = (*self._fleet.wanted, self._fleet.target)
+        self._publications = {each: it for each, it in self._publications.items() if each in kept}
+        self._advance()
 
     @served
     async def sleep(self, name: str) -> int:
@@ -238,9 +260,10 @@ class GeneratorRouter(RequestServer):
 
     async def _back(self, name: str) -> PullReport:
         """Wait until a returning generator serves the newest publication."""
-        assert self._publication is not None
+        assert (newest := self._fleet.target) is not None
         self._generators[name].outcome = None
-        await self._settle(self._publication.version)
+        self._advance()
+        await self._until(lambda: self._fleet.settled(newest))
         outcome = self._generators[name].outcome
         if outcome is None:
             raise GeneratorFailed(f"{name} did not come back: {self._fleet[name].reason or self._fleet[name].state}")
@@ -248,31 +271,27 @@ class GeneratorRouter(RequestServer):
             raise outcome
         return outcome
 
-    async def _settle(self, version: PolicyVersion) -> None:
-        """Wait until no generator is on its way to `version`."""
-        self._advance()
-        await self._until(lambda: self._fleet.settled(version))
-
     async def _sync(self, name: str) -> None:
         """Change the weights of one generator: drain it, pull, let it serve again."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         generator = self._generators[name]
         drain, pull = self._config.drain_seconds, self._config.pull_seconds
-        late = loop.call_later(
-            drain + pull, self._or_end, self._is_late, name
-        )  # a stopped process never finishes its drain
+        # The drain counts too, because a stopped process never finishes it.
+        late = loop.call_later(drain + pull, self._or_end, self._is_late, name)
         try:
             if self._fleet.must_drain(name):
                 await self._drained(name, drain)
             late.cancel()
             late = loop.call_later(pull, self._or_end, self._is_late, name)
-            version = self._fleet.pulling(name)
-            publication = self._publication
-            assert publication is not None and publication.version == version
+            publication = self._publications[self._fleet.pulling(name)]
             waited = loop.time() - started
-            endpoint = Generator.wake_up if self._fleet[name].must_wake else Generator.pull_model_state_dict
-            report = await generator.client.connection.call(None, endpoint, publication)
+            call = generator.client.connection.call
+            if self._fleet[name].must_wake:
+                report = await call(None, Generator.wake_up, publication)
+            else:
+                back = self._fleet.goes_back(name)
+                report = await call(None, Generator.pull_model_state_dict, publication, go_back=back)
             self._fleet.verified(name, report.version)
             generator.outcome = replace(report, seconds_waited=waited + report.seconds_waited)
         except Exception as why:  # whatever fails here concerns this generator only
@@ -311,18 +330,10 @@ class GeneratorRouter(RequestServer):
     @served
     async def fleet_status(self) -> list[GeneratorStatus]:
         """Every generator as the router sees it."""
+        load, in_flight = self._dispatcher.load, self._dispatcher.in_flight
         return [
-            GeneratorStatus(
-                name=health.name,
-                state=health.state.value,
-                version=str(health.version) if health.version is not None else "none",
-                load=self._dispatcher.load(health.name),
-                in_flight=self._dispatcher.in_flight(health.name),
-                served=self._generators[health.name].served,
-                failed=self._generators[health.name].failed,
-                last_error=health.reason,
-            )
-            for health in self._fleet
+            self._fleet[name].status(load(name), in_flight(name), generator.served, generator.failed)
+            for name, generator in self._generators.items()
         ]
 
     @served

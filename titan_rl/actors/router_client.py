@@ -13,7 +13,7 @@ from titan_rl.actors.connection import ServedMethod
 from titan_rl.actors.requests import RequestClient
 from titan_rl.actors.router import GeneratorRouter
 from titan_rl.errors import GeneratorFailed, RequestError, TitanError
-from titan_rl.routing.fleet import GeneratorStatus
+from titan_rl.routing.generator import GeneratorStatus
 from titan_rl.types import Completion, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import FleetPull, Publication, PullReport
 
@@ -122,6 +122,18 @@ class RouterClient(RequestClient):
         """
         pull = await self._call(GeneratorRouter.pull_model_state_dict, publication)
         return pull.require_served()
+
+    async def serve_beside(self, publication: Publication) -> None:
+        """Let some generator serve exactly this version until `retire`, beside those that are served already.
+
+        Raises:
+            WeightsError: no generator can.
+        """
+        await self._call(GeneratorRouter.serve_beside, publication)
+
+    async def retire(self, version: PolicyVersion) -> None:
+        """No request will ask for exactly this version any more."""
+        await self._call(GeneratorRouter.retire, version)
 
     async def sleep(self, generator: str) -> int:
         """Take a generator out of service; returns the bytes it freed."""

@@ -15,19 +15,23 @@ for the buffer's state.
 - A run with nothing left to learn ends early: the present step becomes its last (`_stop_early`).
 
 At max_staleness 0 the next groups are admitted when the step's version is published. That is synchronous training. With
-a `deterministic` config it equals `scripts/minimal_loop.py` bit for bit.
+a `deterministic` config it equals `scripts/minimal_loop.py` bit for bit; above 0 each group is sampled by one version,
+which `scheduling.logical_time` chooses and `exact_versions` has served.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
+from titan_rl.controller.exact_versions import ExactVersions
 from titan_rl.controller.faults import check_stores_are_empty, release_samples
-from titan_rl.controller.publications import Publications
+from titan_rl.controller.publications import EVALUATED, SERVED, Publications
 from titan_rl.controller.records import RunSummary, StepRecords
 from titan_rl.controller.stages import evaluate, make_filter, warm_up
 from titan_rl.controller.system import System
@@ -49,10 +53,17 @@ T = TypeVar("T")
 MAX_ATTEMPTS = 4
 """If a group's samples are lost this many times, the run ends: the cause is not going to go away."""
 
-_SERVED = "the generators"
-_EVALUATED = "evaluation"
-
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lesson:
+    """What an ended group teaches."""
+
+    untrainable: Untrainable | None
+    """Why nothing; None: something."""
+    detail: str
+    solved: bool = False
 
 
 class TrainingLoop:
@@ -70,17 +81,19 @@ class TrainingLoop:
         self._system = system
         self._display = display
         self._metrics = metrics
-        self._buffer = GroupBuffer(
-            groups_per_step=loop.groups_per_step, max_staleness=loop.max_staleness, window=loop.window
-        )
+        self._buffer = GroupBuffer(**dataclasses.asdict(system.config.knobs()))
         self._filter = make_filter(loop.filter)
         self._streak = UntrainableStreak(groups_per_step=loop.groups_per_step, batches=loop.untrainable_batches)
-        self._publications = Publications(system.trainer, max_live=system.config.weights.max_live)
+        self._publications = Publications(system.trainer, max_live=system.config.weights_settings().max_live)
         self._schedule = Schedule(self._buffer, steps=loop.steps, every=system.config.evaluation.every)
         self._watchdog = Watchdog(seconds=loop.watchdog_seconds, clock=clock)
         self._records = StepRecords(self._buffer.knobs.bound, display=display, metrics=metrics, clock=clock)
         self._activity = Activities(display, self._records.phases, self._watchdog, clock=clock)
+        self._exact: ExactVersions | None = None
+        if self._buffer.knobs.exact_versions:
+            self._exact = ExactVersions(self._buffer, self._publications, system, activity=self._activity)
         self._reports: dict[int, GroupReport] = {}  # finished and not yet released, by group id
+        self._lessons: dict[int, _Lesson] = {}  # of groups that have ended and are not decided, by group id
         self._changed = asyncio.Event()
         self._leased: str | None = None  # the generator that is leased for the running evaluation
 
@@ -115,6 +128,10 @@ class TrainingLoop:
                 tasks.create_task(self._train())
                 tasks.create_task(self._publisher())
                 tasks.create_task(self._evaluator())
+                if self._exact:
+                    done = self._schedule.all_done
+                    tasks.create_task(self._exact.serve(self._until, done, tasks))
+                    tasks.create_task(self._exact.release(self._until, done))
         except BaseExceptionGroup as group:
             failures = group.exceptions
         except BaseException as error:
@@ -149,23 +166,29 @@ class TrainingLoop:
         """Consumes a started group. Waits for its report. Woken by the rollout workers. Produces a finished group, or
         one that is filtered or failed. On failure of the worker or all generators: the run."""
         with self._activity("rollout", group=group.group_id, attempt=group.attempt):
-            request = self._system.train_group(group.group_id, group.min_version, attempt=group.attempt)
+            request = self._system.train_group(
+                group.group_id, group.min_version, exact=self._exact is not None, attempt=group.attempt
+            )
             report = await self._system.rollouts.run_group(request)
         if not report.samples.trained_tokens:
             await self._release(report.samples)
             self._buffer.failed(group.group_id)
-            self._judge(report, Untrainable.FAILED if report.first_error else Untrainable.EMPTY, report.first_error)
+            lesson = _Lesson(Untrainable.FAILED if report.first_error else Untrainable.EMPTY, report.first_error)
             self._records.failed(report)
         elif refusal := self._filter(report):
             await self._release(report.samples)
             self._buffer.filtered(group.group_id)
-            self._judge(report, Untrainable.FILTERED, refusal)
+            lesson = _Lesson(Untrainable.FILTERED, refusal)
         else:
             self._reports[group.group_id] = report
             oldest = report.oldest_version
             self._buffer.finish(group.group_id, None if oldest is None else PolicyVersion.decode(oldest))
             rewards = f"all {len(report.rollouts)} rollouts got {next(iter(report.rewards), 0.0):g}"
-            self._judge(report, Untrainable.EQUAL_REWARDS if len(report.rewards) <= 1 else None, rewards)
+            lesson = _Lesson(Untrainable.EQUAL_REWARDS if len(report.rewards) <= 1 else None, rewards)
+        self._lessons[group.group_id] = dataclasses.replace(lesson, solved=report.solved)
+        while (decided := self._buffer.decide()) is not None:
+            self._judge(decided, self._lessons.pop(decided))
+            self._buffer.admit(self._schedule.admissible())
         self._notify()
 
     async def _train(self) -> None:
@@ -219,7 +242,9 @@ class TrainingLoop:
         second thread would save nothing: its 0.5–2 % of a step would come from the cores that the step computes with.
         """
         before = self._publications.newest
-        publication = await self._publications.publish(_SERVED, self._activity)
+        publication = await self._publications.publish(SERVED, self._activity)
+        if self._exact and before is not None:
+            return self._published(publication.version)
         leased = self._leased
         publication, pull = await self._publications.taken(publication, self._pull, on_refused=self._warn)
         version = publication.version
@@ -227,15 +252,23 @@ class TrainingLoop:
             self._display.mesh(name, pull.failures.get(name, f"sampling under {version}"))
             if name in pull.failures and name not in (leased, self._leased):
                 self._display.say(f"{name} does not serve {version}: {pull.failures[name]}")
-        if self._schedule.is_due(version):
-            self._publications.hold(version, _EVALUATED)
-            self._schedule.make_due(version)
         # Only after the pull: otherwise the first generator with the version would get all groups that wait for it.
+        self._published(version)
+        if before is not None:
+            await self._publications.release(before.version, SERVED)
+            self._notify()
+
+    def _published(self, version: PolicyVersion) -> None:
+        if self._schedule.is_due(version):
+            self._schedule.make_due(version)
+            self._keep_for_evaluation(version)
         self._buffer.published(version)
         self._notify()
-        if before is not None:
-            await self._publications.release(before.version, _SERVED)
-            self._notify()
+
+    def _keep_for_evaluation(self, version: PolicyVersion) -> None:
+        self._publications.hold(version, EVALUATED)
+        if self._exact:
+            self._schedule.release_fleet(version)  # it is served beside later ones
 
     async def _pull(self, publication: Publication) -> FleetPull:
         # The trainer may have finished one more step, and that news may not have arrived here yet.
@@ -258,7 +291,10 @@ class TrainingLoop:
             self._release_fleet(version)
         try:
             with self._activity("evaluate", version=version, on=self._leased or "all generators"):
-                self._records.evaluation(await evaluate(self._system, version, pinned_to=self._leased))
+                evaluation = await evaluate(
+                    self._system, version, exact=self._exact is not None, pinned_to=self._leased
+                )
+                self._records.evaluation(evaluation)
             await self._end_lease()
         except GeneratorFailed as error:
             if self._leased is None:
@@ -266,7 +302,7 @@ class TrainingLoop:
             self._leased = None
             self._warn(f"{version} is not evaluated, the generator that was leased for it is lost: {error}")
         self._release_fleet(version)
-        await self._publications.release(version, _EVALUATED)
+        await self._publications.release(version, EVALUATED)
 
     async def _end_lease(self) -> None:
         if (leased := self._leased) is None:
@@ -293,13 +329,15 @@ class TrainingLoop:
     async def _release(self, samples: SampleBatch) -> list[HeldReport]:
         return await self._system.rollouts.release(samples)
 
-    def _judge(self, report: GroupReport, untrainable: Untrainable | None, detail: str) -> None:
-        """Count a finished group: one that teaches nothing, with the reason, or (None) one that teaches something."""
+    def _judge(self, group_id: int, lesson: _Lesson) -> None:
+        """Count a group that has ended."""
         if self.summary.stopped_early:
             return
-        if untrainable is None:
+        if lesson.untrainable is None:
             self._streak.trainable()
-        elif self._streak.untrainable(report.group_id, Untrainable.SOLVED if report.solved else untrainable, detail):
+        elif self._streak.untrainable(
+            group_id, Untrainable.SOLVED if lesson.solved else lesson.untrainable, lesson.detail
+        ):
             self._stop_early()
 
     def _stop_early(self) -> None:
@@ -308,7 +346,7 @@ class TrainingLoop:
         newest = self._publications.newest
         served = newest.version if newest is not None and newest.version == self._buffer.published_version else None
         if self._schedule.stop_early(served) and served is not None:
-            self._publications.hold(served, _EVALUATED)
+            self._keep_for_evaluation(served)
         self.summary.stopped_early = (
             f"nothing is left to learn after step {self._schedule.last}: {self._streak.describe()}"
         )
@@ -346,7 +384,7 @@ class TrainingLoop:
     @property
     def _leases_generators(self) -> bool:
         """Whether generation continues during an evaluation, so that leasing a generator for it pays off."""
-        return self._buffer.knobs.max_staleness > 0 and len(self._system.generators) > 1
+        return self._buffer.knobs.max_staleness > 0 and len(self._system.generators) > 1 and self._exact is None
 
     def _release_fleet(self, version: PolicyVersion) -> None:
         """The evaluation of `version` does not need the fleet any more; one of a later version may."""

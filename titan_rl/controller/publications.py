@@ -19,6 +19,9 @@ from titan_rl.weights.manifest import Publication
 
 T = TypeVar("T")
 
+SERVED, EVALUATED = "the generators", "evaluation"
+"""Holders of publications."""
+
 FRESH_PUBLICATIONS = 2
 """How often the trainer publishes again after no generator could load a publication. If that does not help, the cause
 is not going to go away, and the run ends."""
@@ -33,6 +36,13 @@ class Publications:
         self._live: dict[PolicyVersion, Publication] = {}
         self._holders: dict[PolicyVersion, set[str]] = {}
         self._freed = asyncio.Event()
+
+    def __getitem__(self, version: PolicyVersion) -> Publication:
+        """A live one."""
+        return self._live[version]
+
+    def held_by(self, holder: str) -> list[PolicyVersion]:
+        return [version for version, holders in self._holders.items() if holder in holders]
 
     @property
     def newest(self) -> Publication | None:

@@ -131,11 +131,14 @@ class Evaluation:
     first_error: str = ""
 
 
-async def evaluate(system: System, version: PolicyVersion, *, pinned_to: str | None = None) -> Evaluation:
+async def evaluate(
+    system: System, version: PolicyVersion, *, exact: bool = False, pinned_to: str | None = None
+) -> Evaluation:
     """Play the held-out prompts greedily under `version`.
 
     Args:
         version: served until the evaluation is over, by every generator or, if set, by `pinned_to`.
+        exact: other generators serve other versions meanwhile.
         pinned_to: a generator that is leased for this evaluation.
 
     Raises:
@@ -143,18 +146,19 @@ async def evaluate(system: System, version: PolicyVersion, *, pinned_to: str | N
     """
     if not system.rollouts.held_out:
         raise TaskError(f"the environment {system.config.environment.name} gave no held-out prompts to evaluate on")
-    groups = [system.held_out_group(prompt, version, pinned_to=pinned_to) for prompt in range(system.rollouts.held_out)]
+    prompts = range(system.rollouts.held_out)
+    groups = [system.held_out_group(prompt, version, exact=exact, pinned_to=pinned_to) for prompt in prompts]
     reports = await system.rollouts.run_groups(groups)
     rollouts = [rollout for report in reports for rollout in report.rollouts]
     errors = [rollout.error for rollout in rollouts if rollout.error]
     graded = [rollout for rollout in rollouts if not rollout.error]
     if not graded:
         raise TaskError(f"all {len(rollouts)} held-out rollouts failed; the first: {errors[0]}")
-    exact = [rollout.exact_match for rollout in graded]
+    matches = [rollout.exact_match for rollout in graded]
     return Evaluation(
         version=version,
         prompts=len(graded),
-        exact_match=sum(exact) / len(exact),
+        exact_match=sum(matches) / len(matches),
         reward=sum(rollout.reward for rollout in graded) / len(graded),
         transcripts=_transcripts(graded),
         failed=len(errors),

@@ -30,18 +30,24 @@ class System:
     pids: dict[str, list[int]] = field(default_factory=dict)
     """Process ids by mesh."""
 
-    def train_group(self, prompt: int, version: PolicyVersion, *, attempt: int = 0) -> GroupRequest:
-        """A training group of this run's config for one prompt of the stream."""
+    def train_group(
+        self, prompt: int, version: PolicyVersion, *, exact: bool = False, attempt: int = 0
+    ) -> GroupRequest:
+        """A training group of this run's config for one prompt of the stream, sampled by `version` or (not `exact`) a
+        newer one."""
         return GroupRequest(
             group_id=prompt,
             purpose=Purpose.TRAIN,
             samples=self.config.rollout.samples_per_group,
             sampling=self._sampling(self.config.rollout.sampling.temperature),
             min_version=version,
+            exact_version=version if exact else None,
             attempt=attempt,
         )
 
-    def held_out_group(self, prompt: int, version: PolicyVersion, *, pinned_to: str | None = None) -> GroupRequest:
+    def held_out_group(
+        self, prompt: int, version: PolicyVersion, *, exact: bool = False, pinned_to: str | None = None
+    ) -> GroupRequest:
         """One greedy rollout of one held-out prompt."""
         return GroupRequest(
             group_id=prompt,
@@ -49,6 +55,7 @@ class System:
             samples=1,
             sampling=self._sampling(0.0),
             min_version=version,
+            exact_version=version if exact else None,
             pinned_to=pinned_to,
         )
 

@@ -30,7 +30,7 @@ from titan_rl.gateway.config import GatewayConfig, listen
 from titan_rl.gateway.openai_routes import error_object, routes
 from titan_rl.gateway.responses import ApiError, JsonResponse, api_error
 from titan_rl.gateway.sampling import GatewayMetrics, Sampler
-from titan_rl.routing.fleet import GeneratorState
+from titan_rl.routing.generator import GeneratorState
 
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 BACKLOG = 2048

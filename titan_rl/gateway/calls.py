@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from titan_rl.chat.renderer import Renderer
 from titan_rl.errors import RequestTooLong, TaskError
-from titan_rl.routing.fleet import GeneratorStatus
+from titan_rl.routing.generator import GeneratorStatus
 from titan_rl.types import Completion, GenerationRequest, Message, Piece, SamplingParams, ToolSpec
 
 SHORT_TEXT = 1 << 16

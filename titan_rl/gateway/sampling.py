@@ -24,7 +24,7 @@ from titan_rl.gateway.callers import Caller
 from titan_rl.gateway.calls import Call, Choice, Delta, Fleet, ServedPolicy
 from titan_rl.gateway.choices import ChoiceReader
 from titan_rl.gateway.responses import ApiError
-from titan_rl.routing.fleet import GeneratorStatus
+from titan_rl.routing.generator import GeneratorStatus
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
 
 T = TypeVar("T")

@@ -77,12 +77,12 @@ class DecisionMaker:
         """The verified version that is served; None while nothing is."""
         self._refusal = ""  # why requests are refused; empty: they are served, or wait for the first weights
         self._asleep = False
-        self._newest: PolicyVersion | None = None  # newest requested version; older pulls are refused
         self._waiting: dict[str, GenerationRequest] = {}
         self._admitted: set[str] = set()
         self._aborts: dict[str, None] = {}  # an ordered set
         self._change: LoopAction | None = None  # PULL, SLEEP or WAKE that is requested and not decided yet
         self._publication: Publication | None = None  # for that change
+        self._newest: PolicyVersion | None = None  # the last requested version
         self._closing = False
 
     # What callers want.
@@ -118,8 +118,11 @@ class DecisionMaker:
             self._aborts[request_id] = None
         return request
 
-    def pull(self, publication: Publication) -> None:
+    def pull(self, publication: Publication, *, go_back: bool = False) -> None:
         """Ask for a publication; of several that wait, only the last is loaded.
+
+        Args:
+            go_back: it may be older than those before.
 
         Raises:
             WeightsError: older than a version requested before.
@@ -130,7 +133,7 @@ class DecisionMaker:
         waking = self._change is LoopAction.WAKE
         if self._change is LoopAction.SLEEP or (self._asleep and not waking):
             raise GeneratorNotServing(_ASLEEP)
-        self._ask(LoopAction.WAKE if waking else LoopAction.PULL_MODEL_STATE_DICT, publication)
+        self._ask(LoopAction.WAKE if waking else LoopAction.PULL_MODEL_STATE_DICT, publication, go_back=go_back)
 
     def sleep(self) -> None:
         """Ask to sleep. A pull that waits is dropped.
@@ -226,19 +229,19 @@ class DecisionMaker:
         if self._closing:
             raise GeneratorFailed("the generator was closed")
 
-    def _ask(self, change: LoopAction, publication: Publication) -> None:
-        if self._newest is not None and publication.version < self._newest:
+    def _ask(self, change: LoopAction, publication: Publication, *, go_back: bool = False) -> None:
+        if self._newest is not None and publication.version < self._newest and not go_back:
             raise WeightsError(f"{publication.version} is older than {self._newest}, which was asked for before")
         self._change, self._publication, self._newest = change, publication, publication.version
 
     def _is_admissible(self, request: GenerationRequest) -> bool:
-        return self.version is not None and request.min_version <= self.version
+        return self.version is not None and request.allows(self.version)
 
     def _has_admissible(self) -> bool:
         return any(self._is_admissible(request) for request in self._waiting.values())
 
     def _take_admissible(self) -> tuple[GenerationRequest, ...]:
-        """Take requests whose `min_version` is served; the others wait for a pull."""
+        """Take requests that allow the served version; the others wait for a pull."""
         admit = tuple(request for request in self._waiting.values() if self._is_admissible(request))
         for request in admit:
             del self._waiting[request.request_id]

@@ -149,7 +149,7 @@ class EngineLoop:
         if completions:
             self._on_completions(completions)
 
-    def pull(self, publication: Publication) -> Future[PullReport]:
+    def pull(self, publication: Publication, *, go_back: bool = False) -> Future[PullReport]:
         """Load, verify and serve a publication between two decisions; requests in flight go on under it.
 
         Of several pulls that wait only the last is loaded, and all their futures resolve with it. The future
@@ -157,13 +157,13 @@ class EngineLoop:
         far, and requests are refused until a pull succeeds.
 
         Raises:
-            WeightsError: older than a version requested before.
+            WeightsError: older than a version requested before, without `go_back`.
             GeneratorNotServing: asleep.
             GeneratorFailed: crashed or closed, with the cause.
         """
         with self._changed:
             self._leading_engine()
-            self._inbox.pull(publication)
+            self._inbox.pull(publication, go_back=go_back)
             return self._wait()
 
     def sleep(self) -> Future[int]:

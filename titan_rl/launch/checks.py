@@ -175,12 +175,12 @@ def _shape(config: RunConfig, host: HostFacts, shape: Qwen3Shape) -> Iterator[Pr
 
 def _shared_memory(config: RunConfig, host: HostFacts, shape: Qwen3Shape, *, serving: bool) -> Iterator[Problem]:
     """Whether /dev/shm has room for publications and samples."""
-    weights, rollout = config.weights, config.rollout
+    weights, rollout = config.weights_settings(), config.rollout
     one = sum(map(math.prod, shape.tensor_shapes().values())) * _ITEM_BYTES[config.generator.dtype]
     live = 1 if serving else weights.max_live if weights.transport == "shared_memory" else 0
     most = 0  # bytes of samples
     if not serving:
-        in_flight = config.loop.knobs().slots * rollout.samples_per_group
+        in_flight = config.knobs().slots * rollout.samples_per_group
         most = in_flight * encoded_size(config.generator.max_model_len)
         most = min(most, rollout.workers * config.data_plane.store_mib * MIB)
     for samples, verb, severity in ((0, "needs", Severity.ABSENT), (most, "may need", Severity.WARNING)):

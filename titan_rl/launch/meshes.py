@@ -123,7 +123,7 @@ class Meshes:
                     actor=PolicyTrainer,
                     arguments=lambda: {
                         "config": config.trainer_settings(),
-                        "weights": config.weights,
+                        "weights": config.weights_settings(),
                         "model_path": model_path,
                         "served_dtype": config.generator.dtype,
                         "temperature": config.rollout.sampling.temperature,
@@ -157,7 +157,7 @@ class Meshes:
                     plan=plan,
                     actor=GeneratorRouter,
                     arguments=lambda: {
-                        "config": config.router,
+                        "config": config.router_settings(),
                         "generators": {name: generator.rank0 for name, generator in self.generators.items()},
                     },
                     client=lambda actor: RouterClient(actor.slice(ranks=0), seconds=step_seconds),

@@ -274,6 +274,7 @@ class _Simulation:
 
     def _ready(self, group_id: int) -> None:
         self._buffer.finish(group_id, self._playing[group_id].oldest)
+        self._buffer.decide()
         self._train()
 
     # Training.

@@ -293,6 +293,7 @@ class Turns:
                     sampling=sampling,
                     seed=request_seed(self._run_seed, group.purpose, group.group_id, self.request.sample, turn),
                     min_version=group.min_version,
+                    exact_version=group.exact_version,
                     session_id=self.request.session_id,
                     pinned_to=group.pinned_to,
                 )

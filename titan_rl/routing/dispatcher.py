@@ -5,7 +5,7 @@ Always true, after every method:
 - a request is in exactly one place: waiting, or live as one attempt on one generator. It leaves exactly once: with an
   answer, with an error, or withdrawn by its caller;
 - a generator's load is the sum of the estimated costs of its live attempts, so it is 0 when none is live;
-- an attempt goes only to a generator that serves the request's `min_version` or newer, and its id is never reused;
+- an attempt goes only to a generator whose version the request allows, and its id is never reused;
 - a request that is pinned to a generator goes only there, and only while that generator is pinned;
 - at most `retries` + 1 generators die under one request, and it spends at most `seconds` with generators, however
   often it is interrupted;
@@ -111,10 +111,10 @@ class Dispatcher:
             version = self._pinned.get(request.pinned_to)
             if version is None:
                 return RequestError(f"request {request.request_id}: {request.pinned_to} is not pinned")
-            if version < request.min_version:
+            if not request.allows(version):
+                asked = request.exact_version or f"{request.min_version} or newer"
                 return RequestError(
-                    f"request {request.request_id}: {request.pinned_to} is pinned at {version}, older than "
-                    f"{request.min_version}"
+                    f"request {request.request_id}: {request.pinned_to} is pinned at {version}, asked for is {asked}"
                 )
         if self._resume and request.sampling.depends_on_output:
             return RequestError(

@@ -9,17 +9,21 @@ It decides; the actor waits for idleness, pulls, and reports back:
 
     ask(v) ─▶ startable(): [g0]  ─▶ (drain: wait until g0 is idle) ─▶ pulling(g0) = v ─▶ verified(g0, v) | failed(g0, …)
 
+Usually all generators go to the newest version. In a deterministic run several versions are wanted at once
+(`ask_beside`): each is served until it is retired, because groups are sampled from start to end by one version. A
+generator leaves a wanted version only if another one serves it, and goes to the oldest one that nobody serves.
+
 Always true, after every method:
 
-- only `verified` leads to SERVING, and no generator goes back to an older version; DEAD is final: a replacement is a
-  new generator with a new name;
+- only `verified` leads to SERVING; no generator goes back to an older version, except to a wanted one that nobody
+  serves; DEAD is final: a replacement is a new generator with a new name;
 - a generator in SYNCING, draining or pulling, takes no requests; with `hot_swap` a serving generator keeps serving
   while it pulls;
 - at most `max_syncing` serving generators are closed for a sync at once (0: any number). Generators that do not serve
   anyway (new, stale, asleep) start at once;
 - a pinned generator stays at its version; the last serving generator is never pinned;
-- a generator has one pull at a time. It takes the newest version that is requested when it begins. A failed pull is
-  retried `retries` times per requested version;
+- a generator has one pull at a time. What it takes is decided when the pull begins. A failed pull is retried
+  `retries` times per requested version;
 - a verified generator serves even if a newer version was requested meanwhile. So every successful pull serves waiting
   requests, however fast versions follow each other; `min_version` protects requests that need a newer one;
 - nobody waits for a generator whose pull is late; it serves nothing until that pull ends.
@@ -30,104 +34,15 @@ Pure: no asyncio, no clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Literal, Protocol
 
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, WeightsError
+from titan_rl.routing.generator import NEVER, TRANSITIONS, GeneratorHealth, GeneratorState
 from titan_rl.types import PolicyVersion
 
 SyncMode = Literal["drain", "hot_swap"]
 
-_NEVER = PolicyVersion(-1, 0)
-
-
-class GeneratorState(StrEnum):
-    """Whether a generator can serve requests now, and why not."""
-
-    RECOVERING = "recovering"
-    """Up, but has never held verified weights. The first state of every generator."""
-    SERVING = "serving"
-    """Holds verified weights and takes requests."""
-    SYNCING = "syncing"
-    """Draining for a pull, or pulling; takes no new requests."""
-    PINNED = "pinned"
-    """Reserved at its version for whoever pinned it; takes no requests of others."""
-    ASLEEP = "asleep"
-    """Gave up its memory; wakes only through a verified pull."""
-    STALE = "stale"
-    """Its last pull failed or is late; serves nothing until a later pull is verified. The reason is kept."""
-    DEAD = "dead"
-    """Its process is gone. Final."""
-
-
 _RECOVERING, _SERVING, _SYNCING, _PINNED, _ASLEEP, _STALE, _DEAD = GeneratorState
-
-_TRANSITIONS: dict[GeneratorState, frozenset[GeneratorState]] = {
-    _RECOVERING: frozenset({_SYNCING, _ASLEEP, _DEAD}),
-    _SERVING: frozenset({_SERVING, _SYNCING, _PINNED, _ASLEEP, _STALE, _DEAD}),
-    _SYNCING: frozenset({_SERVING, _STALE, _DEAD}),
-    _PINNED: frozenset({_SYNCING, _DEAD}),
-    _ASLEEP: frozenset({_SYNCING, _DEAD}),
-    _STALE: frozenset({_SYNCING, _ASLEEP, _DEAD}),
-    _DEAD: frozenset(),
-}
-
-
-@dataclass(slots=True)
-class GeneratorHealth:
-    """One generator as the fleet knows it."""
-
-    name: str
-    state: GeneratorState = GeneratorState.RECOVERING
-    version: PolicyVersion | None = None
-    """Last verified version; None before the first."""
-    reason: str = ""
-    """Why it is STALE or DEAD."""
-    sync_from: GeneratorState | None = None
-    """The state in which the running sync (drain, pull, verification) began; None: no sync is running."""
-    pulls: PolicyVersion | None = None
-    """The version that the sync pulls; None during its drain."""
-    must_wake: bool = False
-    """It gave up its memory in sleep, so it takes weights only by a wake-up."""
-    failures: int = 0
-    """Failed pulls of the target since it was requested."""
-    reached: PolicyVersion = _NEVER
-    """Last version verified since it fell asleep or was pinned."""
-
-    @property
-    def is_syncing(self) -> bool:
-        return self.sync_from is not None
-
-    @property
-    def is_closed(self) -> bool:
-        """It served before its sync and takes no requests now."""
-        return self.state is _SYNCING and self.sync_from is _SERVING
-
-    @property
-    def is_late(self) -> bool:
-        """Its sync goes on after its time limit."""
-        return self.state is _STALE and self.is_syncing
-
-
-@dataclass(frozen=True, slots=True)
-class GeneratorStatus:
-    """One generator as the router sees it; plain numbers and words."""
-
-    name: str
-    state: str
-    """A `GeneratorState`."""
-    version: str
-    load: int
-    """Estimated tokens in flight."""
-    in_flight: int
-    """Requests that it runs or is about to run."""
-    served: int
-    """Completions handed to callers whose last part this generator sampled."""
-    failed: int
-    """Attempts that ended in an error."""
-    last_error: str
-    """Why it is stale or dead."""
 
 
 class FleetListener(Protocol):
@@ -159,6 +74,8 @@ class Fleet:
         self._generators: dict[str, GeneratorHealth] = {}
         self.target: PolicyVersion | None = None
         """Newest version that was requested."""
+        self.wanted: list[PolicyVersion] = []
+        """Versions that are to be served, oldest first."""
 
     def __getitem__(self, name: str) -> GeneratorHealth:
         return self._generators[name]
@@ -175,10 +92,14 @@ class Fleet:
     def all_dead(self) -> bool:
         return bool(self._generators) and all(health.state is _DEAD for health in self)
 
+    def describe(self) -> str:
+        """Every generator's state, or why it is stale or dead."""
+        return "; ".join(f"{health.name}: {health.reason or health.state}" for health in self)
+
     # New weights.
 
     def ask(self, version: PolicyVersion) -> None:
-        """Request that the fleet serves `version`.
+        """Request that the fleet serves `version`, and no other.
 
         Raises:
             WeightsError: it is older than a version requested before. A newer incarnation is newer than any step of
@@ -192,7 +113,26 @@ class Fleet:
             # Requested again: generators that failed get new attempts.
             if version != self.target or not health.is_syncing:
                 health.failures = 0
-        self.target = version
+        self.target, self.wanted = version, [version]
+
+    def ask_beside(self, version: PolicyVersion) -> None:
+        """Request that some generator serves `version`, beside the other versions that are wanted."""
+        self.wanted = sorted({*self.wanted, version})
+        self.target = max(version, self.target or NEVER)
+        for health in self:
+            health.failures = 0
+
+    def retire(self, version: PolicyVersion) -> None:
+        """A version need not be served any more."""
+        self.wanted = [each for each in self.wanted if each != version]
+
+    def is_served(self, version: PolicyVersion) -> bool:
+        return any(health.state is _SERVING and health.version == version for health in self)
+
+    def is_lost(self, version: PolicyVersion) -> bool:
+        """Whether nobody serves the version, and every generator is dead, late, or has failed to pull too often."""
+        given_up = (health.state is _DEAD or health.is_late or health.failures > self._retries for health in self)
+        return not self.is_served(version) and all(given_up)
 
     def startable(self, load: Callable[[str], int]) -> list[str]:
         """Generators whose sync begins now. Each is in a sync from here until `verified`, `failed` or `died`.
@@ -201,12 +141,13 @@ class Fleet:
         an idle generator is back at once, while a busy one occupies a place for a whole drain.
         """
         started = []
-        waiting = [health for health in self if self._wants(health)]
-        for health in sorted(waiting, key=lambda health: (health.version or _NEVER, load(health.name))):
+        for health in sorted(self, key=lambda health: (health.version or NEVER, load(health.name))):
+            if (goal := self._goal(health)) is None:
+                continue
             drains = health.state is _SERVING and self._mode == "drain"
             if drains and self._max_syncing and sum(each.is_closed for each in self) >= self._max_syncing:
                 continue
-            health.sync_from, health.pulls = health.state, None
+            health.sync_from, health.pulls = health.state, goal
             if drains or health.state not in (_SERVING, _SYNCING):
                 self.move(health.name, _SYNCING)
             started.append(health.name)
@@ -225,9 +166,13 @@ class Fleet:
         health = self[name]
         if not health.is_syncing:
             raise GeneratorFailed(f"{name} was to pull, but died before that: {health.reason}")
-        assert self.target is not None
-        health.pulls = self.target
-        return self.target
+        health.pulls = self._best_for(health)
+        return health.pulls
+
+    def goes_back(self, name: str) -> bool:
+        """Whether the version that the sync pulls is older than the one before."""
+        health = self[name]
+        return health.pulls is not None and health.version is not None and health.pulls < health.version
 
     def verified(self, name: str, version: PolicyVersion) -> None:
         """The pull succeeded, and the generator serves. If a newer version was requested meanwhile, `startable` returns
@@ -244,7 +189,7 @@ class Fleet:
         health = self[name]
         if health.state is _DEAD:
             return
-        if health.pulls in (None, self.target):  # a failed pull of an overtaken version does not count
+        if health.pulls in (*self.wanted, self.target):  # a failed pull of an overtaken version does not count
             health.failures += 1
         self._ended(health)
         self.move(name, _STALE, reason=reason)
@@ -260,7 +205,7 @@ class Fleet:
         """Whether no generator is still on its way to `version`: each has reached it, is late, failed for good, or may
         not take it (dead, pinned, asleep)."""
         return not any(
-            health.reached < version and not health.is_late and (health.is_syncing or self._wants(health))
+            health.reached < version and not health.is_late and (health.is_syncing or self._goal(health) is not None)
             for health in self
         )
 
@@ -283,7 +228,7 @@ class Fleet:
         if health.is_syncing or health.state not in (_SERVING, _STALE, _RECOVERING):
             doing = "in a change of weights" if health.is_syncing else health.state
             raise GeneratorNotServing(f"{name} cannot be put to sleep: it is {doing}")
-        health.must_wake, health.reached = True, _NEVER
+        health.must_wake, health.reached = True, NEVER
         self.move(name, _ASLEEP)
 
     def wake(self, name: str) -> None:
@@ -333,7 +278,7 @@ class Fleet:
         health = self[name]
         if health.state is not _PINNED:
             raise GeneratorNotServing(f"{name} cannot be unpinned: it is {health.state}")
-        health.failures, health.reached = 0, _NEVER
+        health.failures, health.reached = 0, NEVER
         self.move(name, _SYNCING)
 
     def move(self, name: str, state: GeneratorState, *, version: PolicyVersion | None = None, reason: str = "") -> None:
@@ -346,10 +291,10 @@ class Fleet:
             ValueError: the transition is not allowed, or the version is older than the generator's last one.
         """
         health = self._generators[name]
-        if state not in _TRANSITIONS[health.state]:
+        if state not in TRANSITIONS[health.state]:
             raise ValueError(f"generator {name} cannot go from {health.state} to {state}")
         if state is _SERVING:
-            if version is None or version < (health.version or _NEVER):
+            if version is None or (version < (health.version or NEVER) and version != health.pulls):
                 raise ValueError(f"generator {name} cannot go back from {health.version} to {version}")
             health.version = version
         health.state, health.reason = state, reason
@@ -367,14 +312,35 @@ class Fleet:
             self.move(health.name, _SYNCING)
         health.sync_from = None
 
-    def _wants(self, health: GeneratorHealth) -> bool:
-        """Whether the generator should begin a sync, if there is room."""
+    def _goal(self, health: GeneratorHealth) -> PolicyVersion | None:
+        """The version that a sync of the generator would bring, if it should begin one."""
         if self.target is None or health.is_syncing or health.failures > self._retries:
-            return False
-        match health.state:
-            case GeneratorState.RECOVERING | GeneratorState.STALE | GeneratorState.SYNCING:
-                return True
-            case GeneratorState.SERVING:
-                return health.version is None or health.version < self.target
-            case _:
-                return False
+            return None
+        if health.state in (_RECOVERING, _STALE, _SYNCING):
+            return self._best_for(health)
+        if health.state is not _SERVING or (health.version in self.wanted and not self._is_spare(health)):
+            return None
+        best = self._best_for(health)
+        idle = health.version not in self.wanted and best != health.version
+        return best if idle or best in self._missing(health) else None
+
+    def _best_for(self, health: GeneratorHealth) -> PolicyVersion:
+        """The oldest wanted version that no other generator serves or is about to; else the newest."""
+        assert self.target is not None
+        return next(iter(self._missing(health)), self.target)
+
+    def _missing(self, health: GeneratorHealth) -> list[PolicyVersion]:
+        taken = {each.pulls if each.is_syncing else each.version for each in self._others(health)}
+        return [version for version in self.wanted if version not in taken]
+
+    def _is_spare(self, health: GeneratorHealth) -> bool:
+        """Whether another generator serves its version."""
+        return any(each.state is _SERVING and each.version == health.version for each in self._others(health))
+
+    def _others(self, health: GeneratorHealth) -> Iterator[GeneratorHealth]:
+        """The other generators that serve, or are about to."""
+        return (
+            each
+            for each in self
+            if each is not health and (each.state is _SERVING or each.is_syncing) and not each.is_late
+        )

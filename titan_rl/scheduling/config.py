@@ -22,10 +22,20 @@ class Knobs:
     """W: how far batches look past the oldest group that is not finished. 1: strictly in order of admission. More
     lets finished groups overtake a slow one, at the price of up to ⌈(W - 1)/P⌉ further steps of staleness."""
 
+    deterministic: bool = False
+    """Groups are admitted in logical time (see `group_buffer`), so that a run is a function of its config and seed."""
+
     def __post_init__(self) -> None:
+        if self.deterministic and self.window != 1:
+            raise ConfigError(f"a deterministic run trains groups in order: window must be 1, got {self.window}")
         for name, least in (("groups_per_step", 1), ("max_staleness", 0), ("window", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+
+    @property
+    def exact_versions(self) -> bool:
+        """Whether each group is sampled by exactly one version, which is served until the group has ended."""
+        return self.deterministic and self.max_staleness > 0
 
     @property
     def slots(self) -> int:

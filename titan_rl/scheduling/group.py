@@ -11,10 +11,9 @@ Always true of a `PromptStream`:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from titan_rl.types import PolicyVersion
 
@@ -56,26 +55,6 @@ class Group:
     """The newest published version when it was admitted: no older policy may sample it."""
     oldest: PolicyVersion | None = None
     """Oldest policy among its trained tokens; None before it has finished, or if it has none."""
-
-    def to_plain(self) -> dict[str, Any]:
-        """Plain data (JSON) for `from_plain`."""
-        return {
-            "group_id": self.group_id,
-            "state": self.state.value,
-            "attempt": self.attempt,
-            "min_version": list(self.min_version),
-            "oldest": None if self.oldest is None else list(self.oldest),
-        }
-
-    @staticmethod
-    def from_plain(plain: Mapping[str, Any]) -> Group:
-        return Group(
-            group_id=plain["group_id"],
-            state=GroupState(plain["state"]),
-            attempt=plain["attempt"],
-            min_version=PolicyVersion(*plain["min_version"]),
-            oldest=None if plain["oldest"] is None else PolicyVersion(*plain["oldest"]),
-        )
 
     def __str__(self) -> str:
         again = f", attempt {self.attempt + 1}" if self.attempt else ""
@@ -120,7 +99,7 @@ class Counts:
 
 
 class PromptStream:
-    """Hands out prompt indices and remembers their outcomes. `state` is all of it, for a resumed run."""
+    """Hands out prompt indices and remembers their outcomes."""
 
     def __init__(self, next_index: int = 0) -> None:
         """
@@ -174,18 +153,3 @@ class PromptStream:
     def pending(self) -> Iterator[int]:
         """Indices without an outcome, in order."""
         return (index for index in range(self._low_water, self._next) if index not in self._outcomes)
-
-    def state(self) -> dict[str, Any]:
-        """Plain data (JSON) from which `from_state` makes a stream that goes on in the same way."""
-        return {
-            "next_index": self._next,
-            "low_water": self._low_water,
-            "outcomes": [[index, outcome.value] for index, outcome in sorted(self._outcomes.items())],
-        }
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> PromptStream:
-        stream = cls(state["next_index"])
-        stream._low_water = state["low_water"]
-        stream._outcomes = {index: Outcome(outcome) for index, outcome in state["outcomes"]}
-        return stream

@@ -13,30 +13,11 @@ Always true, after every method:
 - every group of a batch is at most S + ⌈(W - 1)/P⌉ steps old, and 0 at S = 0. A violation raises: it would be a bug.
 
 **Window.** The line is all groups in order of admission, without those that were filtered or failed. It begins at
-the anchor, the oldest group that is still to be trained, so what was trained before it is no longer part of it, and
-what overtook it still is. A batch is put together from the front: the oldest finished group among the first W of the
-line is next, the anchor moving on when it was itself chosen. So W = 1 is strict FIFO, and finished groups never
-overtake each other. A group that is lost keeps its place, and with it the anchor.
+the anchor, the oldest group that is still to be trained. A batch is put together from the front: the oldest finished
+group among the first W of the line is next. So W = 1 is strict FIFO. A group that is lost keeps its place.
 
-**At most W - 1 younger groups are trained before a group g.** Let T be those groups and h the youngest of them. When
-h was chosen, the anchor was g or older, and h among the first W of the line. Each other group of T was admitted
-between g and h, and was never dropped, since it was trained in the end: it stood in the line between g and h. So the
-line held g, T without h, and h among its first W: 1 + |T| ≤ W. This holds for batches that were really trained; a
-batch that loses a group is given up (the others are FINISHED again), so nobody was overtaken by it.
-
-**Bound.** Let g be admitted when the newest published version is m, and be taken by a trainer at version v. Steps m + 1
-to v have trained (v - m)·P groups. None of them was trained into a version ≤ m, so each held a slot when g was
-admitted, or was admitted after g. The former are at most (S + 1)·P - 1 (g has a slot too), the latter at most W - 1:
-
-    (v - m)·P ≤ (S + 1)·P + W - 2   ⟹   v - m ≤ S + 1 + ⌊(W - 2)/P⌋ = S + ⌈(W - 1)/P⌉
-
-At S = 0 only P groups are inside, so a batch is all of them: nobody is overtaken, and W - 1 is 0 above, whatever W is.
-No token of g is older than m, because generators that serve less than m do not get its requests.
-
-**Nobody starves.** By the same count at most (S + 1)·P + W - 2 groups are trained between a group's admission and its
-own training. If every started group finishes sometime and free slots are filled, a batch can always be formed: when
-all groups inside have finished and everything is published, they are (S + 1)·P ≥ P, and the front P of the line are
-a batch for any W.
+`README.md` proves the bound, and that nobody starves. In a deterministic run admissions follow `logical_time`, with a
+proof of its own.
 
 Pure: the caller plays groups, trains batches and publishes versions, and says here what happened.
 """
@@ -44,13 +25,13 @@ Pure: the caller plays groups, trains batches and publishes versions, and says h
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from titan_rl.errors import StalenessViolation
 from titan_rl.scheduling.config import Knobs
 from titan_rl.scheduling.group import Batch, Counts, Group, GroupState, Outcome, PromptStream
+from titan_rl.scheduling.logical_time import LogicalTime
 from titan_rl.types import PolicyVersion
 
 INITIAL_VERSION = PolicyVersion(0, 0)
@@ -70,6 +51,7 @@ class GroupBuffer:
         groups_per_step: int,
         max_staleness: int = 0,
         window: int = 1,
+        deterministic: bool = False,
         prompts: PromptStream | None = None,
         version: PolicyVersion = INITIAL_VERSION,
     ) -> None:
@@ -78,13 +60,16 @@ class GroupBuffer:
             groups_per_step: P.
             max_staleness: S.
             window: W.
+            deterministic: admit in logical time; needs W = 1.
             prompts: where ids come from, and where every group's outcome is recorded; default: a new stream.
             version: what the trainer holds and what is published.
 
         Raises:
             ConfigError: a knob is out of range.
         """
-        self.knobs = Knobs(groups_per_step=groups_per_step, max_staleness=max_staleness, window=window)
+        self.knobs = Knobs(
+            groups_per_step=groups_per_step, max_staleness=max_staleness, window=window, deterministic=deterministic
+        )
         self.prompts = prompts if prompts is not None else PromptStream()
         self._trainer = version
         self._published = version
@@ -97,6 +82,8 @@ class GroupBuffer:
         self._admitted = 0
         self._ended = dict.fromkeys(Outcome, 0)
         self._in = dict.fromkeys(GroupState, 0)
+        self._time = LogicalTime(self.knobs, decided=self.prompts.next_index, trainable=version.step * groups_per_step)
+        self._undecided: dict[int, None] = {}  # in the order in which they ended, where that decides
 
     # What may happen next.
 
@@ -112,7 +99,16 @@ class GroupBuffer:
     @property
     def free_slots(self) -> int:
         """How many groups may be admitted now."""
+        if self.knobs.deterministic:
+            return self._time.free_slots(self.prompts.next_index)
         return self.knobs.slots - len(self._groups) - sum(count for _, count in self._unpublished)
+
+    @property
+    def expected(self) -> int:
+        """Groups that were trained or may be."""
+        if self.knobs.deterministic:
+            return self._time.expected(self.prompts.next_index)
+        return self._ended[Outcome.TRAINED] + len(self._groups)
 
     @property
     def counts(self) -> Counts:
@@ -131,8 +127,25 @@ class GroupBuffer:
         return group_id in self._groups
 
     def waiting(self) -> tuple[Group, ...]:
-        """Groups whose rollouts are to be started, oldest first."""
-        return tuple(self._groups[group_id] for group_id in sorted(self._waiting))
+        """Groups whose rollouts are to be started, oldest first: those whose version is published."""
+        waiting = (self._groups[group_id] for group_id in sorted(self._waiting))
+        return tuple(group for group in waiting if group.min_version <= self._published)
+
+    @property
+    def last_certain_step(self) -> int:
+        """The step until which the groups of all batches are known."""
+        if self.knobs.deterministic:
+            return self._time.step
+        return self._trainer.step + bool(self._batch)
+
+    def active_versions(self) -> set[PolicyVersion]:
+        """Versions that play the active groups, or would play them again if they were lost."""
+        return {group.min_version for group in self._groups.values()}
+
+    def unfinished_versions(self) -> set[PolicyVersion]:
+        """Versions of the groups that are WAITING or RUNNING."""
+        unfinished = (GroupState.WAITING, GroupState.RUNNING)
+        return {group.min_version for group in self._groups.values() if group.state in unfinished}
 
     @property
     def oldest_unfinished(self) -> Group | None:
@@ -171,8 +184,11 @@ class GroupBuffer:
         count = self.free_slots if count is None else count
         if not 0 <= count <= self.free_slots:
             raise ValueError(f"{count} groups cannot be admitted: {self.free_slots} slots are free")
+        version = self._published
+        if self.knobs.deterministic:
+            version = PolicyVersion(self._trainer.incarnation, self._time.step)
         groups = [
-            Group(group_id=group_id, state=GroupState.WAITING, min_version=self._published)
+            Group(group_id=group_id, state=GroupState.WAITING, min_version=version)
             for group_id in self.prompts.take(count)
         ]
         for group in groups:
@@ -199,6 +215,7 @@ class GroupBuffer:
         group = self._active(group_id, GroupState.RUNNING)
         if oldest is not None and oldest < group.min_version:
             raise StalenessViolation(f"{group} has a token of {oldest}, which its requests did not allow")
+        self._end(group_id, trainable=True)
         return self._move(group_id, GroupState.FINISHED, GroupState.RUNNING, oldest=oldest)
 
     def lost(self, group_id: int) -> Group:
@@ -217,6 +234,7 @@ class GroupBuffer:
         If it was TAKEN, the batch is given up and its other groups are FINISHED again.
         """
         group = self._active(group_id, GroupState.RUNNING, GroupState.FINISHED, GroupState.TAKEN)
+        self._end(group_id, trainable=False)
         self._give_batch_up(group)
         self._leave(group_id, Outcome.FILTERED)
 
@@ -226,8 +244,19 @@ class GroupBuffer:
         If it was TAKEN, the batch is given up and its other groups are FINISHED again.
         """
         group = self._active(group_id)
+        self._end(group_id, trainable=False)
         self._give_batch_up(group)
         self._leave(group_id, Outcome.FAILED)
+
+    def decide(self) -> int | None:
+        """The next group that has ended: the next by id if deterministic, otherwise the next that ended. None: it has
+        not ended yet. Call it until then, and `admit` after every call."""
+        if self.knobs.deterministic:
+            return self._time.decide()
+        group_id = next(iter(self._undecided), None)
+        if group_id is not None:
+            del self._undecided[group_id]
+        return group_id
 
     @property
     def batch(self) -> Batch | None:
@@ -278,54 +307,16 @@ class GroupBuffer:
         while self._unpublished and self._unpublished[0][0] <= version.step:
             self._unpublished.popleft()
 
-    # A run that goes on later.
-
-    def state(self) -> dict[str, Any]:
-        """Plain data (JSON) from which `from_state` makes a buffer that goes on in the same way."""
-        return {
-            "knobs": {name: getattr(self.knobs, name) for name in ("groups_per_step", "max_staleness", "window")},
-            "prompts": self.prompts.state(),
-            "trainer": list(self._trainer),
-            "published": list(self._published),
-            "groups": [group.to_plain() for group in self._groups.values()],
-            "line": list(self._line),
-            "batch": list(self._batch),
-            "unpublished": [list(entry) for entry in self._unpublished],
-            "admitted": self._admitted,
-            "ended": {outcome.value: count for outcome, count in self._ended.items()},
-        }
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any], *, trainer: PolicyVersion | None = None) -> GroupBuffer:
-        """The buffer that `state` was taken from.
-
-        Groups that were RUNNING, FINISHED or TAKEN keep that state. The caller calls `lost` for those whose samples did
-        not survive.
-
-        Args:
-            trainer: the version that the trainer restored, if its incarnation is a new one.
+    def go_on_from(self, trainer: PolicyVersion) -> None:
+        """The run goes on with this buffer, which was pickled, and a trainer that was restored under a new incarnation.
+        The caller calls `lost` for groups whose samples did not survive.
 
         Raises:
-            ValueError: `trainer` is at another step than the state, or older.
+            ValueError: the trainer is at another step, or of an older incarnation.
         """
-        buffer = cls(**state["knobs"], prompts=PromptStream.from_state(state["prompts"]))
-        buffer._trainer = PolicyVersion(*state["trainer"])
-        buffer._published = PolicyVersion(*state["published"])
-        if trainer is not None:
-            if trainer.step != buffer._trainer.step or trainer < buffer._trainer:
-                raise ValueError(f"a buffer at {buffer._trainer} does not go with a trainer restored to {trainer}")
-            buffer._trainer = trainer
-        for group in map(Group.from_plain, state["groups"]):
-            buffer._groups[group.group_id] = group
-            buffer._in[group.state] += 1
-            if group.state is GroupState.WAITING:
-                buffer._waiting[group.group_id] = None
-        buffer._line.update(dict.fromkeys(state["line"]))
-        buffer._batch = list(state["batch"])
-        buffer._unpublished.extend((step, count) for step, count in state["unpublished"])
-        buffer._admitted = state["admitted"]
-        buffer._ended = {outcome: state["ended"][outcome.value] for outcome in Outcome}
-        return buffer
+        if trainer.step != self._trainer.step or trainer < self._trainer:
+            raise ValueError(f"a buffer at {self._trainer} does not go with a trainer restored to {trainer}")
+        self._trainer = trainer
 
     # How.
 
@@ -373,6 +364,12 @@ class GroupBuffer:
         self._in[to] += 1
         self._groups[group_id] = moved = replace(group, state=to, **changes)
         return moved
+
+    def _end(self, group_id: int, *, trainable: bool) -> None:
+        if self.knobs.deterministic:
+            self._time.end(group_id, trainable=trainable)
+        else:
+            self._undecided[group_id] = None
 
     def _leave(self, group_id: int, outcome: Outcome) -> None:
         group = self._groups.pop(group_id)

@@ -44,9 +44,8 @@ class Schedule:
 
     def admissible(self) -> int:
         """How many groups to admit now: never more than the remaining steps train."""
-        counts = self._buffer.counts
         wanted = self.last * self._buffer.knobs.groups_per_step
-        return max(0, min(self._buffer.free_slots, wanted - counts.trained - counts.active))
+        return max(0, min(self._buffer.free_slots, wanted - self._buffer.expected))
 
     def take(self) -> Batch | None:
         """The batch to train now."""
@@ -55,7 +54,7 @@ class Schedule:
     def trainer_waits_for(self) -> str:
         """Why `take` gives nothing."""
         if self._must_be_published():
-            return f"the publication of {self._buffer.trainer_version}, which is to be evaluated"
+            return f"the publication of {self._buffer.trainer_version}"
         return self._buffer.waits_for()
 
     def all_trained(self) -> bool:
@@ -105,6 +104,9 @@ class Schedule:
 
     # The end.
 
+    def all_done(self) -> bool:
+        return self.all_trained() and self.all_published() and self.all_evaluated()
+
     def stop_early(self, served: PolicyVersion | None) -> bool:
         """Make the running step, or else the previous one, the last. Its version is published and evaluated as usual.
 
@@ -115,16 +117,18 @@ class Schedule:
             Whether `served` became due for evaluation by this call.
         """
         was_due = served is not None and self.is_due(served)
-        self.last = self._buffer.trainer_version.step + (self._buffer.batch is not None)
+        self.last = self._buffer.last_certain_step
         if served is None or was_due or not self.is_due(served):
             return False
         self.make_due(served)
         return True
 
     def _must_be_published(self) -> bool:
-        """Whether the trainer holds an unpublished version that is due for evaluation, so that it must not train on."""
+        """Whether the trainer holds an unpublished version that is to be evaluated, or to play groups, so that it must
+        not train on."""
         version = self._buffer.trainer_version
-        return self.is_due(version) and version > self._buffer.published_version
+        needed = self.is_due(version) or self._buffer.knobs.exact_versions
+        return needed and version > self._buffer.published_version
 
 
 class Untrainable(StrEnum):

@@ -1,0 +1,191 @@
+"""Versions that are wanted at once: each is served until it is retired, and every request by exactly its version."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from routing_examples import completion, request
+
+from titan_rl.routing.dispatcher import Assignment, Dispatcher
+from titan_rl.routing.fleet import Fleet
+from titan_rl.routing.generator import GeneratorState
+from titan_rl.routing.strategies import LeastLoaded, RoundRobin, StickySession
+from titan_rl.types import FinishReason, PolicyVersion
+
+
+def v(step: int) -> PolicyVersion:
+    return PolicyVersion(0, step)
+
+
+class World:
+    """A fleet, its dispatcher, and groups of several turns, each of which wants one version from start to end."""
+
+    def __init__(self, generators: int, strategy: RoundRobin | LeastLoaded | StickySession, rng: random.Random) -> None:
+        self.rng = rng
+        self.fleet = Fleet(strategy)
+        self.dispatcher = Dispatcher(strategy)
+        for index in range(generators):
+            self.fleet.add(f"g{index}")
+        self.groups: dict[str, tuple[PolicyVersion, int]] = {}  # version, turns that are left
+        self.live: dict[str, Assignment] = {}
+        self.draining: set[str] = set()
+        self.pulling: dict[str, PolicyVersion] = {}
+        self.sent = 0
+        self.changes = 0
+        self.fleet.ask(v(0))
+        self.advance()
+
+    def advance(self) -> None:
+        self.take(self.dispatcher.reconsider(0.0))
+        self.draining |= set(self.fleet.startable(self.dispatcher.load))
+
+    def take(self, assignments: list[Assignment]) -> None:
+        for each in assignments:
+            assert self.fleet[each.generator].state is GeneratorState.SERVING
+            assert self.fleet[each.generator].version == each.request.exact_version
+            self.live[each.request.request_id] = each
+
+    def turn(self, group: str) -> None:
+        version, left = self.groups[group]
+        self.groups[group] = (version, left - 1)
+        self.sent += 1
+        asked = replace(request(f"{group}.{self.sent}", session=group), exact_version=version)
+        self.take(self.dispatcher.submit([asked], 0.0))
+
+    def admit(self, step: int, count: int) -> None:
+        self.fleet.ask_beside(v(step))
+        for _ in range(count):
+            self.sent += 1
+            group = f"{step}-{self.sent}"
+            self.groups[group] = (v(step), self.rng.randint(1, 3))
+            self.turn(group)
+        self.retire()
+        self.advance()
+
+    def retire(self) -> None:
+        for version in set(self.fleet.wanted) - {version for version, _ in self.groups.values()}:
+            self.fleet.retire(version)
+
+    def end_a_request(self) -> None:
+        request_id = self.rng.choice(list(self.live))
+        assignment = self.live.pop(request_id)
+        assert self.fleet[assignment.generator].version == assignment.request.exact_version, (
+            "it may not change meanwhile"
+        )
+        self.dispatcher.completed(request_id, completion(assignment.request, 1, FinishReason.STOP), 0.0)
+        group = request_id.partition(".")[0]
+        version, left = self.groups[group]
+        if left:
+            self.turn(group)
+        else:
+            del self.groups[group]
+            self.retire()
+        self.advance()
+
+    def begin_a_pull(self) -> None:
+        name = self.rng.choice(sorted(each for each in self.draining if not self.dispatcher.in_flight(each)))
+        self.draining.remove(name)
+        self.pulling[name] = self.fleet.pulling(name)
+
+    def end_a_pull(self) -> None:
+        name = self.rng.choice(sorted(self.pulling))
+        self.fleet.verified(name, self.pulling.pop(name))
+        self.changes += 1
+        self.advance()
+
+    def possible(self) -> list:
+        events = [self.end_a_request] * bool(self.live) + [self.end_a_pull] * bool(self.pulling)
+        return events + [self.begin_a_pull] * any(not self.dispatcher.in_flight(each) for each in self.draining)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    generators=st.integers(1, 4),
+    strategy=st.sampled_from([RoundRobin, LeastLoaded, StickySession]),
+    steps=st.integers(1, 8),
+    seed=st.integers(0, 2**32),
+)
+def test_every_request_is_served_by_its_version_in_the_end(generators: int, strategy, steps: int, seed: int) -> None:
+    rng = random.Random(seed)
+    world = World(generators, strategy(), rng)
+    step = 0
+    while step < steps or world.groups:
+        events = world.possible()
+        # At most three versions at once, as a run with max_staleness 2 has them.
+        if step < steps and (not events or rng.random() < 0.2) and len({each for each, _ in world.groups.values()}) < 3:
+            world.admit(step, rng.randint(0, 4))
+            step += 1
+            continue
+        if step and rng.random() < 0.02:
+            world.admit(rng.randrange(step), 1)  # a group that was lost
+            continue
+        assert events, f"nothing can happen any more: {world.fleet.describe()}, {world.groups}"
+        rng.choice(events)()
+    assert world.dispatcher.waiting == world.dispatcher.live == 0
+
+
+def serving(generators: int) -> Fleet:
+    fleet = Fleet(RoundRobin())
+    for index in range(generators):
+        fleet.add(f"g{index}")
+    fleet.ask(v(0))
+    for name in fleet.startable(lambda name: 0):
+        fleet.verified(name, fleet.pulling(name))
+    return fleet
+
+
+def test_the_last_generator_of_a_wanted_version_stays() -> None:
+    fleet = serving(2)
+    fleet.ask_beside(v(1))
+    assert fleet.startable({"g0": 7, "g1": 3}.__getitem__) == ["g1"]
+    fleet.verified("g1", fleet.pulling("g1"))
+    assert (fleet.is_served(v(0)), fleet.is_served(v(1))) == (True, True)
+    fleet.ask_beside(v(2))
+    assert fleet.startable(lambda name: 0) == [], "each version has one generator, and 2 must wait"
+    fleet.retire(v(0))
+    assert fleet.startable(lambda name: 0) == ["g0"]
+    assert fleet.pulling("g0") == v(2)
+
+
+def test_a_generator_goes_back_for_groups_that_were_lost() -> None:
+    fleet = serving(1)
+    fleet.ask_beside(v(1))
+    fleet.retire(v(0))
+    assert fleet.startable(lambda name: 0) == ["g0"]
+    fleet.verified("g0", fleet.pulling("g0"))
+    fleet.ask_beside(v(0))
+    assert fleet.startable(lambda name: 0) == [], "1 is still wanted"
+    fleet.ask_beside(v(2))
+    fleet.retire(v(1))
+    assert fleet.startable(lambda name: 0) == ["g0"]
+    assert fleet.pulling("g0") == v(0), "the oldest first"
+    fleet.verified("g0", v(0))
+    fleet.retire(v(0))
+    assert fleet.startable(lambda name: 0) == ["g0"]
+    assert fleet.pulling("g0") == v(2)
+
+
+def test_a_version_is_lost_when_every_generator_failed_to_pull_it() -> None:
+    fleet = serving(1)
+    fleet.ask_beside(v(1))
+    fleet.retire(v(0))
+    for _ in range(2):
+        assert not fleet.is_lost(v(1))
+        (name,) = fleet.startable(lambda name: 0)
+        fleet.pulling(name)
+        fleet.failed(name, "a bit flipped")
+    assert fleet.is_lost(v(1))
+    assert fleet.describe() == "g0: a bit flipped"
+
+
+@pytest.mark.parametrize("version, allowed", [(4, False), (5, True), (6, False)])
+def test_a_request_allows_exactly_its_version(version: int, allowed: bool) -> None:
+    asked = replace(request("r"), min_version=v(5), exact_version=v(5))
+    assert asked.allows(v(version)) is allowed
+    assert replace(asked, exact_version=None).allows(v(version)) is (version >= 5)
+    assert np.array_equal(asked.prompt_token_ids, request("r").prompt_token_ids)

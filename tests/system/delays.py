@@ -1,0 +1,41 @@
+"""A task whose timing is random: slow rewards, a filter, a routing strategy without a plan.
+
+For runs that must not depend on any of it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+from titan_rl.environments.base import Example, Rubric, Transcript
+from titan_rl.environments.copy import Copy, positions_equal
+from titan_rl.rollout.report import GroupReport
+from titan_rl.routing.strategies import RoundRobin
+from titan_rl.types import GenerationRequest
+
+_luck = random.SystemRandom()
+
+
+def late(example: Example, transcript: Transcript) -> float:
+    """`positions_equal`, sometimes after a while."""
+    time.sleep(_luck.choice((0.0, 0.0, 0.0, 0.02, 0.1)))
+    return positions_equal(example, transcript)
+
+
+class Late(Copy):
+    def rubric(self) -> Rubric:
+        return Rubric(late)
+
+
+def every_fifth(report: GroupReport) -> str:
+    """A filter that refuses groups by their ids."""
+    return "its id" if report.group_id % 5 == 3 else ""
+
+
+class Anywhere(RoundRobin):
+    """Chooses any generator that may serve the request."""
+
+    def choose(self, request: GenerationRequest, *, now: float, waiting_since: float) -> str | None:
+        able = [name for name, version in self.serving.items() if request.allows(version)]
+        return _luck.choice(able) if able else None

@@ -1,0 +1,81 @@
+"""An asynchronous run is a function of its config and seed: not of generators, ranks, delays or routing.
+
+Each run is real and takes 20 to 40 s on two free cores.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from safetensors.numpy import load_file
+
+DELAYS = Path(__file__).with_name("delays.py")
+STEPS, STALENESS = 6, 2
+
+
+class Outcome(NamedTuple):
+    """Everything that must be equal, bit for bit."""
+
+    weights: dict[str, bytes]
+    steps: list[dict[str, float]]
+    """Rewards, losses and ages of every step, and evaluations."""
+
+
+def train(directory: Path, **settings: Any) -> Outcome:
+    given = {
+        "deterministic": "true",
+        "loop.steps": STEPS,
+        "loop.groups-per-step": 4,
+        "loop.max-staleness": STALENESS,
+        "loop.filter": f"{DELAYS}:every_fifth",
+        "evaluation.every": 2,
+        "evaluation.prompts": 16,
+        "evaluation.target-exact-match": 0,
+        "environment.name": f"{DELAYS}:Late",
+        "router.strategy": f"{DELAYS}:Anywhere",
+        "logging.directory": directory,
+        **{name.replace("__", "."): value for name, value in settings.items()},
+    }
+    options = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "titan_rl.train", "--recipe", "copy4_async", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (run,) = directory.iterdir()
+    weights = load_file(run / "checkpoint" / "model.safetensors")
+    kept = ("rollout/reward", "rollout/tokens", "train/loss", "train/grad_norm", "staleness/", "evaluation/")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    # An evaluation goes on beside training, so its line may come before or after those of steps.
+    lines.sort(key=lambda line: (line["step"], "evaluation/reward" in line))
+    steps = [{key: value for key, value in line.items() if key == "step" or key.startswith(kept)} for line in lines]
+    return Outcome({name: tensor.tobytes() for name, tensor in weights.items()}, steps)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return train(tmp_path_factory.mktemp("one"), generator__count=1)
+
+
+def test_the_run_was_asynchronous_and_learned_something(one: Outcome) -> None:
+    ages = [line["staleness/age_max"] for line in one.steps if "staleness/age_max" in line]
+    assert len(ages) == STEPS and max(ages) == STALENESS
+    assert len({line["rollout/reward_mean"] for line in one.steps if "rollout/reward_mean" in line}) > 1
+
+
+def test_two_generators_train_bitwise_what_one_trains(one: Outcome, tmp_path: Path) -> None:
+    assert train(tmp_path, generator__count=2) == one
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("count", [1, 2])
+def test_generators_of_two_ranks_train_bitwise_what_one_rank_trains(one: Outcome, tmp_path: Path, count: int) -> None:
+    assert train(tmp_path, generator__count=count, generator__tensor_parallel=2) == one
+
+
+@pytest.mark.acceptance
+def test_another_seed_is_another_run(one: Outcome, tmp_path: Path) -> None:
+    assert train(tmp_path, generator__count=1, seed=1) != one

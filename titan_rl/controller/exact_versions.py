@@ -1,0 +1,83 @@
+"""Where every group is sampled by exactly one version: which versions the fleet serves, and which publications live.
+
+- A version is served while a group that it plays is unfinished, or while it is evaluated.
+- A publication lives while a group that it played is active: if the group's samples are lost, the same version plays
+  it again.
+
+Several versions are served at once. A generator changes over when nobody needs its version, or when another generator
+serves it too: a rolling drain, which keeps the fleet busy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from titan_rl.controller.publications import EVALUATED, SERVED, Publications
+from titan_rl.controller.system import System
+from titan_rl.observability.activity import Activities
+from titan_rl.scheduling.group_buffer import GroupBuffer
+from titan_rl.types import PolicyVersion
+
+
+class Until(Protocol):
+    """`TrainingLoop._until`."""
+
+    async def __call__(
+        self, task: str, why: Callable[[], str], ready: Callable[[], bool], over: Callable[[], bool], /
+    ) -> bool | None: ...
+
+
+class ExactVersions:
+    """Belongs to one event loop."""
+
+    def __init__(
+        self,
+        buffer: GroupBuffer,
+        publications: Publications,
+        system: System,
+        *,
+        activity: Activities,
+    ) -> None:
+        self._buffer = buffer
+        self._publications = publications
+        self._system = system
+        self._activity = activity
+
+    async def serve(self, until: Until, over: Callable[[], bool], tasks: asyncio.TaskGroup) -> None:
+        """Consumes the versions that are needed. Waits for a change of them. Produces pulls. On failure: the run."""
+        served = {self._buffer.published_version}  # or being pulled
+
+        def changed() -> bool:
+            return self._needed() != served
+
+        while await until("fleet", lambda: "a group that needs another version", changed, over):
+            needed = self._needed()
+            for version in needed - served:
+                tasks.create_task(self._pull(version))
+            for version in served - needed:
+                await self._system.router.retire(version)
+            served.clear()
+            served |= needed
+        for version in served:  # so that nobody waits for a version whose groups were stopped
+            await self._system.router.retire(version)
+
+    async def release(self, until: Until, over: Callable[[], bool]) -> None:
+        """Consumes publications that no active group was sampled by. Waits for one. Frees it. On failure: the run."""
+        while await until("publications", lambda: "the end of older groups", lambda: bool(self._old()), over):
+            for version in self._old():
+                await self._publications.release(version, SERVED)
+
+    async def _pull(self, version: PolicyVersion) -> None:
+        with self._activity("pull", version=version):
+            await self._system.router.serve_beside(self._publications[version])
+
+    def _needed(self) -> set[PolicyVersion]:
+        newest = self._buffer.published_version
+        unfinished = (version for version in self._buffer.unfinished_versions() if version <= newest)
+        return {*unfinished, *self._publications.held_by(EVALUATED)}
+
+    def _old(self) -> list[PolicyVersion]:
+        needed = {self._buffer.published_version, *self._buffer.active_versions()}
+        return [version for version in self._publications.held_by(SERVED) if version not in needed]

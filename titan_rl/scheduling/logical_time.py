@@ -1,0 +1,70 @@
+"""When groups of a deterministic run are admitted, and which version plays them: logical time.
+
+Groups are decided in order of ids, whatever the order in which they end: a group that finishes is trainable, one that
+is filtered or has failed is not. Logical time is (groups decided, t of them trainable). In logical time ⌊t/P⌋ steps are
+trained and published, although the trainer may be behind. A group is admitted to a slot that is free in logical time,
+and played by exactly the version that is the newest in logical time.
+
+So a group's version, and the batch that trains it, are functions of the outcomes of earlier groups alone. They do not
+depend on who is fast, on the number of generators, or on losses: a lost group is played again by the same version.
+
+**Bound.** Let g be admitted at m = ⌊t/P⌋. At most (S + 1)·P - 1 other groups hold a slot then: t - m·P trainable ones,
+and undecided ones, whose ids are smaller. So at most m·P + (S + 1)·P - 1 groups are trained before g, which makes g
+part of the batch of version m + S at the latest: it is at most S steps old.
+
+**Nobody waits for itself.** Version m needs m·P trainable groups, all of which were decided before g was admitted.
+
+Pure. Samples are held longer than in other runs: of up to (2·S + 2)·P groups.
+"""
+
+from __future__ import annotations
+
+from titan_rl.scheduling.config import Knobs
+
+
+class LogicalTime:
+    """Of one run. `admitted` counts ids from 0, so it is the next id."""
+
+    def __init__(self, knobs: Knobs, *, decided: int = 0, trainable: int = 0) -> None:
+        """
+        Args:
+            decided: groups that are decided: all with smaller ids.
+            trainable: how many of them are trainable.
+        """
+        self._knobs = knobs
+        self._decided = decided
+        self._trainable = trainable
+        self._ended: dict[int, bool] = {}  # not decided yet: whether trainable
+
+    @property
+    def step(self) -> int:
+        """Of the newest version."""
+        return self._trainable // self._knobs.groups_per_step
+
+    def free_slots(self, admitted: int) -> int:
+        """How many groups may be admitted now."""
+        return self._knobs.slots - (admitted - self._decided) - self._trainable % self._knobs.groups_per_step
+
+    def expected(self, admitted: int) -> int:
+        """Groups that were trained or may be."""
+        return self._trainable + admitted - self._decided
+
+    def end(self, group_id: int, *, trainable: bool) -> None:
+        """A group has ended. One that was lost after its decision ends again, and in the same way.
+
+        Raises:
+            ValueError: it was decided to be trainable, and is not now.
+        """
+        if group_id >= self._decided:
+            self._ended[group_id] = trainable
+        elif not trainable:
+            raise ValueError(f"group {group_id} was decided to be trainable")
+
+    def decide(self) -> int | None:
+        """Decide the next group, by id; None: it has not ended yet."""
+        group_id = self._decided
+        if group_id not in self._ended:
+            return None
+        self._trainable += self._ended.pop(group_id)
+        self._decided += 1
+        return group_id
