@@ -19,6 +19,7 @@ from titan_rl.controller.system import System
 from titan_rl.observability.activity import Activities
 from titan_rl.scheduling.group_buffer import GroupBuffer
 from titan_rl.types import PolicyVersion
+from titan_rl.weights.manifest import Publication
 
 
 class Until(Protocol):
@@ -55,7 +56,7 @@ class ExactVersions:
         while await until("fleet", lambda: "a group that needs another version", changed, over):
             needed = self._needed()
             for version in needed - served:
-                tasks.create_task(self._pull(version))
+                tasks.create_task(self._pull(self._publications[version]))
             for version in served - needed:
                 await self._system.router.retire(version)
             served.clear()
@@ -69,9 +70,9 @@ class ExactVersions:
             for version in self._old():
                 await self._publications.release(version, SERVED)
 
-    async def _pull(self, version: PolicyVersion) -> None:
-        with self._activity("pull", version=version):
-            await self._system.router.serve_beside(self._publications[version])
+    async def _pull(self, publication: Publication) -> None:
+        with self._activity("pull", version=publication.version):
+            await self._system.router.serve_beside(publication)
 
     def _needed(self) -> set[PolicyVersion]:
         newest = self._buffer.published_version

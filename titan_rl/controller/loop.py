@@ -232,6 +232,7 @@ class TrainingLoop:
         ):
             await self._evaluate(version)
             schedule.evaluated(version)
+            self._notify()
 
     # What they do.
 
