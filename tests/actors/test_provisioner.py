@@ -14,7 +14,7 @@ from titan_rl.config_registry import copy4
 from titan_rl.controller.faults import FaultBoard
 from titan_rl.errors import ActorFailed, MeshFailed, TitanError
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.launch import child
+from titan_rl.launch import child, provisioner
 from titan_rl.launch.child import MONARCH_MAIN
 from titan_rl.launch.meshes import Meshes
 from titan_rl.launch.placement import MeshPlan
@@ -103,6 +103,7 @@ async def test_where_the_kernel_keeps_no_exit_status_monarch_s_words_are_told(
 
     monkeypatch.setattr(child, "_next_news", too_late)
     monkeypatch.setattr(child, "_exit_code", lambda pidfd: None)
+    monkeypatch.setattr(provisioner, "MONARCH_SECONDS", 30.0)  # this kernel may let Monarch look less often
     heard = Heard(tmp_path, "one")
     try:
         [pid] = await heard.pids()

@@ -36,7 +36,7 @@ STOP_SECONDS = 20.0
 """Bound on stopping one mesh; past it its processes are killed."""
 
 MONARCH_SECONDS = 2.0
-"""How long to wait for Monarch's report if the kernel did not give the exit status. Monarch looks every second."""
+"""How long to wait for Monarch's report if the kernel did not give the exit status. Monarch then looks every second."""
 
 _serial = itertools.count()
 """Makes the name of every mesh and actor mesh of this process unique."""
