@@ -150,6 +150,10 @@ class StorageError(TitanError):
     """A file of the run could not be written: the disk is full, or its directory was removed."""
 
 
+class CheckpointError(TitanError):
+    """A checkpoint is torn, damaged or of another format. Nothing was restored from it."""
+
+
 class Stopped(TitanError):
     """Somebody asked the run to end, by a signal."""
 

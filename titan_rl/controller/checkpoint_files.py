@@ -1,0 +1,184 @@
+"""Checkpoints on disk: each is whole and as it was written, or recognised and named.
+
+    RUN/checkpoints/step-00000040/manifest.json    format, and the size and checksum of every other file
+                                 /…                what the parts of the run wrote
+    RUN/checkpoints/.step-00000050/                a draft: being written, or torn when its run was killed
+
+- A checkpoint gets its name only after all its files and their manifest are on disk, by one rename. So whatever has
+  that name was complete once, and a run that is killed at any moment leaves the checkpoints before it untouched.
+- `check` compares every file with the manifest: names, sizes and xxh3 checksums of 128 bits. It refuses other
+  formats.
+- Older checkpoints are removed only after a newer one has its name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titan_rl.errors import CheckpointError, StorageError
+
+FORMAT = 1
+"""Changes with every change of what a checkpoint holds; older ones are refused by name."""
+
+CHECKPOINTS = "checkpoints"
+MANIFEST = "manifest.json"
+_PREFIX = "step-"
+_CHUNK = 1 << 24
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint that is as it was written."""
+
+    directory: Path
+    step: int
+
+
+def directory_of(run: Path, step: int) -> Path:
+    return run / CHECKPOINTS / f"{_PREFIX}{step:08d}"
+
+
+def new_draft(run: Path, step: int) -> Path:
+    """An empty directory for the files of a checkpoint; what an earlier attempt left there is removed.
+
+    Raises:
+        StorageError: it cannot be made.
+    """
+    draft = _draft_of(directory_of(run, step))
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.parent.mkdir(exist_ok=True)  # but never the run's directory, which somebody has removed
+        draft.mkdir()
+    except OSError as error:
+        raise StorageError(f"{draft}: the checkpoint of step {step} cannot be begun: {error}") from error
+    return draft
+
+
+def commit(run: Path, step: int) -> Path:
+    """Make the draft of `step` a checkpoint; returns its directory. Blocks until it is on disk.
+
+    Raises:
+        StorageError: it could not be written; the draft is removed, and older checkpoints are as they were.
+    """
+    final = directory_of(run, step)
+    draft = _draft_of(final)
+    try:
+        files = {str(file.relative_to(draft)): _synced(file) for file in sorted(draft.rglob("*")) if file.is_file()}
+        manifest = draft / MANIFEST
+        manifest.write_text(json.dumps({"format": FORMAT, "files": files}, indent=1) + "\n")
+        _synced(manifest)
+        for directory in [*(each for each in draft.rglob("*") if each.is_dir()), draft]:
+            _sync_directory(directory)
+        if final.exists():  # of the same step, by a run that went on from an earlier one
+            shutil.rmtree(final)
+        os.rename(draft, final)
+        _sync_directory(final.parent)
+    except OSError as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise StorageError(f"{final}: the checkpoint could not be written: {error}") from error
+    return final
+
+
+def check(directory: Path) -> Checkpoint:
+    """Compare a checkpoint with its manifest.
+
+    Raises:
+        CheckpointError: it is not a checkpoint, torn, damaged, or of another format; names the file.
+    """
+    manifest = directory / MANIFEST
+    try:
+        step = int(directory.name.removeprefix(_PREFIX))
+        content = json.loads(manifest.read_bytes())
+        found, files = content["format"], content["files"]
+        expected = {name: (entry["bytes"], entry["xxh3_128"]) for name, entry in files.items()}
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{directory} is no checkpoint: it has no {MANIFEST}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{manifest} is damaged: {type(error).__name__}: {error}") from error
+    if found != FORMAT:
+        raise CheckpointError(
+            f"{directory} has format {found}; this version of titan_rl reads format {FORMAT}. Go on with the version "
+            f"that wrote it, or start a new run from its weights"
+        )
+    present = {str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file()} - {MANIFEST}
+    if missing := sorted(expected.keys() - present):
+        raise CheckpointError(f"{directory} is damaged: {missing[0]} is missing")
+    if foreign := sorted(present - expected.keys()):
+        raise CheckpointError(f"{directory} is damaged: {foreign[0]} is not in its manifest")
+    for name, (nbytes, checksum) in expected.items():
+        try:
+            size = (directory / name).stat().st_size
+            same = size == nbytes and _checksum(directory / name) == checksum
+        except OSError as error:
+            raise CheckpointError(f"{directory} is damaged: {name} cannot be read: {error}") from error
+        if size != nbytes:
+            raise CheckpointError(f"{directory} is damaged: {name} has {size} bytes, {nbytes} were written")
+        if not same:
+            raise CheckpointError(f"{directory} is damaged: {name} is not as it was written (checksum)")
+    return Checkpoint(directory, step)
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """Directories of all checkpoints, oldest first; whether they are sound is not looked at."""
+    return sorted((run / CHECKPOINTS).glob(f"{_PREFIX}*"))
+
+
+def newest_sound(run: Path, on_damaged: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint that is as it was written; None: there is none.
+
+    Args:
+        on_damaged: told of every newer one, and why it is passed over.
+    """
+    for directory in reversed(checkpoints(run)):
+        try:
+            return check(directory)
+        except CheckpointError as error:
+            on_damaged(f"{error}; the one before it is taken")
+    return None
+
+
+def prune(run: Path, *, keep: int, newest: int) -> None:
+    """Remove the checkpoints after step `newest`, which the run has left, and all but `keep` of the others. Never
+    raises."""
+    remaining = [each for each in checkpoints(run) if each <= directory_of(run, newest)][-keep:]
+    for directory in checkpoints(run):
+        if directory not in remaining:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def discard(run: Path, step: int) -> None:
+    """Remove the draft of `step`. Never raises."""
+    shutil.rmtree(_draft_of(directory_of(run, step)), ignore_errors=True)
+
+
+def _draft_of(final: Path) -> Path:
+    return final.with_name(f".{final.name}")
+
+
+def _checksum(file: Path) -> str:
+    import xxhash  # here, because the command line starts without it
+
+    total = xxhash.xxh3_128()
+    with open(file, "rb", buffering=0) as content:
+        while chunk := content.read(_CHUNK):
+            total.update(chunk)
+    return total.hexdigest()
+
+
+def _synced(file: Path) -> dict[str, Any]:
+    """Size and checksum of a file that is on disk now."""
+    with open(file, "rb") as content:
+        os.fsync(content.fileno())
+    return {"bytes": file.stat().st_size, "xxh3_128": _checksum(file)}
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
