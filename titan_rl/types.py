@@ -24,6 +24,10 @@ NO_VERSION = -1
 """Entry of a `versions` array at tokens that no policy sampled (prompt and environment tokens)."""
 
 
+LARGEST_STEP = (1 << 32) - 1
+"""Of a version that can be encoded; also the bits of a code that hold its step."""
+
+
 class PolicyVersion(NamedTuple):
     """Which weights: ordered by incarnation first, finished RL optimizer steps second.
 
@@ -36,13 +40,13 @@ class PolicyVersion(NamedTuple):
 
     def encode(self) -> int:
         """This version as one int64 that keeps the order, as in `versions` arrays. Raises ValueError if none fits."""
-        if not (0 <= self.step < 1 << 32 and 0 <= self.incarnation < 1 << 31):
+        if not (0 <= self.step <= LARGEST_STEP and 0 <= self.incarnation < 1 << 31):
             raise ValueError(f"incarnation {self.incarnation}, step {self.step} is no version that can be encoded")
         return (self.incarnation << 32) | self.step
 
     @staticmethod
     def decode(code: int) -> PolicyVersion:
-        return PolicyVersion(int(code) >> 32, int(code) & 0xFFFFFFFF)
+        return PolicyVersion(int(code) >> 32, int(code) & LARGEST_STEP)
 
     def __str__(self) -> str:
         return f"v{self.step}" if self.incarnation == 0 else f"v{self.incarnation}.{self.step}"

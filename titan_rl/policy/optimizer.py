@@ -6,6 +6,7 @@ Import this module only after `titan_adaptation.choose_device`.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import nn
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
@@ -20,7 +21,7 @@ class PolicyOptimizer:
     def __init__(self, config: OptimizerConfig, module: nn.Module, total_steps: int) -> None:
         self._parameters = list(module.parameters())
         self._max_norm = config.max_grad_norm or math.inf
-        self._remaining = total_steps - 1
+        self._total_steps = total_steps
         self._optimizers = default_adamw(
             lr=config.lr, betas=tuple(config.betas), eps=config.eps, weight_decay=config.weight_decay
         ).build(model_parts=[module])
@@ -38,10 +39,18 @@ class PolicyOptimizer:
         self._optimizers.step()
         self.discard_gradients()
         # torchtitan's schedule is not defined past its end; a longer run keeps the last rate.
-        if self._remaining > 0:
+        if self._schedulers.schedulers[0].last_epoch < self._total_steps - 1:
             self._schedulers.step()
-            self._remaining -= 1
         return lr
+
+    def moments(self) -> dict[str, Any]:
+        """The optimizer's state by the names of the parameters, as DTensors; the live one, made if there was none."""
+        return self._optimizers.state_dict()
+
+    def go_on(self, moments: dict[str, Any], step: int) -> None:
+        """Take over the state of an optimizer that has done so many steps; the rate is the schedule's."""
+        self._optimizers.load_state_dict(moments)
+        self._schedulers.load_state_dict({"last_epoch": min(step, self._total_steps - 1)})
 
     def discard_gradients(self) -> None:
         self._optimizers.zero_grad()

@@ -21,7 +21,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -39,8 +39,9 @@ from titan_rl.policy.models.qwen3 import read_shape
 from titan_rl.policy.models.titan_adaptation import choose_device
 from titan_rl.policy.packing import PackingPlan, plan_packing
 from titan_rl.policy.step_metrics import StepMetrics, judge
+from titan_rl.policy.training_state import WEIGHTS, StateWriter, read_state
 from titan_rl.processes import join_world
-from titan_rl.types import PolicyVersion
+from titan_rl.types import LARGEST_STEP
 from titan_rl.weights.manifest import TensorShard
 
 if TYPE_CHECKING:
@@ -72,7 +73,6 @@ class PolicyUpdater:
         total_steps: int,
         device: str,
         seed: int,
-        incarnation: int = 0,
         samples: SampleSource | None = None,
     ) -> None:
         """Load the policy and shard it. Needs the environment of `join_world`.
@@ -115,7 +115,8 @@ class PolicyUpdater:
         self._warm_up: PolicyOptimizer | None = None
         self._warm_up_steps = 0
         self.step = 0
-        self.incarnation = incarnation
+        self.incarnation = 0
+        self._writer: StateWriter | None = None
         self.aliases = self._policy.aliases
 
     def plan(self, batch: SampleBatch) -> PackingPlan:
@@ -251,6 +252,56 @@ class PolicyUpdater:
         if failure[0]:
             raise TrainingError(f"step {self.step}: the checkpoint {directory} could not be written: {failure[0]}")
 
+    def begin_save(self, directory: Path) -> None:
+        """Copy in memory all that later steps depend on, and begin to write it to `directory`; `finish_save` waits.
+
+        Raises:
+            StorageError: nothing can be written there.
+            TrainingError: nothing was trained yet.
+        """
+        if not self.step:
+            raise TrainingError("there is nothing to save before the first step")
+        if self._writer is None:
+            self._writer = StateWriter()
+        self._writer.begin(self._state(), directory)
+
+    def finish_save(self) -> None:
+        """Wait until what `begin_save` began is written. Not collective; for another thread.
+
+        Raises:
+            StorageError: it could not be written.
+        """
+        assert self._writer is not None
+        self._writer.finish()
+
+    def restore(self, directory: Path, incarnation: int) -> None:
+        """Go on from the state in `directory`, of any layout of ranks, as this incarnation.
+
+        Raises:
+            CheckpointError: it cannot be read, or is of another policy.
+        """
+        if self._config.kl.coefficient:
+            self.freeze_reference()
+        state = self._state()
+        read_state(state, directory)
+        self.step, self.incarnation = state["step"], incarnation
+        prefix = "optimizer."
+        moments = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        self._optimizer.go_on(moments, self.step)
+
+    def _state(self) -> dict[str, Any]:
+        """By name: live tensors, and plain values."""
+        parts: dict[str, dict[str, Any]] = {
+            WEIGHTS: dict(self._policy.tensors()),
+            "optimizer.": self._optimizer.moments(),
+        }
+        if self._reference is not None:
+            parts["reference."] = dict(self._reference.tensors())
+        return {
+            "step": self.step,
+            **{prefix + name: value for prefix, part in parts.items() for name, value in part.items()},
+        }
+
     def _optimize(
         self, batch: SampleBatch, plan: PackingPlan, optimizer: PolicyOptimizer, *, warm_up: bool
     ) -> dict[str, float]:
@@ -329,7 +380,8 @@ class PolicyUpdater:
             loss_metrics=loss_metrics,
             entropies=entropies.detach(),
             log_ratio=logprobs.detach() - microbatch.behaviour_logprobs,
-            on_policy=microbatch.versions == PolicyVersion(self.incarnation, self.step).encode(),
+            # Of whatever incarnation: what an earlier one sampled at this step, it sampled with these weights.
+            on_policy=(microbatch.versions & LARGEST_STEP) == self.step,
             reference_kl=None if reference_kl is None else reference_kl.detach(),
         )
         return loss

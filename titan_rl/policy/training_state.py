@@ -1,0 +1,111 @@
+"""The trainer's part of a checkpoint: weights, moments, schedule and reference policy, whatever the layout of ranks.
+
+torch's distributed checkpoint stores each rank's shards under global names. Ranks of any other number and layout read
+the same values, bit for bit; the float32 master weights are what is stored.
+
+    begin   every rank copies its state in memory, then training goes on       (collective, in the trainer's thread)
+    finish  wait until the copies are on disk                                  (another thread; a group of its own)
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from titan_rl.errors import CheckpointError, StorageError
+
+WEIGHTS = "model."
+"""What the names of the weights begin with; Hugging Face names follow."""
+
+_COPY_FIRST = StagingOptions(
+    use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+)
+
+
+class StateWriter:
+    """Writes one state at a time beside training. Making it is collective."""
+
+    def __init__(self) -> None:
+        # Its collectives run beside those of training, which a group may not mix.
+        self._group = dist.new_group(backend="gloo")
+        self._writing: Future[Any] | None = None
+
+    def begin(self, state: dict[str, Any], directory: Path) -> None:
+        """Copy `state` in memory and begin to write it to `directory`. Collective.
+
+        Raises:
+            StorageError: nothing can be written there.
+        """
+        if self._writing is not None:
+            wait([self._writing])  # only of a checkpoint that was given up
+        try:
+            writing = dcp.async_save(
+                state,
+                storage_writer=dcp.FileSystemWriter(directory, sync_files=False),  # synced with the whole checkpoint
+                process_group=self._group,
+                async_checkpointer_type=AsyncCheckpointerType.THREAD,
+                async_stager=DefaultStager(_COPY_FIRST),
+            )
+        except Exception as error:  # the run goes on without this checkpoint
+            raise StorageError(f"{directory} cannot be written: {_cause(error)}") from error
+        assert isinstance(writing, Future)
+        self._writing = writing
+
+    def finish(self) -> None:
+        """Wait until the state is written. May be called from another thread.
+
+        Raises:
+            StorageError: it could not be written.
+        """
+        assert self._writing is not None
+        try:
+            self._writing.result()
+        except Exception as error:  # whatever it is, the checkpoint is not there
+            raise StorageError(f"the trainer's state could not be written: {_cause(error)}") from error
+
+
+def read_state(state: dict[str, Any], directory: Path) -> None:
+    """Fill the tensors of `state` in place, and replace its other values. Collective.
+
+    Raises:
+        CheckpointError: `directory` lacks something that `state` has, or another shape of it.
+    """
+    try:
+        dcp.load(state, checkpoint_id=directory)
+    except Exception as error:
+        raise CheckpointError(f"{directory} cannot be read: {_cause(error)}") from error
+
+
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """The whole weights of a state by Hugging Face name, float32; in a process without torch.distributed.
+
+    Raises:
+        CheckpointError: `directory` holds no state.
+    """
+    try:
+        stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+        weights = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in stored.items()
+            if name.startswith(WEIGHTS) and isinstance(entry, TensorStorageMetadata)
+        }
+    except Exception as error:
+        raise CheckpointError(f"{directory} cannot be read: {_cause(error)}") from error
+    read_state(weights, directory)
+    return {name.removeprefix(WEIGHTS): tensor for name, tensor in weights.items()}
+
+
+def _cause(error: BaseException) -> str:
+    """The first rank's own error: torch wraps them by rank."""
+    failures = getattr(error, "failures", None)
+    inner = next(iter(failures.values()))[0] if failures else error
+    return f"{type(inner).__name__}: {inner}"
