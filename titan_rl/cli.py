@@ -80,11 +80,19 @@ def _serve(arguments: Sequence[str]) -> int:
     return VERB.run(arguments, prog=f"{PROG} serve")
 
 
+def _export(arguments: Sequence[str]) -> int:
+    """Write a checkpoint's weights in Hugging Face format: --run RUN --directory DIR."""
+    from titan_rl.export import VERB
+
+    return VERB.run(arguments, prog=f"{PROG} export")
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "recipes": _recipes,
     "plan": _plan,
     "serve": _serve,
+    "export": _export,
 }
 
 

@@ -127,6 +127,21 @@ class EvaluationConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """Checkpoints from which `--resume` goes on. Every run also writes one when it ends, however it ends."""
+
+    every: int = 20
+    """Write one after every so many steps, beside training; 0: only at the end."""
+    keep: int = 2
+    """Newest checkpoints that are kept; 0: write none. Each holds the float32 weights and AdamW's two moments."""
+
+    def __post_init__(self) -> None:
+        for name in ("every", "keep"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"checkpoint.{name} must be 0 or more, got {getattr(self, name)}")
+
+
+@dataclass(kw_only=True, slots=True)
 class LoggingConfig:
     """What is written where, and how."""
 
@@ -181,6 +196,7 @@ class RunConfig:
     data_plane: DataPlaneConfig = field(default_factory=DataPlaneConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
 

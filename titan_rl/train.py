@@ -1,4 +1,5 @@
-"""`python -m titan_rl.train --recipe NAME [--config FILE.toml] [--section.key VALUE …] [--name NAME] [--dry-run]`.
+"""`python -m titan_rl.train --recipe NAME [--config FILE.toml] [--section.key VALUE …] [--name NAME] [--resume RUN]
+[--dry-run]`.
 
 The command line wins over the TOML file, and that over the recipe. Whatever can be known to be wrong is said in one
 sentence on standard error, with exit code 2, before any process starts; a dry run checks the same. `torchrun
@@ -22,6 +23,15 @@ from titan_rl.errors import ConfigError
 from titan_rl.launch.checks import Problem, Severity, check_run
 from titan_rl.launch.placement import TORCHRUN_VARIABLES, HostFacts, describe, detect_host, devices_needed, plan
 from titan_rl.launch.process import prepare_controller
+from titan_rl.launch.resume import (
+    CONFIG,
+    SUMMARY,
+    Resume,
+    check_differences,
+    differences,
+    find,
+    unfinished,
+)
 from titan_rl.overrides import (
     EXIT_USAGE,
     Command,
@@ -58,7 +68,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titan_rl.t
 
 
 def _act(command: Command, prog: str) -> int:
-    config, imports = resolve(command)
+    config, imports, resume = _what_to_run(command, prog)
     sweep_dead_segments()  # so that /dev/shm has what it will have
     dry_run = "--dry-run" in command.flags
     if not may_start(_problems(config, imports), prog, dry_run=dry_run):
@@ -70,7 +80,54 @@ def _act(command: Command, prog: str) -> int:
     prepare_controller()
     from titan_rl.launch.run import run
 
-    return run(config, imports)
+    return run(config, imports, resume)
+
+
+def _what_to_run(command: Command, prog: str) -> tuple[RunConfig, tuple[str, ...], Resume | None]:
+    """The config, the user's modules, and the run that goes on."""
+    where = command.values.get("--resume")
+    if where is None:
+        return *resolve(command), None
+    if where == "auto":
+        return _newest_unfinished(command, prog)
+    resume = find(Path(where))
+    before = _settings_of(resume.run)
+    if not command.recipe:
+        command.recipe, command.recipe_base = before.recipe, before.recipe_base
+        command.layers = [*before.layers, *command.layers]
+    config, imports = resolve(command)
+    found = differences(config_of_run(resume.run), config)
+    check_differences(found, resume.run)
+    for difference in found:
+        say(prog, f"{difference}{' (its results are close to those before, not bitwise)' if difference.close else ''}")
+    if (resume.run / SUMMARY).exists() and not any(difference.setting == "loop.steps" for difference in found):
+        raise ConfigError(f"{resume.run} is done; to train it further, ask for more steps: --loop.steps")
+    return config, imports, resume
+
+
+def _newest_unfinished(command: Command, prog: str) -> tuple[RunConfig, tuple[str, ...], Resume | None]:
+    config, imports = resolve(command)
+    for run in unfinished(Path(config.logging.directory).expanduser()):
+        try:
+            before = config_of_run(run)
+        except ConfigError as error:
+            say(prog, f"{run} is passed over: {error}")
+            continue
+        if before.recipe == config.recipe and all(each.allowed for each in differences(before, config)):
+            say(prog, f"going on with {run}")
+            return config, imports, Resume(run)
+    say(prog, "no unfinished run has this config: a new one starts")
+    return config, imports, None
+
+
+def config_of_run(run: Path) -> RunConfig:
+    """The config that a run had when it last started."""
+    return resolve(_settings_of(run))[0]
+
+
+def _settings_of(run: Path) -> Command:
+    """The command line that means the settings of a run."""
+    return VERB.read(["--config", str(run / CONFIG)])
 
 
 # --- from arguments to a config --------------------------------------------------------------------------------------
@@ -105,12 +162,15 @@ VERB = Verb(
     config=lambda command: recipe_of(command) if command.recipe else RunConfig(),
     about="""
 usage: {prog} --recipe NAME [--config FILE.toml] [--section.key VALUE ...] [--name NAME] [--dry-run]
+       {prog} --resume RUN [--section.key VALUE ...] [--dry-run]
 
 Train a policy. Constructor arguments of a class are set as --environment.kwargs.NAME VALUE.""",
     options={
         "--recipe NAME": "a recipe (`titan-rl recipes` lists them), or your own: pkg.mod:function, file.py:function",
         "--config FILE.toml": "a recipe's name and settings; relative file names in it start at its directory",
         "--name NAME": "name of the run, as --logging.name",
+        "--resume RUN": "go on with a run: its directory or one of its checkpoints; its settings need not be repeated; "
+        "`auto`: the newest unfinished run of this recipe and config, or a new one",
         "--dry-run": "print the resolved config and the placement, and start nothing",
     },
     aliases={"--name": "logging.name"},

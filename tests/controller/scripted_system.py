@@ -7,7 +7,9 @@ Everything that a real part takes time for passes a gate of `Script`, named by w
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import asynccontextmanager
@@ -16,8 +18,11 @@ from typing import Any
 
 from rich.console import Console
 
-from titan_rl.config import EvaluationConfig, LoopConfig, RunConfig
+from titan_rl.config import CheckpointConfig, EvaluationConfig, LoopConfig, RunConfig
+from titan_rl.controller.checkpoint_files import newest_sound
+from titan_rl.controller.checkpoints import Checkpoints, read_ledger
 from titan_rl.controller.loop import TrainingLoop
+from titan_rl.controller.records import RunSummary
 from titan_rl.controller.system import System
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
 from titan_rl.data_plane.store import HeldReport
@@ -85,6 +90,7 @@ class ScriptedTrainer:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.step = 0
+        self.incarnation = 0
         self.batches: list[list[int]] = []
         """Group ids of every finished step."""
         self.live: list[PolicyVersion] = []
@@ -103,7 +109,7 @@ class ScriptedTrainer:
 
     async def push_model_state_dict(self) -> Publication:
         await self.script.gate(f"publish v{self.step}")
-        version = PolicyVersion(0, self.step)  # of the moment, as when the call had to wait for a step
+        version = PolicyVersion(self.incarnation, self.step)  # of the moment: the call may have waited for a step
         self.live.append(version)
         return Publication(channel="policy", version=version, manifest=Manifest(entries=(), nbytes=0), location="")
 
@@ -118,6 +124,28 @@ class ScriptedTrainer:
 
     async def freeze_reference(self) -> None:
         await self.script.gate("freeze")
+
+    async def begin_checkpoint(self, directory: Path, samples: SampleBatch) -> None:
+        await self.script.gate(f"copy {self.step}")
+        self.copied = (self.step, samples)
+
+    async def finish_checkpoint(self, directory: Path, publications: tuple[Publication, ...]) -> None:
+        step, samples = self.copied
+        await self.script.gate(f"write {step}")
+        assert all(publication.version in self.live for publication in publications)
+        kept = [publication.version for publication in publications]
+        (directory / "state").write_bytes(pickle.dumps((step, samples, kept)))
+
+    async def restore(self, directory: Path, incarnation: int) -> None:
+        await self.script.gate("restore")
+        self.step, self.kept_samples, self.kept = pickle.loads((directory / "state").read_bytes())
+        self.incarnation = incarnation
+
+    async def publish_again(self, directory: Path, version: PolicyVersion) -> Publication:
+        await self.script.gate(f"publish {version} again")
+        assert version in self.kept
+        self.live.append(version)
+        return Publication(channel="policy", version=version, manifest=Manifest(entries=(), nbytes=0), location="")
 
 
 class ScriptedRouter:
@@ -201,6 +229,14 @@ class ScriptedRollouts:
             for request, played in zip(requests, self.evaluation, strict=True)
         ]
 
+    async def take_over(self, reports: Iterable[GroupReport]) -> list[GroupReport]:
+        taken = []
+        for report in reports:
+            refs = [ref._replace(sample_id=ref.sample_id + 1000) for ref in report.samples.refs]
+            self.owned |= {ref.sample_id: ref.group_id for ref in refs}
+            taken.append(dataclasses.replace(report, samples=SampleBatch.of(refs)))
+        return taken
+
     async def stop_groups(self) -> None:
         """The loop has cancelled what it waits for before it says so."""
 
@@ -254,6 +290,13 @@ class Metrics:
     def write(self, step: int, numbers: dict[str, float]) -> None:
         self.written.append((step, numbers))
 
+    @property
+    def nbytes(self) -> int:
+        return len(self.written)
+
+    def sync(self) -> None:
+        """Nothing is on a disk."""
+
 
 class World:
     """One loop and its parts."""
@@ -271,7 +314,15 @@ class World:
         untrainable_batches: int = 20,
         warmup: int = 0,
         watchdog_seconds: float = 1e6,
+        directory: Path | None = None,
+        checkpoint_every: int = 1,
+        restore: bool = False,
     ) -> None:
+        """
+        Args:
+            directory: where checkpoints are written; None: nowhere.
+            restore: go on from the newest of them.
+        """
         config = RunConfig(
             loop=LoopConfig(
                 steps=steps,
@@ -284,6 +335,7 @@ class World:
             ),
             evaluation=EvaluationConfig(every=every),
             weights=WeightsConfig(max_live=max_live),
+            checkpoint=CheckpointConfig(every=checkpoint_every, keep=100),
             trainer=TrainerConfig(warmup=WarmupConfig(steps=warmup, batch=2, lr_warmup_steps=0)),
         )
         self.now = 0.0
@@ -302,10 +354,17 @@ class World:
             rollouts=self.rollouts,  # type: ignore[arg-type]
             generators={"generator0": None, "generator1": None},  # type: ignore[dict-item]
         )
+        writer: Any = self.metrics
+        found = newest_sound(directory, print) if directory is not None and restore else None
         self.loop = TrainingLoop(
             self.system,
             display=self.display,
-            metrics=self.metrics,  # type: ignore[arg-type]
+            metrics=writer,
+            checkpoints=Checkpoints(directory, self.system, metrics=writer, say=self.display.say)
+            if directory
+            else None,
+            ledger=found and read_ledger(found.directory),
+            restore_from=found and found.directory,
             clock=lambda: self.now,
         )
 
@@ -318,10 +377,20 @@ class World:
         """Training groups in flight, where plays are held."""
         return sorted(int(gate.split()[1]) for gate in self.script.held if gate.startswith("play "))
 
+    async def run(self) -> RunSummary:
+        """The run and its end, with nothing to be saved between."""
+        failed = True
+        try:
+            summary = await self.loop.run()
+            failed = False
+            return summary
+        finally:
+            await self.loop.end(failed=failed)
+
     @asynccontextmanager
     async def running(self) -> Any:
         """The run as a task that has come as far as it can; ended at the end."""
-        task = asyncio.create_task(self.loop.run())
+        task = asyncio.create_task(self.run())
         try:
             await settle()
             yield task

@@ -22,8 +22,12 @@ class Run:
         self.world = world
         self.said: list[str] = []
         self.faults = FaultBoard(Announcer(self.said.append, stopping="saving"))
-        work = train_and_save(world.loop.run(), world.system.trainer, self.faults, checkpoint, self.said.append)
-        self.task = asyncio.create_task(work)
+
+        async def save() -> str:
+            return f"the weights after step {await world.trainer.save(CHECKPOINT)} are in {checkpoint}"
+
+        saves = {} if checkpoint is None else {"the weights were": save}
+        self.task = asyncio.create_task(train_and_save(world.loop, self.faults, saves, self.said.append))
 
     async def hear(self, fault: TitanError) -> None:
         self.faults.report(fault)
@@ -69,7 +73,7 @@ async def test_another_signal_does_not_wait_for_the_weights():
     run = await at("train 2")
     run.world.script.holds = holding("save")
     await run.hear(Stopped(signal.SIGINT))
-    assert run.world.script.held == ["save"]
+    assert run.world.script.held == ["train 2", "save"]
     await run.hear(Stopped(signal.SIGINT))
     with pytest.raises(Stopped):
         await run.task

@@ -88,7 +88,7 @@ def refused(times: int) -> list[BaseException]:
 async def test_what_nobody_serves_is_published_again_and_the_run_goes_on(times, caplog):
     world = World(steps=3)
     world.script.errors["pull v1"] = refused(times)
-    await world.loop.run()
+    await world.run()
     assert world.trainer.step == 3
     assert world.script.events.count("publish v1") == 1 + times
     for text in (world.printed, caplog.text):
@@ -104,7 +104,7 @@ async def test_a_fresh_publication_that_nobody_serves_either_ends_the_run():
     world = World(steps=3)
     world.script.errors["pull v1"] = refused(1 + FRESH_PUBLICATIONS)
     with pytest.raises(WeightsError, match=f"refused {FRESH_PUBLICATIONS}$"):
-        await world.loop.run()
+        await world.run()
     assert world.script.events.count("publish v1") == 1 + FRESH_PUBLICATIONS
 
 
@@ -125,6 +125,6 @@ async def test_a_trainer_that_is_a_step_further_publishes_that_instead():
 async def test_a_generator_that_refuses_the_weights_after_its_lease_does_not_end_the_run():
     world = World(steps=3, staleness=1, max_live=3)
     world.script.errors["unpin v0"] = [WeightsError("v1 is not what the engine computes with")]
-    await world.loop.run()
+    await world.run()
     assert world.trainer.step == 3
     assert "generator1 does not serve after its lease: v1 is not what the engine computes with" in world.printed

@@ -57,7 +57,7 @@ async def test_a_cut_off_answer_is_told_from_a_finished_one():
 async def test_a_group_that_failed_is_told_at_once_and_its_steps_line_says_the_rest():
     world = World(steps=2, groups=2)
     world.rollouts.outcome = lambda request: () if request.group_id == 1 else (0.0, 1.0)
-    await world.loop.run()
+    await world.run()
     lines = world.printed.splitlines()
     failed = lines.index("failed rollouts: 1, the first: the task raised")
     assert failed < next(place for place, line in enumerate(lines) if line.startswith("step    2/2"))

@@ -15,7 +15,7 @@ def learned_after(groups: int):
 async def test_a_run_that_has_learned_everything_evaluates_what_it_knows_and_says_why():
     world = World(steps=1000, groups=2, untrainable_batches=2)
     world.rollouts.outcome = learned_after(6)
-    summary = await world.loop.run()
+    summary = await world.run()
     assert 3 <= summary.steps < 10
     assert summary.evaluations[-1].version.step == world.trainer.step == summary.steps
     assert summary.stopped_early.startswith(f"nothing is left to learn after step {summary.steps}: the last 4 groups")
@@ -28,27 +28,27 @@ async def test_equal_and_poor_rewards_are_a_failure():
     world = World(steps=1000, groups=2, untrainable_batches=2)
     world.rollouts.outcome = lambda request: (0.5, 0.5)
     with pytest.raises(NothingToTrain, match="4 all rewards equal .first group 0: all 2 rollouts got 0.5"):
-        await world.loop.run()
+        await world.run()
 
 
 async def test_some_solved_and_some_poor_are_a_failure():
     world = World(steps=1000, groups=2, untrainable_batches=2)
     world.rollouts.outcome = lambda request: (1.0, 1.0) if request.group_id % 2 else (0.0, 0.0)
     with pytest.raises(NothingToTrain, match="2 all rewards equal .*; 2 solved"):
-        await world.loop.run()
+        await world.run()
 
 
 async def test_solved_groups_that_a_filter_refuses_end_the_run_as_well():
     world = World(steps=1000, groups=2, untrainable_batches=2, filter="no_variance")
     world.rollouts.outcome = learned_after(4)
-    summary = await world.loop.run()
+    summary = await world.run()
     assert summary.steps == 2 == summary.evaluations[-1].version.step
 
 
 async def test_a_policy_that_knows_everything_from_the_start_is_evaluated_once():
     world = World(steps=1000, groups=2, untrainable_batches=1, filter="no_variance")
     world.rollouts.outcome = learned_after(0)
-    summary = await world.loop.run()
+    summary = await world.run()
     assert summary.steps == 0
     assert [evaluation.version.step for evaluation in summary.evaluations] == [0]
 

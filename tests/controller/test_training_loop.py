@@ -28,7 +28,7 @@ async def finish(world: World) -> None:
 
 async def test_at_staleness_0_no_group_starts_before_the_version_of_the_step_before_is_served():
     world = World(steps=4, groups=3)
-    summary = await world.loop.run()
+    summary = await world.run()
     for step in range(1, 4):
         first = min(world.script.at(play) for play in plays(range(3 * step, 3 * step + 3)))
         assert world.script.at(f"pull v{step} done") < first
@@ -68,7 +68,7 @@ async def test_weights_that_were_published_before_the_news_of_their_step_arrived
 
 async def test_exactly_what_is_trained_is_admitted():
     world = World(steps=3, groups=2, staleness=2)
-    await world.loop.run()
+    await world.run()
     assert sorted(request.group_id for request in world.rollouts.started) == list(range(6))
     assert world.rollouts.released == 12
 
@@ -115,7 +115,7 @@ async def test_with_a_lease_training_goes_on_during_an_evaluation():
 async def test_a_leased_generator_that_is_lost_costs_its_evaluation_and_nothing_else():
     world = World(steps=4, staleness=2, every=2, max_live=3)
     world.script.errors["evaluate v0"] = [GeneratorFailed("generator1 died")]
-    await world.loop.run()
+    await world.run()
     assert world.trainer.step == 4 and [one.version.step for one in world.loop.summary.evaluations] == [2, 4]
     assert "v0 is not evaluated, the generator that was leased for it is lost: generator1 died" in world.printed
     assert world.trainer.live == [(0, 4)], "its publication is released"
@@ -166,7 +166,7 @@ async def test_every_version_that_is_due_is_evaluated_however_slowly_it_is_pulle
 async def test_a_group_whose_samples_were_lost_is_played_again_and_the_others_of_its_batch_are_kept():
     world = World(steps=2, groups=3)
     world.script.errors["train 1"] = [SamplesLost("gone", (1,))]
-    await world.loop.run()
+    await world.run()
     asked = [(request.group_id, request.attempt) for request in world.rollouts.started]
     assert asked == [(0, 0), (1, 0), (2, 0), (1, 1), (3, 0), (4, 0), (5, 0)]
     assert world.trainer.batches[0] == [0, 1, 2]
@@ -177,7 +177,7 @@ async def test_a_group_whose_samples_were_lost_is_played_again_and_the_others_of
 async def test_several_groups_of_one_batch_may_be_lost():
     world = World(steps=1, groups=3)
     world.script.errors["train 1"] = [SamplesLost("gone", (0, 2)), SamplesLost("gone", (2,))]
-    await world.loop.run()
+    await world.run()
     attempts = [(request.group_id, request.attempt) for request in world.rollouts.started]
     assert attempts == [(0, 0), (1, 0), (2, 0), (0, 1), (2, 1), (2, 2)]
     assert world.trainer.batches == [[0, 1, 2]]
@@ -187,7 +187,7 @@ async def test_a_group_that_is_lost_again_and_again_ends_the_run():
     world = World(steps=1)
     world.script.errors["train 1"] = [SamplesLost("gone for good", (0,)) for _ in range(9)]
     with pytest.raises(SamplesLost, match="gone for good"):
-        await world.loop.run()
+        await world.run()
     assert world.rollouts.started[-1].attempt == 3
 
 
@@ -197,14 +197,14 @@ async def test_a_loss_that_names_no_group_of_the_batch_ends_the_run(groups):
     error = SamplesLost("of what?", groups)
     world.script.errors["train 1"] = [error]
     with pytest.raises(SamplesLost) as caught:
-        await world.loop.run()
+        await world.run()
     assert caught.value is error
 
 
 async def test_filtered_and_failed_groups_are_replaced_and_their_samples_released():
     world = World(steps=2, groups=2, filter="no_variance")
     world.rollouts.outcome = lambda request: {0: (1.0, 1.0), 1: (), 4: (0.0, 0.0)}.get(request.group_id, (0.0, 1.0))
-    await world.loop.run()
+    await world.run()
     assert world.trainer.batches == [[2, 3], [5, 6]]
     assert world.rollouts.owned == {}
     assert world.metrics.written[-2][1]["groups/filtered"] == 2
@@ -215,7 +215,7 @@ async def test_a_filter_never_sees_a_group_without_samples(tmp_path):
     (tmp_path / "strict.py").write_text("def first(report):\n    return str(report.samples.rewards[0] > 1 or '')\n")
     world = World(steps=1, groups=2, filter=f"{tmp_path}/strict.py:first")
     world.rollouts.outcome = lambda request: () if request.group_id == 0 else (0.0, 1.0)
-    await world.loop.run()
+    await world.run()
     assert world.trainer.batches == [[1, 2]]
 
 
@@ -224,7 +224,7 @@ async def test_a_run_whose_groups_are_all_untrainable_ends_and_says_why(outcome,
     world = World(steps=50, groups=2, untrainable_batches=3)
     world.rollouts.outcome = lambda request: outcome
     with pytest.raises(NothingToTrain, match=reason):
-        await world.loop.run()
+        await world.run()
     assert len(world.rollouts.started) <= 2 * 3
 
 
@@ -251,7 +251,7 @@ async def test_a_failure_in_any_task_ends_the_run_with_that_error_and_the_others
     world.script.errors[gate] = [error]
     others = asyncio.all_tasks()
     with pytest.raises(type(error)) as caught:
-        await world.loop.run()
+        await world.run()
     assert caught.value is error
     assert asyncio.all_tasks() == others
     assert world.rollouts.owned == {}
@@ -286,14 +286,14 @@ async def test_an_environment_without_held_out_prompts_ends_the_run_at_once():
     world = World()
     world.rollouts.held_out = 0
     with pytest.raises(TaskError, match="copy gave no held-out prompts"):
-        await world.loop.run()
+        await world.run()
     assert world.trainer.step == 0
 
 
 async def test_a_generator_that_does_not_take_new_weights_is_named_once_per_version():
     world = World(steps=1)
     world.router.failures = {"generator0": "fingerprints differ"}
-    await world.loop.run()
+    await world.run()
     assert world.printed.count("generator0 does not serve v1: fingerprints differ") == 1
 
 
@@ -301,14 +301,14 @@ async def test_a_filter_that_raises_ends_the_run_with_its_error(tmp_path):
     (tmp_path / "broken.py").write_text("def first(report):\n    raise KeyError('score')\n")
     world = World(filter=f"{tmp_path}/broken.py:first")
     with pytest.raises(TaskError, match=r"broken.py:first raised KeyError: 'score'"):
-        await world.loop.run()
+        await world.run()
 
 
 async def test_samples_that_are_still_held_at_the_end_are_an_error_that_names_them():
     world = World(steps=1)
     world.rollouts.owned[99] = 7
     with pytest.raises(SamplesLeaked, match="store0: 1 samples of group 7, 64 bytes"):
-        await world.loop.run()
+        await world.run()
 
 
 # --- warm-up ---------------------------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ async def test_samples_that_are_still_held_at_the_end_are_an_error_that_names_th
 
 async def test_warm_up_comes_before_the_first_version_and_releases_every_demonstration():
     world = World(steps=1, warmup=3)
-    await world.loop.run()
+    await world.run()
     assert world.script.at("warm up 2 done") < world.script.at("freeze") < world.script.at("publish v0")
     assert [request.group_id for request in world.rollouts.started if request.purpose == "demonstrate"] == [0, 1, 2]
     assert world.rollouts.owned == {}
@@ -329,7 +329,7 @@ async def test_a_warm_up_that_fails_holds_no_demonstrations(ahead_is_ready):
     world.script.errors["warm up 0"] = [error]
     world.script.holds = holding("warm") if ahead_is_ready else holding("warm", "demonstrate")
     others = asyncio.all_tasks()
-    run = asyncio.create_task(world.loop.run())
+    run = asyncio.create_task(world.run())
     await settle()
     if not ahead_is_ready:
         await world.script.open("demonstrate 0")

@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "titan_rl"
 
 FLOORS = (
-    {"train", "serve", "cli"},
+    {"train", "serve", "export", "cli"},
     {"config_registry"},
     {"launch"},
     {"controller"},

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from titan_rl.config_registry import load_recipe
+from titan_rl.overrides import to_toml
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 
@@ -77,9 +79,12 @@ def model() -> Path:
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Path:
-    """A directory that looks like the root of the project and can be written."""
+    """A directory that looks like the root of the project and can be written, with a run that was killed early."""
     for entry in ("rl_configs", "scripts", "titan_rl"):
         (tmp_path / entry).symlink_to(ROOT / entry)
+    killed = tmp_path / "runs" / "copy4_async-x"
+    killed.mkdir(parents=True)
+    (killed / "config.toml").write_text(to_toml(load_recipe("copy4_async")))
     return tmp_path
 
 
@@ -120,6 +125,8 @@ def run_command(command: str, desk: Path, model: Path) -> None:
         if program == "titan-rl"
         else next((w.rpartition(".")[2] for w in arguments if "titan_rl." in w), "")
     )
+    if verb == "export":
+        arguments = [verb, "--help"]  # that run has no checkpoint
     ends_by_itself = {"--help", "--dry-run"} & set(arguments)
     run(
         [*RUNNERS[program], *arguments, *(["--dry-run"] if verb in DRY and not ends_by_itself else [])],

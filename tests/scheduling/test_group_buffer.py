@@ -252,22 +252,28 @@ def test_a_resumed_run_goes_on_with_the_same_groups_under_a_new_incarnation():
     admit_and_start(buffer)
     resumed = pickle.loads(pickle.dumps(buffer))
     resumed.go_on_from(v(1, 1))
-    for group_id in (2, 3, 4, 5):
-        resumed.lost(group_id)
     resumed.published(v(1, 1))
+    assert resumed[3].state is GroupState.FINISHED
     assert [(g.group_id, g.attempt, g.min_version) for g in resumed.waiting()] == [
-        (2, 1, v(0)),
-        (3, 1, v(0)),
-        (4, 1, v(1)),
-        (5, 1, v(1)),
-    ]
-    for group_id in (2, 3):
-        resumed.start(group_id)
-        resumed.finish(group_id, v(1, 1))
-    assert resumed.take().ages == (0, 0)
+        (2, 0, v(0)),
+        (4, 0, v(1, 1)),
+        (5, 0, v(1, 1)),
+    ], "what v1 was to play is played by the v1 that there is now"
+    resumed.start(2)
+    resumed.finish(2, v(1, 1))
+    assert resumed.take().ages == (0, 1)
     resumed.trained(v(2, 1))
     resumed.published(v(2, 1))
     assert [group.group_id for group in resumed.admit()] == [6, 7], "no prompt is skipped or repeated"
+
+
+def test_a_batch_that_was_out_is_finished_again():
+    buffer = GroupBuffer(groups_per_step=2)
+    admit_and_start(buffer)
+    finish(buffer, 0, 1)
+    buffer.take()
+    buffer.go_on_from(v(0, 1))
+    assert buffer.batch is None and buffer.take().group_ids == (0, 1)
 
 
 def test_a_state_does_not_go_with_another_step_of_the_trainer():

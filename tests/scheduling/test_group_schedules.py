@@ -37,7 +37,7 @@ class Book:
 
 
 class Schedules(RuleBasedStateMachine):
-    """The buffer and a twin of it, which is made anew from exported state now and then; both see every event."""
+    """The buffer and a twin of it, which is pickled and made anew now and then; both see every event."""
 
     @initialize(p=st.integers(1, 4), s=st.integers(0, 3), w=st.integers(1, 9))
     def begin(self, p: int, s: int, w: int) -> None:
@@ -46,6 +46,7 @@ class Schedules(RuleBasedStateMachine):
         self.twin = self.copy()
         self.books: dict[int, Book] = {}
         self.trainer = self.published = 0
+        self.incarnation = self.cut = 0  # of the trainer, and the step at which it began
         self.batch: list[int] = []
 
     def copy(self) -> GroupBuffer:
@@ -64,8 +65,23 @@ class Schedules(RuleBasedStateMachine):
         return data.draw(st.sampled_from(ids)) if ids else None
 
     @rule()
-    def the_process_starts_again(self) -> None:
+    def the_twin_is_made_anew(self) -> None:
         self.twin = self.copy()
+
+    @rule()
+    def the_run_goes_on(self) -> None:
+        """From a cut at this moment: nothing serves yet, and what was being played is played again."""
+        self.incarnation, self.cut = self.incarnation + 1, self.trainer
+        self.both("go_on_from", self.version(self.trainer))
+        for group_id in self.ids("running"):
+            self.books[group_id].state = "waiting"
+        for group_id in self.batch:
+            self.books[group_id].state = "finished"
+        self.batch = []
+        self.publish_newest()
+
+    def version(self, step: int) -> PolicyVersion:
+        return PolicyVersion(self.incarnation, step)
 
     @precondition(lambda self: self.buffer.free_slots)
     @rule(data=st.data())
@@ -81,7 +97,7 @@ class Schedules(RuleBasedStateMachine):
         assert len(groups) == (free if count is None else count)
         for group in groups:
             assert group.group_id == len(self.books), "ids follow each other, and none comes twice"
-            assert group.min_version == PolicyVersion(0, self.published)
+            assert group.min_version == self.version(self.published)
             self.books[group.group_id] = Book(self.published)
 
     @rule(data=st.data())
@@ -101,17 +117,18 @@ class Schedules(RuleBasedStateMachine):
         """Its tokens are of any versions that generators could have served to it; at worst the oldest of these."""
         if (group_id := self.choose(data, "running")) is not None:
             book = self.books[group_id]
-            steps = st.integers(book.admitted_at, self.published)
-            oldest = book.admitted_at if worst else data.draw(st.one_of(st.none(), steps))
-            self.both("finish", group_id, None if oldest is None else PolicyVersion(0, oldest))
+            least = max(book.admitted_at, self.cut)
+            oldest = least if worst else data.draw(st.one_of(st.none(), st.integers(least, self.published)))
+            self.both("finish", group_id, None if oldest is None else self.version(oldest))
             book.state, book.oldest = "finished", oldest
 
     @rule(keep=st.integers(0, 2))
     def finish_all_but_the_oldest(self, keep: int) -> None:
         for group_id in self.ids("running")[keep:]:
             book = self.books[group_id]
-            self.both("finish", group_id, PolicyVersion(0, book.admitted_at))
-            book.state, book.oldest = "finished", book.admitted_at
+            oldest = max(book.admitted_at, self.cut)
+            self.both("finish", group_id, self.version(oldest))
+            book.state, book.oldest = "finished", oldest
 
     @rule(stragglers=st.integers(0, 2), publish=st.booleans())
     def advance(self, stragglers: int, publish: bool) -> None:
@@ -192,7 +209,7 @@ class Schedules(RuleBasedStateMachine):
     @rule()
     def train(self) -> None:
         self.trainer += 1
-        assert list(self.both("trained", PolicyVersion(0, self.trainer)).group_ids) == self.batch
+        assert list(self.both("trained", self.version(self.trainer)).group_ids) == self.batch
         for group_id in self.batch:
             self.books[group_id].state, self.books[group_id].trained_into = "trained", self.trainer
             for older in self.ids("waiting", "running", "finished"):
@@ -204,11 +221,11 @@ class Schedules(RuleBasedStateMachine):
     @rule(data=st.data())
     def publish(self, data: st.DataObject) -> None:
         self.published = data.draw(st.integers(self.published + 1, self.trainer))
-        self.both("published", PolicyVersion(0, self.published))
+        self.both("published", self.version(self.published))
 
     def publish_newest(self) -> None:
         self.published = self.trainer
-        self.both("published", PolicyVersion(0, self.published))
+        self.both("published", self.version(self.published))
 
     @invariant()
     def the_books_agree(self) -> None:

@@ -71,7 +71,7 @@ class Run:
         assert batch is not None
         assert all(0 <= age <= self.s for age in batch.ages)
         self.batches.append(batch.group_ids)
-        self.buffer.trained(PolicyVersion(0, batch.version.step + 1))
+        self.buffer.trained(batch.version._replace(step=batch.version.step + 1))
 
     def publish(self) -> None:
         self.buffer.published(self.buffer.trainer_version)
@@ -93,10 +93,11 @@ def at_once(p: int, s: int, steps: int, outcomes: list[str]) -> Run:
 
 
 def interleaved(p: int, s: int, steps: int, outcomes: list[str], rng: random.Random) -> Run:
-    """Anything that may happen happens in any order; groups are lost, and the process starts again."""
+    """Anything that may happen happens in any order; groups are lost, and the run is killed and goes on from a cut."""
     run = Run(p, s, steps, outcomes)
     patience = rng.choice((0.05, 0.5, 0.95))  # how much rather a group ends than anything else happens
-    losses = 0
+    losses = kills = 0
+    cut = pickle.dumps(run)
     while not run.over:
         buffer = run.buffer
         kind = rng.random()
@@ -111,8 +112,14 @@ def interleaved(p: int, s: int, steps: int, outcomes: list[str], rng: random.Ran
             elif buffer.published_version == buffer.trainer_version:
                 run.train()
             run.publish() if rng.random() < 0.7 else None
-        elif kind < 0.96:
-            run.buffer = pickle.loads(pickle.dumps(buffer))
+        elif kind < 0.945:
+            cut = pickle.dumps(run)
+        elif kind < 0.96 and kills < 6:
+            kills += 1
+            run = pickle.loads(cut)
+            before = run.buffer.trainer_version
+            run.buffer.go_on_from(PolicyVersion(before.incarnation + 1, before.step))
+            run.publish()
         elif losses < 20:
             played = [each for each in run.versions if each in buffer and run.state(each) is not GroupState.WAITING]
             if played:

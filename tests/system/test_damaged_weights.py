@@ -68,6 +68,7 @@ async def test_weights_that_every_generator_refuses_are_published_again(tmp_path
             published = damaging(system, "policy v1")
             loop = TrainingLoop(system, display=display, metrics=MetricsWriter(tmp_path, tensorboard=False))
             summary = await loop.run()
+            await loop.end(failed=False)
             fleet = await system.router.fleet_status()
     assert summary.steps == STEPS
     assert published == ["policy v0", "policy v1", "policy v1", "policy v2"]

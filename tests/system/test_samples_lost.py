@@ -96,6 +96,7 @@ async def test_a_damaged_sample_costs_its_group_one_more_play_and_the_run_nothin
         batches, keys = lose(system, VICTIM), plays_of(system)
         loop, said = make_loop(system, tmp_path)
         summary = await loop.run()
+        await loop.end(failed=False)
         assert not any(report.samples for report in await system.rollouts.held())
     assert summary.steps == STEPS
     train_keys = [key for key in keys if key.purpose == "train"]
@@ -120,8 +121,9 @@ async def test_a_sample_that_nobody_releases_ends_the_run_with_its_name(tmp_path
         forget(system, VICTIM)
         loop, _ = make_loop(system, tmp_path)
         (store,) = system.rollouts.stores
+        await loop.run()
         with pytest.raises(SamplesLeaked) as error:
-            await loop.run()
+            await loop.end(failed=False)
     assert f"{store}: {SAMPLES} samples of group {VICTIM}, " in str(error.value)
     assert str(error.value).count("samples of group") == 1
     assert not list(Path("/dev/shm").glob(f"titan_rl-{os.getpid()}-*"))

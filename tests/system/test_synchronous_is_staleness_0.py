@@ -95,6 +95,7 @@ async def by_loop(config: RunConfig, directory: Path) -> Outcome:
         steps = record(system)
         loop = TrainingLoop(system, display=display, metrics=MetricsWriter(directory, tensorboard=False))
         await loop.run()
+        await loop.end(failed=False)
         return Outcome(steps, await weights_of(system, directory), loop.prompts.next_index)
 
 

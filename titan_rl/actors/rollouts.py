@@ -13,9 +13,11 @@ was cancelled before the report came, the samples are released here.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import itertools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from monarch.actor import current_rank
@@ -27,7 +29,7 @@ from titan_rl.actors.sample_stores import StoreKeeper
 from titan_rl.config import RunConfig
 from titan_rl.data_plane.layout import encoded_size
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.data_plane.store import HeldReport, SampleStore
+from titan_rl.data_plane.store import HeldReport, SampleStore, SharedMemorySource
 from titan_rl.errors import ActorFailed, GroupStopped
 from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.rollout.report import GroupReport, GroupResult, report_of
@@ -43,7 +45,7 @@ _AWAY_FROM_LOOP = 1 << 20
 
 
 class RolloutWorker(StoreKeeper):
-    """Endpoints: `setup`, `run_group`, `stop_groups`, `release`, `held`, `expose`, `withdraw`, `close`."""
+    """Endpoints: `setup`, `run_group`, `stop_groups`, `release`, `take_over`, `held`, `expose`, `withdraw`, `close`."""
 
     def __init__(self, config: RunConfig, *, model_path: str, imports: tuple[str, ...], owner_pid: int) -> None:
         """
@@ -112,6 +114,15 @@ class RolloutWorker(StoreKeeper):
         """Free samples for their owner. Returns what the store still holds."""
         self._store.release(ids)
         return self._store.held()
+
+    @served
+    async def take_over(self, samples: SampleBatch) -> SampleBatch:
+        """Store copies of samples that lie in files; returns references to them. The caller owns them."""
+
+        def copy() -> SampleBatch:
+            return SampleBatch.of(self._store.put(SharedMemorySource().fetch(samples)))
+
+        return await asyncio.to_thread(copy)
 
     @served
     async def held(self) -> HeldReport:
@@ -246,6 +257,18 @@ class Rollouts:
                 for store, ids in batch.stored_ids.items()
             )
         )
+
+    async def take_over(self, reports: Iterable[GroupReport]) -> list[GroupReport]:
+        """Store the samples of reported groups that lie in files. The caller owns those of the returned reports.
+
+        Raises:
+            SampleError: one is missing or damaged.
+        """
+        workers = itertools.cycle(self._workers)
+        plan = [(report, next(workers)) for report in reports]
+        calls = [worker.call(self._step_seconds, RolloutWorker.take_over, report.samples) for report, worker in plan]
+        taken = await asyncio.gather(*calls)
+        return [dataclasses.replace(report, samples=samples) for (report, _), samples in zip(plan, taken, strict=True)]
 
     async def held(self) -> list[HeldReport]:
         """What every store holds now."""

@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -22,12 +22,13 @@ from monarch.actor import current_rank
 
 from titan_rl.actors.connection import ConnectedActor, Connection, ServedMethod, served
 from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.data_plane.store import write_samples
 from titan_rl.errors import TrainingError
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.packing import PackingPlan, plan_packing
-from titan_rl.types import PolicyVersion
+from titan_rl.types import PolicyVersion, TrainingSample
 from titan_rl.weights.config import WeightsConfig
-from titan_rl.weights.manifest import Publication
+from titan_rl.weights.manifest import Publication, TensorShard
 
 if TYPE_CHECKING:
     from titan_rl.policy.updater import PolicyUpdater
@@ -38,6 +39,9 @@ T = TypeVar("T")
 
 CHANNEL = "policy"
 """The channel on which the trained policy is published."""
+
+STATE, SAMPLES = "trainer", "samples"
+"""Of a checkpoint: a directory and a file. Each older version that it keeps is a directory too."""
 
 _log = logging.getLogger(__name__)
 
@@ -120,6 +124,7 @@ class PolicyTrainer(ConnectedActor):
         self._rank = int(current_rank().rank)
         self._updater: PolicyUpdater | None = None
         self._publisher: ChannelPublisher | None = None
+        self._copied: tuple[TrainingSample, ...] = ()  # for the checkpoint that is being written
         self.calls = CallQueue(rank=self._rank)
 
     @in_order
@@ -175,16 +180,8 @@ class PolicyTrainer(ConnectedActor):
     @in_order
     def push_model_state_dict(self) -> Publication:
         """Publish the current weights; returns when they can be pulled."""
-        import torch
-
-        updater, publisher = self._ready(), self._publisher
-        assert publisher is not None
-        return publisher.publish(
-            PolicyVersion(updater.incarnation, updater.step),
-            updater.local_shards(),
-            dtype=getattr(torch, self._served_dtype),
-            aliases=updater.aliases,
-        )
+        updater = self._ready()
+        return self._publish(PolicyVersion(updater.incarnation, updater.step), updater.local_shards())
 
     @in_order
     def release(self, version: PolicyVersion) -> None:
@@ -205,10 +202,51 @@ class PolicyTrainer(ConnectedActor):
         return self._ready().step
 
     @in_order
+    def begin_checkpoint(self, directory: str, samples: SampleBatch) -> None:
+        """Copy in memory all that a checkpoint keeps; see `Trainer.begin_checkpoint`."""
+        self._ready().begin_save(Path(directory, STATE))
+        self._copied = self._ready().samples.fetch(samples) if self._rank == 0 else ()
+
+    @served
+    async def finish_checkpoint(self, directory: str, publications: tuple[Publication, ...]) -> None:
+        """Write it, beside other calls; see `Trainer.finish_checkpoint`."""
+
+        from titan_rl.weights.puller import save_publication
+
+        def write() -> None:
+            if self._rank == 0:
+                write_samples(Path(directory, SAMPLES), self._copied)
+                for publication in publications:
+                    save_publication(publication, Path(directory, str(publication.version)))
+            self._copied = ()
+            self._ready().finish_save()
+
+        await asyncio.to_thread(write)
+
+    @in_order
+    def restore(self, directory: str, incarnation: int) -> None:
+        """See `PolicyUpdater.restore`."""
+        self._ready().restore(Path(directory, STATE), incarnation)
+
+    @in_order
+    def publish_again(self, directory: str, version: PolicyVersion) -> Publication:
+        """Publish an older version that a checkpoint kept."""
+        from titan_rl.weights.publisher import shards_of_files
+
+        return self._publish(version, shards_of_files(Path(directory, str(version))) if self._rank == 0 else ())
+
+    @in_order
     def close(self) -> None:
         """Free the shared memory, which would outlive the process."""
         if self._publisher is not None:
             self._publisher.close()
+
+    def _publish(self, version: PolicyVersion, shards: Iterable[TensorShard]) -> Publication:
+        import torch
+
+        updater, publisher = self._ready(), self._publisher
+        assert publisher is not None
+        return publisher.publish(version, shards, dtype=getattr(torch, self._served_dtype), aliases=updater.aliases)
 
     def _ready(self) -> PolicyUpdater:
         if self._updater is None:
@@ -287,6 +325,38 @@ class Trainer:
     async def save(self, directory: Path) -> int:
         """Write a Hugging Face checkpoint; returns the step of its weights."""
         return (await self._call(self._step_seconds, PolicyTrainer.save, str(directory)))[0]
+
+    async def begin_checkpoint(self, directory: Path, samples: SampleBatch) -> None:
+        """Copy in memory the trainer's state and these samples. Returns when training may go on.
+
+        Raises:
+            SampleError: a sample is missing or damaged.
+            StorageError: nothing can be written there.
+        """
+        await self._call(self._step_seconds, PolicyTrainer.begin_checkpoint, str(directory), samples)
+
+    async def finish_checkpoint(self, directory: Path, publications: tuple[Publication, ...]) -> None:
+        """Write what was copied, and these live publications, to `directory`. Other calls go on meanwhile.
+
+        Raises:
+            StorageError, WeightsError: it could not be written.
+        """
+        endpoint = PolicyTrainer.finish_checkpoint
+        await asyncio.gather(
+            *(rank.call(self._step_seconds, endpoint, str(directory), publications) for rank in self._ranks)
+        )
+
+    async def restore(self, directory: Path, incarnation: int) -> None:
+        """Go on from the state in `directory`, which any layout of ranks has written, as this incarnation.
+
+        Raises:
+            CheckpointError: it cannot be read, or is of another policy.
+        """
+        await self._call(self._start_seconds, PolicyTrainer.restore, str(directory), incarnation)
+
+    async def publish_again(self, directory: Path, version: PolicyVersion) -> Publication:
+        """Publish an older version that the checkpoint in `directory` keeps."""
+        return (await self._call(self._step_seconds, PolicyTrainer.publish_again, str(directory), version))[0]
 
     async def close(self) -> None:
         await self._call(self._step_seconds, PolicyTrainer.close)

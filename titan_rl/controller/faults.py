@@ -17,8 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Iterable
-from pathlib import Path
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from titan_rl.data_plane.sample_batch import SampleBatch
@@ -27,7 +26,7 @@ from titan_rl.rollout.report import GroupReport
 
 if TYPE_CHECKING:
     from titan_rl.actors.rollouts import Rollouts
-    from titan_rl.actors.trainer import Trainer
+    from titan_rl.controller.loop import TrainingLoop
 
 T = TypeVar("T")
 
@@ -204,26 +203,25 @@ async def _cancelled(task: asyncio.Future[Any]) -> None:
 
 
 SAVE_SECONDS = 120.0
-"""Time limit for saving the weights of a stopped or failed run, including the step that is under way. Enough for a few
+"""Time limit for each thing that a stopped or failed run saves, including the step that is under way. Enough for a few
 GB. Another signal ends the wait sooner."""
 
 RELEASE_SECONDS = 2.0
 """A failed run waits no longer than this for its stores. Their files are removed with the run in any case."""
 
 
+Save = Callable[[], Coroutine[Any, Any, str]]
+"""Saves something that needs the trainer; returns where it is, in words."""
+
+
 async def train_and_save(
-    training: Coroutine[Any, Any, object],
-    trainer: Trainer,
-    faults: FaultBoard,
-    checkpoint: Path | None,
-    say: Callable[[str], None],
+    loop: TrainingLoop, faults: FaultBoard, saves: Mapping[str, Save], say: Callable[[str], None]
 ) -> None:
-    """Train to the end and save the trainer's weights, even if training fails or is stopped.
+    """Train to the end, and save what there is, even if training fails or is stopped.
 
     Args:
-        training: the loop's run.
-        checkpoint: where to save; None: do not save.
-        say: called with where the weights are, or why they were not saved.
+        saves: by what each saves, as "the weights were".
+        say: called with where that is, or why it was not saved.
 
     Raises:
         Stopped: a signal ended the loop.
@@ -232,30 +230,33 @@ async def train_and_save(
     failure: Exception | None = None
     unsaved: Exception | None = None
     try:
-        await faults.watch(training)
+        await faults.watch(loop.run())
     except Exception as error:
         failure = error
-    if checkpoint is not None:
+    for what, save in saves.items():
         try:
-            say(await _save(trainer, faults, checkpoint, seconds=None if failure is None else SAVE_SECONDS))
+            if where := await _save(save, faults, seconds=None if failure is None else SAVE_SECONDS):
+                say(where)
         except Exception as error:
-            _log.error("the weights were not saved", exc_info=error)
-            say(f"the weights were not saved: {error}")
-            unsaved = error
+            _log.error("%s not saved", what, exc_info=error)
+            say(f"{what} not saved: {error}")
+            unsaved = unsaved or error
     heard = faults.settle()
     if isinstance(heard, Stopped) and unsaved is None:
         heard = None  # the signal came while the last weights were being saved, and changed nothing
-    if (cause := failure or heard or unsaved) is not None:
+    cause = failure or heard or unsaved
+    await loop.end(failed=cause is not None)
+    if cause is not None:
         raise cause
 
 
-async def _save(trainer: Trainer, faults: FaultBoard, checkpoint: Path, *, seconds: float | None) -> str:
-    saving = asyncio.ensure_future(faults.unless_lost("trainer", trainer.save(checkpoint)))
+async def _save(save: Save, faults: FaultBoard, *, seconds: float | None) -> str:
+    saving = asyncio.ensure_future(faults.unless_lost("trainer", save()))
     hurry = asyncio.ensure_future(faults.hurry.wait())
     try:
         await asyncio.wait({saving, hurry}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if saving.done():
-            return f"the weights after step {saving.result()} are in {checkpoint}"
+            return saving.result()
         if hurry.done():
             raise TrainingError("another signal asked not to wait for it")
         raise TrainingError(f"the trainer did not answer within {seconds:g} s")

@@ -26,9 +26,10 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
+from titan_rl.controller.checkpoints import Checkpoints, Ledger, Lesson, new_ledger, reports_in
 from titan_rl.controller.exact_versions import ExactVersions
 from titan_rl.controller.faults import check_stores_are_empty, release_samples
 from titan_rl.controller.publications import EVALUATED, SERVED, Publications
@@ -41,10 +42,8 @@ from titan_rl.errors import GeneratorFailed, GeneratorNotServing, SamplesLost, W
 from titan_rl.observability.activity import Activities, Watchdog
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
-from titan_rl.rollout.report import GroupReport
 from titan_rl.scheduling.group import Batch, Group, PromptStream
-from titan_rl.scheduling.group_buffer import GroupBuffer
-from titan_rl.scheduling.schedule import Schedule, Untrainable, UntrainableStreak
+from titan_rl.scheduling.schedule import Untrainable
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import FleetPull, Publication
 
@@ -56,16 +55,6 @@ MAX_ATTEMPTS = 4
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Lesson:
-    """What an ended group teaches."""
-
-    untrainable: Untrainable | None
-    """Why nothing; None: something."""
-    detail: str
-    solved: bool = False
-
-
 class TrainingLoop:
     """Trains `loop.steps` steps and evaluates before, during and after. Belongs to one event loop."""
 
@@ -75,31 +64,48 @@ class TrainingLoop:
         *,
         display: RunDisplay,
         metrics: MetricsWriter,
+        checkpoints: Checkpoints | None = None,
+        ledger: Ledger | None = None,
+        restore_from: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        loop = system.config.loop
+        """
+        Args:
+            checkpoints: writes them; None: nobody does.
+            ledger: of the checkpoint in the directory `restore_from`, where the run goes on; None: it begins.
+        """
+        config = system.config
+        loop = config.loop
         self._system = system
         self._display = display
-        self._metrics = metrics
-        self._buffer = GroupBuffer(**dataclasses.asdict(system.config.knobs()))
+        self._checkpoints = checkpoints
+        self._restore_from = restore_from
+        self._ledger = ledger = ledger or new_ledger(config)
+        self._buffer, self._schedule, self._streak = ledger.buffer, ledger.schedule, ledger.streak
+        self._reports, self._lessons = ledger.reports, ledger.lessons
         self._filter = make_filter(loop.filter)
-        self._streak = UntrainableStreak(groups_per_step=loop.groups_per_step, batches=loop.untrainable_batches)
-        self._publications = Publications(system.trainer, max_live=system.config.weights_settings().max_live)
-        self._schedule = Schedule(self._buffer, steps=loop.steps, every=system.config.evaluation.every)
+        self._publications = Publications(system.trainer, max_live=config.weights_settings().max_live)
         self._watchdog = Watchdog(seconds=loop.watchdog_seconds, clock=clock)
-        self._records = StepRecords(self._buffer.knobs.bound, display=display, metrics=metrics, clock=clock)
+        bound = self._buffer.knobs.bound
+        self._records = StepRecords(ledger.summary, bound, display=display, metrics=metrics, clock=clock)
         self._activity = Activities(display, self._records.phases, self._watchdog, clock=clock)
         self._exact: ExactVersions | None = None
         if self._buffer.knobs.exact_versions:
             self._exact = ExactVersions(self._buffer, self._publications, system, activity=self._activity)
-        self._reports: dict[int, GroupReport] = {}  # finished and not yet released, by group id
-        self._lessons: dict[int, _Lesson] = {}  # of groups that have ended and are not decided, by group id
+        self.has_weights = restore_from is None
+        """Whether the trainer holds weights of this run: not while it is being restored."""
+        self._stepping: asyncio.Future[None] | None = None  # the optimizer step that is under way, or the last one
         self._changed = asyncio.Event()
         self._leased: str | None = None  # the generator that is leased for the running evaluation
 
     @property
     def summary(self) -> RunSummary:
-        return self._records.summary
+        return self._ledger.summary
+
+    @property
+    def first_step_at(self) -> float | None:
+        """`time.monotonic()` after the first optimizer step of this process."""
+        return self._records.first_step_at
 
     @property
     def prompts(self) -> PromptStream:
@@ -112,7 +118,8 @@ class TrainingLoop:
         return self._buffer.batch
 
     async def run(self) -> RunSummary:
-        """Do the whole run. The final weights of the policy are the ones that were evaluated last."""
+        """Do the whole run, or the rest of it. The final weights of the policy are the ones that were evaluated last.
+        Call `end` in any case, after what is to be saved is saved."""
         system = self._system
         self._display.say(self._buffer.knobs.describe())
         stop_watching = self._watchdog.report_every(
@@ -120,9 +127,13 @@ class TrainingLoop:
         )
         failures: tuple[BaseException, ...] = ()
         try:
-            await warm_up(system, self._display, self._activity)
-            await system.trainer.freeze_reference()
-            await self._publish()
+            if self._restore_from is None:
+                await warm_up(system, self._display, self._activity)
+                await system.trainer.freeze_reference()
+            else:
+                await self._restore(self._restore_from)
+            self.has_weights = True
+            await self._publish(first=True)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._data(tasks))
                 tasks.create_task(self._train())
@@ -140,12 +151,62 @@ class TrainingLoop:
             stop_watching()
         for later in failures[1:]:
             _log.warning("failed after the first: %s", later)
-        if failures or self.summary.stopped_early:
-            await release_samples(system.rollouts, self._reports.values())
         if failures:
             raise failures[0]
-        await check_stores_are_empty(system.rollouts)
         return self.summary
+
+    async def save(self) -> str:
+        """Write a last checkpoint, after the step that is under way; returns where it is, in words."""
+        if self._stepping is not None:
+            await asyncio.wait({self._stepping})
+        if self._checkpoints is None or not self.has_weights:
+            return ""
+        await self._checkpoints.written()
+        await self._checkpoints.cut(self._ledger, self._publications, self._activity)
+        directory = await self._checkpoints.written()
+        return f"titan-rl train --resume {directory.parent.parent} goes on from here" if directory else ""
+
+    async def end(self, *, failed: bool) -> None:
+        """Release everything that the run still owns.
+
+        Raises:
+            SamplesLeaked: the run has not failed and did not stop early, and yet stores hold samples.
+        """
+        if self._stepping is not None:
+            self._stepping.cancel()
+            await asyncio.gather(self._stepping, return_exceptions=True)
+        if failed or self.summary.stopped_early:
+            await release_samples(self._system.rollouts, self._reports.values())
+        else:
+            await check_stores_are_empty(self._system.rollouts)
+
+    async def _restore(self, directory: Path) -> None:
+        """Bring every part to where the run was when the checkpoint was cut. Evaluations that were under way then are
+        done first, and again from their beginning."""
+        system, buffer, config = self._system, self._buffer, self._system.config
+        before = buffer.trainer_version
+        version = PolicyVersion(before.incarnation + 1, before.step)
+        with self._activity("restore", step=version.step):
+            await system.trainer.restore(directory, version.incarnation)
+            buffer.go_on_from(version)
+            if config.loop.steps != self._schedule.steps:
+                self.summary.stopped_early = ""
+                self._streak.trainable()
+            self._schedule.go_on(config.loop.steps, config.evaluation.every)
+            taken = await system.rollouts.take_over(reports_in(directory, self._ledger))
+            self._reports.update({report.group_id: report for report in taken})
+        again = len(buffer.waiting())
+        self._display.say(
+            f"going on after step {version.step} from {directory}: {len(self._reports)} finished groups are kept, "
+            f"{again} are played again"
+        )
+        for older, holders in self._ledger.older.items():
+            publication = await self._publications.publish_again(directory, older, holders)
+            if EVALUATED in holders:
+                if not self._schedule.is_evaluated(older):
+                    await self._pull(publication)
+                    await self._record_evaluation(older)
+                await self._publications.release(older, EVALUATED)
 
     # The tasks.
 
@@ -173,18 +234,18 @@ class TrainingLoop:
         if not report.samples.trained_tokens:
             await self._release(report.samples)
             self._buffer.failed(group.group_id)
-            lesson = _Lesson(Untrainable.FAILED if report.first_error else Untrainable.EMPTY, report.first_error)
+            lesson = Lesson(Untrainable.FAILED if report.first_error else Untrainable.EMPTY, report.first_error)
             self._records.failed(report)
         elif refusal := self._filter(report):
             await self._release(report.samples)
             self._buffer.filtered(group.group_id)
-            lesson = _Lesson(Untrainable.FILTERED, refusal)
+            lesson = Lesson(Untrainable.FILTERED, refusal)
         else:
             self._reports[group.group_id] = report
             oldest = report.oldest_version
             self._buffer.finish(group.group_id, None if oldest is None else PolicyVersion.decode(oldest))
             rewards = f"all {len(report.rollouts)} rollouts got {next(iter(report.rewards), 0.0):g}"
-            lesson = _Lesson(Untrainable.EQUAL_REWARDS if len(report.rewards) <= 1 else None, rewards)
+            lesson = Lesson(Untrainable.EQUAL_REWARDS if len(report.rewards) <= 1 else None, rewards)
         self._lessons[group.group_id] = dataclasses.replace(lesson, solved=report.solved)
         while (decided := self._buffer.decide()) is not None:
             self._judge(decided, self._lessons.pop(decided))
@@ -196,20 +257,28 @@ class TrainingLoop:
         failure: lost samples are played again, anything else ends the run."""
         schedule = self._schedule
         while batch := await self._until("trainer", schedule.trainer_waits_for, schedule.take, schedule.all_trained):
-            reports = [self._reports[group_id] for group_id in batch.group_ids]
-            samples = SampleBatch.concat(report.samples for report in reports)
-            step = batch.version.step + 1
-            try:
-                with self._activity("train", step=step, samples=len(samples)):
-                    trained = await self._system.trainer.train_step(samples)
-            except SamplesLost as error:
-                await self._play_again(batch, error)
-                continue
-            self._buffer.trained(PolicyVersion(batch.version.incarnation, step))
-            self._notify()
+            self._stepping = asyncio.ensure_future(self._step(batch))
+            await asyncio.shield(self._stepping)  # a run that ends saves a step that is under way, and its numbers
+            if batch.version < self._buffer.trainer_version and not schedule.all_trained() and self._checkpoints:
+                await self._checkpoints.cut_if_due(self._ledger, self._publications, self._activity)
+
+    async def _step(self, batch: Batch) -> None:
+        reports = [self._reports[group_id] for group_id in batch.group_ids]
+        samples = SampleBatch.concat(report.samples for report in reports)
+        step = batch.version.step + 1
+        try:
+            with self._activity("train", step=step, samples=len(samples)):
+                trained = await self._system.trainer.train_step(samples)
+        except SamplesLost as error:
+            return await self._play_again(batch, error)
+        self._buffer.trained(PolicyVersion(batch.version.incarnation, step))
+        for group_id in batch.group_ids:
+            del self._reports[group_id]
+        self._notify()
+        held: list[HeldReport] = []
+        try:
             held = await self._release(samples)
-            for group_id in batch.group_ids:
-                del self._reports[group_id]
+        finally:
             await self._records.step(batch, reports, trained, held, self._buffer.counts, self._system)
 
     async def _publisher(self) -> None:
@@ -236,7 +305,7 @@ class TrainingLoop:
 
     # What they do.
 
-    async def _publish(self) -> None:
+    async def _publish(self, *, first: bool = False) -> None:
         """Publish the trainer's weights, bring every generator to them, free the previous publication.
 
         Only the pull overlaps with the next step. The trainer writes the publication between two steps. Writing it in a
@@ -244,7 +313,7 @@ class TrainingLoop:
         """
         before = self._publications.newest
         publication = await self._publications.publish(SERVED, self._activity)
-        if self._exact and before is not None:
+        if self._exact and not first:
             return self._published(publication.version)
         leased = self._leased
         publication, pull = await self._publications.taken(publication, self._pull, on_refused=self._warn)
@@ -255,7 +324,7 @@ class TrainingLoop:
                 self._display.say(f"{name} does not serve {version}: {pull.failures[name]}")
         # Only after the pull: otherwise the first generator with the version would get all groups that wait for it.
         self._published(version)
-        if before is not None:
+        if before is not None and not first:
             await self._publications.release(before.version, SERVED)
             self._notify()
 
@@ -291,11 +360,7 @@ class TrainingLoop:
         if self._leased is not None:
             self._release_fleet(version)
         try:
-            with self._activity("evaluate", version=version, on=self._leased or "all generators"):
-                evaluation = await evaluate(
-                    self._system, version, exact=self._exact is not None, pinned_to=self._leased
-                )
-                self._records.evaluation(evaluation)
+            await self._record_evaluation(version)
             await self._end_lease()
         except GeneratorFailed as error:
             if self._leased is None:
@@ -304,6 +369,12 @@ class TrainingLoop:
             self._warn(f"{version} is not evaluated, the generator that was leased for it is lost: {error}")
         self._release_fleet(version)
         await self._publications.release(version, EVALUATED)
+
+    async def _record_evaluation(self, version: PolicyVersion) -> None:
+        with self._activity("evaluate", version=version, on=self._leased or "all generators"):
+            evaluation = await evaluate(self._system, version, exact=self._exact is not None, pinned_to=self._leased)
+        self._records.evaluation(evaluation)
+        self._schedule.evaluated(version)
 
     async def _end_lease(self) -> None:
         if (leased := self._leased) is None:
@@ -324,13 +395,13 @@ class TrainingLoop:
             self._display.say(f"group {group_id} is played again: {error}")
             self._buffer.lost(group_id)
             await self._release(self._reports.pop(group_id).samples)
-        self._records.lost += len(error.group_ids)
+        self.summary.lost += len(error.group_ids)
         self._notify()
 
     async def _release(self, samples: SampleBatch) -> list[HeldReport]:
         return await self._system.rollouts.release(samples)
 
-    def _judge(self, group_id: int, lesson: _Lesson) -> None:
+    def _judge(self, group_id: int, lesson: Lesson) -> None:
         """Count a group that has ended."""
         if self.summary.stopped_early:
             return

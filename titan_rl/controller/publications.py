@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TypeVar
 
 from titan_rl.actors.trainer import Trainer
@@ -19,7 +20,7 @@ from titan_rl.weights.manifest import Publication
 
 T = TypeVar("T")
 
-SERVED, EVALUATED = "the generators", "evaluation"
+SERVED, EVALUATED, KEPT = "the generators", "evaluation", "a checkpoint"
 """Holders of publications."""
 
 FRESH_PUBLICATIONS = 2
@@ -44,6 +45,11 @@ class Publications:
     def held_by(self, holder: str) -> list[PolicyVersion]:
         return [version for version, holders in self._holders.items() if holder in holders]
 
+    def older_than(self, version: PolicyVersion, *, needed_by: set[str]) -> dict[PolicyVersion, set[str]]:
+        """Live versions before this one that any of these holders holds, oldest first, with those holders."""
+        older = {each: holders & needed_by for each, holders in sorted(self._holders.items()) if each < version}
+        return {each: holders for each, holders in older.items() if holders}
+
     @property
     def newest(self) -> Publication | None:
         return next(reversed(self._live.values()), None)
@@ -63,12 +69,18 @@ class Publications:
                     self._freed.clear()
                     await self._freed.wait()
         with activity("publish"):
-            publication = await self._trainer.push_model_state_dict()
-            before = self.newest
-            self._live[publication.version] = publication
-            self._holders[publication.version] = {holder}
-            if before is not None:
-                await self._free_if_unneeded(before.version)
+            return await self._add(await self._trainer.push_model_state_dict(), {holder})
+
+    async def publish_again(self, directory: Path, version: PolicyVersion, holders: set[str]) -> Publication:
+        """Publish a version that the checkpoint in `directory` keeps."""
+        return await self._add(await self._trainer.publish_again(directory, version), set(holders))
+
+    async def _add(self, publication: Publication, holders: set[str]) -> Publication:
+        before = self.newest
+        self._live[publication.version] = publication
+        self._holders[publication.version] = holders
+        if before is not None:
+            await self._free_if_unneeded(before.version)
         return publication
 
     async def taken(

@@ -12,6 +12,7 @@ import numpy as np
 from titan_rl.controller.stages import Evaluation
 from titan_rl.controller.system import System
 from titan_rl.data_plane.store import HeldReport
+from titan_rl.errors import TitanError
 from titan_rl.observability.activity import PhaseSeconds
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
@@ -32,19 +33,28 @@ class RunSummary:
     tokens_generated: int = 0
     ages: Counter[int] = field(default_factory=Counter)
     """Samples by the age, in steps, at which they were trained."""
-    first_step_at: float | None = None
-    """`time.monotonic()` after the first optimizer step."""
+    failed: list[GroupReport] = field(default_factory=list)
+    """Groups since the last step of which no rollout could be trained."""
+    lost: int = 0
+    """Groups whose samples were lost."""
 
 
 class StepRecords:
     """Collects and writes.
 
     Args:
+        summary: of the steps so far, for those to come to be added.
         bound: largest age that a sample may have.
     """
 
     def __init__(
-        self, bound: int, *, display: RunDisplay, metrics: MetricsWriter, clock: Callable[[], float] = time.monotonic
+        self,
+        summary: RunSummary,
+        bound: int,
+        *,
+        display: RunDisplay,
+        metrics: MetricsWriter,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bound = bound
         self._display = display
@@ -52,15 +62,14 @@ class StepRecords:
         self._clock = clock
         self.phases = PhaseSeconds(clock)
         self._last_step = clock()
-        self._failed: list[GroupReport] = []
-        self.lost = 0
-        """Groups whose samples were lost, so far."""
-        self.summary = RunSummary()
+        self.summary = summary
+        self.first_step_at: float | None = None
+        """`time.monotonic()` after the first optimizer step of this process."""
 
     def failed(self, report: GroupReport) -> None:
         """Record a group of which no rollout could be trained. It counts in the next step's numbers and is displayed at
         once."""
-        self._failed.append(report)
+        self.summary.failed.append(report)
         self._tell_failures(report)
 
     def evaluation(self, evaluation: Evaluation) -> None:
@@ -96,7 +105,7 @@ class StepRecords:
         now = self._clock()
         seconds, self._last_step = now - self._last_step, now
         phases = self.phases.take()
-        failed, self._failed = self._failed, []
+        failed, self.summary.failed = self.summary.failed, []
         rollouts = [rollout for report in [*reports, *failed] for rollout in report.rollouts]
         rewards = [rollout.reward for rollout in rollouts if not rollout.error]
         sampled = sum(rollout.sampled_tokens for rollout in rollouts)
@@ -108,8 +117,8 @@ class StepRecords:
         summary.reward_last = reward
         summary.tokens_generated += sampled
         summary.ages.update(ages)
-        if summary.first_step_at is None:
-            summary.first_step_at = time.monotonic()
+        if self.first_step_at is None:
+            self.first_step_at = time.monotonic()
         self._metrics.write(
             step,
             {
@@ -136,7 +145,7 @@ class StepRecords:
                 "groups/filtered": counts.filtered,
                 "groups/failed": counts.failed,
                 "groups/active": counts.active,
-                "groups/lost": self.lost,
+                "groups/lost": summary.lost,
                 "data_plane/held_samples": sum(store.samples for store in held),
                 "data_plane/held_bytes": sum(store.nbytes for store in held),
                 **await _fleet_metrics(system),
@@ -171,8 +180,11 @@ def _ages(batch: Batch, reports: Sequence[GroupReport]) -> list[int]:
 
 
 async def _fleet_metrics(system: System) -> dict[str, float]:
-    """The router's counters by generator."""
-    fleet = await system.router.fleet_status()
+    """The router's counters by generator; none where the router is gone, whose end is reported elsewhere."""
+    try:
+        fleet = await system.router.fleet_status()
+    except TitanError:
+        return {}
     metrics = {"fleet/lost": float(sum(status.state == "dead" for status in fleet))}
     for status in fleet:
         metrics[f"fleet/{status.name}/serving"] = float(status.state == "serving")

@@ -30,7 +30,7 @@ import numpy as np
 
 from titan_rl.data_plane.layout import decode, encode_into, encoded_size
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef, oldest_version_of
-from titan_rl.errors import ConfigError, OwnershipError, SampleError, SampleStoreFull
+from titan_rl.errors import ConfigError, OwnershipError, SampleError, SampleStoreFull, StorageError
 from titan_rl.types import TrainingSample
 from titan_rl.weights.segment_files import DIRECTORY, segment_path
 
@@ -265,6 +265,30 @@ class SharedMemorySource:
                 reason = f"its file {path} cannot be read (store {first.store}): {error.strerror}"
                 raise SampleError(reason, first.group_id, first.sample) from error
         return tuple(samples[index] for index in range(len(refs)))
+
+
+def write_samples(path: Path, samples: Sequence[TrainingSample]) -> None:
+    """Write samples one after the other to a new file, from which `references_in` and a `SharedMemorySource` read.
+
+    Raises:
+        StorageError: it could not be written.
+    """
+    try:
+        with open(path, "xb") as file:
+            for sample in samples:
+                content = bytearray(encoded_size(len(sample.token_ids)))
+                encode_into(memoryview(content), sample)
+                file.write(content)
+    except OSError as error:
+        raise StorageError(f"{path} could not be written: {error}") from error
+
+
+def references_in(path: Path, batch: SampleBatch) -> SampleBatch:
+    """References to the samples in a file that `write_samples` has written, given those to their stores."""
+    ends = itertools.accumulate((ref.nbytes for ref in batch.refs), initial=0)
+    return SampleBatch.of(
+        ref._replace(location=str(path), offset=offset) for ref, offset in zip(batch.refs, ends, strict=False)
+    )
 
 
 def prefetched(

@@ -1,5 +1,7 @@
 """One run, or one service, from a config to an exit code: run directory, logs, signals, work, final messages.
 
+A run that goes on (`resume`) does so in its own directory.
+
 Exit codes: 0 done, 1 failed or not learned, 2 wrong config, 130 stopped by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP (a
 service that is stopped: 0). However a run ends, its directory holds the resolved config, every finished step and the
 logs, and also the trainer's newest weights if the trainer still lives. No process of the run is left.
@@ -22,12 +24,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from titan_rl.config import RunConfig
+from titan_rl.controller.checkpoint_files import Checkpoint
+from titan_rl.controller.checkpoints import Checkpoints, read_ledger
 from titan_rl.controller.faults import Announcer, FaultBoard, train_and_save
 from titan_rl.controller.loop import TrainingLoop
-from titan_rl.controller.records import RunSummary
 from titan_rl.errors import ConfigError, Stopped
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch.process import StopSignals, hold_signals, log_to_file
+from titan_rl.launch.resume import SUMMARY, Resume, lock_run
 from titan_rl.launch.start import serve, start
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
@@ -47,26 +51,29 @@ DETERMINISTIC_HINT = (
 _log = logging.getLogger(__name__)
 
 
-def run(config: RunConfig, imports: tuple[str, ...] = ()) -> int:
-    """Do the whole run; returns the exit code."""
+def run(config: RunConfig, imports: tuple[str, ...] = (), resume: Resume | None = None) -> int:
+    """Do the whole run, or the rest of one; returns the exit code."""
     started = time.monotonic()
     console = Console()
 
-    async def work(directory: Path, faults: FaultBoard) -> RunSummary:
-        (directory / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    async def work(directory: Path, faults: FaultBoard) -> TrainingLoop:
         say(f"run directory: {directory}")
+        checkpoint = None if resume is None else resume.begin(say)
+        (directory / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        (directory / SUMMARY).unlink(missing_ok=True)
         if config.deterministic:
             say(DETERMINISTIC_HINT)
-        return await _train(config, imports, directory, console, faults)
+        return await _train(config, imports, directory, checkpoint, console, faults)
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def end(summary: RunSummary, directory: Path) -> int:
-        return _conclude(config, summary, directory, console, started)
+    def end(loop: TrainingLoop, directory: Path) -> int:
+        return _conclude(config, loop, directory, console, started)
 
     stopping = "saving the newest weights, then closing; once more: closing without saving"
-    return _conduct(config, work, end, say=say, stopping=stopping)
+    directory = None if resume is None else resume.run
+    return _conduct(config, work, end, say=say, stopping=stopping, directory=directory)
 
 
 def run_service(config: RunConfig, gateway: GatewayConfig, imports: tuple[str, ...] = ()) -> int:
@@ -101,16 +108,19 @@ def _conduct(
     *,
     say: Callable[[str], None],
     stopping: str,
+    directory: Path | None = None,
 ) -> int:
-    """Do the work in a run directory of its own; returns the exit code.
+    """Do the work in a run directory; returns the exit code.
 
     Args:
         work: called with the run directory and the board that collects faults and signals.
         end: reports the result of `work`; returns the exit code.
         stopping: text that says what happens after a stop signal.
+        directory: of the run; None: make a new one.
     """
     hold_signals()
-    directory = make_run_directory(config)
+    directory = directory or make_run_directory(config)
+    lock = lock_run(directory)
     announce = Announcer(say, stopping=stopping)
 
     async def heard() -> T:
@@ -129,6 +139,8 @@ def _conduct(
         _log.error("the run failed", exc_info=error)
         say(f"logs: {directory / 'logs'}")
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+    finally:
+        os.close(lock)
 
 
 def make_run_directory(config: RunConfig) -> Path:
@@ -151,8 +163,14 @@ def make_run_directory(config: RunConfig) -> Path:
 
 
 async def _train(
-    config: RunConfig, imports: tuple[str, ...], directory: Path, console: Console, faults: FaultBoard
-) -> RunSummary:
+    config: RunConfig,
+    imports: tuple[str, ...],
+    directory: Path,
+    checkpoint: Checkpoint | None,
+    console: Console,
+    faults: FaultBoard,
+) -> TrainingLoop:
+    ledger = None if checkpoint is None else read_ledger(checkpoint.directory)
     display = RunDisplay(steps=config.loop.steps, live=config.logging.progress, console=console)
     metrics = MetricsWriter(
         directory,
@@ -160,6 +178,7 @@ async def _train(
         wandb_project=config.logging.wandb_project,
         run_name=directory.name,
         config=dataclasses.asdict(config),
+        keep_bytes=0 if ledger is None else ledger.metrics_bytes,
         say=display.say,
     )
     try:
@@ -172,19 +191,35 @@ async def _train(
                 on_mesh=display.mesh,
                 say=display.say,
             ) as system:
-                loop = TrainingLoop(system, display=display, metrics=metrics)
-                checkpoint = directory / "checkpoint" if config.logging.save_final else None
-                await train_and_save(loop.run(), system.trainer, faults, checkpoint, display.say)
-                return loop.summary
+                checkpoints = Checkpoints(directory, system, metrics=metrics, say=display.say)
+                loop = TrainingLoop(
+                    system,
+                    display=display,
+                    metrics=metrics,
+                    checkpoints=checkpoints if config.checkpoint.keep else None,
+                    ledger=ledger,
+                    restore_from=checkpoint and checkpoint.directory,
+                )
+
+                async def save_weights() -> str:
+                    if not loop.has_weights:
+                        return ""
+                    weights = directory / "checkpoint"
+                    return f"the weights after step {await system.trainer.save(weights)} are in {weights}"
+
+                saves = {"the weights were": save_weights} if config.logging.save_final else {}
+                await train_and_save(loop, faults, saves | {"a last checkpoint was": loop.save}, display.say)
+                return loop
     finally:
         metrics.close()
 
 
-def _conclude(config: RunConfig, summary: RunSummary, directory: Path, console: Console, started: float) -> int:
+def _conclude(config: RunConfig, loop: TrainingLoop, directory: Path, console: Console, started: float) -> int:
     """Write and print the summary; a run that missed its target has failed."""
+    summary = loop.summary
     first, last = summary.evaluations[0], summary.evaluations[-1]
     total = time.monotonic() - started
-    to_first_step = (summary.first_step_at or time.monotonic()) - started
+    to_first_step = (loop.first_step_at or time.monotonic()) - started
     numbers = {
         "exact_match_before": first.exact_match,
         "exact_match_after": last.exact_match,
@@ -198,7 +233,7 @@ def _conclude(config: RunConfig, summary: RunSummary, directory: Path, console: 
         "tokens_generated": summary.tokens_generated,
         "run_directory": str(directory),
     }
-    (directory / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    (directory / SUMMARY).write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     console.print(
         f"\nheld-out exact match {first.exact_match:.3f} → [bold]{last.exact_match:.3f}[/], "
         f"reward {first.reward:.3f} → [bold]{last.reward:.3f}[/] "

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,12 +36,14 @@ class MetricsWriter:
         wandb_project: str = "",
         run_name: str = "",
         config: Any = None,
+        keep_bytes: int = 0,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """
         Args:
             directory: of the run; made if absent.
             config: the run config as nested plain data, shown by W&B.
+            keep_bytes: of a `metrics.jsonl` that is there; what follows them is cut off.
             say: called once for each of TensorBoard and W&B that fails.
 
         Raises:
@@ -47,6 +51,8 @@ class MetricsWriter:
         """
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / "metrics.jsonl"
+        if self._path.is_file() and self._path.stat().st_size > keep_bytes:
+            os.truncate(self._path, keep_bytes)
         self._file: TextIO = open(self._path, "a", encoding="utf-8")
         self._say = say
         self._shows: dict[str, Any] = {}
@@ -56,14 +62,18 @@ class MetricsWriter:
             except ImportError as error:
                 raise ConfigError("logging.tensorboard is on, but the package tensorboard is not installed") from error
             with self._giving_up(TENSORBOARD):
+                shutil.rmtree(directory / "tensorboard", ignore_errors=True)
                 self._shows[TENSORBOARD] = Writer(str(directory / "tensorboard"))
+                self._show_again()
         if wandb_project:
             try:
                 import wandb
             except ImportError as error:
                 raise ConfigError("logging.wandb_project is set, but the package wandb is not installed") from error
             with self._giving_up(WANDB):
-                self._shows[WANDB] = wandb.init(project=wandb_project, name=run_name, dir=str(directory), config=config)
+                self._shows[WANDB] = wandb.init(
+                    project=wandb_project, name=run_name, id=run_name, resume="allow", dir=str(directory), config=config
+                )
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
         """One step's numbers. NaN and inf are written as null: JSON has no such values.
@@ -78,13 +88,31 @@ class MetricsWriter:
         except OSError as error:
             raise StorageError(f"{self._path}: the numbers of step {step} could not be written: {error}") from error
 
-        if (writer := self._shows.get(TENSORBOARD)) is not None:
-            with self._giving_up(TENSORBOARD):
-                for key, value in numbers.items():
-                    writer.add_scalar(key, value, step)
+        with self._giving_up(TENSORBOARD):
+            self._draw(step, numbers)
         if (run := self._shows.get(WANDB)) is not None:
             with self._giving_up(WANDB):
                 run.log(numbers, step=step)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all steps that were written."""
+        return self._file.tell()
+
+    def sync(self) -> None:
+        """Return when everything written so far is on disk."""
+        os.fsync(self._file.fileno())
+
+    def _draw(self, step: int, numbers: dict[str, float]) -> None:
+        if (writer := self._shows.get(TENSORBOARD)) is not None:
+            for key, value in numbers.items():
+                writer.add_scalar(key, value, step)
+
+    def _show_again(self) -> None:
+        """Draw the steps of an earlier process, which TensorBoard cannot cut off at one of them."""
+        for line in self._path.read_text(encoding="utf-8").splitlines():
+            step, numbers = (read := json.loads(line)).pop("step"), read
+            self._draw(step, {key: math.nan if value is None else value for key, value in numbers.items()})
 
     def close(self) -> None:
         """Never raises."""

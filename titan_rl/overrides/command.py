@@ -35,6 +35,8 @@ class Command:
     """TOML first, then the command line's own."""
     flags: set[str] = field(default_factory=set)
     """Options without a value that were given, such as `--dry-run`."""
+    values: dict[str, str] = field(default_factory=dict)
+    """Value of every other option that is no setting, such as `--resume`."""
 
     @property
     def given(self) -> set[str]:
@@ -48,14 +50,14 @@ class Verb:
 
     act: Callable[[Command, str], int]
     """Given the command and the program's name; returns the exit code. A ConfigError is said, and exit code 2."""
-    config: Callable[[Command], Any]
-    """The config whose settings the help lists."""
     about: str
     """First paragraphs of the help; `{prog}` is the program's name."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """Options besides settings → a line of help: `--recipe NAME`, `--port PORT`, `--dry-run`."""
+    """Options besides settings → a line of help: `--recipe NAME`, `--resume RUN`, `--port PORT`, `--dry-run`."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Short option → the setting that it is."""
+    config: Callable[[Command], Any] = lambda command: None
+    """The config whose settings the help lists; None: there are none."""
 
     def run(self, argv: Sequence[str], *, prog: str) -> int:
         """Run the verb; returns the exit code."""
@@ -79,6 +81,8 @@ class Verb:
         """
         flags = {"--help", *(option for option in self.options if " " not in option)}
         takes_recipe = any(option.startswith("--recipe ") for option in self.options)
+        valued = {option.split()[0] for option in self.options if "." not in option.split()[0]}
+        valued -= {*flags, "--recipe", "--config", *self.aliases}
         command = Command()
         recipe, file, settings = "", None, []
         for option, words in split_options(["--help" if word == "-h" else word for word in argv]):
@@ -91,6 +95,8 @@ class Verb:
                 recipe = _single(option, words)
             elif name == "--config":
                 file = Path(_single(option, words)).expanduser()
+            elif name in valued:
+                command.values[name] = _single(option, words)
             elif name in self.aliases:
                 _single(option, words)
                 settings.append((option, self.aliases[name], words))
@@ -128,7 +134,7 @@ def print_help(config: Any, *, about: str, options: Mapping[str, str]) -> None:
     """Print what a verb takes.
 
     Args:
-        config: whose settings are listed, with their values.
+        config: whose settings are listed, with their values; None: there are none.
         about: comes first.
         options: the verb's other options, each with a line.
     """
@@ -138,6 +144,8 @@ def print_help(config: Any, *, about: str, options: Mapping[str, str]) -> None:
         width = max(map(len, options))
         for option, text in options.items():
             print(textwrap.fill(f"  {option.ljust(width)}  {text}", WIDTH, subsequent_indent=" " * (width + 4)))
+    if config is None:
+        return
     print("\nsettings and their values; the command line wins over --config FILE.toml, and that over the recipe")
     told = {option.split()[0] for option in options}
     for line in _settings(config, "", told):

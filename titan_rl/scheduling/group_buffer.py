@@ -308,8 +308,10 @@ class GroupBuffer:
             self._unpublished.popleft()
 
     def go_on_from(self, trainer: PolicyVersion) -> None:
-        """The run goes on with this buffer, which was pickled, and a trainer that was restored under a new incarnation.
-        The caller calls `lost` for groups whose samples did not survive.
+        """The run was restored from a pickle, and its trainer as a new incarnation at the same step.
+
+        Finished groups are kept, those of a batch that was out too. Running ones are to be played again. A version that
+        the trainer holds, or is still to make, belongs to the new incarnation.
 
         Raises:
             ValueError: the trainer is at another step, or of an older incarnation.
@@ -317,6 +319,15 @@ class GroupBuffer:
         if trainer.step != self._trainer.step or trainer < self._trainer:
             raise ValueError(f"a buffer at {self._trainer} does not go with a trainer restored to {trainer}")
         self._trainer = trainer
+        self._batch = []
+        back = {GroupState.RUNNING: GroupState.WAITING, GroupState.TAKEN: GroupState.FINISHED}
+        for group_id, group in self._groups.items():
+            version = group.min_version
+            if version.step >= trainer.step:
+                version = PolicyVersion(trainer.incarnation, version.step)
+            self._move(group_id, back.get(group.state, group.state), min_version=version)
+            if self._groups[group_id].state is GroupState.WAITING:
+                self._waiting[group_id] = None
 
     # How.
 

@@ -37,6 +37,8 @@ class Schedule:
         self._due: deque[PolicyVersion] = deque()  # to be evaluated
         self._kept: PolicyVersion | None = None  # the version that an evaluation needs the fleet to serve
         self._evaluated = -1  # the newest step whose evaluation is over
+        self.steps = steps
+        """As they were asked for."""
         self.last = steps
         """The step after which the run is over."""
 
@@ -79,7 +81,8 @@ class Schedule:
 
     def is_due(self, version: PolicyVersion) -> bool:
         """Whether this version is to be evaluated."""
-        return version.step in (0, self.last) or bool(self._every and version.step % self._every == 0)
+        rhythm = version.step in (0, self.last) or bool(self._every and version.step % self._every == 0)
+        return rhythm and version.step > self._evaluated
 
     def make_due(self, version: PolicyVersion) -> None:
         """Queue a version, which the fleet serves now, for evaluation."""
@@ -102,7 +105,19 @@ class Schedule:
     def all_evaluated(self) -> bool:
         return not self._due and self._evaluated >= self.last
 
+    def is_evaluated(self, version: PolicyVersion) -> bool:
+        """Whether an evaluation of this version or a later one is over."""
+        return version.step <= self._evaluated
+
     # The end.
+
+    def go_on(self, steps: int, every: int) -> None:
+        """The run was restored from a pickle. No evaluation is under way; the settings may be others now."""
+        self._due.clear()
+        self._kept = None
+        self._every = every
+        if steps != self.steps:
+            self.steps, self.last = steps, max(steps, self._buffer.trainer_version.step)
 
     def all_done(self) -> bool:
         return self.all_trained() and self.all_published() and self.all_evaluated()

@@ -233,7 +233,7 @@ def publish_checkpoint(directory: Path, publisher: ChannelPublisher, *, dtype: t
         WeightsError: there are no weights, or a file is damaged.
     """
     tied = bool(json.loads((directory / "config.json").read_text()).get("tie_word_embeddings", False))
-    shards = [each for each in _shards_of_files(directory) if not (tied and each.name == _LM_HEAD)]
+    shards = [each for each in shards_of_files(directory) if not (tied and each.name == _LM_HEAD)]
     if not shards:
         raise WeightsError(f"{directory} has no weights (*.safetensors)")
     aliases = ((_LM_HEAD, _EMBEDDING),) if tied else ()
@@ -320,7 +320,8 @@ def _write_shard(shard: TensorShard, put: Put) -> int:
     return fingerprint
 
 
-def _shards_of_files(directory: Path) -> Iterator[TensorShard]:
+def shards_of_files(directory: Path) -> Iterator[TensorShard]:
+    """The tensors of all `*.safetensors` in a directory. Raises WeightsError for one that cannot be read."""
     for file in sorted(directory.glob("*.safetensors")):
         try:
             with safe_open(str(file), framework="pt") as tensors:

@@ -15,11 +15,14 @@ import contextvars
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
-from titan_rl.errors import WeightsError
+from titan_rl.errors import StorageError, WeightsError
 from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint, signed, unsigned
 from titan_rl.weights.manifest import Manifest, Publication, TensorEntry, TensorShard
 from titan_rl.weights.ranks import Ranks
@@ -72,6 +75,21 @@ def make_reader(publication: Publication) -> WeightReader:
             from titan_rl.weights.shared_memory import SharedMemoryReader
 
             return SharedMemoryReader()
+
+
+def save_publication(publication: Publication, directory: Path) -> None:
+    """Write a live publication to a new directory, for `shards_of_files`.
+
+    Raises:
+        WeightsError: the publication is gone.
+        StorageError: it could not be written.
+    """
+    file = directory / "model.safetensors"
+    try:
+        directory.mkdir(parents=True)
+        save_file(dict(make_reader(publication).tensors(publication)), file)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"{file} could not be written: {error}") from error
 
 
 class WeightPuller:

