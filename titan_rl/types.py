@@ -134,7 +134,7 @@ class GenerationRequest:
     session_id: str | None = None
     """Names a conversation; stable over its turns (sticky routing)."""
     pinned_to: str | None = None
-    """Served only by this generator, which is leased at one version (`RouterClient.pin`)."""
+    """Served only by this generator, which is pinned to one version (`RouterClient.pin`)."""
     stream_from: int = -1
     """Negative: only the completion is asked for. Else its tokens are wanted as they are sampled too, as `Piece`s, and
     this is the first one's position in the whole completion: 0, or what earlier attempts have sampled."""
@@ -289,7 +289,7 @@ class GroupRequest:
     attempt: int = 0
     """How often the group was run before under the same id, because its samples were lost."""
     pinned_to: str | None = None
-    """Only this generator samples for the group; it is leased to whoever asks."""
+    """Only this generator samples for the group; it is pinned for whoever asks."""
 
     @property
     def key(self) -> GroupKey:

@@ -152,26 +152,26 @@ class ScriptedRouter:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.serving: PolicyVersion | None = None
-        self.leased: PolicyVersion | None = None
+        self.pinned: PolicyVersion | None = None
         self.failures: dict[str, str] = {}
         """Of every pull."""
 
     async def pull_model_state_dict(self, publication: Publication) -> FleetPull:
         await self.script.gate(f"pull {publication.version}")
         self.serving = publication.version
-        failures = {"generator1": "it is pinned"} if self.leased is not None else {}
+        failures = {"generator1": "it is pinned"} if self.pinned is not None else {}
         return FleetPull(version=publication.version, reports={}, failures=failures | self.failures)
 
     async def pin(self, version: PolicyVersion) -> str:
         await self.script.gate(f"pin {version}")
         if version != self.serving:
             raise GeneratorNotServing(f"nobody serves {version}")
-        self.leased = version
+        self.pinned = version
         return "generator1"
 
     async def unpin(self, generator: str) -> None:
-        await self.script.gate(f"unpin {self.leased}")
-        self.leased = None
+        await self.script.gate(f"unpin {self.pinned}")
+        self.pinned = None
 
     async def fleet_status(self) -> list[Any]:
         return []
@@ -215,7 +215,7 @@ class ScriptedRollouts:
         """Evaluations only."""
         version = requests[0].min_version
         await self.script.gate(f"evaluate {version}")
-        served = self.router.leased if requests[0].pinned_to else self.router.serving
+        served = self.router.pinned if requests[0].pinned_to else self.router.serving
         assert served is not None
         self.evaluated_at.append((version, served))
         return [

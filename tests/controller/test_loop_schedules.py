@@ -36,7 +36,7 @@ async def test_any_order_of_events_trains_every_group_once_and_none_too_old(seed
         while not run.done():
             gate = chance.choice(world.script.held)
             if gate == f"train {lost}" and lost:
-                batch = world.loop.batch
+                batch = world.loop.ledger.buffer.batch
                 assert batch is not None
                 world.script.errors[gate] = [SamplesLost("gone", (chance.choice(batch.group_ids),))]
                 lost = 0

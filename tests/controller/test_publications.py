@@ -122,9 +122,9 @@ async def test_a_trainer_that_is_a_step_further_publishes_that_instead():
     assert world.trainer.step == 4 and world.trainer.live == [(0, 4)]
 
 
-async def test_a_generator_that_refuses_the_weights_after_its_lease_does_not_end_the_run():
+async def test_a_generator_that_refuses_the_weights_after_its_evaluation_does_not_end_the_run():
     world = World(steps=3, staleness=1, max_live=3)
     world.script.errors["unpin v0"] = [WeightsError("v1 is not what the engine computes with")]
     await world.run()
     assert world.trainer.step == 3
-    assert "generator1 does not serve after its lease: v1 is not what the engine computes with" in world.printed
+    assert "generator1 does not serve after its evaluation: v1 is not what the engine computes with" in world.printed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scripted_system import World
 
-from titan_rl.controller.stages import evaluate
+from titan_rl.controller.evaluations import evaluate
 from titan_rl.rollout.report import RolloutReport, Shown
 from titan_rl.types import PolicyVersion, StopReason
 

@@ -112,17 +112,17 @@ async def test_with_a_lease_training_goes_on_during_an_evaluation():
     assert world.rollouts.evaluated_at == [((0, 0), (0, 0)), ((0, 4), (0, 4))]
 
 
-async def test_a_leased_generator_that_is_lost_costs_its_evaluation_and_nothing_else():
+async def test_a_pinned_generator_that_is_lost_costs_its_evaluation_and_nothing_else():
     world = World(steps=4, staleness=2, every=2, max_live=3)
     world.script.errors["evaluate v0"] = [GeneratorFailed("generator1 died")]
     await world.run()
     assert world.trainer.step == 4 and [one.version.step for one in world.loop.summary.evaluations] == [2, 4]
-    assert "v0 is not evaluated, the generator that was leased for it is lost: generator1 died" in world.printed
+    assert "v0 is not evaluated, the generator that was pinned for it is lost: generator1 died" in world.printed
     assert world.trainer.live == [(0, 4)], "its publication is released"
 
 
-@pytest.mark.parametrize("why", ["one generator", "none to lease"])
-async def test_where_no_generator_can_be_leased_the_fleet_stays_until_the_evaluation_is_over(why):
+@pytest.mark.parametrize("why", ["one generator", "none to pin"])
+async def test_where_no_generator_can_be_pinned_the_fleet_stays_until_the_evaluation_is_over(why):
     world = World(steps=3, staleness=1, max_live=3)
     if why == "one generator":
         del world.system.generators["generator1"]

@@ -96,7 +96,7 @@ async def by_loop(config: RunConfig, directory: Path) -> Outcome:
         loop = TrainingLoop(system, display=display, metrics=MetricsWriter(directory, tensorboard=False))
         await loop.run()
         await loop.end(failed=False)
-        return Outcome(steps, await weights_of(system, directory), loop.prompts.next_index)
+        return Outcome(steps, await weights_of(system, directory), loop.ledger.buffer.prompts.next_index)
 
 
 async def weights_of(system: System, directory: Path) -> bytes:

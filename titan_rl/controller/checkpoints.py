@@ -104,7 +104,26 @@ def read_ledger(directory: Path) -> Ledger:
         raise CheckpointError(f"{directory / LEDGER} cannot be read; it was written with {theirs}") from error
 
 
-def reports_in(directory: Path, ledger: Ledger) -> list[GroupReport]:
+async def restore(ledger: Ledger, directory: Path, system: System) -> None:
+    """Bring the trainer, the sample stores and the ledger to where they were when this checkpoint was cut.
+
+    Raises:
+        CheckpointError: the trainer cannot read it.
+        SampleError: a sample is damaged.
+    """
+    buffer, config = ledger.buffer, system.config
+    version = PolicyVersion(buffer.trainer_version.incarnation + 1, buffer.trainer_version.step)
+    await system.trainer.restore(directory, version.incarnation)
+    taken = await system.rollouts.take_over(_reports_in(directory, ledger))
+    ledger.reports.update({report.group_id: report for report in taken})
+    buffer.go_on_from(version)
+    if config.loop.steps != ledger.schedule.steps:
+        ledger.summary.stopped_early = ""
+        ledger.streak.trainable()
+    ledger.schedule.go_on(config.loop.steps, config.evaluation.every)
+
+
+def _reports_in(directory: Path, ledger: Ledger) -> list[GroupReport]:
     """The reports of a checkpoint's finished groups; their samples lie in its file."""
     reports = ledger.reports.values()
     refs = iter(references_in(directory / SAMPLES, SampleBatch.concat(report.samples for report in reports)).refs)

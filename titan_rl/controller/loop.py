@@ -29,20 +29,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from titan_rl.controller.checkpoints import Checkpoints, Ledger, Lesson, new_ledger, reports_in
+from titan_rl.controller.checkpoints import Checkpoints, Ledger, Lesson, new_ledger, restore
+from titan_rl.controller.evaluations import Evaluations
 from titan_rl.controller.exact_versions import ExactVersions
 from titan_rl.controller.faults import check_stores_are_empty, release_samples
 from titan_rl.controller.publications import EVALUATED, SERVED, Publications
 from titan_rl.controller.records import RunSummary, StepRecords
-from titan_rl.controller.stages import evaluate, make_filter, warm_up
+from titan_rl.controller.stages import make_filter, warm_up
 from titan_rl.controller.system import System
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport
-from titan_rl.errors import GeneratorFailed, GeneratorNotServing, SamplesLost, WeightsError
+from titan_rl.errors import SamplesLost
 from titan_rl.observability.activity import Activities, Watchdog
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
-from titan_rl.scheduling.group import Batch, Group, PromptStream
+from titan_rl.scheduling.group import Batch, Group
 from titan_rl.scheduling.schedule import Untrainable
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import FleetPull, Publication
@@ -80,15 +81,24 @@ class TrainingLoop:
         self._display = display
         self._checkpoints = checkpoints
         self._restore_from = restore_from
-        self._ledger = ledger = ledger or new_ledger(config)
+        self.ledger = ledger = ledger or new_ledger(config)
         self._buffer, self._schedule, self._streak = ledger.buffer, ledger.schedule, ledger.streak
         self._reports, self._lessons = ledger.reports, ledger.lessons
         self._filter = make_filter(loop.filter)
         self._publications = Publications(system.trainer, max_live=config.weights_settings().max_live)
         self._watchdog = Watchdog(seconds=loop.watchdog_seconds, clock=clock)
         bound = self._buffer.knobs.bound
-        self._records = StepRecords(ledger.summary, bound, display=display, metrics=metrics, clock=clock)
-        self._activity = Activities(display, self._records.phases, self._watchdog, clock=clock)
+        self.records = StepRecords(ledger.summary, bound, display=display, metrics=metrics, clock=clock)
+        self._activity = Activities(display, self.records.phases, self._watchdog, clock=clock)
+        self._evaluations = Evaluations(
+            system,
+            self._buffer,
+            self._schedule,
+            self._publications,
+            self._activity,
+            record=self.records.evaluation,
+            warn=self._warn,
+        )
         self._exact: ExactVersions | None = None
         if self._buffer.knobs.exact_versions:
             self._exact = ExactVersions(self._buffer, self._publications, system, activity=self._activity)
@@ -96,26 +106,10 @@ class TrainingLoop:
         """Whether the trainer holds weights of this run: not while it is being restored."""
         self._stepping: asyncio.Future[None] | None = None  # the optimizer step that is under way, or the last one
         self._changed = asyncio.Event()
-        self._leased: str | None = None  # the generator that is leased for the running evaluation
 
     @property
     def summary(self) -> RunSummary:
-        return self._ledger.summary
-
-    @property
-    def first_step_at(self) -> float | None:
-        """`time.monotonic()` after the first optimizer step of this process."""
-        return self._records.first_step_at
-
-    @property
-    def prompts(self) -> PromptStream:
-        """Which prompts were admitted, and the outcome of each."""
-        return self._buffer.prompts
-
-    @property
-    def batch(self) -> Batch | None:
-        """The batch that is being trained now."""
-        return self._buffer.batch
+        return self.ledger.summary
 
     async def run(self) -> RunSummary:
         """Do the whole run, or the rest of it. The final weights of the policy are the ones that were evaluated last.
@@ -162,7 +156,7 @@ class TrainingLoop:
         if self._checkpoints is None or not self.has_weights:
             return ""
         await self._checkpoints.written()
-        await self._checkpoints.cut(self._ledger, self._publications, self._activity)
+        await self._checkpoints.cut(self.ledger, self._publications, self._activity)
         directory = await self._checkpoints.written()
         return f"titan-rl train --resume {directory.parent.parent} goes on from here" if directory else ""
 
@@ -181,31 +175,20 @@ class TrainingLoop:
             await check_stores_are_empty(self._system.rollouts)
 
     async def _restore(self, directory: Path) -> None:
-        """Bring every part to where the run was when the checkpoint was cut. Evaluations that were under way then are
-        done first, and again from their beginning."""
-        system, buffer, config = self._system, self._buffer, self._system.config
-        before = buffer.trainer_version
-        version = PolicyVersion(before.incarnation + 1, before.step)
-        with self._activity("restore", step=version.step):
-            await system.trainer.restore(directory, version.incarnation)
-            buffer.go_on_from(version)
-            if config.loop.steps != self._schedule.steps:
-                self.summary.stopped_early = ""
-                self._streak.trainable()
-            self._schedule.go_on(config.loop.steps, config.evaluation.every)
-            taken = await system.rollouts.take_over(reports_in(directory, self._ledger))
-            self._reports.update({report.group_id: report for report in taken})
-        again = len(buffer.waiting())
+        """Bring every part to where it was when the checkpoint was cut. Evaluations that were under way then are done
+        first, from their beginning."""
+        with self._activity("restore", step=self._buffer.trainer_version.step):
+            await restore(self.ledger, directory, self._system)
         self._display.say(
-            f"going on after step {version.step} from {directory}: {len(self._reports)} finished groups are kept, "
-            f"{again} are played again"
+            f"going on after step {self._buffer.trainer_version.step} from {directory}: {len(self._reports)} finished "
+            f"groups are kept, {self._buffer.counts.waiting} are played again"
         )
-        for older, holders in self._ledger.older.items():
+        for older, holders in self.ledger.older.items():
             publication = await self._publications.publish_again(directory, older, holders)
             if EVALUATED in holders:
                 if not self._schedule.is_evaluated(older):
                     await self._pull(publication)
-                    await self._record_evaluation(older)
+                    await self._evaluations.evaluate(older)
                 await self._publications.release(older, EVALUATED)
 
     # The tasks.
@@ -232,12 +215,12 @@ class TrainingLoop:
             )
             report = await self._system.rollouts.run_group(request)
         if not report.samples.trained_tokens:
-            await self._release(report.samples)
+            await self._system.rollouts.release(report.samples)
             self._buffer.failed(group.group_id)
             lesson = Lesson(Untrainable.FAILED if report.first_error else Untrainable.EMPTY, report.first_error)
-            self._records.failed(report)
+            self.records.failed(report)
         elif refusal := self._filter(report):
-            await self._release(report.samples)
+            await self._system.rollouts.release(report.samples)
             self._buffer.filtered(group.group_id)
             lesson = Lesson(Untrainable.FILTERED, refusal)
         else:
@@ -260,7 +243,7 @@ class TrainingLoop:
             self._stepping = asyncio.ensure_future(self._step(batch))
             await asyncio.shield(self._stepping)  # a run that ends saves a step that is under way, and its numbers
             if batch.version < self._buffer.trainer_version and not schedule.all_trained() and self._checkpoints:
-                await self._checkpoints.cut_if_due(self._ledger, self._publications, self._activity)
+                await self._checkpoints.cut_if_due(self.ledger, self._publications, self._activity)
 
     async def _step(self, batch: Batch) -> None:
         reports = [self._reports[group_id] for group_id in batch.group_ids]
@@ -277,9 +260,9 @@ class TrainingLoop:
         self._notify()
         held: list[HeldReport] = []
         try:
-            held = await self._release(samples)
+            held = await self._system.rollouts.release(samples)
         finally:
-            await self._records.step(batch, reports, trained, held, self._buffer.counts, self._system)
+            await self.records.step(batch, reports, trained, held, self._buffer.counts, self._system)
 
     async def _publisher(self) -> None:
         """Consumes the trainer's versions. Waits for one that is not published, for an evaluation that still needs the
@@ -293,15 +276,12 @@ class TrainingLoop:
 
     async def _evaluator(self) -> None:
         """Consumes versions that are due. Waits for the publisher and is woken by it. Produces an evaluation. On
-        failure: the run. If training continues meanwhile, a generator is leased for the evaluation; if not, no
-        generator pulls until it is over."""
+        failure: the run."""
         schedule = self._schedule
         while version := await self._until(
             "evaluator", lambda: "a version that is due", schedule.next_due, schedule.all_evaluated
         ):
-            await self._evaluate(version)
-            schedule.evaluated(version)
-            self._notify()
+            await self._evaluations.run(version, self._notify)
 
     # What they do.
 
@@ -315,12 +295,12 @@ class TrainingLoop:
         publication = await self._publications.publish(SERVED, self._activity)
         if self._exact and not first:
             return self._published(publication.version)
-        leased = self._leased
+        pinned = self._evaluations.pinned
         publication, pull = await self._publications.taken(publication, self._pull, on_refused=self._warn)
         version = publication.version
         for name in self._system.generators:
             self._display.mesh(name, pull.failures.get(name, f"sampling under {version}"))
-            if name in pull.failures and name not in (leased, self._leased):
+            if name in pull.failures and name not in (pinned, self._evaluations.pinned):
                 self._display.say(f"{name} does not serve {version}: {pull.failures[name]}")
         # Only after the pull: otherwise the first generator with the version would get all groups that wait for it.
         self._published(version)
@@ -331,14 +311,9 @@ class TrainingLoop:
     def _published(self, version: PolicyVersion) -> None:
         if self._schedule.is_due(version):
             self._schedule.make_due(version)
-            self._keep_for_evaluation(version)
+            self._evaluations.keep(version)
         self._buffer.published(version)
         self._notify()
-
-    def _keep_for_evaluation(self, version: PolicyVersion) -> None:
-        self._publications.hold(version, EVALUATED)
-        if self._exact:
-            self._schedule.release_fleet(version)  # it is served beside later ones
 
     async def _pull(self, publication: Publication) -> FleetPull:
         # The trainer may have finished one more step, and that news may not have arrived here yet.
@@ -351,41 +326,6 @@ class TrainingLoop:
         with self._activity("pull", version=version):
             return await self._system.router.pull_model_state_dict(publication)
 
-    async def _evaluate(self, version: PolicyVersion) -> None:
-        if self._leases_generators and version.step < self._schedule.last:
-            try:
-                self._leased = await self._system.router.pin(version)
-            except GeneratorNotServing as reason:
-                _log.info("%s is evaluated by all generators: %s", version, reason)
-        if self._leased is not None:
-            self._release_fleet(version)
-        try:
-            await self._record_evaluation(version)
-            await self._end_lease()
-        except GeneratorFailed as error:
-            if self._leased is None:
-                raise
-            self._leased = None
-            self._warn(f"{version} is not evaluated, the generator that was leased for it is lost: {error}")
-        self._release_fleet(version)
-        await self._publications.release(version, EVALUATED)
-
-    async def _record_evaluation(self, version: PolicyVersion) -> None:
-        with self._activity("evaluate", version=version, on=self._leased or "all generators"):
-            evaluation = await evaluate(self._system, version, exact=self._exact is not None, pinned_to=self._leased)
-        self._records.evaluation(evaluation)
-        self._schedule.evaluated(version)
-
-    async def _end_lease(self) -> None:
-        if (leased := self._leased) is None:
-            return
-        with self._activity("unpin", generator=leased):
-            try:
-                await self._system.router.unpin(leased)
-            except (WeightsError, GeneratorFailed) as error:  # as in a pull: only this generator waits for the next one
-                self._warn(f"{leased} does not serve after its lease: {error}")
-        self._leased = None
-
     async def _play_again(self, batch: Batch, error: SamplesLost) -> None:
         if not error.group_ids or not set(error.group_ids) <= set(batch.group_ids):
             raise error  # the error names no group of this batch
@@ -394,12 +334,9 @@ class TrainingLoop:
                 raise error
             self._display.say(f"group {group_id} is played again: {error}")
             self._buffer.lost(group_id)
-            await self._release(self._reports.pop(group_id).samples)
+            await self._system.rollouts.release(self._reports.pop(group_id).samples)
         self.summary.lost += len(error.group_ids)
         self._notify()
-
-    async def _release(self, samples: SampleBatch) -> list[HeldReport]:
-        return await self._system.rollouts.release(samples)
 
     def _judge(self, group_id: int, lesson: Lesson) -> None:
         """Count a group that has ended."""
@@ -418,7 +355,7 @@ class TrainingLoop:
         newest = self._publications.newest
         served = newest.version if newest is not None and newest.version == self._buffer.published_version else None
         if self._schedule.stop_early(served) and served is not None:
-            self._keep_for_evaluation(served)
+            self._evaluations.keep(served)
         self.summary.stopped_early = (
             f"nothing is left to learn after step {self._schedule.last}: {self._streak.describe()}"
         )
@@ -452,16 +389,6 @@ class TrainingLoop:
 
     def _something_to_start(self) -> bool:
         return bool(self._buffer.waiting() or self._schedule.admissible())
-
-    @property
-    def _leases_generators(self) -> bool:
-        """Whether generation continues during an evaluation, so that leasing a generator for it pays off."""
-        return self._buffer.knobs.max_staleness > 0 and len(self._system.generators) > 1 and self._exact is None
-
-    def _release_fleet(self, version: PolicyVersion) -> None:
-        """The evaluation of `version` does not need the fleet any more; one of a later version may."""
-        self._schedule.release_fleet(version)
-        self._notify()
 
     def _warn(self, what: str) -> None:
         self._display.say(what, logging.WARNING)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from titan_rl.controller.stages import Evaluation
+from titan_rl.controller.evaluations import Evaluation
 from titan_rl.controller.system import System
 from titan_rl.data_plane.store import HeldReport
 from titan_rl.errors import TitanError

@@ -1,5 +1,4 @@
-"""What the training loop does besides RL steps: the supervised warm-up before them, the filter on their groups, and
-greedy evaluation between them.
+"""What the training loop does besides RL steps: the supervised warm-up before them, and the filter on their groups.
 
 Demonstrations of the warm-up travel by reference, as all samples do. Demonstration number i is used once, in step
 i // batch. Every sample is released after its step, or when the warm-up ends early. The demonstrations of the next step
@@ -10,15 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.importing import import_name
-from titan_rl.rollout.report import GroupReport, RolloutReport
-from titan_rl.types import PolicyVersion
+from titan_rl.rollout.report import GroupReport
 
 if TYPE_CHECKING:
     from titan_rl.controller.system import System
@@ -109,71 +106,3 @@ def no_variance(report: GroupReport) -> str:
     """Refuses groups whose graded rollouts all got the same reward: their advantages are 0."""
     rewards = {rollout.reward for rollout in report.rollouts if not rollout.error}
     return "" if len(rewards) > 1 else f"all rewards are {next(iter(rewards), 0.0):g}"
-
-
-TRANSCRIPTS = 3
-"""Rollouts that an evaluation shows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """Means over the held-out prompts whose rollouts were graded."""
-
-    version: PolicyVersion
-    prompts: int
-    """Those that were graded."""
-    exact_match: float
-    reward: float
-    transcripts: tuple[str, ...] = ()
-    """One line each of a few rollouts: the first that are wrong, and the first that are right."""
-    failed: int = 0
-    """Prompts without a reward because user code failed. They are left out of all means."""
-    first_error: str = ""
-
-
-async def evaluate(
-    system: System, version: PolicyVersion, *, exact: bool = False, pinned_to: str | None = None
-) -> Evaluation:
-    """Play the held-out prompts greedily under `version`.
-
-    Args:
-        version: served until the evaluation is over, by every generator or, if set, by `pinned_to`.
-        exact: other generators serve other versions meanwhile.
-        pinned_to: a generator that is leased for this evaluation.
-
-    Raises:
-        TaskError: every rollout failed, or there is nothing to play.
-    """
-    if not system.rollouts.held_out:
-        raise TaskError(f"the environment {system.config.environment.name} gave no held-out prompts to evaluate on")
-    prompts = range(system.rollouts.held_out)
-    groups = [system.held_out_group(prompt, version, exact=exact, pinned_to=pinned_to) for prompt in prompts]
-    reports = await system.rollouts.run_groups(groups)
-    rollouts = [rollout for report in reports for rollout in report.rollouts]
-    errors = [rollout.error for rollout in rollouts if rollout.error]
-    graded = [rollout for rollout in rollouts if not rollout.error]
-    if not graded:
-        raise TaskError(f"all {len(rollouts)} held-out rollouts failed; the first: {errors[0]}")
-    matches = [rollout.exact_match for rollout in graded]
-    return Evaluation(
-        version=version,
-        prompts=len(graded),
-        exact_match=sum(matches) / len(matches),
-        reward=sum(rollout.reward for rollout in graded) / len(graded),
-        transcripts=_transcripts(graded),
-        failed=len(errors),
-        first_error=next(iter(errors), ""),
-    )
-
-
-def _transcripts(rollouts: Sequence[RolloutReport]) -> tuple[str, ...]:
-    lines: dict[bool, list[str]] = {False: [], True: []}
-    for rollout in rollouts:
-        right = rollout.exact_match >= 1
-        if (shown := rollout.shown) is not None:
-            cut = " (cut off)" if rollout.truncated else ""
-            wanted = f", wanted '{shown.wanted}'" if shown.wanted and not right else ""
-            said = f"'{shown.prompt}' → '{shown.answer}'{cut}{wanted}, reward {rollout.reward:.3f}"
-            lines[right].append(f"{'right' if right else 'wrong'}  {said}")
-    wrong = lines[False][:2]
-    return (*wrong, *lines[True][: TRANSCRIPTS - len(wrong)])

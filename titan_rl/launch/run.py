@@ -219,7 +219,7 @@ def _conclude(config: RunConfig, loop: TrainingLoop, directory: Path, console: C
     summary = loop.summary
     first, last = summary.evaluations[0], summary.evaluations[-1]
     total = time.monotonic() - started
-    to_first_step = (loop.first_step_at or time.monotonic()) - started
+    to_first_step = (loop.records.first_step_at or time.monotonic()) - started
     numbers = {
         "exact_match_before": first.exact_match,
         "exact_match_after": last.exact_match,
