@@ -1,13 +1,15 @@
 """Requests, completions and pieces packed into a few flat arrays for a message.
 
 A message of n items costs a few array headers instead of several per item: pickling 256 small completions one by one
-costs more than sampling them. Packing is exact: `unpack(pack(x)) == x`, in the same order, and unpacked arrays are
-views of the message. An array that a message cannot carry exactly (a token id of more than 32 bits, a logprob that
-float32 would round) raises ValueError, and nothing is packed.
+costs more than sampling them. The router hands packed completions on without unpacking them. Packing is exact:
+`unpack(pack(x)) == x`, in the same order, and unpacked arrays are views of the message. An array that a message cannot
+carry exactly (a token id of more than 32 bits, a logprob that float32 would round) raises ValueError, and nothing is
+packed.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -25,7 +27,13 @@ _ARRAYS: dict[type, dict[str, type]] = {
     Completion: _SAMPLED,
     Piece: _SAMPLED,
 }
-"""Of every kind of item: its arrays, which have one length, and their dtypes. All other fields travel as they are."""
+"""Of every kind of item: its arrays, which have one length, and their dtypes."""
+
+_COLUMNS: dict[type, list[str]] = {
+    kind: [name for name in kind.__dataclass_fields__ if name not in arrays]  # type: ignore[attr-defined]
+    for kind, arrays in _ARRAYS.items()
+}
+"""All other fields, which travel as they are."""
 
 _KINDS = {"i": "iu", "f": "f"}
 """Kinds of arrays that may travel as integers and floats; their values must be the same afterwards."""
@@ -38,18 +46,38 @@ class Packed(Generic[T]):
     kind: type[T]
     lengths: np.ndarray  # [n] int64
     arrays: tuple[np.ndarray, ...]  # each [sum of lengths], in the order of `_ARRAYS`
-    columns: tuple[tuple[Any, ...], ...]  # each [n]: the other fields, in the order of their names
+    columns: tuple[tuple[Any, ...], ...]  # each [n]: the other fields, in the order of `_COLUMNS`
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def column(self, name: str) -> tuple[Any, ...]:
+        """One field of every item, which is no array; readable even if the message cannot be unpacked."""
+        return self.columns[_COLUMNS[self.kind].index(name)]
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """Of every item; readable even if the message cannot be unpacked."""
-        return self.columns[_columns(self.kind).index("request_id")]
+        return self.column("request_id")
+
+    def select(self, places: Sequence[int]) -> Packed[T]:
+        """The items at these places, in the message's order. Raises ValueError if the message is damaged."""
+        items, tokens = len(self), int(self.lengths.sum())
+        found = [*map(len, self.arrays), *map(len, self.columns)]
+        if found != [tokens] * len(_ARRAYS[self.kind]) + [items] * len(_COLUMNS[self.kind]):
+            raise ValueError(f"{items} items of {tokens} tokens have fields of {found} elements")
+        if len(places) == items:
+            return self
+        chosen = np.zeros(items, bool)
+        chosen[list(places)] = True
+        arrays = tuple(array[np.repeat(chosen, self.lengths)] for array in self.arrays)
+        columns = tuple(tuple(itertools.compress(column, chosen)) for column in self.columns)
+        return Packed(self.kind, self.lengths[chosen], arrays, columns)
 
     def unpack(self) -> list[T]:
         bounds: list[int] = [0, *np.cumsum(self.lengths).tolist()]
         spans = list(zip(bounds[:-1], bounds[1:], strict=True))
         parts = [[array[start:end] for start, end in spans] for array in self.arrays]
-        names = (*_ARRAYS[self.kind], *_columns(self.kind))
+        names = (*_ARRAYS[self.kind], *_COLUMNS[self.kind])
         rows = zip(*parts, *self.columns, strict=True)
         return [self.kind(**dict(zip(names, row, strict=True))) for row in rows]
 
@@ -59,18 +87,23 @@ def pack(kind: type[T], items: Sequence[T]) -> Packed[T]:
     item's other arrays."""
     arrays, lengths = [], None
     for name, dtype in _ARRAYS[kind].items():
-        exact = [_exact(name, array, np.dtype(dtype)) for array in map(attrgetter(name), items)]
+        exact = [_exact(name, getattr(item, name), np.dtype(dtype)) for item in items]
         found = [len(array) for array in exact]
         lengths = found if lengths is None else lengths
         if found != lengths:
             raise ValueError(f"{name} have {found} elements, and token_ids {lengths}")
         arrays.append(np.concatenate(exact) if exact else np.zeros(0, dtype))
-    columns = tuple(tuple(map(attrgetter(name), items)) for name in _columns(kind))
+    columns = tuple(_column(name, items) for name in _COLUMNS[kind])
     return Packed(kind, np.array(lengths, np.int64), tuple(arrays), columns)
 
 
-def _columns(kind: type) -> list[str]:
-    return [name for name in kind.__dataclass_fields__ if name not in _ARRAYS[kind]]  # type: ignore[attr-defined]
+def _column(name: str, items: Sequence[Any]) -> tuple[Any, ...]:
+    values = map(attrgetter(name), items)
+    if name != "sampling":
+        return tuple(values)
+    # Equal ones become one object, which is pickled once. It would take half the time of a message otherwise.
+    known: dict[Any, Any] = {}
+    return tuple(known.setdefault(value, value) for value in values)
 
 
 def _exact(name: str, values: Any, dtype: np.dtype) -> np.ndarray:

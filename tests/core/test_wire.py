@@ -98,6 +98,30 @@ def test_completions_survive_packing_and_pickling(originals: list[Completion]) -
     assert all(same(a, b) for a, b in zip(originals, copies, strict=True))
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_selected_completions_are_those_at_their_places(data: st.DataObject) -> None:
+    originals = data.draw(st.lists(completions(), max_size=5))
+    places = [place for place in range(len(originals)) if data.draw(st.booleans())]
+    selected = pickle.loads(pickle.dumps(pack(Completion, originals).select(places)))
+    assert len(selected) == len(places)
+    assert list(selected.column("finish_reason")) == [originals[place].finish_reason for place in places]
+    assert all(same(originals[place], copy) for place, copy in zip(places, selected.unpack(), strict=True))
+
+
+def test_nothing_is_selected_from_a_damaged_message() -> None:
+    packed = pack(GenerationRequest, [asked(np.array([5, 1], np.int32))] * 2)
+    for damage in ({"columns": packed.columns[:-1]}, {"arrays": ()}, {"lengths": np.array([2, 9])}):
+        with pytest.raises(ValueError, match="items of"):
+            dataclasses.replace(packed, **damage).select([0, 1])
+
+
+def test_equal_sampling_travels_once() -> None:
+    both = pack(GenerationRequest, [asked(np.array([5, 1], np.int32)) for _ in range(2)])
+    first, second = pickle.loads(pickle.dumps(both)).unpack()
+    assert first.sampling is second.sampling
+
+
 @given(versions, versions)
 def test_an_encoded_version_keeps_the_order_and_comes_back(a: PolicyVersion, b: PolicyVersion) -> None:
     assert PolicyVersion.decode(a.encode()) == a

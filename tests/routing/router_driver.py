@@ -46,7 +46,10 @@ class RouterDriver(RouterBooks):
             part = completion(
                 assignment.request, min(sampled, budget), reason, version=version, generator=assignment.generator
             )
-            whole = self.dispatcher.completed(attempt_id, part, self.now)
+            passed_on = self.dispatcher.ended_whole(attempt_id, reason)
+            assert not (passed_on and caller.segments), "tokens of earlier attempts would be lost"
+            whole = part if passed_on else self.dispatcher.completed(attempt_id, part, self.now)
+            assert not self.dispatcher.ended_whole(attempt_id, reason)
             assert self.dispatcher.completed(attempt_id, part, self.now) is None, "a late answer is nobody's"
             goes_on = reason is FinishReason.ABORT and len(part.token_ids) < budget and not caller.given_up
             assert (whole is None) == goes_on

@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 Failures = Sequence[tuple[str, TitanError]]
 """(request id, why)."""
 
+_NO_COMPLETIONS = pack(Completion, [])
+
 
 @dataclass(frozen=True, slots=True)
 class Answers:
@@ -91,20 +93,27 @@ class RequestServer(ConnectedActor):
         """Request ids that have no answer yet."""
         return list(self._asked_by)
 
-    def is_live(self, request_id: str) -> bool:
-        return request_id in self._asked_by
+    def answer(self, completions: Sequence[Completion] | Packed[Completion], failures: Failures = ()) -> int:
+        """Send each answer to its client, one message per client. Answers to ids that are not live are dropped.
 
-    def answer(self, completions: Sequence[Completion], failures: Failures = ()) -> None:
-        """Send each answer to its client, one message per client. Answers to ids that are not live are dropped."""
-        to: dict[Caller, tuple[list[Completion], list[tuple[str, TitanError]]]] = {}
-        for completion in completions:
-            if (asking := self._asked_by.pop(completion.request_id, None)) is not None:
-                to.setdefault(asking, ([], []))[0].append(completion)
+        Returns:
+            How many completions were sent.
+        """
+        if not (completions or failures):
+            return 0
+        if not isinstance(completions, Packed):
+            completions, unsendable = _packed(completions)
+            failures = [*failures, *unsendable]
+        to: dict[Caller, tuple[list[int], list[tuple[str, TitanError]]]] = {}
+        for place, request_id in enumerate(completions.request_ids):
+            if (asking := self._asked_by.pop(request_id, None)) is not None:
+                to.setdefault(asking, ([], []))[0].append(place)
         for request_id, error in failures:
             if (asking := self._asked_by.pop(request_id, None)) is not None:
                 to.setdefault(asking, ([], []))[1].append((request_id, error))
-        for asking, (complete, failed) in to.items():
-            _push(asking, complete, failed)
+        for asking, (places, failed) in to.items():
+            _push(asking, completions.select(places), failed)
+        return sum(len(places) for places, _ in to.values())
 
     def hand_out(self, pieces: Sequence[Piece]) -> None:
         """Send each piece to its client, one message per client. Pieces of ids that are not live are dropped."""
@@ -116,19 +125,33 @@ class RequestServer(ConnectedActor):
             asking.push(Answers(pieces=pack(Piece, its)))
 
 
-def _push(asking: Caller, completions: Sequence[Completion], failures: Failures) -> None:
-    """Send one message of answers. An answer that cannot be sent exactly fails its own request only."""
+def _packed(completions: Sequence[Completion]) -> tuple[Packed[Completion], Failures]:
+    """The completions that can be sent exactly, and why the others cannot."""
     try:
-        asking.push(Answers(pack(Completion, completions) if completions else None, failures))
+        return pack(Completion, completions), []
     except Exception as why:
-        ids = [*(each.request_id for each in completions), *(request_id for request_id, _ in failures)]
+        if len(completions) == 1:
+            return _NO_COMPLETIONS, [_unsendable(completions[0].request_id, why)]
+    alone = [(each, _packed([each])[1]) for each in completions]
+    return pack(Completion, [each for each, no in alone if not no]), [why for _, no in alone for why in no]
+
+
+def _unsendable(request_id: str, why: Exception) -> tuple[str, TitanError]:
+    return request_id, RequestError(f"the answer to {request_id!r} cannot be sent: {type(why).__name__}: {why}")
+
+
+def _push(asking: Caller, completions: Packed[Completion], failures: Failures) -> None:
+    """Send one message of answers. An answer that cannot be sent fails its own request only."""
+    try:
+        asking.push(Answers(completions or None, failures))
+    except Exception as why:
+        ids = [*completions.request_ids, *(request_id for request_id, _ in failures)]
         if len(ids) == 1:
-            error = RequestError(f"the answer to {ids[0]!r} cannot be sent: {type(why).__name__}: {why}")
-            return asking.push(Answers(failures=[(ids[0], error)]))
-        for completion in completions:
-            _push(asking, [completion], [])
+            return asking.push(Answers(failures=[_unsendable(ids[0], why)]))
+        for place in range(len(completions)):
+            _push(asking, completions.select([place]), [])
         for failure in failures:
-            _push(asking, [], [failure])
+            _push(asking, completions.select([]), [failure])
 
 
 def is_gone(error: TitanError) -> bool:
@@ -145,7 +168,7 @@ class RequestClient:
         server: Any,
         *,
         name: str,
-        on_answers: Callable[[list[Completion], list[tuple[str, TitanError]]], None],
+        on_answers: Callable[[Packed[Completion], list[tuple[str, TitanError]]], None],
         on_pieces: Callable[[list[Piece]], None],
     ) -> None:
         """
@@ -227,8 +250,9 @@ class RequestClient:
     def _take(self, answers: Answers) -> None:
         if answers.pieces is not None:
             self._on_pieces([piece for piece in answers.pieces.unpack() if piece.request_id in self._open])
-        completions = [] if answers.completions is None else answers.completions.unpack()
-        completions = [each for each in completions if self._close(each.request_id)]
+        packed = answers.completions or _NO_COMPLETIONS
+        completions = packed.select([place for place, each in enumerate(packed.request_ids) if each in self._open])
+        self._open.difference_update(packed.request_ids)
         failures = [each for each in answers.failures if self._close(each[0])]
         if completions or failures:
             self._on_answers(completions, failures)
@@ -236,7 +260,7 @@ class RequestClient:
     def _fail(self, request_ids: Iterable[str], error: TitanError) -> None:
         failures = [(request_id, error) for request_id in request_ids if self._close(request_id)]
         if failures:
-            self._on_answers([], failures)
+            self._on_answers(_NO_COMPLETIONS, failures)
 
     def _close(self, request_id: str) -> bool:
         """Close a request; returns whether it was open."""

@@ -31,6 +31,7 @@ from titan_rl.routing.generator import GeneratorState, GeneratorStatus
 from titan_rl.routing.strategies import build_strategy
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import FleetPull, Publication, PullReport
+from titan_rl.wire import Packed
 
 _log = logging.getLogger(__name__)
 
@@ -85,8 +86,9 @@ class GeneratorRouter(RequestServer):
 
     def take(self, requests: Sequence[GenerationRequest]) -> None:
         if self._ended is not None:
-            return self.answer([], [(request.request_id, self._ended) for request in requests])
-        self._or_end(self._accept, requests)
+            self.answer([], [(request.request_id, self._ended) for request in requests])
+        else:
+            self._or_end(self._accept, requests)
 
     def _accept(self, requests: Sequence[GenerationRequest]) -> None:
         refusals = [(request, self._refusal(request)) for request in requests]
@@ -141,24 +143,28 @@ class GeneratorRouter(RequestServer):
     def _on_pieces(self, pieces: list[Piece]) -> None:
         self.hand_out([shown for piece in pieces if (shown := self._dispatcher.shown(piece)) is not None])
 
-    def _on_answers(self, name: str, completions: list[Completion], failures: list[tuple[str, TitanError]]) -> None:
-        """Handle the answers of one message from a generator, or the failures after its death."""
+    def _on_answers(self, name: str, completions: Packed[Completion], failures: list[tuple[str, TitanError]]) -> None:
+        """Handle the answers of one message from a generator, or the failures after its death. A completion that needs
+        no other attempt goes on as it is."""
         now = self._now()
+        generator = self._generators[name]
+        whole: list[int] = []
+        parts: list[int] = []
+        ends = zip(completions.request_ids, completions.column("finish_reason"), strict=True)
+        for place, (attempt_id, reason) in enumerate(ends):
+            (whole if self._dispatcher.ended_whole(attempt_id, reason) else parts).append(place)
         answers: list[Completion] = []
         errors: list[tuple[str, TitanError]] = []
         interrupted = False
         fatal: TitanError | None = None
-        for completion in completions:
-            whole = self._dispatcher.completed(completion.request_id, completion, now)
-            if whole is not None:
-                self._generators[name].served += self.is_live(
-                    whole.request_id
-                )  # not live: it timed out, its caller was told
-                answers.append(whole)
+        for completion in completions.select(parts).unpack():
+            answer = self._dispatcher.completed(completion.request_id, completion, now)
+            if answer is not None:
+                answers.append(answer)
             elif completion.finish_reason is FinishReason.ABORT:
                 interrupted = True
         for attempt_id, error in failures:
-            self._generators[name].failed += 1
+            generator.failed += 1
             if isinstance(error, RequestError):
                 request_id = self._dispatcher.ended(attempt_id)
                 if request_id is not None:
@@ -170,7 +176,8 @@ class GeneratorRouter(RequestServer):
             rest = self._dispatcher.lost(attempt_id, now, died=str(error) if died else "")
             if rest is not None:
                 answers.append(rest)
-        self.answer(answers, errors + self._dispatcher.failures())
+        generator.served += self.answer(completions.select(whole))
+        generator.served += self.answer(answers, errors + self._dispatcher.failures())
         if fatal is not None:
             self._died(name, fatal)
         if interrupted:

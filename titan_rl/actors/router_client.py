@@ -16,6 +16,7 @@ from titan_rl.errors import GeneratorFailed, RequestError, TitanError
 from titan_rl.routing.generator import GeneratorStatus
 from titan_rl.types import Completion, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import FleetPull, Publication, PullReport
+from titan_rl.wire import Packed
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -92,8 +93,8 @@ class RouterClient(RequestClient):
         self.send((request,))
         return completion
 
-    def _resolve(self, completions: list[Completion], failures: list[tuple[str, TitanError]]) -> None:
-        for completion in completions:
+    def _resolve(self, completions: Packed[Completion], failures: list[tuple[str, TitanError]]) -> None:
+        for completion in completions.unpack():
             future = self._completions.get(completion.request_id)
             if future is not None and not future.done():
                 future.set_result(completion)

@@ -179,6 +179,15 @@ class Dispatcher:
             self._failures.append((request_id, error))
         return overdue
 
+    def ended_whole(self, attempt_id: str, reason: FinishReason) -> bool:
+        """An attempt ended for this reason. Returns whether its completion is the whole answer as it is: the request's
+        first attempt, not interrupted. Then the request is over; if not, `completed` follows."""
+        request = self._attempts.get(attempt_id)
+        if request is None or request.attempts > 1 or reason is FinishReason.ABORT:
+            return False
+        self.ended(attempt_id)
+        return True
+
     def completed(self, attempt_id: str, completion: Completion, now: float) -> Completion | None:
         """An attempt ended with these tokens.
 
@@ -216,10 +225,11 @@ class Dispatcher:
             request.pieces.append(piece)
             if len(request.pieces) == MOST_PIECES:
                 request.pieces = [Piece.join(request.pieces)]
-        return replace(piece, request_id=request.asked.request_id)
+        first = piece.request_id == request.asked.request_id
+        return piece if first else replace(piece, request_id=request.asked.request_id)
 
     def ended(self, attempt_id: str) -> str | None:
-        """The attempt ended without a completion and is not retried, because the request itself is invalid. Returns the
+        """The attempt ended and the request with it: it is invalid, or its answer needs nothing done. Returns the
         caller's id; None if the attempt is not live."""
         request = self._release(attempt_id)
         if request is None:
