@@ -18,7 +18,7 @@ import statistics
 import time
 from typing import Any, NamedTuple
 
-from _table import print_report
+from parts.table import print_report
 from rich.console import Console
 
 from titan_rl.config import RunConfig

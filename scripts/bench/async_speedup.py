@@ -4,7 +4,7 @@
 
 (i) SIMULATED engines with long-tailed lengths and a SIMULATED trainer, because their speed must be known; everything
     between them is real: controller, buffer, router, generator actors, rollout worker, sample store, publication and
-    verified pulls. `titan-rl plan`'s simulation predicts every row from the same figures (`_simulated.py`), fixed
+    verified pulls. `titan-rl plan`'s simulation predicts every row from the same figures (`parts/simulated.py`), fixed
     beforehand: `ratio_to_planner` is measured ÷ predicted throughput. The bound is that of the busiest resource.
 (ii) copy4 with real vLLM engines and the real trainer. On a few cores that both keep busy there is little to win.
 
@@ -21,10 +21,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import _simulated
-from _simulated import ENGINE, MEAN, MOST, SPREAD, TRAINER, RunLengths, SimulatedTrainer
-from _table import print_report, print_table
 from async_learning import train
+from parts import simulated
+from parts.simulated import ENGINE, MEAN, MOST, SPREAD, TRAINER, RunLengths, SimulatedTrainer
+from parts.table import print_report, print_table
 
 from titan_rl.config import EvaluationConfig, LoopConfig, RunConfig
 from titan_rl.config_registry import copy4
@@ -84,7 +84,7 @@ def simulated_config(steps: int) -> RunConfig:
             recipe.rollout, samples_per_group=SAMPLES, sampling=SamplingConfig(temperature=1.0, max_new_tokens=MOST)
         ),
         generator=GeneratorConfig(
-            count=GENERATORS, max_model_len=LENGTH, engine=f"{Path(_simulated.__file__).resolve()}:long_tailed"
+            count=GENERATORS, max_model_len=LENGTH, engine=f"{Path(simulated.__file__).resolve()}:long_tailed"
         ),
         loop=LoopConfig(steps=steps, groups_per_step=GROUPS),
         evaluation=EvaluationConfig(every=0, prompts=1),

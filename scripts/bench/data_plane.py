@@ -4,8 +4,8 @@
 
 (a) `controller_bytes_per_sample_<tokens>`: every argument and result that is serialised in the controller's process
 during whole steps (groups played, samples trained and released, weights published and pulled), by the tokens
-that were sampled for a sample; `router_bytes_per_sample_<tokens>`: the same in the router's process. Generated tokens
-go from generators to rollout workers directly, so none are in either number. The engine is a simulated one, which
+that were sampled for a sample; `router_bytes_per_sample_<tokens>`: the same in the router's process. Completions pass
+through the router, so their tokens are in its number. The engine is a simulated one, which
 samples any length at once; 16 and 256 tokens are also sampled by vLLM (`…_vllm`), which changes nothing of the messages
 but the numbers that engines report. `controller_bytes_per_sample` is the largest of all, `samples_per_kib` how many
 such samples go into 1 KiB. `…_2_ranks`: two trainer ranks, each is told of its own.
@@ -34,7 +34,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _table import print_report, print_table
+from parts.table import print_report, print_table
 
 from titan_rl.config import RunConfig
 from titan_rl.config_registry import copy4
@@ -48,8 +48,8 @@ from titan_rl.types import GroupRequest, Purpose, SamplingParams
 from titan_rl.weights.manifest import Publication
 
 prepare_controller()
-from _data_plane_throughput import measure_throughput  # noqa: E402
-from _message_bytes import ROUTER_COUNTS, RouterCounts, counted  # noqa: E402
+from parts.data_plane_throughput import measure_throughput  # noqa: E402
+from parts.message_bytes import ROUTER_COUNTS, RouterCounts, counted  # noqa: E402
 
 from titan_rl.controller.system import System  # noqa: E402
 
@@ -59,7 +59,7 @@ samples weighs all the more."""
 CYCLES = 1
 """Counted, after one that is not. The bytes of a step hardly change from one to the next."""
 HERE = Path(__file__).resolve().parent
-ENGINES = {"vllm": "vllm", "simulated": f"{HERE / '_simulated.py'}:endless"}
+ENGINES = {"vllm": "vllm", "simulated": f"{HERE / 'parts' / 'simulated.py'}:endless"}
 
 
 class Bytes(NamedTuple):
@@ -98,7 +98,7 @@ async def measure_bytes(engine: str, lengths: tuple[int, ...], trainer_ranks: in
         router = RouterCounts(Path(scratch))
         async with start(
             run_config(engine, max(lengths), trainer_ranks),
-            imports=(str(HERE / "_message_bytes.py"),),
+            imports=(str(HERE / "parts" / "message_bytes.py"),),
             log_directory=Path(scratch) / "logs",
         ) as system:
             publication = await system.trainer.push_model_state_dict()

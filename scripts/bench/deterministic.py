@@ -17,9 +17,9 @@ import statistics
 import time
 from typing import Any
 
-from _fleet import POLICY, SECONDS, make_request
-from _table import print_report
 from monarch.actor import Actor
+from parts.fleet import POLICY, SECONDS, make_request
+from parts.table import print_report
 
 from titan_rl.actors.connection import bounded, served
 from titan_rl.config import RunConfig

@@ -35,8 +35,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-from _fleet import POLICY, make_request
-from _table import print_report
+from parts.fleet import POLICY, make_request
+from parts.table import print_report
 
 from titan_rl.config import RunConfig
 from titan_rl.gateway.config import GatewayConfig

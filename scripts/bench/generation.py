@@ -21,9 +21,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _fleet import POLICY, SECONDS, Fleet, fleet, make_request
-from _table import print_report
 from monarch.actor import Actor
+from parts.fleet import POLICY, SECONDS, Fleet, fleet, make_request
+from parts.table import print_report
 
 from titan_rl.actors.connection import bounded, served
 from titan_rl.actors.router_client import RouterClient

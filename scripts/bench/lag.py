@@ -24,7 +24,7 @@ from collections import Counter, deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _table import print_report
+from parts.table import print_report
 
 from titan_rl.config import RunConfig
 from titan_rl.config_registry import sort5

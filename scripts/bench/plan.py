@@ -16,7 +16,7 @@ import time
 import tracemalloc
 from typing import Any
 
-from _table import print_report, print_table
+from parts.table import print_report, print_table
 
 from titan_rl.planner.command import VERB, Planned, config_of, plan
 from titan_rl.planner.scenario import EngineSpeed, LogNormal, Scenario, TrainerSpeed

@@ -36,9 +36,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from _fleet import POLICY, SECONDS, Checkpoint, fleet, make_request
-from _router_sessions import CONVERSATIONS, TURNS, measure_prefix_cache, measure_strategies
-from _table import print_report, print_table
+from parts.fleet import POLICY, SECONDS, Checkpoint, fleet, make_request
+from parts.router_sessions import CONVERSATIONS, TURNS, measure_prefix_cache, measure_strategies
+from parts.table import print_report, print_table
 
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.generation.config import GeneratorConfig

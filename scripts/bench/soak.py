@@ -20,7 +20,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
-from _table import print_report
+from parts.table import print_report
 
 GROUPS_PER_STEP = 8
 CONTROLLER = "controller"

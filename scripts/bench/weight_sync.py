@@ -41,14 +41,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from _table import print_report
+from parts.table import print_report
 
 from titan_rl.generation.config import GeneratorConfig, generator_environment
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.types import GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
-    from _weight_transports import Trainer
+    from parts.weight_transports import Trainer
 
     from titan_rl.generation.vllm.engine import VllmEngine
 
@@ -122,7 +122,7 @@ class Stopwatch:
 
 def measure(config: TinyPolicyConfig, transports: Sequence[str], repetitions: int, cache: Path) -> dict[str, Measured]:
     """By transport, all with one engine."""
-    from _weight_transports import make_trainer
+    from parts.weight_transports import make_trainer
 
     from titan_rl.generation.vllm.engine import VllmEngine
     from titan_rl.policy.models.tiny import make_tiny_policy

@@ -1,7 +1,7 @@
 """Parts whose speed is known: an engine and a trainer that take as long as they are told, between real parts.
 
-The engine is loaded by generator processes (`generator.engine = ".../_simulated.py:long_tailed"`), the trainer takes
-the place of `System.trainer`. Neither computes anything; weights are really published, pulled and verified.
+The engine is loaded by generator processes (`generator.engine = ".../parts/simulated.py:long_tailed"`), the trainer
+takes the place of `System.trainer`. Neither computes anything; weights are really published, pulled and verified.
 
 A simulated engine that never stops before the budget: rollouts of exactly the length that is asked for.
 """

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from _fleet import POLICY, fleet
+from parts.fleet import POLICY, fleet
 
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.generation.config import GeneratorConfig

@@ -196,6 +196,6 @@ async def _ask(actor: Any, endpoint: str, *args: Any) -> Any:
 
 
 def _plan(name: str) -> MeshPlan:
-    here = Path(__file__).resolve().parent
+    here = Path(__file__).resolve().parents[1]
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])])}
     return MeshPlan(name=name, env=(environment,), devices=(None,), positions=("",))
