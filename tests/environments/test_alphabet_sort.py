@@ -17,7 +17,7 @@ from titan_rl.environments.dataset import is_held_out
 from titan_rl.environments.rubric import Transcript
 from titan_rl.errors import ConfigError
 from titan_rl.sandbox.sandbox import Sandbox
-from titan_rl.sandbox.wire import Call, CallKind, EnvironmentSetup
+from titan_rl.sandbox.wire import Call, CallKind, Conversation, EnvironmentSetup
 from titan_rl.types import Example, FinishReason, Message, Purpose
 
 NAMES = ["Ada Abbott", "Boris Chen", "Carlos Dahl", "Daria Evans"]
@@ -187,10 +187,12 @@ async def test_a_conversation_is_answered_and_scored_in_a_process_of_its_own():
         while not done:
             messages = (*messages, Message("assistant", block(targets[len(reasons)])))
             reasons = (*reasons, FinishReason.STOP)
-            added, done, _ = await process.call(Call(CallKind.RESPOND, Purpose.TRAIN, 5, messages, reasons))
+            added, done, _ = await process.call(
+                Call(CallKind.RESPOND, Purpose.TRAIN, 5, Conversation(messages, reasons))
+            )
             messages = (*messages, *added)
         assert len(reasons) == len(targets) >= 2
-        reward, parts = await process.call(Call(CallKind.SCORE, Purpose.TRAIN, 5, messages, reasons))
+        reward, parts = await process.call(Call(CallKind.SCORE, Purpose.TRAIN, 5, Conversation(messages, reasons)))
         assert (reward, parts) == (1.0, {"names_in_order": 1.0, "exact_match": 1.0})
     finally:
         await process.close()

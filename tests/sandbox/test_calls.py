@@ -19,7 +19,7 @@ from titan_rl.errors import TaskError, TaskTimeout
 from titan_rl.sandbox import host_process
 from titan_rl.sandbox.host_process import ForkedProcess
 from titan_rl.sandbox.sandbox import MAX_PROCESSES, Sandbox
-from titan_rl.sandbox.wire import Call, CallKind, EnvironmentSetup, ExamplePrompt
+from titan_rl.sandbox.wire import Call, CallKind, Conversation, EnvironmentSetup, ExamplePrompt
 from titan_rl.types import FinishReason, Message, Purpose
 
 
@@ -60,7 +60,7 @@ async def test_a_defect_of_the_sandbox_itself_fails_its_calls(monkeypatch):
 
 def score(index, purpose=Purpose.TRAIN) -> Call:
     messages = (Message("user", f"{index}="), Message("assistant", "1"))
-    return Call(CallKind.SCORE, purpose, index, messages, (FinishReason.STOP,))
+    return Call(CallKind.SCORE, purpose, index, Conversation(messages, (FinishReason.STOP,)))
 
 
 async def outcomes(process, indices):
@@ -153,7 +153,7 @@ async def test_a_call_that_never_returns_is_killed_and_the_rest_runs_in_a_new_pr
 
 async def test_a_call_that_cannot_be_sent_costs_only_itself():
     async with environment() as process:
-        unsendable = score(3)._replace(state=lambda: "does not pickle")
+        unsendable = score(3)._replace(conversation=Conversation(state=lambda: "does not pickle"))
         calls = [process.call(call) for call in (score(0), unsendable, score(1))]
         first, failure, last = await asyncio.gather(*calls, return_exceptions=True)
         assert first[0] == last[0] == 1.0

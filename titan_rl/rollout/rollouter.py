@@ -228,7 +228,7 @@ class OpenRollout:
 
     async def score(self) -> Score:
         """The rubric's score of the conversation. Raises TaskError if user code failed."""
-        self.scored = Conversation(tuple(self.messages), tuple(self.finish_reasons), self._state)
+        self.scored = self._conversation()
         return Score(*await self._call(CallKind.SCORE))
 
     def ended(self, sample: int, reason: StopReason, *, score: Score | None = None, error: str = "") -> Rollout:
@@ -251,9 +251,11 @@ class OpenRollout:
             self.messages = list(record.messages)
         self._refused = record.refused
 
+    def _conversation(self) -> Conversation:
+        return Conversation(tuple(self.messages), tuple(self.finish_reasons), self._state)
+
     async def _call(self, kind: CallKind) -> Any:
-        messages, finish_reasons = tuple(self.messages), tuple(self.finish_reasons)
-        return await self._sandbox.call(Call(kind, self._purpose, self._index, messages, finish_reasons, self._state))
+        return await self._sandbox.call(Call(kind, self._purpose, self._index, self._conversation()))
 
 
 class Programs:

@@ -149,7 +149,7 @@ class UserCode:
         if call.kind is CallKind.CHECK:
             return self._examples.check(call.prompt_index)
         if call.kind is CallKind.CALL_TOOLS:
-            return tuple([await self._call_tool(each) for each in call.messages[-1].tool_calls])
+            return tuple([await self._call_tool(each) for each in call.conversation.messages[-1].tool_calls])
         example = self._examples.find(call.purpose, call.prompt_index)
         if call.kind is CallKind.EXAMPLE:
             wanted = _as_text(example.answer) if call.purpose is Purpose.EVALUATE else ""
@@ -161,7 +161,7 @@ class UserCode:
         if call.kind is CallKind.SCORE_GROUP:
             scores = await self._rubric.score_group_async(example, [_transcript(each) for each in call.group])
             return tuple(map(tuple, scores))
-        transcript = _transcript(call)
+        transcript = _transcript(call.conversation)
         if call.kind is CallKind.SCORE:
             return tuple(await self._rubric.score_async(example, transcript))
         reply = self._environment.respond(example, transcript)
@@ -187,7 +187,7 @@ def _failure(error: BaseException) -> Failure:
     return Failure(type(error).__name__ + where, describe(error), "".join(traceback.format_exception(error)))
 
 
-def _transcript(conversation: Call | Conversation) -> Transcript:
+def _transcript(conversation: Conversation) -> Transcript:
     state = None if conversation.state is None else pickle.loads(conversation.state)
     return Transcript(conversation.messages, conversation.finish_reasons, state)
 

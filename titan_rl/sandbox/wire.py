@@ -134,11 +134,11 @@ class TaskCheck(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """One finished conversation of a group."""
+    """A conversation so far."""
 
-    messages: tuple[Message, ...]
-    finish_reasons: tuple[FinishReason, ...]
-    state: bytes | None
+    messages: tuple[Message, ...] = ()
+    finish_reasons: tuple[FinishReason, ...] = ()
+    state: bytes | None = None
     """Pickled by the process that made it."""
 
 
@@ -149,11 +149,9 @@ class Call(NamedTuple):
     purpose: Purpose
     prompt_index: int
     """In the training stream or the held-out list."""
-    messages: tuple[Message, ...] = ()
-    finish_reasons: tuple[FinishReason, ...] = ()
-    state: bytes | None = None
-    """Pickled by the process that made it."""
+    conversation: Conversation = Conversation()
     group: tuple[Conversation, ...] = ()
+    """All finished conversations of the prompt, for `SCORE_GROUP`."""
     endpoint: Endpoint | None = None
     """Where a program that plays finds the policy."""
 
