@@ -1,9 +1,18 @@
-"""What a provisioner hears of its processes, and who is told: real processes, Monarch's and the kernel's own words."""
+"""What a provisioner hears of its processes, and who is told: real processes, Monarch's and the kernel's own words.
+
+A process that dies right after answering a question that nobody asks any more takes nobody with it. The first test of
+that pins what Monarch does by itself; when it fails, the setting is not needed any more. It takes that answers are on
+their way when their sender dies, which an attempt may miss on a busy machine: then the next one.
+"""
+
+from __future__ import annotations
 
 import asyncio
 import os
 import select
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +26,7 @@ from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch import child, provisioner
 from titan_rl.launch.child import MONARCH_MAIN
 from titan_rl.launch.meshes import Meshes
-from titan_rl.launch.placement import MeshPlan
+from titan_rl.launch.placement import SUPERVISION_ENVIRONMENT, MeshPlan
 from titan_rl.launch.provisioner import Provisioner
 
 SECONDS = 60.0
@@ -196,3 +205,61 @@ async def test_an_error_beside_the_loop_ends_the_run_instead_of_being_forgotten(
     board.report(MeshFailed("generator0 rank 0 was killed", "generator0"))
     with pytest.raises(TitanError, match="KeyError"):
         await asyncio.wait_for(board.watch(asyncio.Event().wait()), timeout=60)
+
+
+PROGRAM = """
+import asyncio, gc, os
+import monarch.actor
+from monarch.actor import Actor, Channel, concurrent_endpoint, this_host
+
+class Dying(Actor):
+    @concurrent_endpoint
+    async def ready(self):
+        return True
+
+    @concurrent_endpoint
+    async def answer_and_die(self, port):
+        for number in range(50):
+            port.send(number)
+        asyncio.get_running_loop().call_later(0.02, os._exit, 3)
+        await asyncio.sleep(0.01)
+
+async def call(actor, port):
+    await actor.answer_and_die.call_one(port)
+
+async def main():
+    monarch.actor.unhandled_fault_hook = lambda failure: None
+    actor = this_host().spawn_procs(per_host={"ranks": 1}).spawn("dying", Dying).slice(ranks=0)
+    await actor.ready.call_one()
+    port, receiver = Channel.open()
+    asking = asyncio.ensure_future(call(actor, port))
+    del receiver
+    await asyncio.sleep(0.001)
+    asking.cancel()
+    gc.collect()
+    await asyncio.sleep(float(os.environ["WATCHED_SECONDS"]))
+    print("alive", flush=True)
+
+asyncio.run(main())
+"""
+ATTEMPTS = 10
+
+
+def outcome(*, watched_seconds: float, **environment: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "WATCHED_SECONDS": str(watched_seconds), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, done.stdout.strip()
+
+
+def test_monarch_by_itself_ends_the_process_without_a_word() -> None:
+    attempts = (outcome(watched_seconds=15, HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT="1s") for _ in range(ATTEMPTS))
+    assert (1, "") in attempts
+
+
+def test_our_processes_live_on() -> None:
+    assert outcome(watched_seconds=4, **SUPERVISION_ENVIRONMENT) == (0, "alive")

@@ -14,6 +14,7 @@ import openai
 import pytest
 from support import sampling_engine
 from support.gateway import ADD, MODEL, served, session_request
+from support.sessions import rendered_anew
 
 from titan_rl.actors.gateway import GatewayClient
 from titan_rl.gateway.config import GatewayConfig
@@ -178,7 +179,7 @@ def test_every_sampled_token_is_trained_once_behind_what_it_was_sampled_behind(p
 
 def test_every_turn_that_goes_on_is_proven_to(played):
     agents, records, _ = played
-    assert [record.rendered_anew for record in records] == [0] * PROGRAMS
+    assert [rendered_anew(record) for record in records] == [0] * PROGRAMS
     for agent in agents:
         (first, said), (second, _) = agent.told[:2]
         assert second[: len(first) + len(said)] == [*first, *said]

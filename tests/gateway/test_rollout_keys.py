@@ -9,6 +9,7 @@ import numpy as np
 import openai
 import pytest
 from support.gateway import ADD, MODEL, ScriptedFleet, app_over, http_client, policy_of, session_request
+from support.sessions import rendered_anew
 
 from titan_rl.chat.renderer import SymbolRenderer
 from titan_rl.errors import GeneratorFailed, RequestError, RolloutOver
@@ -118,7 +119,7 @@ async def test_a_conversation_with_a_tool_goes_on_in_the_sampled_tokens(renderer
     assert [message.role for message in record.messages] == ["user", "assistant", "tool", "assistant"]
     assert record.messages[-1] == Message("assistant", "3")
     assert [turn.finish_reason for turn in record.turns] == [FinishReason.STOP] * 2
-    assert (record.rendered_anew, record.failure) == (0, "")
+    assert (rendered_anew(record), record.failure) == (0, "")
 
 
 @pytest.mark.parametrize("sent_back", [lambda answer: answer, lambda answer: answer.model_dump()], ids=["it", "dump"])
@@ -133,7 +134,7 @@ async def test_what_openais_client_gives_may_be_sent_back_as_it_came(renderer, s
     await ask(client, *messages, tools=[ADD])
     record = await gateway.keys.close("s")
     assert renderer.decode(record.turns[-1].prompt_token_ids.tolist()) == "1=<tool>1</tool><result>1</result>2<eos>="
-    assert record.rendered_anew == 0
+    assert rendered_anew(record) == 0
 
 
 async def test_a_malformed_call_is_the_text_that_it_was(renderer):
@@ -144,7 +145,7 @@ async def test_a_malformed_call_is_the_text_that_it_was(renderer):
     await ask(client, user("="), {"role": "assistant", "content": "12</tool>"}, user("+"), tools=[ADD])
     record = await gateway.keys.close("s")
     assert renderer.decode(record.turns[-1].prompt_token_ids.tolist()) == "=12</tool>+"
-    assert record.rendered_anew == 0
+    assert rendered_anew(record) == 0
 
 
 async def test_a_stop_text_cuts_what_is_recorded_behind_it(renderer):
@@ -173,7 +174,7 @@ async def test_a_turn_in_which_nothing_is_said_can_be_gone_on_from(renderer, sai
     record = await gateway.keys.close("s")
     eos = "<eos>" if said else ""
     assert renderer.decode(record.turns[1].prompt_token_ids.tolist()) == f"1{eos}9"
-    assert record.rendered_anew == 0
+    assert rendered_anew(record) == 0
 
 
 async def test_streams_are_recorded_like_whole_answers(renderer):

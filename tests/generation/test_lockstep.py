@@ -1,18 +1,24 @@
-"""Two ranks that must stay the same: simulated engines in one process. About 2 s."""
+"""Two ranks that must stay the same: simulated engines in one process, then decisions between two (6 s)."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import random
 import re
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from loop_harness import BOUND, Collector, Turnstile, make_publication, make_ranks, make_request, simulated_tokens
+from rank_processes import run_on_ranks
 
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, LockstepError, WeightsError
 from titan_rl.generation.decisions import LoopAction, LoopDecision
 from titan_rl.generation.engine import Engine, SimulatedEngine, StepOutput
 from titan_rl.generation.lockstep import Lockstep, RunningDigest, SoloChannel
+from titan_rl.generation.rank import GlooChannel
+from titan_rl.processes import join_world
 from titan_rl.types import FinishReason, PolicyVersion
 from titan_rl.weights.manifest import Publication
 
@@ -158,3 +164,54 @@ def test_the_digest_tells_any_two_histories_apart() -> None:
     again = RunningDigest()
     again.add_decision(step(admit=(make_request("a"),)))
     assert again.value == histories[6].value
+
+
+def decisions() -> list[LoopDecision]:
+    few = tuple(make_request(f"a{index}", seed=index) for index in range(2))
+    many = tuple(make_request(f"b{index}", prompt=range(12), seed=2**62 + index) for index in range(300))
+    return [
+        LoopDecision(sequence=0, action=LoopAction.IDLE, digest=2**64 - 1),
+        LoopDecision(sequence=1, action=LoopAction.PULL_MODEL_STATE_DICT, publication=make_publication(3)),
+        LoopDecision(sequence=2, action=LoopAction.STEP, admit=few, abort=("x",), burst_steps=4),
+        LoopDecision(sequence=3, action=LoopAction.STEP, admit=many),
+        LoopDecision(sequence=4, action=LoopAction.STEP, abort=tuple(f"request-{index}" for index in range(999))),
+        LoopDecision(sequence=5, action=LoopAction.CLOSE),
+    ]
+
+
+def exchange() -> tuple[list[LoopDecision], list[list[str]]]:
+    rank = int(os.environ["RANK"])
+    join_world("gloo")
+    channel = GlooChannel()
+    channel.open()
+    received = []
+    for decision in decisions():
+        if rank == 0:
+            channel.send(decision)
+            received.append(decision)
+        else:
+            received.append(channel.receive())
+    failures = [
+        channel.gather_failures(""),
+        channel.gather_failures("" if rank == 0 else "rank 1 has no space: ü" * 200),
+    ]
+    channel.close()
+    dist.destroy_process_group()
+    return received, failures
+
+
+def comparable(decision: LoopDecision) -> tuple[object, ...]:
+    requests = [
+        (request.prompt_token_ids.tolist(), dataclasses.replace(request, prompt_token_ids=np.zeros(0)))
+        for request in decision.admit
+    ]
+    return [(tokens, str(request)) for tokens, request in requests], dataclasses.replace(decision, admit=())
+
+
+def test_decisions_of_any_length_and_failures_reach_every_rank() -> None:
+    (sent, told_0), (received, told_1) = run_on_ranks("test_lockstep:exchange", 2)
+    assert [comparable(each) for each in received] == [comparable(each) for each in decisions()]
+    assert [comparable(each) for each in sent] == [comparable(each) for each in received]
+    assert told_0 == told_1
+    assert told_0[0] == ["", ""]
+    assert told_0[1][0] == "" and told_0[1][1].startswith("rank 1 has no space: ü")

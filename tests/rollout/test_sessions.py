@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.sessions import ADD, LENGTH, RUN_SEED, UNEXTENDABLE, VERSION, Program, prompt_of, user
+from support.sessions import ADD, LENGTH, RUN_SEED, UNEXTENDABLE, VERSION, Program, prompt_of, rendered_anew, user
 
 from titan_rl.errors import RequestError, RolloutOver
 from titan_rl.seeding import request_seed
@@ -24,7 +24,7 @@ def test_an_answer_that_goes_on_is_the_tokens_before_it_and_not_rendered_again(r
     answer = program.answer(asked, sampled)
     follow = program.ask([user("1+1="), answer, user("+1=")])
     assert prompt_of(follow) == [*renderer.encode("1+1="), *sampled, *renderer.encode("+1=")]
-    assert program.turns.close().rendered_anew == 0
+    assert rendered_anew(program.turns.close()) == 0
 
 
 def test_a_call_that_comes_back_with_other_spaces_in_its_arguments_is_the_same(renderer):
@@ -52,14 +52,14 @@ def test_a_call_that_comes_back_with_other_spaces_in_its_arguments_is_the_same(r
 def test_counted_are_bridges_that_could_not_be_proven(renderer, change, counted):
     program = Program(renderer)
     program.says(change(program.says([user("1+1=")], "2")), "1")
-    assert program.turns.close().rendered_anew == counted
+    assert rendered_anew(program.turns.close()) == counted
 
 
 def test_other_tools_than_before_are_rendered_and_counted(renderer):
     program = Program(renderer)
     messages = program.says([user("1+1=")], "2", (ADD,))
     program.says([*messages, user("=")], "1")
-    assert program.turns.close().rendered_anew == 1
+    assert rendered_anew(program.turns.close()) == 1
 
 
 def test_the_choices_of_one_prompt_count_once(renderer):
@@ -68,7 +68,7 @@ def test_the_choices_of_one_prompt_count_once(renderer):
     for asked in program.ask(messages, choices=3):
         program.answer(asked, renderer.encode("1"))
     record = program.turns.close()
-    assert record.rendered_anew == 1
+    assert rendered_anew(record) == 1
     assert len(record.turns) == 4
 
 
@@ -79,7 +79,7 @@ def test_a_conversation_that_was_rendered_anew_can_be_extended_from_then_on(rend
     follow = program.ask([*messages, user("=")])
     sampled = before.completion.token_ids.tolist()
     assert prompt_of(follow) == [*before.prompt_token_ids.tolist(), *sampled, *renderer.encode("=")]
-    assert program.turns.close().rendered_anew == 1
+    assert rendered_anew(program.turns.close()) == 1
 
 
 def test_of_equal_answers_the_youngest_is_gone_on_from(renderer):

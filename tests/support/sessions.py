@@ -9,7 +9,7 @@ import numpy as np
 
 from titan_rl.chat.renderer import SymbolRenderer
 from titan_rl.errors import TaskError
-from titan_rl.rollout.turns import RolloutRequest, Turns
+from titan_rl.rollout.turns import RolloutRecord, RolloutRequest, Turns
 from titan_rl.types import (
     Completion,
     FinishReason,
@@ -115,3 +115,8 @@ def user(text: str) -> Message:
 
 def prompt_of(asked: list[GenerationRequest]) -> list[int]:
     return asked[0].prompt_token_ids.tolist()
+
+
+def rendered_anew(record: RolloutRecord) -> int:
+    """Prompts that continue a sampled turn but were rendered anew."""
+    return sum(turn.anew for turn in record.turns)

@@ -1,6 +1,5 @@
-"""Whole runs as a user starts them: how they end, what they write, and that nothing stays behind.
-
-Each run is real and small (one generator, a few steps), about 15 s.
+"""Whole runs as a user starts them: how they end, what they write, that nothing stays behind; then the small recipes
+of the bundled tasks. Each run is real and small (one generator, a few steps), about 15 s.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from leftovers import REPOSITORY, RUN_SECONDS, assert_nothing_is_left, finish, start_run
@@ -127,3 +127,36 @@ def test_the_minimal_loop_runs() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "held-out exact match" in done.stdout
+
+
+def steps_of(name: str, *arguments: str, runs: Path) -> list[dict[str, Any]]:
+    """What each step of the run of `rl_configs/NAME.toml` measured."""
+    run = start_run("--config", str(REPOSITORY / "rl_configs" / f"{name}.toml"), *arguments, runs=runs)
+    output = finish(run)
+    assert run.returncode == 0, output
+    assert_nothing_is_left(run)
+    (directory,) = runs.iterdir()
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "train/loss" in line]
+
+
+def test_names_are_sorted_over_two_turns_in_a_chat_format(tmp_path: Path) -> None:
+    steps = steps_of("alphabet_sort_smoke", runs=tmp_path / "runs")
+    assert [step["step"] for step in steps] == [1, 2]
+    for step in steps:
+        assert step["rollout/turns_mean"] == 2 and step["rollout/branched"] == step["rollout/failed"] == 0
+        assert step["train/trained_tokens"] == step["rollout/tokens"] > 0
+        assert step["train/logprob_difference_max"] <= 2e-5
+        assert step["train/grad_norm"] > 0
+        assert {"reward/names_in_order", "reward/exact_match"} <= step.keys()
+
+
+def test_words_are_spelled_backward_for_a_verifier_of_reasoning_gym(tmp_path: Path) -> None:
+    warmup = ("--trainer.warmup.steps", "4", "--trainer.warmup.lr-warmup-steps", "1")
+    smaller = (*warmup, "--loop.steps", "2", "--loop.groups-per-step", "4")
+    steps = steps_of("reasoning_gym_spell", *smaller, "--evaluation.prompts", "20", runs=tmp_path / "runs")
+    assert [step["step"] for step in steps] == [1, 2]
+    for step in steps:
+        assert step["rollout/failed"] == step["reward/verifier_failed"] == 0
+        assert step["train/logprob_difference_max"] <= 2e-5
+        assert 0 <= step["reward/exact_match"] <= step["reward/verified"] == step["rollout/reward_mean"] <= 1

@@ -157,10 +157,6 @@ class RolloutRecord:
     failure: str = ""
     """Non-empty if an engine failed a call, which is not the program's fault."""
 
-    @property
-    def rendered_anew(self) -> int:
-        return sum(turn.anew for turn in self.turns)
-
 
 class RolloutGateway(Protocol):
     """The gateway's interface for rollout workers."""

@@ -9,14 +9,13 @@ norms, rotary embedding and sampling of one row never look at another row; three
   rows. `check_rows` tries both with the weights at hand, so a CPU on which this is not enough is refused.
 - **Sums over ranks.** Two ranks add two rounded products of half the inner dimension each (gloo's sum of two is the
   one rounded addition). One rank therefore computes the same two products and adds them. More ranks add in an order
-  that depends on where in the batch a row stands, so they are
-  refused (`config.refuse_more_ranks`).
+  that depends on where in the batch a row stands, so they are refused (`generation.config.refuse_more_ranks`).
 - **Tiles of attention.** The kernel takes keys in blocks whose length depends on how many queries a request brings, so
   a prompt's token would differ in its last bits from the same token decoded (seen from 260 positions on at head size
   128, 966 at 32). Every query is therefore given to the kernel as a request of one token.
 
-Also needed: `VLLM_CPU_ATTN_SPLIT_KV=0` (see `environment`), which keeps the split of long contexts over threads from
-depending on the batch.
+Also needed: `VLLM_CPU_ATTN_SPLIT_KV=0` (see `generation.config.generator_environment`). It keeps the split of long
+contexts over threads from depending on the batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""A real trainer mesh of two ranks warms up, freezes its reference, trains against it and publishes. About 20 s."""
+"""Trainer ranks: calls in the order of their numbers; a real mesh of two ranks warms up, freezes its reference, trains
+against it and publishes. About 20 s.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 
@@ -9,7 +12,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from titan_rl.actors.trainer import PolicyTrainer, Trainer
+from titan_rl.actors.trainer import CallQueue, PolicyTrainer, Trainer
 from titan_rl.config import RunConfig
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import ActorFailed, TrainingError, WeightsError
@@ -19,6 +22,36 @@ from titan_rl.policy.config import KLConfig, OptimizerConfig, TinyPolicyConfig, 
 from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.types import NO_VERSION, PolicyVersion, TrainingSample
 from titan_rl.weights.config import WeightsConfig
+
+
+async def test_calls_that_arrive_out_of_order_run_in_order() -> None:
+    queue, ran = CallQueue(rank=0), []
+    calls = [
+        asyncio.create_task(queue.run(number, lambda number=number: ran.append(number))) for number in (2, 0, 3, 1)
+    ]
+    await asyncio.gather(*calls)
+    assert ran == [0, 1, 2, 3]
+
+
+async def test_a_number_that_came_before_is_refused() -> None:
+    queue = CallQueue(rank=3)
+    await queue.run(0, lambda: None)
+    with pytest.raises(TrainingError, match="trainer rank 3 got call 0 again"):
+        await queue.run(0, lambda: None)
+
+
+async def test_a_call_that_raises_does_not_stop_the_next() -> None:
+    queue = CallQueue(rank=0)
+
+    def fail() -> None:
+        raise TrainingError("NaN in the loss")
+
+    first = asyncio.create_task(queue.run(0, fail))
+    second = asyncio.create_task(queue.run(1, lambda: "ran"))
+    with pytest.raises(TrainingError, match="NaN"):
+        await first
+    assert await second == "ran"
+
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
