@@ -26,11 +26,13 @@ def steps(policy: Any, first: int) -> list[dict[str, float]]:
 
 
 def saved(model_path: str, directory: str, data_parallel: int, tensor_parallel: int) -> dict[str, Any]:
-    """Train on while the state is being written."""
+    """Train on while the state is being written, for the second time."""
     policy = updater(model_path, config(data_parallel, tensor_parallel))
     policy.freeze_reference()
     for step in range(SAVED_AT):
         train(policy, batch_of(step))
+        if not step:
+            policy.begin_save(Path(f"{directory}, before"))
     before = shards_of(policy)
     policy.begin_save(Path(directory))
     reports = steps(policy, SAVED_AT)
