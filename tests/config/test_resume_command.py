@@ -1,0 +1,261 @@
+"""Which run `--resume` means, and which settings may be others than before. No process starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_rl import train
+from titan_rl.config import RunConfig
+from titan_rl.controller.checkpoint_files import CHECKPOINTS, checkpoints, commit, new_draft
+from titan_rl.errors import ConfigError
+from titan_rl.launch.resume import (
+    CLOSE,
+    CONFIG,
+    MAY_CHANGE,
+    SUMMARY,
+    check_differences,
+    differences,
+    find,
+    lock_run,
+    unfinished,
+)
+from titan_rl.overrides import get_setting, to_toml
+
+
+def config(*arguments: str) -> RunConfig:
+    return train.resolve(train.VERB.read(["--recipe", "copy4", *arguments]))[0]
+
+
+def make_run(directory: Path, *arguments: str, steps: tuple[int, ...] = (), done: bool = False, at: int = 0) -> Path:
+    """A run directory, with checkpoints of these steps."""
+    directory.mkdir(parents=True)
+    (directory / CONFIG).write_text(to_toml(config(*arguments)))
+    os.utime(directory / CONFIG, (at, at))
+    for step in steps:
+        (new_draft(directory, step) / "ledger.pickle").write_bytes(b"ledger")
+        commit(directory, step)
+    if done:
+        (directory / SUMMARY).write_text("{}")
+    return directory
+
+
+def damage(checkpoint: Path) -> None:
+    (checkpoint / "ledger.pickle").write_bytes(b"redgel")
+
+
+# --- which run -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_directory_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=(2, 4))
+    resume = find(run)
+    checkpoint = resume.begin(pytest.fail)
+    assert (resume.run, checkpoint and checkpoint.step) == (run, 4)
+    assert len(checkpoints(run)) == 2
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=(2, 4))
+    damage(checkpoints(run)[1])
+    said: list[str] = []
+    checkpoint = find(run).begin(said.append)
+    assert checkpoint is not None and checkpoint.step == 2
+    (sentence,) = said
+    assert "step-00000004 is damaged: ledger.pickle" in sentence and "the one before it is taken" in sentence
+
+
+def test_a_run_without_a_checkpoint_starts_over(tmp_path: Path) -> None:
+    said: list[str] = []
+    assert find(make_run(tmp_path / "run")).begin(said.append) is None
+    assert said == ["there is no checkpoint yet: the run starts over"]
+
+
+def test_a_checkpoint_that_is_named_is_taken_and_those_after_it_are_removed(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=(2, 4, 6))
+    checkpoint = find(checkpoints(run)[1]).begin(pytest.fail)
+    assert checkpoint is not None and checkpoint.step == 4
+    assert [each.name for each in checkpoints(run)] == ["step-00000002", "step-00000004"]
+
+
+def test_a_damaged_checkpoint_that_is_named_is_refused(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=(2, 4))
+    damage(checkpoints(run)[1])
+    with pytest.raises(ConfigError, match=r"--resume: .*step-00000004 is damaged: ledger\.pickle"):
+        find(checkpoints(run)[1])
+    assert len(checkpoints(run)) == 2
+
+
+@pytest.mark.parametrize("name", ["absent", ".", f"run/{CHECKPOINTS}", f"run/{CHECKPOINTS}/step-00000009"])
+def test_what_is_neither_a_run_nor_a_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
+    make_run(tmp_path / "run", steps=(2,))
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        find(tmp_path / name)
+
+
+def test_a_run_may_be_named_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run", steps=(2,))
+    monkeypatch.chdir(tmp_path)
+    assert find(Path("run")).run == run
+    assert find(Path("run/checkpoints/step-00000002/")).run == run
+
+
+def test_runs_that_are_not_done_come_newest_first(tmp_path: Path) -> None:
+    old = make_run(tmp_path / "z-old", at=10)
+    new = make_run(tmp_path / "a-new", at=30)
+    make_run(tmp_path / "b-done", at=40, done=True)
+    (tmp_path / "no run").mkdir()
+    assert list(unfinished(tmp_path)) == [new, old]
+    assert list(unfinished(tmp_path / "absent")) == []
+
+
+def test_a_run_is_locked_once(tmp_path: Path) -> None:
+    lock = lock_run(tmp_path)
+    with pytest.raises(ConfigError, match="still going on"):
+        lock_run(tmp_path)
+    os.close(lock)
+    os.close(lock_run(tmp_path))
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def changes(*arguments: str) -> dict[str, bool]:
+    """Whether each setting that the arguments change may change."""
+    return {each.setting: each.allowed for each in differences(config(), config(*arguments))}
+
+
+def test_the_same_settings_do_not_differ() -> None:
+    assert differences(config(), config()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--loop.steps", "7"),
+        ("--generator.count", "1"),
+        ("--generator.tensor_parallel", "2"),
+        ("--evaluation.every", "3"),
+        ("--logging.tensorboard", "false"),
+        ("--router.strategy", "round_robin"),
+        ("--checkpoint.every", "1"),
+        ("--weights.max_live", "4"),
+    ],
+)
+def test_what_a_deterministic_run_does_not_depend_on_may_change(arguments: tuple[str, str]) -> None:
+    name = arguments[0].removeprefix("--")
+    assert changes(*arguments) == {name: True}
+    (difference,) = differences(config(), config(*arguments))
+    assert not difference.close
+    check_differences([difference], Path("run"))
+
+
+def test_another_layout_of_the_trainer_may_be_taken_and_is_only_close() -> None:
+    (difference,) = differences(config(), config("--trainer.data_parallel", "2"))
+    assert difference.allowed and difference.close
+    assert str(difference) == "trainer.data_parallel 1 → 2"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--seed", "1"),
+        ("--deterministic", "true"),
+        ("--loop.groups_per_step", "8"),
+        ("--loop.max_staleness", "1"),
+        ("--rollout.samples_per_group", "4"),
+        ("--trainer.optimizer.lr", "1e-4"),
+        ("--policy.tiny.dim", "32"),
+        ("--environment.kwargs.digits", "3"),
+        ("--generator.dtype", "bfloat16"),
+    ],
+)
+def test_what_decides_what_is_computed_may_not_change(arguments: tuple[str, str]) -> None:
+    refused = {name for name, allowed in changes(*arguments).items() if not allowed}
+    assert arguments[0].removeprefix("--") in refused
+
+
+def test_the_refusal_names_every_setting_that_may_not_change_and_no_other() -> None:
+    found = differences(config(), config("--seed", "1", "--loop.steps", "7", "--environment.kwargs.digits", "3"))
+    with pytest.raises(
+        ConfigError, match=r"run cannot go on .*: seed 0 → 1, environment.kwargs.digits 4 → 3; "
+    ) as refusal:
+        check_differences(found, Path("run"))
+    assert "steps" not in str(refusal.value)
+
+
+def settings(values: Any, prefix: str = "") -> list[str]:
+    if not dataclasses.is_dataclass(values):
+        return [prefix.removesuffix(".")]
+    return [
+        name
+        for field in dataclasses.fields(values)
+        for name in settings(getattr(values, field.name), f"{prefix}{field.name}.")
+    ]
+
+
+@pytest.mark.parametrize("name", [*MAY_CHANGE, *CLOSE])
+def test_every_setting_that_may_change_exists_and_covers_no_other_by_its_beginning(name: str) -> None:
+    known = settings(config())
+    if name.endswith("."):
+        assert any(setting.startswith(name) for setting in known)
+    else:
+        assert [setting for setting in known if setting.startswith(name)] == [name]
+        get_setting(config(), name)
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def resumed(*arguments: str) -> Any:
+    return train._what_to_run(train.VERB.read(["--resume", *arguments]), "titan-rl train")
+
+
+def test_the_settings_of_a_run_need_not_be_repeated_and_new_ones_win(tmp_path: Path, capsys: Any) -> None:
+    run = make_run(tmp_path / "run", "--loop.groups_per_step", "8", "--seed", "5", steps=(2,))
+    found, _, resume = resumed(str(run), "--loop.steps", "9")
+    assert (found.loop.groups_per_step, found.seed, found.loop.steps) == (8, 5, 9)
+    assert resume.run == run
+    assert capsys.readouterr().err == "titan-rl train: loop.steps 150 → 9\n"
+
+
+def test_the_same_command_line_with_resume_is_the_same_run(tmp_path: Path, capsys: Any) -> None:
+    run = make_run(tmp_path / "run", "--seed", "5")
+    assert resumed(str(run), "--recipe", "copy4", "--seed", "5")[0] == config("--seed", "5")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_that_is_done_goes_on_only_with_more_steps(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=(150,), done=True)
+    with pytest.raises(ConfigError, match=r"is done; to train it further, ask for more steps: --loop\.steps"):
+        resumed(str(run))
+    assert resumed(str(run), "--loop.steps", "200")[0].loop.steps == 200
+
+
+def auto(runs: Path, *arguments: str) -> Any:
+    return resumed("auto", "--recipe", "copy4", "--logging.directory", str(runs), *arguments)
+
+
+def test_auto_takes_the_newest_unfinished_run_of_this_recipe_and_config(tmp_path: Path, capsys: Any) -> None:
+    runs = ("--logging.directory", str(tmp_path))
+    make_run(tmp_path / "older", *runs, at=10)
+    run = make_run(tmp_path / "newer", *runs, at=20)
+    make_run(tmp_path / "done", *runs, at=30, done=True)
+    make_run(tmp_path / "other", *runs, "--seed", "3", at=40)
+    (make_run(tmp_path / "unreadable", at=50) / CONFIG).write_text("recipe = 'gone'\n")
+    found, _, resume = auto(tmp_path, "--loop.steps", "7")
+    assert resume.run == run and found.loop.steps == 7
+    said = capsys.readouterr().err
+    assert "unreadable is passed over" in said and f"going on with {run}" in said
+
+
+def test_auto_starts_a_new_run_where_there_is_none(tmp_path: Path, capsys: Any) -> None:
+    make_run(tmp_path / "done", done=True)
+    make_run(tmp_path / "other", "--seed", "3")
+    found, _, resume = auto(tmp_path)
+    assert resume is None and found == config("--logging.directory", str(tmp_path))
+    assert "a new one starts" in capsys.readouterr().err
