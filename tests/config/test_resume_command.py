@@ -66,7 +66,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path: Pat
     checkpoint = find(run).begin(said.append)
     assert checkpoint is not None and checkpoint.step == 2
     (sentence,) = said
-    assert "step-00000004 is damaged: ledger.pickle" in sentence and "the one before it is taken" in sentence
+    assert "step-00000004 is damaged: ledger.pickle" in sentence and "passed over" in sentence
+    assert [each.name for each in checkpoints(run)] == ["step-00000002"]
+
+
+def test_a_run_of_which_no_checkpoint_can_be_read_does_not_start_over(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=(2, 4))
+    for checkpoint in checkpoints(run):
+        damage(checkpoint)
+    said: list[str] = []
+    with pytest.raises(ConfigError, match="none of its checkpoints can be read"):
+        find(run).begin(said.append)
+    assert len(said) == len(checkpoints(run)) == 2
 
 
 def test_a_run_without_a_checkpoint_starts_over(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def newest_sound(run: Path, on_damaged: Callable[[str], None]) -> Checkpoint | N
         try:
             return check(directory)
         except CheckpointError as error:
-            on_damaged(f"{error}; the one before it is taken")
+            on_damaged(f"{error}; it is passed over")
     return None
 
 

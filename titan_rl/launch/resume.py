@@ -1,8 +1,11 @@
 """Which run goes on, from which checkpoint, and whether its settings may be others than before.
 
-    --resume RUN          a run directory: from its newest checkpoint that is as it was written, else from the beginning
-    --resume CHECKPOINT   one of its checkpoints; those after it are removed
+    --resume RUN          a run directory: from its newest checkpoint that is as it was written; from the beginning,
+                          if none was written yet
+    --resume CHECKPOINT   one of its checkpoints
     --resume auto         the newest unfinished run of this recipe and config, or else a new run
+
+Checkpoints after the one that is taken are removed: the run leaves their way.
 
 A setting that decides what is computed stays as it was: groups in flight, moments and ages are those of the old one.
 """
@@ -18,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.config import RunConfig
-from titan_rl.controller.checkpoint_files import CHECKPOINTS, Checkpoint, check, newest_sound, prune
+from titan_rl.controller.checkpoint_files import CHECKPOINTS, Checkpoint, check, checkpoints, newest_sound, prune
 from titan_rl.errors import CheckpointError, ConfigError
 
 CONFIG, SUMMARY = "config.toml", "summary.json"
@@ -73,14 +76,27 @@ class Resume:
 
         Args:
             say: told of damaged ones that are passed over.
+
+        Raises:
+            ConfigError: there are some, and none of them can be read.
         """
-        return self.chosen or newest_sound(self.run, say)
+        found = self.chosen or newest_sound(self.run, say)
+        if found is None and checkpoints(self.run):
+            raise ConfigError(
+                f"{self.run}: none of its checkpoints can be read, so it cannot go on; start a new run, or move "
+                f"{self.run / CHECKPOINTS} away to start this one over"
+            )
+        return found
 
     def begin(self, say: Callable[[str], None]) -> Checkpoint | None:
-        """The checkpoint to go on from, of which the run then has no later ones; None: the run starts over."""
+        """The checkpoint to go on from, of which the run then has no later ones; None: the run starts over.
+
+        Raises:
+            ConfigError: as `checkpoint`.
+        """
         if (found := self.checkpoint(say)) is None:
             say("there is no checkpoint yet: the run starts over")
-        elif self.chosen is not None:
+        else:
             prune(self.run, keep=found.step + 1, newest=found.step)
         return found
 
