@@ -3,10 +3,12 @@
 import io
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -29,6 +31,43 @@ def test_every_finished_step_is_one_line_at_once(tmp_path: Path) -> None:
     writer.write(2, {"train/loss": float("nan")})
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])["train/loss"] is None
     writer.close()
+
+
+def write_steps(directory: Path, *steps: int, **resumed: Any) -> int:
+    """Returns the bytes of all steps."""
+    writer = MetricsWriter(directory, tensorboard=False, **resumed)
+    for step in steps:
+        writer.write(step, {"train/loss": 0.5})
+    writer.close()
+    return (directory / "metrics.jsonl").stat().st_size
+
+
+def steps_in(directory: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_that_goes_on_drops_the_steps_after_its_checkpoint(tmp_path: Path) -> None:
+    until_2 = write_steps(tmp_path, 1, 2)
+    write_steps(tmp_path, 3, 4, keep_bytes=until_2, say=pytest.fail)
+    write_steps(tmp_path, 3, keep_bytes=until_2, say=pytest.fail)
+    assert steps_in(tmp_path) == [1, 2, 3]
+    write_steps(tmp_path, 1)
+    assert steps_in(tmp_path) == [1]
+
+
+@pytest.mark.parametrize(("left", "kept"), [("cut", [1]), ("gone", [])])
+def test_numbers_that_somebody_removed_are_missed_and_the_rest_stays_readable(
+    tmp_path: Path, left: str, kept: list[int]
+) -> None:
+    until_2 = write_steps(tmp_path, 1, 2)
+    if left == "cut":
+        os.truncate(tmp_path / "metrics.jsonl", until_2 - 5)
+    else:
+        (tmp_path / "metrics.jsonl").unlink()
+    said: list[str] = []
+    write_steps(tmp_path, 3, keep_bytes=until_2, say=said.append)
+    assert steps_in(tmp_path) == [*kept, 3]
+    assert len(said) == 1 and "metrics.jsonl was changed" in said[0]
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:

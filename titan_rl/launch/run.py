@@ -31,7 +31,7 @@ from titan_rl.controller.loop import TrainingLoop
 from titan_rl.errors import ConfigError, Stopped
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch.process import StopSignals, hold_signals, log_to_file
-from titan_rl.launch.resume import SUMMARY, Resume, lock_run
+from titan_rl.launch.resume import CONFIG, SUMMARY, Resume, lock_run
 from titan_rl.launch.start import serve, start
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
@@ -59,7 +59,7 @@ def run(config: RunConfig, imports: tuple[str, ...] = (), resume: Resume | None 
     async def work(directory: Path, faults: FaultBoard) -> TrainingLoop:
         say(f"run directory: {directory}")
         checkpoint = None if resume is None else resume.begin(say)
-        (directory / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        write_config(directory, config)
         (directory / SUMMARY).unlink(missing_ok=True)
         if config.deterministic:
             say(DETERMINISTIC_HINT)
@@ -160,6 +160,13 @@ def make_run_directory(config: RunConfig) -> Path:
     except OSError as error:
         raise ConfigError(f"logging.directory: {directory} cannot be made: {error.strerror}") from error
     return directory
+
+
+def write_config(directory: Path, config: RunConfig) -> None:
+    """At no moment is there half a config, from which no run could go on."""
+    draft = directory / f".{CONFIG}"
+    draft.write_text(to_toml(config), encoding="utf-8")
+    draft.replace(directory / CONFIG)
 
 
 async def _train(

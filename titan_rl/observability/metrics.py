@@ -44,15 +44,15 @@ class MetricsWriter:
             directory: of the run; made if absent.
             config: the run config as nested plain data, shown by W&B.
             keep_bytes: of a `metrics.jsonl` that is there; what follows them is cut off.
-            say: called once for each of TensorBoard and W&B that fails.
+            say: told when fewer than `keep_bytes` are there, and once of each of TensorBoard and W&B that fails.
 
         Raises:
             ConfigError: TensorBoard or W&B is asked for and not installed.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / "metrics.jsonl"
-        if self._path.is_file() and self._path.stat().st_size > keep_bytes:
-            os.truncate(self._path, keep_bytes)
+        if (lost := keep_bytes - _cut(self._path, keep_bytes)) > 0:
+            say(f"{self._path} was changed: {lost:,} of its {keep_bytes:,} bytes are gone, and the steps in them")
         self._file: TextIO = open(self._path, "a", encoding="utf-8")
         self._say = say
         self._shows: dict[str, Any] = {}
@@ -134,3 +134,14 @@ class MetricsWriter:
             self._shows.pop(name, None)
             _log.warning("%s failed", name, exc_info=error)
             self._say(f"{name} failed and is told no more, the run goes on: {type(error).__name__}: {error}")
+
+
+def _cut(path: Path, keep: int) -> int:
+    """Shorten a file to `keep` bytes, or to the last whole line in them; returns its length."""
+    if not path.is_file():
+        return 0
+    with open(path, "rb+") as file:
+        found = file.read(keep)
+        kept = found.rfind(b"\n") + 1
+        file.truncate(kept)
+    return kept
