@@ -314,6 +314,7 @@ class World:
         untrainable_batches: int = 20,
         warmup: int = 0,
         watchdog_seconds: float = 1e6,
+        deterministic: bool = False,
         directory: Path | None = None,
         checkpoint_every: int = 1,
         restore: bool = False,
@@ -324,6 +325,7 @@ class World:
             restore: go on from the newest of them.
         """
         config = RunConfig(
+            deterministic=deterministic,
             loop=LoopConfig(
                 steps=steps,
                 groups_per_step=groups,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from scripted_system import World
 
@@ -63,3 +65,19 @@ async def test_a_group_that_failed_is_told_at_once_and_its_steps_line_says_the_r
     assert failed < next(place for place, line in enumerate(lines) if line.startswith("step    2/2"))
     (last,) = (line for line in lines if line.startswith("step    2/2"))
     assert "  reward 0.500  entropy 1.00  truncated 0%  tokens/s " in last
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+async def test_a_deterministic_run_says_which_step_the_clock_had_a_part_in(deterministic, monkeypatch):
+    world = World(steps=2, deterministic=deterministic)
+    play = world.rollouts.run_group
+
+    async def late(request):
+        report = await play(request)
+        ended = [each._replace(stop_reason=StopReason.TIMEOUT) for each in report.rollouts[:1]]
+        return replace(report, rollouts=(*ended, *report.rollouts[1:])) if request.group_id == 2 else report
+
+    monkeypatch.setattr(world.rollouts, "run_group", late)
+    await world.run()
+    said = "1 rollouts of step 2 ended by the clock: this run may not repeat bit for bit"
+    assert (said in world.printed) is deterministic

@@ -87,8 +87,7 @@ class TrainingLoop:
         self._filter = make_filter(loop.filter)
         self._publications = Publications(system.trainer, max_live=config.weights_settings().max_live)
         self._watchdog = Watchdog(seconds=loop.watchdog_seconds, clock=clock)
-        bound = self._buffer.knobs.bound
-        self.records = StepRecords(ledger.summary, bound, display=display, metrics=metrics, clock=clock)
+        self.records = StepRecords(ledger.summary, self._buffer.knobs, display=display, metrics=metrics, clock=clock)
         self._activity = Activities(display, self.records.phases, self._watchdog, clock=clock)
         self._evaluations = Evaluations(
             system,

@@ -17,6 +17,7 @@ from titan_rl.observability.activity import PhaseSeconds
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
 from titan_rl.rollout.report import GroupReport, RolloutReport
+from titan_rl.scheduling.config import Knobs
 from titan_rl.scheduling.group import Batch, Counts
 from titan_rl.types import NO_VERSION, PolicyVersion, StopReason
 
@@ -44,19 +45,19 @@ class StepRecords:
 
     Args:
         summary: of the steps so far, for those to come to be added.
-        bound: largest age that a sample may have.
+        knobs: of the run's schedule.
     """
 
     def __init__(
         self,
         summary: RunSummary,
-        bound: int,
+        knobs: Knobs,
         *,
         display: RunDisplay,
         metrics: MetricsWriter,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._bound = bound
+        self._knobs = knobs
         self._display = display
         self._metrics = metrics
         self._clock = clock
@@ -138,7 +139,7 @@ class StepRecords:
                 "staleness/age_max": max(ages, default=0),
                 **{
                     f"staleness/share_of_age_{age}": ages.count(age) / len(ages)
-                    for age in range(self._bound + 1)
+                    for age in range(self._knobs.bound + 1)
                     if ages
                 },
                 "groups/admitted": counts.admitted,
@@ -156,6 +157,9 @@ class StepRecords:
         )
         for report in reports:
             self._tell_failures(report)
+        late = sum(rollout.stop_reason is StopReason.TIMEOUT for rollout in rollouts)
+        if late and self._knobs.deterministic:
+            self._display.say(f"{late} rollouts of step {step} ended by the clock: this run may not repeat bit for bit")
         numbers = {
             "reward": f"{reward:.3f}",
             "entropy": f"{trained['entropy']:.2f}",
