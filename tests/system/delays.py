@@ -1,4 +1,4 @@
-"""A task whose timing is random: slow rewards, a filter, a routing strategy without a plan.
+"""A task whose timing is random: slow rewards and pulls, a filter, a routing strategy without a plan.
 
 For runs that must not depend on any of it.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import random
 import time
+from pathlib import Path
+from typing import Any
 
 from titan_rl.environments.base import Example, Rubric, Transcript
 from titan_rl.environments.copy import Copy, positions_equal
@@ -39,3 +41,18 @@ class Anywhere(RoundRobin):
     def choose(self, request: GenerationRequest, *, now: float, waiting_since: float) -> str | None:
         able = [name for name, version in self.serving.items() if request.allows(version)]
         return _luck.choice(able) if able else None
+
+
+def slow_pulls(config: Any, model_path: Path, device: str) -> Any:
+    """vLLM, to which weights sometimes come late."""
+    from titan_rl.generation.vllm.engine import VllmEngine
+
+    engine = VllmEngine(config, model_path, device)
+    load = engine.load_weights
+
+    def late_load(*args: Any) -> None:
+        time.sleep(_luck.choice((0.0, 0.0, 0.1, 0.5)))
+        load(*args)
+
+    engine.load_weights = late_load  # type: ignore[method-assign]
+    return engine

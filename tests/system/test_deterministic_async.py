@@ -67,13 +67,14 @@ def test_the_run_was_asynchronous_and_learned_something(one: Outcome) -> None:
 
 
 def test_two_generators_train_bitwise_what_one_trains(one: Outcome, tmp_path: Path) -> None:
-    assert train(tmp_path, generator__count=2) == one
+    assert train(tmp_path, generator__count=2, generator__engine=f"{DELAYS}:slow_pulls") == one
 
 
 @pytest.mark.acceptance
 @pytest.mark.parametrize("count", [1, 2])
 def test_generators_of_two_ranks_train_bitwise_what_one_rank_trains(one: Outcome, tmp_path: Path, count: int) -> None:
-    assert train(tmp_path, generator__count=count, generator__tensor_parallel=2) == one
+    engine = f"{DELAYS}:slow_pulls"
+    assert train(tmp_path, generator__count=count, generator__tensor_parallel=2, generator__engine=engine) == one
 
 
 @pytest.mark.acceptance
