@@ -94,8 +94,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return made
 
 
-def killed(directory: Path, point: str, turn: int, staleness: int) -> Path:
-    end = run(str(KILLED_RUN), point, str(turn), *settings(staleness), "--logging.directory", str(directory))
+def killed(directory: Path, point: str, turn: int, staleness: int, *more: str) -> Path:
+    end = run(str(KILLED_RUN), point, str(turn), *settings(staleness), "--logging.directory", str(directory), *more)
     assert end.returncode == -signal.SIGKILL, end.stdout[-3000:] + end.stderr[-3000:]
     (left,) = directory.iterdir()
     return left
