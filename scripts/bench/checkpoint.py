@@ -1,0 +1,275 @@
+"""What a checkpoint costs at 100M parameters, and how soon a run goes on from one.
+
+    python scripts/bench/checkpoint.py [--repetitions 5] [--layers 12] [--directory DIR] [--only state|resume]
+
+The state is that of one trainer rank on the CPU: float32 weights and AdamW's two moments, 1.2 GB. Every repetition
+times a warm memory copy and a plain file write with fsync of as many bytes, then the checkpoint, then training with and
+without one being written, so that a change of the machine's speed hits all of them; figures are medians over the
+repetitions. The first repetition is not counted: it is the first checkpoint of a run, and has its own figure.
+
+`begin_to_memcpy`: how long training stands still, ÷ the copy. `committed_to_write`: from the end of that until the
+checkpoint has its name, with checksums and everything on disk, while nothing else runs, ÷ the plain write.
+`speed_while_written`: optimizer steps per second while one is being written ÷ without; `steps_lost` is what one
+checkpoint costs training, standing still included. The writing shares the cores of training.
+
+`resume_to_cold`: seconds from `--resume` to the end of the first optimizer step ÷ those of a new run of the same
+config, of real runs of a tiny policy, imports included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _table import print_report
+
+from titan_rl.controller.checkpoint_files import commit, new_draft, prune
+from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.policy.config import TinyPolicyConfig, TrainerConfig
+from titan_rl.types import NO_VERSION, TrainingSample
+
+POLICY = TinyPolicyConfig(
+    symbols="".join(chr(0x4E00 + index) for index in range(20_480)),
+    dim=768,
+    heads=12,
+    kv_heads=4,
+    head_dim=64,
+    ffn=2400,
+)
+"""With 12 layers, 100M parameters."""
+
+SAMPLES, TOKENS = 4, 16
+"""Of a step: it takes about as long as its optimizer."""
+
+STEPS = 8
+"""Of each repetition, with and without checkpoints being written."""
+
+STATE = "trainer"
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+# --- the state of a trainer rank -------------------------------------------------------------------------------------
+
+
+def measure_state(layers: int, repetitions: int, directory: Path) -> dict[str, float]:
+    import dataclasses
+
+    import torch
+
+    from titan_rl.policy.models.tiny import make_tiny_policy
+    from titan_rl.policy.updater import PolicyUpdater
+
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    model = make_tiny_policy(dataclasses.replace(POLICY, layers=layers), directory / "policy")
+    policy = PolicyUpdater(TrainerConfig(), model_path=model, temperature=1.0, total_steps=10_000, device="cpu", seed=0)
+    batch = make_batch()
+    plan = policy.plan(batch)
+    for _ in range(2):
+        policy.train_step(batch, plan)
+    parameters = sum(shard.data.numel() for shard in policy.local_shards())
+    source, target = torch.randn(3 * parameters), torch.randn(3 * parameters)
+    run = directory / "run"
+    timed: dict[str, list[float]] = {}
+
+    def write_plainly() -> None:
+        with open(directory / "plain", "wb", buffering=0) as file:
+            rest = memoryview(source.numpy()).cast("B")
+            while rest:
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+
+    def begin() -> float:
+        draft = new_draft(run, policy.step)
+        return seconds(lambda: policy.begin_save(draft / STATE))
+
+    def finish(step: int) -> None:
+        policy.finish_save()
+        commit(run, step)
+
+    def train_beside_writing() -> tuple[float, float, float]:
+        """One checkpoint after the other: what a step lacks is not rounded to whole steps.
+
+        Returns:
+            Seconds of all steps; seconds of writing, and checkpoints, that lay beside them.
+        """
+        written: list[float] = []
+        writing: threading.Thread | None = None
+        waited, began = 0.0, time.perf_counter()
+        for _ in range(STEPS):
+            if writing is None or not writing.is_alive():
+                waited += begin()
+                step = policy.step
+                writing = threading.Thread(target=lambda step=step: written.append(seconds(lambda: finish(step))))
+                writing.start()
+            policy.train_step(batch, plan)
+        trained = time.perf_counter()
+        assert writing is not None
+        writing.join()
+        beside = max(0.0, written[-1] - (time.perf_counter() - trained))  # of the last one
+        return trained - began - waited, sum(written[:-1]) + beside, len(written) - 1 + beside / written[-1]
+
+    for _ in range(1 + repetitions):
+        now = {"memcpy": seconds(lambda: target.copy_(source))}
+        os.sync()
+        now["write"] = seconds(write_plainly)
+        (directory / "plain").unlink()
+        os.sync()
+        now["begin"] = begin()
+        now["committed"] = seconds(lambda: finish(policy.step))
+        prune(run, keep=0, newest=policy.step)
+        now["step"] = seconds(lambda: [policy.train_step(batch, plan) for _ in range(STEPS)]) / STEPS
+        now["meanwhile"], now["written"], now["checkpoints"] = train_beside_writing()
+        prune(run, keep=0, newest=policy.step)
+        for name, value in now.items():
+            timed.setdefault(name, []).append(value)
+
+    def median(value: Callable[[dict[str, float]], float]) -> float:
+        rows = [dict(zip(timed, values, strict=True)) for values in zip(*timed.values(), strict=True)]
+        return statistics.median(value(row) for row in rows[1:])
+
+    def lost(row: dict[str, float]) -> float:
+        """Seconds of training that the writing took away."""
+        return row["meanwhile"] - STEPS * row["step"]
+
+    return {
+        "parameters": parameters,
+        "bytes": 12 * parameters,
+        **{
+            f"seconds_{name}": median(lambda row, name=name: row[name])
+            for name in ("memcpy", "begin", "write", "committed", "step")
+        },
+        "seconds_step_meanwhile": median(lambda row: row["meanwhile"] / STEPS),
+        "first_begin_to_memcpy": timed["begin"][0] / timed["memcpy"][0],
+        "begin_to_memcpy": median(lambda row: row["begin"] / row["memcpy"]),
+        "committed_to_write": median(lambda row: row["committed"] / row["write"]),
+        "speed_while_written": median(lambda row: 1 - lost(row) / row["written"]),
+        "steps_lost": median(lambda row: (row["begin"] + lost(row) / row["checkpoints"]) / row["step"]),
+    }
+
+
+def make_batch() -> SampleBatch:
+    random = np.random.default_rng(0)
+    mask = np.arange(TOKENS) >= TOKENS // 2
+    return SampleBatch.of(
+        TrainingSample(
+            group_id=0,
+            sample=sample,
+            token_ids=random.integers(2, 1000, TOKENS).astype(np.int32),
+            loss_mask=mask,
+            logprobs=np.where(mask, -np.log(20_482), 0).astype(np.float32),
+            versions=np.where(mask, 0, NO_VERSION).astype(np.int64),
+            advantage=1.0 - 2 * (sample % 2),
+            reward=0.0,
+        )
+        for sample in range(SAMPLES)
+    )
+
+
+# --- real runs -------------------------------------------------------------------------------------------------------
+
+
+def measure_resume(rounds: int, directory: Path) -> dict[str, float]:
+    """Cold starts and resumes take turns; each trains two steps more."""
+    cold: list[float] = []
+    resumed: list[float] = []
+    for number in range(rounds):
+        runs = directory / f"runs{number}"
+        settings = {
+            "loop.groups-per-step": 4,
+            "generator.count": 1,
+            "evaluation.every": 0,
+            "evaluation.prompts": 8,
+            "evaluation.target-exact-match": 0,
+            "logging.directory": runs,
+        }
+        options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+        cold.append(to_first_step(["--recipe", "copy4", *options, "--loop.steps", "2"], runs, after=0))
+        (run,) = runs.iterdir()
+        resumed.append(to_first_step(["--resume", str(run), "--loop.steps", "4"], runs, after=2))
+        print(f"run {number + 1} of {rounds}: {cold[-1]:.1f} s, resumed {resumed[-1]:.1f} s", flush=True)
+    return {
+        "seconds_cold_to_first_step": statistics.median(cold),
+        "seconds_resume_to_first_step": statistics.median(resumed),
+        "resume_to_cold": statistics.median(one / other for one, other in zip(resumed, cold, strict=True)),
+    }
+
+
+def to_first_step(arguments: list[str], runs: Path, *, after: int) -> float:
+    """Seconds from the start of `titan-rl train` until its first step after this one is in `metrics.jsonl`."""
+    started = time.perf_counter()
+    command = [sys.executable, "-m", "titan_rl.train", *arguments]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    found = 0.0
+    try:
+        while not found and run.poll() is None:
+            time.sleep(0.02)  # the clock's grain
+            for metrics in runs.glob("*/metrics.jsonl"):
+                lines = map(json.loads, metrics.read_text().splitlines())
+                if any(line["step"] > after and "train/loss" in line for line in lines):
+                    found = time.perf_counter() - started
+        output, _ = run.communicate()
+    finally:
+        run.kill()
+    if not found or run.returncode:
+        raise RuntimeError(f"the run failed:\n{output}")
+    return found
+
+
+ROWS = {
+    "seconds_memcpy": "one warm copy of the state",
+    "seconds_begin": "begin: the copy in memory, training waits",
+    "seconds_write": "a plain write and fsync of as many bytes",
+    "seconds_committed": "written, with checksums, on disk and named",
+    "seconds_step": "a step of training",
+    "seconds_step_meanwhile": "a step while checkpoints are being written",
+    "seconds_cold_to_first_step": "a new run, to the end of its first step",
+    "seconds_resume_to_first_step": "--resume, to the end of its first step",
+}
+UNITS = {
+    "seconds_begin": "begin_to_memcpy",
+    "seconds_committed": "committed_to_write",
+    "seconds_resume_to_first_step": "resume_to_cold",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3, help="pairs of real runs")
+    parser.add_argument("--layers", type=int, default=12, help="12: 100M parameters")
+    parser.add_argument("--directory", type=Path, help="on the disk to measure; default: the temporary directory")
+    parser.add_argument("--only", choices=("state", "resume"))
+    options = parser.parse_args()
+    figures: dict[str, float] = {"cpus": len(os.sched_getaffinity(0)), "load_average_before": os.getloadavg()[0]}
+    with tempfile.TemporaryDirectory(dir=options.directory) as temporary:
+        if options.only != "resume":
+            figures |= measure_state(options.layers, options.repetitions, Path(temporary))
+        if options.only != "state":
+            figures |= measure_resume(options.rounds, Path(temporary))
+    rows = [
+        [title, figures[name], f"{figures[UNITS[name]]:.2f}" if name in UNITS else ""]
+        for name, title in ROWS.items()
+        if name in figures
+    ]
+    rounded = {name: value if isinstance(value, int) else round(value, 4) for name, value in figures.items()}
+    print_report("a checkpoint of one trainer rank, float32", ["part", "seconds", "÷ the line above"], rows, rounded)
+
+
+if __name__ == "__main__":
+    main()
