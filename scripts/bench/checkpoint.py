@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _table import print_report
+from parts.table import print_report
 
 from titan_rl.controller.checkpoint_files import commit, new_draft, prune
 from titan_rl.data_plane.sample_batch import SampleBatch

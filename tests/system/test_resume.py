@@ -18,8 +18,8 @@ from killed_run import POINTS
 KILLED_RUN = Path(__file__).with_name("killed_run.py")
 DELAYS = Path(__file__).with_name("delays.py")
 STEPS = 7
-SAMPLE = ("mid-generation", "mid-checkpoint")
-"""The points of CI; the others belong to the acceptance list."""
+SAMPLE = ("mid-checkpoint",)
+"""The point of CI; the others belong to the acceptance list."""
 TURNS = {"after an admission": 9, "mid-generation": 22, "after a finish": 21, "after a decision": 40, "mid-batch": 15}
 """Of points that come more often than once a step: well into the run."""
 
