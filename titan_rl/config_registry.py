@@ -68,6 +68,10 @@ def copy4_async() -> RunConfig:
         router=replace(recipe.router, weight_sync="hot_swap"),
         # one is served, one is pulled, one is kept by the evaluation that goes on meanwhile
         weights=replace(recipe.weights, max_live=3),
+        # at a constant rate, a policy that learns from old samples forgets now and then what it knew
+        trainer=replace(
+            recipe.trainer, optimizer=replace(recipe.trainer.optimizer, decay_ratio=0.4, min_lr_factor=0.1)
+        ),
         loop=replace(recipe.loop, max_staleness=2),
         evaluation=replace(recipe.evaluation, every=5),
     )

@@ -80,9 +80,10 @@ async def train(config: RunConfig, *, trainer: Any = None) -> Run:
         if trainer is not None:
             system.trainer = trainer(system.model_path)
         try:
-            return Run(
-                await TrainingLoop(system, display=display, metrics=metrics).run(), metrics.steps, display.serving_at
-            )
+            loop = TrainingLoop(system, display=display, metrics=metrics)
+            await loop.run()
+            await loop.end(failed=False)
+            return Run(loop.summary, metrics.steps, display.serving_at)
         finally:
             if system.trainer is not real:
                 await system.trainer.close()
