@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from titan_rl.config import CLASS_SETTINGS, DATA_FILES, RunConfig
 from titan_rl.config_registry import RECIPES, load_recipe
+from titan_rl.controller.checkpoint_files import checkpoints
 from titan_rl.errors import ConfigError
 from titan_rl.launch.checks import Problem, Severity, check_run
 from titan_rl.launch.placement import TORCHRUN_VARIABLES, HostFacts, describe, detect_host, devices_needed, plan
@@ -100,8 +101,14 @@ def _what_to_run(command: Command, prog: str) -> tuple[RunConfig, tuple[str, ...
     check_differences(found, resume.run)
     for difference in found:
         say(prog, f"{difference}{' (its results are close to those before, not bitwise)' if difference.close else ''}")
-    if (resume.run / SUMMARY).exists() and not any(difference.setting == "loop.steps" for difference in found):
-        raise ConfigError(f"{resume.run} is done; to train it further, ask for more steps: --loop.steps")
+    if (resume.run / SUMMARY).exists():
+        if not checkpoints(resume.run):
+            raise ConfigError(
+                f"{resume.run} is done and has no checkpoint to go on from; start a new run from its weights: "
+                f"--policy.path {resume.run / 'checkpoint'}"
+            )
+        if not any(difference.setting == "loop.steps" for difference in found):
+            raise ConfigError(f"{resume.run} is done; to train it further, ask for more steps: --loop.steps")
     return config, imports, resume
 
 

@@ -247,6 +247,12 @@ def test_a_run_that_is_done_goes_on_only_with_more_steps(tmp_path: Path) -> None
     assert resumed(str(run), "--loop.steps", "200")[0].loop.steps == 200
 
 
+def test_a_run_that_is_done_without_a_checkpoint_does_not_start_over(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", done=True)
+    with pytest.raises(ConfigError, match=r"has no checkpoint to go on from; .* --policy\.path .*run/checkpoint"):
+        resumed(str(run), "--loop.steps", "200")
+
+
 def auto(runs: Path, *arguments: str) -> Any:
     return resumed("auto", "--recipe", "copy4", "--logging.directory", str(runs), *arguments)
 
