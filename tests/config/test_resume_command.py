@@ -115,6 +115,21 @@ def test_a_run_may_be_named_from_the_working_directory(tmp_path: Path, monkeypat
     assert find(Path("run/checkpoints/step-00000002/")).run == run
 
 
+def test_a_checkpoint_that_lies_elsewhere_is_no_run_that_starts_over(tmp_path: Path) -> None:
+    (checkpoint,) = checkpoints(make_run(tmp_path / "run", steps=(2,)))
+    (checkpoint / CONFIG).write_text(to_toml(config()))
+    elsewhere = checkpoint.rename(tmp_path / "kept")
+    with pytest.raises(ConfigError, match="a checkpoint goes on in its run"):
+        find(elsewhere)
+
+
+def test_checkpoints_may_lie_on_another_disk(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=(2,))
+    (run / CHECKPOINTS).rename(tmp_path / "large")
+    (run / CHECKPOINTS).symlink_to(tmp_path / "large")
+    assert find(checkpoints(run)[0]).run == run
+
+
 def test_runs_that_are_not_done_come_newest_first(tmp_path: Path) -> None:
     old = make_run(tmp_path / "z-old", at=10)
     new = make_run(tmp_path / "a-new", at=30)

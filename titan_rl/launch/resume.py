@@ -21,7 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.config import RunConfig
-from titan_rl.controller.checkpoint_files import CHECKPOINTS, Checkpoint, check, checkpoints, newest_sound, prune
+from titan_rl.controller.checkpoint_files import (
+    CHECKPOINTS,
+    MANIFEST,
+    Checkpoint,
+    check,
+    checkpoints,
+    newest_sound,
+    prune,
+)
 from titan_rl.errors import CheckpointError, ConfigError
 
 CONFIG, SUMMARY = "config.toml", "summary.json"
@@ -122,12 +130,14 @@ def find(path: Path) -> Resume:
     Raises:
         ConfigError: it is neither a run directory nor a checkpoint, or a damaged one.
     """
-    path = path.expanduser().resolve()
+    path = Path(os.path.abspath(path.expanduser()))  # not resolved: checkpoints may be a link to another disk
     if path.parent.name == CHECKPOINTS:
         try:
             return Resume(path.parent.parent, check(path))
         except CheckpointError as error:
             raise ConfigError(f"--resume: {error}") from error
+    if (path / MANIFEST).is_file():
+        raise ConfigError(f"--resume {path}: a checkpoint goes on in its run; put it into RUN/{CHECKPOINTS}")
     if not (path / CONFIG).is_file():
         raise ConfigError(f"--resume {path}: there is no {CONFIG}, so this is no run directory")
     return Resume(path)
