@@ -55,6 +55,13 @@ def test_a_draft_is_no_checkpoint_and_the_next_attempt_begins_anew(tmp_path: Pat
     assert not (checkpoints(tmp_path)[0] / "half").exists()
 
 
+def test_what_a_killed_run_left_half_written_is_removed_with_the_next_checkpoint(tmp_path: Path) -> None:
+    (new_draft(tmp_path, 4) / "half").write_bytes(b"1")
+    write(tmp_path, 6)
+    prune(tmp_path, keep=2, newest=6)
+    assert [each.name for each in (tmp_path / CHECKPOINTS).iterdir()] == ["step-00000006"]
+
+
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     write(tmp_path, 4)
     (new_draft(tmp_path, 4) / "other").write_bytes(b"1")

@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from policy_ranks import Scenario, run_scenarios
 from policy_scenarios import assemble
 from training_state_scenarios import SAVED_AT
 
-from titan_rl.errors import CheckpointError
+from titan_rl.errors import CheckpointError, StorageError
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
-from titan_rl.policy.training_state import read_weights
+from titan_rl.policy.training_state import StateWriter, read_state, read_weights
+from titan_rl.processes import join_world
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 """Data parallel, tensor parallel. 13 tokens of vocabulary are divided unevenly in each but the first."""
@@ -87,6 +90,25 @@ def test_the_whole_weights_are_read_without_ranks(found):
     outcomes, directory = found
     weights = {name: tensor.numpy() for name, tensor in read_weights(directory / "(2, 2)").items()}
     assert_same(outcomes["saved", (2, 2), (2, 2)]["saved"], weights)
+
+
+def test_a_state_that_cannot_be_written_or_read_is_an_error_of_ours(tmp_path, monkeypatch):
+    """torch raises what is no Exception."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    join_world("gloo")
+    try:
+        (tmp_path / "full").symlink_to("/dev/full")
+        writer = StateWriter()
+        with pytest.raises(StorageError, match="could not be written: "):
+            writer.begin({"model.a": torch.ones(3)}, tmp_path / "full")
+            writer.finish()
+        writer.begin({"model.a": torch.ones(3)}, tmp_path / "state")
+        writer.finish()
+        with pytest.raises(CheckpointError, match="cannot be read: .*model.b"):
+            read_state({"model.b": torch.ones(3)}, tmp_path / "state")
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_directory_without_a_state_is_named(tmp_path):

@@ -214,12 +214,14 @@ class PolicyTrainer(ConnectedActor):
         from titan_rl.weights.puller import save_publication
 
         def write() -> None:
-            if self._rank == 0:
-                write_samples(Path(directory, SAMPLES), self._copied)
-                for publication in publications:
-                    save_publication(publication, Path(directory, str(publication.version)))
-            self._copied = ()
-            self._ready().finish_save()
+            try:
+                if self._rank == 0:
+                    write_samples(Path(directory, SAMPLES), self._copied)
+                    for publication in publications:
+                        save_publication(publication, Path(directory, str(publication.version)))
+            finally:
+                self._copied = ()
+                self._ready().finish_save()  # in any case: `directory` may be removed when this has answered
 
         await asyncio.to_thread(write)
 

@@ -142,12 +142,14 @@ def newest_sound(run: Path, on_damaged: Callable[[str], None]) -> Checkpoint | N
 
 
 def prune(run: Path, *, keep: int, newest: int) -> None:
-    """Remove the checkpoints after step `newest`, which the run has left, and all but `keep` of the others. Never
-    raises."""
+    """Remove the checkpoints after step `newest`, which the run has left, and all but `keep` of the others; also all
+    drafts, so none may be under way. Never raises."""
     remaining = [each for each in checkpoints(run) if each <= directory_of(run, newest)][-keep:]
     for directory in checkpoints(run):
         if directory not in remaining:
             shutil.rmtree(directory, ignore_errors=True)
+    for draft in (run / CHECKPOINTS).glob(f".{_PREFIX}*"):
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def discard(run: Path, step: int) -> None:

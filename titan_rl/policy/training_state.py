@@ -17,11 +17,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from titan_rl.errors import CheckpointError, StorageError
+
+_ANY_ERROR = (Exception, CheckpointException)
+"""torch's own is no Exception, so an actor would take it for its end."""
 
 WEIGHTS = "model."
 """What the names of the weights begin with; Hugging Face names follow."""
@@ -57,7 +61,7 @@ class StateWriter:
                 async_checkpointer_type=AsyncCheckpointerType.THREAD,
                 async_stager=self._copies,
             )
-        except Exception as error:  # the run goes on without this checkpoint
+        except _ANY_ERROR as error:  # the run goes on without this checkpoint
             raise StorageError(f"{directory} cannot be written: {_cause(error)}") from error
         assert isinstance(writing, Future)
         self._writing = writing
@@ -71,7 +75,7 @@ class StateWriter:
         assert self._writing is not None
         try:
             self._writing.result()
-        except Exception as error:  # whatever it is, the checkpoint is not there
+        except _ANY_ERROR as error:  # whatever it is, the checkpoint is not there
             raise StorageError(f"the trainer's state could not be written: {_cause(error)}") from error
 
 
@@ -83,7 +87,7 @@ def read_state(state: dict[str, Any], directory: Path) -> None:
     """
     try:
         dcp.load(state, checkpoint_id=directory)
-    except Exception as error:
+    except _ANY_ERROR as error:
         raise CheckpointError(f"{directory} cannot be read: {_cause(error)}") from error
 
 
@@ -100,7 +104,7 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
             for name, entry in stored.items()
             if name.startswith(WEIGHTS) and isinstance(entry, TensorStorageMetadata)
         }
-    except Exception as error:
+    except _ANY_ERROR as error:
         raise CheckpointError(f"{directory} cannot be read: {_cause(error)}") from error
     read_state(weights, directory)
     return {name.removeprefix(WEIGHTS): tensor for name, tensor in weights.items()}
