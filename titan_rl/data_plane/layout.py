@@ -104,12 +104,10 @@ def decode(buffer: bytes | memoryview, checksum: int, *, group_id: int, sample: 
         raise SampleError(
             f"{len(buffer)} bytes with checksum {found:08x}, written was {checksum:08x}", group_id, sample
         )
-    foreign = SampleError(f"{len(buffer)} bytes that are no sample of format {_FORMAT}", group_id, sample)
-    if len(buffer) < _HEADER.size:
-        raise foreign
-    magic, number, _, length, written_group, written_sample, advantage, reward = _HEADER.unpack_from(buffer)
+    header = _HEADER.unpack_from(buffer) if len(buffer) >= _HEADER.size else (b"", 0, 0, 0, 0, 0, 0.0, 0.0)
+    magic, number, _, length, written_group, written_sample, advantage, reward = header
     if (magic, number) != (_MAGIC, _FORMAT) or len(buffer) != encoded_size(length):
-        raise foreign
+        raise SampleError(f"{len(buffer)} bytes that are no sample of format {_FORMAT}", group_id, sample)
     if (written_group, written_sample) != (group_id, sample):
         raise SampleError(f"found group {written_group} sample {written_sample} in its place", group_id, sample)
     arrays = {}

@@ -100,7 +100,7 @@ class SampleStore:
         """
         sizes = [encoded_size(len(sample.token_ids)) for sample in samples]
         ends = np.cumsum([0, *sizes]).tolist()
-        content = memoryview(bytearray(ends[-1]))
+        content = np.empty(ends[-1], np.uint8).data
         checksums = [
             encode_into(content[start : start + size], sample)
             for sample, start, size in zip(samples, ends, sizes, strict=False)
@@ -246,25 +246,18 @@ class SharedMemorySource:
         """See `SampleSource`."""
         if batch.is_local:
             return batch.samples
-        refs = batch.refs
-        ends = np.cumsum([ref.nbytes for ref in refs]).tolist()
+        ends = np.cumsum([0, *(ref.nbytes for ref in batch.refs)]).tolist()
         # One buffer for the whole batch: a large one gets huge pages, which is what makes fresh memory quick.
         buffer = np.empty(ends[-1], np.uint8).data
-        by_file: dict[str, list[int]] = {}
-        for index, ref in enumerate(refs):
-            by_file.setdefault(ref.location, []).append(index)
-        samples: dict[int, TrainingSample] = {}
-        for path, indices in by_file.items():
-            first = refs[indices[0]]
-            try:
-                with open(path, "rb", buffering=0) as file:
-                    for index in indices:
-                        ref, end = refs[index], ends[index]
-                        samples[index] = _read(file.fileno(), ref, buffer[end - ref.nbytes : end])
-            except OSError as error:
-                reason = f"its file {path} cannot be read (store {first.store}): {error.strerror}"
-                raise SampleError(reason, first.group_id, first.sample) from error
-        return tuple(samples[index] for index in range(len(refs)))
+        samples: list[TrainingSample] = []
+        # Samples that follow each other in their file too are read at once.
+        places = zip(batch.refs, ends, ends[1:], strict=False)
+        for _, run in itertools.groupby(places, key=lambda each: (each[0].location, each[0].offset - each[1])):
+            pieces = [(ref, buffer[begin:end]) for ref, begin, end in run]
+            _read(pieces[0][0], buffer[ends[len(samples)] : ends[len(samples) + len(pieces)]])
+            for ref, piece in pieces:
+                samples.append(decode(piece, ref.checksum, group_id=ref.group_id, sample=ref.sample))
+        return tuple(samples)
 
 
 def write_samples(path: Path, samples: Sequence[TrainingSample]) -> None:
@@ -330,8 +323,14 @@ def _write(path: Path, content: memoryview) -> None:
         os.close(descriptor)
 
 
-def _read(file: int, ref: SampleRef, piece: memoryview) -> TrainingSample:
-    if (found := os.preadv(file, [piece], ref.offset)) != ref.nbytes:
-        reason = f"{ref.location} holds {found} of its {ref.nbytes} bytes"
-        raise SampleError(reason, ref.group_id, ref.sample)
-    return decode(piece, ref.checksum, group_id=ref.group_id, sample=ref.sample)
+def _read(first: SampleRef, buffer: memoryview) -> None:
+    """Fill the buffer from the file of this sample, from its offset on."""
+    try:
+        with open(first.location, "rb", buffering=0) as file:
+            found = os.preadv(file.fileno(), [buffer], first.offset)
+    except OSError as error:
+        reason = f"its file {first.location} cannot be read (store {first.store}): {error.strerror}"
+        raise SampleError(reason, first.group_id, first.sample) from error
+    if found != len(buffer):
+        reason = f"{first.location} holds {found} of its {len(buffer)} bytes"
+        raise SampleError(reason, first.group_id, first.sample)
