@@ -29,7 +29,7 @@ from titan_rl.routing.dispatcher import Assignment, Dispatcher
 from titan_rl.routing.fleet import Fleet
 from titan_rl.routing.generator import GeneratorState, GeneratorStatus
 from titan_rl.routing.strategies import build_strategy
-from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
+from titan_rl.types import Completion, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import FleetPull, Publication, PullReport
 from titan_rl.wire import Packed
 
@@ -59,28 +59,22 @@ class GeneratorRouter(RequestServer):
         self._config = config
         self._strategy = build_strategy(config)
         self._dispatcher = Dispatcher(
-            self._strategy,
-            resume=config.resume,
-            seconds=config.request_seconds,
-            retries=config.request_retries,
+            self._strategy, resume=config.resume, seconds=config.request_seconds, retries=config.request_retries
         )
         self._fleet = Fleet(
             self._strategy, mode=config.weight_sync, max_syncing=config.max_syncing, retries=config.pull_retries
         )
         self._generators: dict[str, _Generator] = {}
         for name, rank0 in generators.items():
-            self._add(name, rank0)
+            on_answers = functools.partial(self._or_end, self._on_answers, name)
+            client = RequestClient(rank0, name=name, on_answers=on_answers, on_pieces=self._on_pieces)
+            self._fleet.add(name)
+            self._generators[name] = _Generator(client)
         self._timer: asyncio.TimerHandle | None = None
         self._publications: dict[PolicyVersion, Publication] = {}  # of the versions that are wanted
         self._changed = asyncio.Event()  # set at the next change of what `_until` may wait for
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: TitanError | None = None  # why the router accepts nothing any more
-
-    def _add(self, name: str, rank0: Any) -> None:
-        on_answers = functools.partial(self._or_end, self._on_answers, name)
-        client = RequestClient(rank0, name=name, on_answers=on_answers, on_pieces=self._on_pieces)
-        self._fleet.add(name)
-        self._generators[name] = _Generator(client)
 
     # Requests.
 
@@ -96,14 +90,12 @@ class GeneratorRouter(RequestServer):
         self._send(self._dispatcher.submit([request for request, error in refusals if error is None], self._now()))
 
     def give_up(self, request_ids: Sequence[str]) -> None:
-        live: list[Assignment] = []
         for request_id in request_ids:
             outcome = self._dispatcher.abort(request_id)
             if isinstance(outcome, Assignment):
-                live.append(outcome)
+                self._stop([outcome])
             elif outcome is not None:
                 self.answer([outcome])
-        self._stop(live)
 
     @served
     async def end_sessions(self, session_ids: Sequence[str]) -> None:
@@ -155,33 +147,24 @@ class GeneratorRouter(RequestServer):
             (whole if self._dispatcher.ended_whole(attempt_id, reason) else parts).append(place)
         answers: list[Completion] = []
         errors: list[tuple[str, TitanError]] = []
-        interrupted = False
-        fatal: TitanError | None = None
-        for completion in completions.select(parts).unpack():
-            answer = self._dispatcher.completed(completion.request_id, completion, now)
-            if answer is not None:
+        for part in completions.select(parts).unpack():
+            if (answer := self._dispatcher.completed(part.request_id, part, now)) is not None:
                 answers.append(answer)
-            elif completion.finish_reason is FinishReason.ABORT:
-                interrupted = True
         for attempt_id, error in failures:
             generator.failed += 1
             if isinstance(error, RequestError):
-                request_id = self._dispatcher.ended(attempt_id)
-                if request_id is not None:
+                if (request_id := self._dispatcher.ended(attempt_id)) is not None:
                     errors.append((request_id, error))
                 continue
-            interrupted = True
-            died = is_gone(error)
-            fatal = error if died and fatal is None else fatal
-            rest = self._dispatcher.lost(attempt_id, now, died=str(error) if died else "")
-            if rest is not None:
+            died = str(error) if is_gone(error) else ""
+            if (rest := self._dispatcher.lost(attempt_id, now, died=died)) is not None:
                 answers.append(rest)
         generator.served += self.answer(completions.select(whole))
         generator.served += self.answer(answers, errors + self._dispatcher.failures())
-        if fatal is not None:
+        if (fatal := next((error for _, error in failures if is_gone(error)), None)) is not None:
             self._died(name, fatal)
-        if interrupted:
-            self._advance()
+        if parts or failures:
+            self._advance()  # requests may wait for another attempt
         else:
             self._tell()  # a drain may be waiting for the last request
 
