@@ -5,6 +5,7 @@ One system is brought up (about 30 s); each test looks at one thing that flowed 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,8 @@ class Flow:
 
     steps: list[Step]
     fleet: list[Any]
+    ends: list[BaseException | None]
+    """Of each generator's engine loops."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -83,7 +86,9 @@ async def flow() -> AsyncIterator[Flow]:
             await system.router.pull_model_state_dict(publication)
             await system.trainer.release(previous)
         fleet = await system.router.fleet_status()
-    yield Flow(steps, fleet)
+        generators = system.generators.values()
+        ends = await asyncio.gather(*(each.close() for each in generators), return_exceptions=True)
+    yield Flow(steps, fleet, ends)
 
 
 async def test_the_engine_and_the_trainer_agree_at_the_sampling_version(flow: Flow) -> None:
@@ -124,6 +129,11 @@ async def test_the_controller_saw_references_and_the_stores_are_empty(flow: Flow
     for step in flow.steps:
         assert {report.samples.is_local for report in step.reports} == {False}
         assert step.held == 0
+
+
+async def test_the_ranks_of_each_generator_did_the_same(flow: Flow) -> None:
+    """A rank that closes compares its digest of everything with rank 0's, and fails if they differ."""
+    assert flow.ends == [None, None]
 
 
 async def test_both_generators_served_and_nothing_is_in_flight(flow: Flow) -> None:

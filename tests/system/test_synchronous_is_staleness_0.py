@@ -11,6 +11,7 @@ import io
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -23,6 +24,7 @@ from titan_rl.data_plane.store import SharedMemorySource
 from titan_rl.launch.start import start
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
+from titan_rl.types import NO_VERSION, PolicyVersion, TrainingSample
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "minimal_loop.py"
 
@@ -42,6 +44,8 @@ class Outcome(NamedTuple):
     steps: list[Trained]
     weights: bytes
     """Of the last step."""
+    weights_after_one_more: bytes
+    """After one more step on samples that are always the same: a function of the optimizer's moments and schedule."""
     next_prompt: int
 
 
@@ -86,7 +90,7 @@ async def by_script(config: RunConfig, directory: Path) -> Outcome:
         steps = record(system)
         await minimal_loop.train(system, config)
         prompts = config.loop.steps * config.loop.groups_per_step
-        return Outcome(steps, await weights_of(system, directory), prompts)
+        return Outcome(steps[:], *await weights_of(system, directory), prompts)
 
 
 async def by_loop(config: RunConfig, directory: Path) -> Outcome:
@@ -96,12 +100,28 @@ async def by_loop(config: RunConfig, directory: Path) -> Outcome:
         loop = TrainingLoop(system, display=display, metrics=MetricsWriter(directory, tensorboard=False))
         await loop.run()
         await loop.end(failed=False)
-        return Outcome(steps, await weights_of(system, directory), loop.ledger.buffer.prompts.next_index)
+        return Outcome(steps[:], *await weights_of(system, directory), loop.ledger.buffer.prompts.next_index)
 
 
-async def weights_of(system: System, directory: Path) -> bytes:
+async def weights_of(system: System, directory: Path) -> tuple[bytes, bytes]:
     await system.trainer.save(directory / "end")
-    return (directory / "end" / "model.safetensors").read_bytes()
+    await system.trainer.train_step(SampleBatch.of(sample(number) for number in range(2)))
+    await system.trainer.save(directory / "one_more")
+    return tuple((directory / name / "model.safetensors").read_bytes() for name in ("end", "one_more"))
+
+
+def sample(number: int) -> TrainingSample:
+    mask = np.arange(8) >= 5
+    return TrainingSample(
+        group_id=10_000,
+        sample=number,
+        token_ids=np.array([6, 4, 9, 3, 12, 6, 4 + number, 9], np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask, -2.5, 0).astype(np.float32),
+        versions=np.where(mask, PolicyVersion(0, 6).encode(), NO_VERSION),
+        advantage=1.0 - 2 * number,
+        reward=1.0 - number,
+    )
 
 
 def load(path: Path) -> Any:
@@ -113,7 +133,7 @@ def load(path: Path) -> Any:
 
 
 async def test_at_staleness_0_the_loop_trains_what_the_plain_script_trains(tmp_path: Path) -> None:
-    """Token ids, logprobs, versions, rewards, advantages, weights and the place in the stream of prompts."""
+    """Token ids, logprobs, versions, rewards, advantages, weights, optimizer and the place in the stream of prompts."""
     loop = await by_loop(small(), tmp_path / "loop")
     script = await by_script(small(), tmp_path / "script")
     assert len(loop.steps) == 6
