@@ -141,7 +141,7 @@ def _shown(prompts: Sequence[tuple[Message, ...]], place: int) -> str:
 async def _try_rollouts(config: RunConfig, runner: GroupRunner, info: TaskInfo, check: TaskCheck) -> None:
     tiny = config.policy.tiny
     remedy = (
-        "policy.tiny.symbols has to hold every symbol of the task"
+        'policy.tiny.symbols has to hold every symbol of the task (policy.tiny.tokenizer = "chat" writes any text)'
         if tiny is not None and tiny.tokenizer == "symbols"
         else "policy.path and rollout.renderer decide what can be written"
     )
