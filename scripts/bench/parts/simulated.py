@@ -142,7 +142,7 @@ class SimulatedTrainer:
             self.trained += dict.fromkeys(samples.group_ids)
             self.sampled_tokens += samples.trained_tokens
             self.ended_at = time.monotonic()
-            return {"loss": 0.0}
+            return {"loss": 0.0, "entropy": 0.0}
 
     async def push_model_state_dict(self) -> Publication:
         async with self._turn:
