@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from script import Script, settle
 
 from titan_rl.config import CheckpointConfig, EvaluationConfig, LoopConfig, RunConfig
 from titan_rl.controller.checkpoint_files import newest_sound
@@ -33,57 +34,6 @@ from titan_rl.rollout.report import GroupReport, RolloutReport
 from titan_rl.types import NO_VERSION, GroupRequest, PolicyVersion, Purpose, StopReason
 from titan_rl.weights.config import WeightsConfig
 from titan_rl.weights.manifest import FleetPull, Manifest, Publication
-
-TURNS_UNTIL_STILL = 300
-"""Of the event loop; nothing here waits for anything but other tasks, so then whoever can go on has done so."""
-
-
-async def settle() -> None:
-    for _ in range(TURNS_UNTIL_STILL):
-        await asyncio.sleep(0)
-
-
-class Script:
-    """Gates, what passed them, and the errors that wait behind some."""
-
-    def __init__(self) -> None:
-        self.holds: Callable[[str], bool] = lambda gate: False
-        self.errors: dict[str, list[BaseException]] = {}
-        """By gate: raised one by one by those who pass."""
-        self.events: list[str] = []
-        """"gate" when somebody arrives, "gate done" when it passes."""
-        self.cancelled: list[str] = []
-        self._closed: dict[str, asyncio.Event] = {}
-
-    async def gate(self, name: str) -> None:
-        self.events.append(name)
-        if self.holds(name):
-            self._closed[name] = asyncio.Event()
-            try:
-                await self._closed[name].wait()
-            except asyncio.CancelledError:
-                self.cancelled.append(name)
-                raise
-            finally:
-                del self._closed[name]
-        if self.errors.get(name):
-            raise self.errors[name].pop(0)
-        self.events.append(f"{name} done")
-
-    @property
-    def held(self) -> list[str]:
-        """Gates where somebody waits."""
-        return list(self._closed)
-
-    async def open(self, *names: str) -> None:
-        """Let those pass who wait there, and everything that follows happen."""
-        for name in names:
-            self._closed[name].set()
-        await settle()
-
-    def at(self, event: str) -> int:
-        """When it happened, among all events."""
-        return self.events.index(event)
 
 
 class ScriptedTrainer:
@@ -294,8 +244,7 @@ class Metrics:
     def nbytes(self) -> int:
         return len(self.written)
 
-    def sync(self) -> None:
-        """Nothing is on a disk."""
+    def sync(self) -> None: ...
 
 
 class World:

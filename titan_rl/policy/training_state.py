@@ -9,6 +9,7 @@ the same values, bit for bit; the float32 master weights are what is stored.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,8 @@ from titan_rl.errors import CheckpointError, StorageError
 _ANY_ERROR = (Exception, CheckpointException)
 """torch's own is no Exception, so an actor would take it for its end."""
 
-WEIGHTS = "model."
-"""What the names of the weights begin with; Hugging Face names follow."""
+WEIGHTS, MOMENTS, REFERENCE = "model.", "optimizer.", "reference."
+"""What the names of a state's parts begin with. Hugging Face names follow, those of the moments are torch's."""
 
 _COPY_FIRST = StagingOptions(
     use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
@@ -79,6 +80,19 @@ class StateWriter:
             raise StorageError(f"the trainer's state could not be written: {_cause(error)}") from error
 
 
+def state_of(
+    step: int, *, weights: Mapping[str, Tensor], moments: Mapping[str, Any], reference: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """A trainer's state: live tensors and plain values by name."""
+    parts = {WEIGHTS: weights, MOMENTS: moments, REFERENCE: reference}
+    return {"step": step} | {prefix + name: value for prefix, part in parts.items() for name, value in part.items()}
+
+
+def part_of(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """One part of a state, by its own names."""
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+
 def read_state(state: dict[str, Any], directory: Path) -> None:
     """Fill the tensors of `state` in place, and replace its other values. Collective.
 
@@ -107,7 +121,7 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
     except _ANY_ERROR as error:
         raise CheckpointError(f"{directory} cannot be read: {_cause(error)}") from error
     read_state(weights, directory)
-    return {name.removeprefix(WEIGHTS): tensor for name, tensor in weights.items()}
+    return part_of(weights, WEIGHTS)
 
 
 def _cause(error: BaseException) -> str:

@@ -39,7 +39,7 @@ from titan_rl.policy.models.qwen3 import read_shape
 from titan_rl.policy.models.titan_adaptation import choose_device
 from titan_rl.policy.packing import PackingPlan, plan_packing
 from titan_rl.policy.step_metrics import StepMetrics, judge
-from titan_rl.policy.training_state import WEIGHTS, StateWriter, read_state
+from titan_rl.policy.training_state import MOMENTS, StateWriter, part_of, read_state, state_of
 from titan_rl.processes import join_world
 from titan_rl.types import LARGEST_STEP
 from titan_rl.weights.manifest import TensorShard
@@ -285,22 +285,12 @@ class PolicyUpdater:
         state = self._state()
         read_state(state, directory)
         self.step, self.incarnation = state["step"], incarnation
-        prefix = "optimizer."
-        moments = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-        self._optimizer.go_on(moments, self.step)
+        self._optimizer.go_on(part_of(state, MOMENTS), self.step)
 
     def _state(self) -> dict[str, Any]:
-        """By name: live tensors, and plain values."""
-        parts: dict[str, dict[str, Any]] = {
-            WEIGHTS: dict(self._policy.tensors()),
-            "optimizer.": self._optimizer.moments(),
-        }
-        if self._reference is not None:
-            parts["reference."] = dict(self._reference.tensors())
-        return {
-            "step": self.step,
-            **{prefix + name: value for prefix, part in parts.items() for name, value in part.items()},
-        }
+        moments = self._optimizer.moments()
+        reference = {} if self._reference is None else self._reference.tensors()
+        return state_of(self.step, weights=self._policy.tensors(), moments=moments, reference=reference)
 
     def _optimize(
         self, batch: SampleBatch, plan: PackingPlan, optimizer: PolicyOptimizer, *, warm_up: bool

@@ -323,9 +323,8 @@ class GroupBuffer:
         back = {GroupState.RUNNING: GroupState.WAITING, GroupState.TAKEN: GroupState.FINISHED}
         for group_id, group in self._groups.items():
             version = group.min_version
-            if version.step >= trainer.step:
-                version = PolicyVersion(trainer.incarnation, version.step)
-            self._move(group_id, back.get(group.state, group.state), min_version=version)
+            again = PolicyVersion(trainer.incarnation, version.step) if version.step >= trainer.step else version
+            self._move(group_id, back.get(group.state, group.state), min_version=again)
             if self._groups[group_id].state is GroupState.WAITING:
                 self._waiting[group_id] = None
 
