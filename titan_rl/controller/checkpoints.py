@@ -113,8 +113,10 @@ async def restore(ledger: Ledger, directory: Path, system: System) -> None:
     """
     buffer, config = ledger.buffer, system.config
     version = PolicyVersion(buffer.trainer_version.incarnation + 1, buffer.trainer_version.step)
+    reports = _reports_in(directory, ledger)
+    ledger.reports.clear()  # their references are to stores of a process that is gone: nothing here to release
     await system.trainer.restore(directory, version.incarnation)
-    taken = await system.rollouts.take_over(_reports_in(directory, ledger))
+    taken = await system.rollouts.take_over(reports)
     ledger.reports.update({report.group_id: report for report in taken})
     buffer.go_on_from(version)
     if config.loop.steps != ledger.schedule.steps:
