@@ -34,3 +34,11 @@ async def test_a_restore_that_fails_releases_no_sample_of_the_process_before(
     with pytest.raises(CheckpointError):
         await world.run()
     assert "were not released" not in caplog.text
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+async def test_a_run_may_go_on_for_fewer_steps(tmp_path: Path, steps: int):
+    await killed_at_step_2(tmp_path)
+    world = World(steps=steps, staleness=2, directory=tmp_path, restore=True)
+    assert (await world.run()).steps == steps
+    assert world.rollouts.owned == {}

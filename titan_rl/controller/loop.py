@@ -163,12 +163,12 @@ class TrainingLoop:
         """Release everything that the run still owns.
 
         Raises:
-            SamplesLeaked: the run has not failed and did not stop early, and yet stores hold samples.
+            SamplesLeaked: the run has not failed and trained all that it admitted, and yet stores hold samples.
         """
         if self._stepping is not None:
             self._stepping.cancel()
             await asyncio.gather(self._stepping, return_exceptions=True)
-        if failed or self.summary.stopped_early:
+        if failed or self._buffer.counts.active:  # some are left if it stops early, or goes on for fewer steps
             await release_samples(self._system.rollouts, self._reports.values())
         else:
             await check_stores_are_empty(self._system.rollouts)
