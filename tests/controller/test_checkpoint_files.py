@@ -62,10 +62,12 @@ def test_what_a_killed_run_left_half_written_is_removed_with_the_next_checkpoint
     assert [each.name for each in (tmp_path / CHECKPOINTS).iterdir()] == ["step-00000006"]
 
 
-def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
-    write(tmp_path, 4)
+def test_a_checkpoint_is_never_replaced(tmp_path: Path) -> None:
+    first = write(tmp_path, 4)
     (new_draft(tmp_path, 4) / "other").write_bytes(b"1")
-    assert {each.name for each in commit(tmp_path, 4).iterdir()} == {"other", MANIFEST}
+    with pytest.raises(StorageError, match="could not be written"):
+        commit(tmp_path, 4)
+    assert check(first).step == 4
 
 
 DAMAGES = {

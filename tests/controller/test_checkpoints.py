@@ -138,3 +138,15 @@ async def test_a_run_that_was_done_goes_on_for_more_steps(tmp_path: Path):
     summary = await second.run()
     assert summary.steps == 4 and second.trainer.batches == [[4, 5], [6, 7]]
     assert [each.version.step for each in summary.evaluations] == [0, 2, 4]
+
+
+async def test_a_run_that_ends_where_it_was_cut_has_that_checkpoint(tmp_path: Path):
+    world = World(steps=3, directory=tmp_path, checkpoint_every=2)
+    world.script.errors["play 5"] = [TaskError("the task raised")]
+    with pytest.raises(TaskError):
+        await world.run()
+    assert (
+        world.trainer.step == 2
+        and await world.loop.save() == f"titan-rl train --resume {tmp_path} goes on from step-00000002"
+    )
+    assert world.script.events.count("copy 2") == 1

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from scripted_system import World, settle
+from scripted_system import World
 
 from titan_rl.controller.checkpoint_files import checkpoints
 from titan_rl.errors import CheckpointError

@@ -73,8 +73,6 @@ def commit(run: Path, step: int) -> Path:
         _synced(manifest)
         for directory in [*(each for each in draft.rglob("*") if each.is_dir()), draft]:
             _sync_directory(directory)
-        if final.exists():  # of the same step, by a run that went on from an earlier one
-            shutil.rmtree(final)
         os.rename(draft, final)
         _sync_directory(final.parent)
     except OSError as error:

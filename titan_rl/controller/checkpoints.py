@@ -26,13 +26,13 @@ from pathlib import Path
 
 from titan_rl.actors.trainer import SAMPLES
 from titan_rl.config import RunConfig
-from titan_rl.controller.checkpoint_files import commit, discard, new_draft, prune
+from titan_rl.controller.checkpoint_files import checkpoints, commit, directory_of, discard, new_draft, prune
 from titan_rl.controller.publications import EVALUATED, KEPT, SERVED, Publications
 from titan_rl.controller.records import RunSummary
 from titan_rl.controller.system import System
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import references_in
-from titan_rl.errors import CheckpointError, SampleError, StorageError, WeightsError
+from titan_rl.errors import CallTimeout, CheckpointError, SampleError, StorageError, WeightsError
 from titan_rl.observability.activity import Activities
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.overrides import to_toml
@@ -157,7 +157,7 @@ class Checkpoints:
         self._system = system
         self._metrics = metrics
         self._say = say
-        self._writing: asyncio.Task[Path | None] | None = None
+        self._writing: asyncio.Task[None] | None = None
 
     async def cut_if_due(self, ledger: Ledger, publications: Publications, activity: Activities) -> None:
         """`cut`, if it is time for a checkpoint."""
@@ -167,13 +167,13 @@ class Checkpoints:
 
     async def cut(self, ledger: Ledger, publications: Publications, activity: Activities) -> None:
         """Cut between two steps. Returns when training may go on; the checkpoint is written beside it. Before the first
-        step there is nothing to write: a run that ends there starts over."""
+        step there is nothing to write: a run that ends there starts over. A step has one checkpoint, its first."""
         step = ledger.buffer.trainer_version.step
-        if not step:
-            return
         if self._writing is not None and not self._writing.done():
             return self._say(f"no checkpoint of step {step}: the one before is still being written")
         await self.written()
+        if not step or directory_of(self._run, step).exists():
+            return
         ledger.older = publications.older_than(
             ledger.buffer.trainer_version,
             needed_by={SERVED, EVALUATED} if ledger.buffer.knobs.exact_versions else {EVALUATED},
@@ -194,30 +194,30 @@ class Checkpoints:
             self._writing = asyncio.create_task(self._write(draft, step, pickled, publications, kept))
 
     async def written(self) -> Path | None:
-        """Wait until the checkpoint that is being written is there; returns its directory. None: there is none."""
-        writing, self._writing = self._writing, None
-        return None if writing is None else await writing
+        """Wait until the checkpoint that is being written is there; returns the newest one. None: there is none."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            await writing
+        return next(reversed(checkpoints(self._run)), None)
 
     async def _write(
         self, draft: Path, step: int, pickled: bytes, publications: Publications, kept: list[PolicyVersion]
-    ) -> Path | None:
+    ) -> None:
         try:
             await self._system.trainer.finish_checkpoint(draft, tuple(publications[version] for version in kept))
-            directory = await asyncio.to_thread(self._commit, draft, step, pickled)
-        except (StorageError, WeightsError, OSError) as error:
+            await asyncio.to_thread(self._commit, draft, step, pickled)
+        except (StorageError, WeightsError, CallTimeout, OSError) as error:
             await self._given_up(step, error, publications, kept)
-            return None
-        await _let_go(publications, kept)
-        return directory
+        else:
+            await _let_go(publications, kept)
 
-    def _commit(self, draft: Path, step: int, pickled: bytes) -> Path:
+    def _commit(self, draft: Path, step: int, pickled: bytes) -> None:
         (draft / LEDGER).write_bytes(pickled)
         (draft / CONFIG).write_text(to_toml(self._system.config), encoding="utf-8")
         (draft / PACKAGES).write_text(json.dumps(package_versions(), indent=1) + "\n", encoding="utf-8")
         self._metrics.sync()  # a checkpoint does not outlive the steps before it
-        directory = commit(self._run, step)
+        commit(self._run, step)
         prune(self._run, keep=self._system.config.checkpoint.keep, newest=step)
-        return directory
 
     async def _given_up(
         self, step: int, error: Exception, publications: Publications, kept: list[PolicyVersion]

@@ -156,8 +156,8 @@ class TrainingLoop:
             return ""
         await self._checkpoints.written()
         await self._checkpoints.cut(self.ledger, self._publications, self._activity)
-        directory = await self._checkpoints.written()
-        return f"titan-rl train --resume {directory.parent.parent} goes on from here" if directory else ""
+        newest = await self._checkpoints.written()
+        return f"titan-rl train --resume {newest.parent.parent} goes on from {newest.name}" if newest else ""
 
     async def end(self, *, failed: bool) -> None:
         """Release everything that the run still owns.

@@ -59,7 +59,8 @@ MAY_CHANGE = (
     "router.",
     "weights.",
 )
-"""Settings, and sections, that change nothing of what a deterministic run computes from its next step on."""
+"""Settings, and sections, that change nothing of what a deterministic run computes from its next step on; but for
+`loop.steps` where the learning rate falls towards the end of the run, which is another end then."""
 
 CLOSE = (
     "trainer.data_parallel",
