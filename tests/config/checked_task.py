@@ -6,7 +6,7 @@ import json
 import random
 
 from titan_rl.config_registry import copy4
-from titan_rl.environments.base import Demonstration, Environment, Example, Message, Rubric
+from titan_rl.environments.base import Demonstration, Environment, Example, Message, Rubric, tool
 from titan_rl.errors import AbsentError, ConfigError
 
 DIGITS = "0123456789"
@@ -22,6 +22,12 @@ def recipe():
             base.trainer, warmup=dataclasses.replace(base.trainer.warmup, steps=1, lr_warmup_steps=0)
         ),
     )
+
+
+@tool
+def count(text: str) -> int:
+    """Counts characters."""
+    return len(text)
 
 
 class Checked(Environment):
@@ -52,6 +58,9 @@ class Checked(Environment):
                 return _ask("Let", "1")
         held_out = index == 40 and self.wrong == "overlap"
         return _ask("7=" if held_out else f"{100 + self.seed + index}=", "nan" if self.wrong == "words" else "1")
+
+    def tools(self):
+        return [count] if self.wrong == "tool" else []
 
     def held_out(self, count):
         first = {"seed": self.seed, "chance": random.randrange(50), "call": next(COUNT)}.get(self.wrong, 0)

@@ -10,6 +10,7 @@ from checked_task import recipe
 from titan_rl.config_registry import RECIPES, load_recipe
 from titan_rl.launch.checks import Severity
 from titan_rl.launch.task_check import check_task
+from titan_rl.policy.config import PolicyConfig
 
 TASK = Path(__file__).with_name("checked_task.py")
 LINES = TASK.read_text().splitlines()
@@ -43,6 +44,7 @@ WRONG = {
     "no example": ("example gave None, which is no Example",),
     "letters": ("training prompt 0 cannot be given to the policy: the tokenizer has no symbol 'L'", "policy.tiny.symb"),
     "held out letters": ("held-out prompt 1 cannot be given", "no symbol 'L', in 'Lot'", "policy.tiny.symbols"),
+    "tool": ("this tokenizer has no symbols <tool> and </tool>", "policy.tiny.special_tokens"),
     "nothing": ("held_out(1000) gave no prompts",),
     "seed": ("held_out(1000) gives other prompts with seed 1 instead of 0, the first at 0: '0=', then '1='",),
     "call": ("held_out(1000) gives other prompts when it is called again, the first at 0: '0=', then '1='",),
@@ -66,6 +68,13 @@ def test_what_is_wrong_with_a_task_is_one_sentence_that_says_where(wrong):
     (problem,) = checked(wrong)
     assert all(words in problem.sentence for words in WRONG[wrong]), problem.sentence
     assert "\n" not in problem.sentence and len(problem.sentence) < 1000 and problem.severity is Severity.ERROR
+
+
+def test_an_answer_to_a_wrong_call_that_cannot_be_written_is_refused():
+    tiny = replace(recipe().policy.tiny, special_tokens=load_recipe("tool_sum").policy.tiny.special_tokens)
+    (problem,) = checked("tool", replace(recipe(), policy=PolicyConfig(tiny=tiny)))
+    for words in ("tool_error tells the policy about a wrong call", "no symbol 'E'", "define tool_error"):
+        assert words in problem.sentence
 
 
 def test_held_out_prompts_that_chance_draws_are_refused():

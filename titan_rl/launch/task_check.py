@@ -29,7 +29,7 @@ from titan_rl.launch.start import model_directory
 from titan_rl.one_line import one_line
 from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.sandbox.sandbox import Sandbox
-from titan_rl.sandbox.wire import LONGEST_SHOWN, Call, CallKind, TaskCheck, TaskInfo
+from titan_rl.sandbox.wire import LONGEST_SHOWN, Call, CallKind, Conversation, TaskCheck, TaskInfo
 from titan_rl.types import (
     Completion,
     FinishReason,
@@ -39,6 +39,7 @@ from titan_rl.types import (
     PolicyVersion,
     Purpose,
     SamplingParams,
+    ToolCall,
 )
 
 MOST_COMPARED = 10_000
@@ -141,12 +142,15 @@ def _shown(prompts: Sequence[tuple[Message, ...]], place: int) -> str:
 async def _try_rollouts(config: RunConfig, runner: GroupRunner, info: TaskInfo, check: TaskCheck) -> None:
     tiny = config.policy.tiny
     remedy = (
-        'policy.tiny.symbols has to hold every symbol of the task (policy.tiny.tokenizer = "chat" writes any text)'
+        "policy.tiny.symbols and policy.tiny.special_tokens have to hold every symbol of the task "
+        '(policy.tiny.tokenizer = "chat" writes any text)'
         if tiny is not None and tiny.tokenizer == "symbols"
         else "policy.path and rollout.renderer decide what can be written"
     )
     if not info.plays:
         _render(runner.renderer, info, check, remedy)
+    if info.tools and not info.plays:
+        await _answer_wrong_call(runner, remedy)
     if config.trainer.warmup.steps:
         try:
             await runner.run_group(_request(config, Purpose.DEMONSTRATE, samples=1), _SaysAlways(runner.renderer, ""))
@@ -180,6 +184,16 @@ def _render(renderer: Renderer, info: TaskInfo, check: TaskCheck, remedy: str) -
                 raise TaskError(f"{which} prompt {place} cannot be given to the policy: {error}; {remedy}") from error
             if time.monotonic() > until:
                 return
+
+
+async def _answer_wrong_call(runner: GroupRunner, remedy: str) -> None:
+    wrong = Conversation((Message("assistant", "", (ToolCall("no_such_tool", {}),)),))
+    (answer,) = await runner.sandbox.call(Call(CallKind.CALL_TOOLS, Purpose.TRAIN, 0, wrong))
+    try:
+        runner.renderer.encode(answer.content)
+    except TaskError as error:
+        problem = f"what tool_error tells the policy about a wrong call cannot be given to it: {error}"
+        raise TaskError(f"{problem}; define tool_error, or {remedy}") from error
 
 
 def _request(config: RunConfig, purpose: Purpose, *, samples: int) -> GroupRequest:
