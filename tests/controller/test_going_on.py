@@ -7,7 +7,8 @@ import pytest
 from scripted_system import World
 
 from titan_rl.controller.checkpoint_files import checkpoints
-from titan_rl.errors import CheckpointError
+from titan_rl.errors import CallTimeout, CheckpointError
+from titan_rl.types import PolicyVersion
 
 
 async def written(directory: Path, step: int) -> None:
@@ -42,3 +43,24 @@ async def test_a_run_may_go_on_for_fewer_steps(tmp_path: Path, steps: int):
     world = World(steps=steps, staleness=2, directory=tmp_path, restore=True)
     assert (await world.run()).steps == steps
     assert world.rollouts.owned == {}
+
+
+@pytest.mark.parametrize("error", [CallTimeout("no answer within 600 s"), ValueError("a bug")])
+async def test_a_checkpoint_that_is_not_written_in_time_keeps_no_publication(tmp_path: Path, error: Exception):
+    world = World(steps=6, staleness=2, every=2, directory=tmp_path, checkpoint_every=4)
+    world.script.holds = lambda gate: gate in ("evaluate v2", "write 4")
+    world.script.errors["write 4"] = [error]
+    async with world.running() as task:
+        while "write 4" not in world.script.held:
+            await settle()
+        await world.script.open("evaluate v2", "write 4")
+        done, _ = await asyncio.wait({task}, timeout=5)
+        assert done, "the publisher waits for a free slot"
+        await task
+    assert world.trainer.live == [PolicyVersion(0, 6)]
+    if isinstance(error, ValueError):
+        with pytest.raises(ValueError, match="a bug"):
+            await world.loop.save()
+    else:
+        assert f"no checkpoint of step 4, the run goes on: {error}" in world.printed
+        assert await world.loop.save()

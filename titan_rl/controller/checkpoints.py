@@ -32,7 +32,7 @@ from titan_rl.controller.records import RunSummary
 from titan_rl.controller.system import System
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import references_in
-from titan_rl.errors import CallTimeout, CheckpointError, SampleError, StorageError, WeightsError
+from titan_rl.errors import CheckpointError, SampleError, StorageError
 from titan_rl.observability.activity import Activities
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.overrides import to_toml
@@ -206,7 +206,7 @@ class Checkpoints:
         try:
             await self._system.trainer.finish_checkpoint(draft, tuple(publications[version] for version in kept))
             await asyncio.to_thread(self._commit, draft, step, pickled)
-        except (StorageError, WeightsError, CallTimeout, OSError) as error:
+        except Exception as error:  # whatever it is; a trainer that is gone ends the run by itself
             await self._given_up(step, error, publications, kept)
         else:
             await _let_go(publications, kept)
