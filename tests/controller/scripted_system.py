@@ -27,7 +27,7 @@ from titan_rl.controller.records import RunSummary
 from titan_rl.controller.system import System
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
 from titan_rl.data_plane.store import HeldReport
-from titan_rl.errors import GeneratorNotServing, OwnershipError
+from titan_rl.errors import GeneratorNotServing, OwnershipError, TrainingError
 from titan_rl.observability.progress import RunDisplay
 from titan_rl.policy.config import TrainerConfig, WarmupConfig
 from titan_rl.rollout.report import GroupReport, RolloutReport
@@ -75,8 +75,10 @@ class ScriptedTrainer:
     async def freeze_reference(self) -> None:
         await self.script.gate("freeze")
 
-    async def begin_checkpoint(self, directory: Path, samples: SampleBatch) -> None:
+    async def begin_checkpoint(self, directory: Path, step: int, samples: SampleBatch) -> None:
         await self.script.gate(f"copy {self.step}")
+        if step != self.step:
+            raise TrainingError(f"no checkpoint of step {step}: the trainer is at step {self.step}")
         self.copied = (self.step, samples)
 
     async def finish_checkpoint(self, directory: Path, publications: tuple[Publication, ...]) -> None:

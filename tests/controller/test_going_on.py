@@ -7,7 +7,7 @@ import pytest
 from scripted_system import World
 
 from titan_rl.controller.checkpoint_files import checkpoints
-from titan_rl.errors import CallTimeout, CheckpointError
+from titan_rl.errors import CallTimeout, CheckpointError, TrainingError
 from titan_rl.types import PolicyVersion
 
 
@@ -64,3 +64,13 @@ async def test_a_checkpoint_that_is_not_written_in_time_keeps_no_publication(tmp
     else:
         assert f"no checkpoint of step 4, the run goes on: {error}" in world.printed
         assert await world.loop.save()
+
+
+async def test_a_step_whose_answer_came_too_late_is_not_saved_under_the_number_of_the_one_before(tmp_path: Path):
+    world = World(steps=3, directory=tmp_path)
+    world.script.errors["news of 2"] = [CallTimeout("no answer within 600 s")]
+    with pytest.raises(CallTimeout):
+        await world.loop.run()
+    with pytest.raises(TrainingError, match="no checkpoint of step 1: the trainer is at step 2"):
+        await world.loop.save()
+    assert [each.name for each in checkpoints(tmp_path)] == ["step-00000001"]

@@ -202,8 +202,10 @@ class PolicyTrainer(ConnectedActor):
         return self._ready().step
 
     @in_order
-    def begin_checkpoint(self, directory: str, samples: SampleBatch) -> None:
+    def begin_checkpoint(self, directory: str, step: int, samples: SampleBatch) -> None:
         """Copy in memory all that a checkpoint keeps; see `Trainer.begin_checkpoint`."""
+        if (mine := self._ready().step) != step:
+            raise TrainingError(f"no checkpoint of step {step}: the trainer is at step {mine}")
         self._ready().begin_save(Path(directory, STATE))
         self._copied = self._ready().samples.fetch(samples) if self._rank == 0 else ()
 
@@ -328,14 +330,15 @@ class Trainer:
         """Write a Hugging Face checkpoint; returns the step of its weights."""
         return (await self._call(self._step_seconds, PolicyTrainer.save, str(directory)))[0]
 
-    async def begin_checkpoint(self, directory: Path, samples: SampleBatch) -> None:
-        """Copy in memory the trainer's state and these samples. Returns when training may go on.
+    async def begin_checkpoint(self, directory: Path, step: int, samples: SampleBatch) -> None:
+        """Copy in memory the trainer's state after `step` and these samples. Returns when training may go on.
 
         Raises:
+            TrainingError: the trainer is at another step: nobody heard how the last one ended.
             SampleError: a sample is missing or damaged.
             StorageError: nothing can be written there.
         """
-        await self._call(self._step_seconds, PolicyTrainer.begin_checkpoint, str(directory), samples)
+        await self._call(self._step_seconds, PolicyTrainer.begin_checkpoint, str(directory), step, samples)
 
     async def finish_checkpoint(self, directory: Path, publications: tuple[Publication, ...]) -> None:
         """Write what was copied, and these live publications, to `directory`. Other calls go on meanwhile.

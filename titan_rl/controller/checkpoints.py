@@ -167,7 +167,11 @@ class Checkpoints:
 
     async def cut(self, ledger: Ledger, publications: Publications, activity: Activities) -> None:
         """Cut between two steps. Returns when training may go on; the checkpoint is written beside it. Before the first
-        step there is nothing to write: a run that ends there starts over. A step has one checkpoint, its first."""
+        step there is nothing to write: a run that ends there starts over. A step has one checkpoint, its first.
+
+        Raises:
+            TrainingError: the trainer is at another step than the ledger.
+        """
         step = ledger.buffer.trainer_version.step
         if self._writing is not None and not self._writing.done():
             return self._say(f"no checkpoint of step {step}: the one before is still being written")
@@ -187,7 +191,7 @@ class Checkpoints:
         try:
             with activity("checkpoint", step=step):
                 draft = new_draft(self._run, step)
-                await self._system.trainer.begin_checkpoint(draft, samples)
+                await self._system.trainer.begin_checkpoint(draft, step, samples)
         except (StorageError, SampleError) as error:
             await self._given_up(step, error, publications, kept)
         else:
