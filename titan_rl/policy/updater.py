@@ -117,6 +117,7 @@ class PolicyUpdater:
         self.step = 0
         self.incarnation = 0
         self._writer: StateWriter | None = None
+        self._torn = False
         self.aliases = self._policy.aliases
 
     def plan(self, batch: SampleBatch) -> PackingPlan:
@@ -257,10 +258,12 @@ class PolicyUpdater:
 
         Raises:
             StorageError: nothing can be written there.
-            TrainingError: nothing was trained yet.
+            TrainingError: nothing was trained yet, or the optimizer raised in the middle of a step.
         """
         if not self.step:
             raise TrainingError("there is nothing to save before the first step")
+        if self._torn:
+            raise TrainingError(f"the optimizer failed in the middle of step {self.step}: its weights are not saved")
         if self._writer is None:
             self._writer = StateWriter()
         self._writer.begin(self._state(), directory)
@@ -317,7 +320,9 @@ class PolicyUpdater:
             optimizer.discard_gradients()
             raise TrainingError(f"{what}: {metrics.describe_failure(grad_norm)}; the weights were not changed")
         alarmed = not warm_up and self._look_at_engine(metrics)
+        self._torn = True  # while some weights may be those after the step and others not
         lr = optimizer.step()
+        self._torn = False
         return metrics.report(seconds=time.perf_counter() - began) | {
             "grad_norm": grad_norm,
             "lr": lr,
