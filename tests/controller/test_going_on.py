@@ -74,3 +74,38 @@ async def test_a_step_whose_answer_came_too_late_is_not_saved_under_the_number_o
     with pytest.raises(TrainingError, match="no checkpoint of step 1: the trainer is at step 2"):
         await world.loop.save()
     assert [each.name for each in checkpoints(tmp_path)] == ["step-00000001"]
+
+
+async def stopped_at(world: World, gate: str) -> asyncio.Task[str]:
+    """A run that was stopped when somebody was there, and is now being saved."""
+    world.script.holds = lambda name: name == gate
+    task = asyncio.create_task(world.loop.run())
+    while world.script.held != [gate]:
+        await settle()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    saving = asyncio.create_task(world.loop.save())
+    await settle()
+    world.script.holds = lambda name: False
+    return saving
+
+
+async def test_a_cut_that_is_under_way_when_the_run_is_stopped_comes_to_its_end(tmp_path: Path):
+    world = World(steps=3, directory=tmp_path)
+    saving = await stopped_at(world, "copy 1")
+    assert world.script.held == ["copy 1"]
+    assert "copy 1" not in world.script.cancelled, "its draft is still being written to"
+    await world.script.open("copy 1")
+    assert await saving
+    assert [each.name for each in checkpoints(tmp_path)] == ["step-00000001"]
+
+
+async def test_a_step_that_fails_while_a_stopped_run_waits_for_it_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    world = World(steps=3, directory=tmp_path)
+    world.script.errors["train 2"] = [TrainingError("NaN in the loss")]
+    saving = await stopped_at(world, "train 2")
+    await world.script.open("train 2")
+    assert await saving
+    assert "the last step failed: NaN in the loss" in caplog.text

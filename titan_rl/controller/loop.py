@@ -103,7 +103,7 @@ class TrainingLoop:
             self._exact = ExactVersions(self._buffer, self._publications, system, activity=self._activity)
         self.has_weights = restore_from is None
         """Whether the trainer holds weights of this run: not while it is being restored."""
-        self._stepping: asyncio.Future[None] | None = None  # the optimizer step that is under way, or the last one
+        self._stepping: asyncio.Future[None] | None = None  # the step that is under way, with its cut, or the last one
         self._changed = asyncio.Event()
 
     @property
@@ -152,6 +152,8 @@ class TrainingLoop:
         """Write a last checkpoint, after the step that is under way; returns where it is, in words."""
         if self._stepping is not None:
             await asyncio.wait({self._stepping})
+            if (error := self._stepping.exception()) is not None:
+                _log.warning("the last step failed: %s", error)
         if self._checkpoints is None or not self.has_weights:
             return ""
         await self._checkpoints.written()
@@ -239,10 +241,13 @@ class TrainingLoop:
         failure: lost samples are played again, anything else ends the run."""
         schedule = self._schedule
         while batch := await self._until("trainer", schedule.trainer_waits_for, schedule.take, schedule.all_trained):
-            self._stepping = asyncio.ensure_future(self._step(batch))
+            self._stepping = asyncio.ensure_future(self._step_and_cut(batch))
             await asyncio.shield(self._stepping)  # a run that ends saves a step that is under way, and its numbers
-            if batch.version < self._buffer.trainer_version and not schedule.all_trained() and self._checkpoints:
-                await self._checkpoints.cut_if_due(self.ledger, self._publications, self._activity)
+
+    async def _step_and_cut(self, batch: Batch) -> None:
+        await self._step(batch)
+        if batch.version < self._buffer.trainer_version and not self._schedule.all_trained() and self._checkpoints:
+            await self._checkpoints.cut_if_due(self.ledger, self._publications, self._activity)
 
     async def _step(self, batch: Batch) -> None:
         reports = [self._reports[group_id] for group_id in batch.group_ids]
