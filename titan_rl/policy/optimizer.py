@@ -51,6 +51,9 @@ class PolicyOptimizer:
         """Take over the state of an optimizer that has done so many steps; the rate is the schedule's."""
         self._optimizers.load_state_dict(moments)
         self._schedulers.load_state_dict({"last_epoch": min(step, self._total_steps - 1)})
+        for scheduler in self._schedulers.schedulers:  # the stored rate is of a schedule that may have been shorter
+            for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
 
     def discard_gradients(self) -> None:
         self._optimizers.zero_grad()
