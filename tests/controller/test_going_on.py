@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from script import settle
 from scripted_system import World
 
 from titan_rl.controller.checkpoint_files import checkpoints
@@ -58,22 +59,18 @@ async def test_a_checkpoint_that_is_not_written_in_time_keeps_no_publication(tmp
         assert done, "the publisher waits for a free slot"
         await task
     assert world.trainer.live == [PolicyVersion(0, 6)]
-    if isinstance(error, ValueError):
-        with pytest.raises(ValueError, match="a bug"):
-            await world.loop.save()
-    else:
-        assert f"no checkpoint of step 4, the run goes on: {error}" in world.printed
-        assert await world.loop.save()
+    assert f"no checkpoint of step 4, the run goes on: {error}" in world.printed
+    assert await world.loop.save()
 
 
 async def test_a_step_whose_answer_came_too_late_is_not_saved_under_the_number_of_the_one_before(tmp_path: Path):
-    world = World(steps=3, directory=tmp_path)
+    world = World(steps=3, directory=tmp_path, checkpoint_every=0)
     world.script.errors["news of 2"] = [CallTimeout("no answer within 600 s")]
     with pytest.raises(CallTimeout):
         await world.loop.run()
     with pytest.raises(TrainingError, match="no checkpoint of step 1: the trainer is at step 2"):
         await world.loop.save()
-    assert [each.name for each in checkpoints(tmp_path)] == ["step-00000001"]
+    assert checkpoints(tmp_path) == []
 
 
 async def stopped_at(world: World, gate: str) -> asyncio.Task[str]:

@@ -159,11 +159,8 @@ class PolicyUpdater:
         return {name: metrics[name] for name in told}
 
     def freeze_reference(self) -> None:
-        """Compare the policy from now on with its weights as they are now: the KL term of the loss.
-
-        Raises:
-            TrainingError: `trainer.kl.coefficient` is 0.
-        """
+        """Compare the policy from now on with its weights as they are now: the KL term of the loss. Raises
+        TrainingError if `trainer.kl.coefficient` is 0."""
         from titan_rl.policy.models.model import frozen_copy
 
         if not self._config.kl.coefficient:
@@ -269,11 +266,7 @@ class PolicyUpdater:
         self._writer.begin(self._state(), directory)
 
     def finish_save(self) -> None:
-        """Wait until what `begin_save` began is written. Not collective; for another thread.
-
-        Raises:
-            StorageError: it could not be written.
-        """
+        """Wait until it is written, in any thread; not collective. Raises StorageError if it could not be written."""
         assert self._writer is not None
         self._writer.finish()
 
