@@ -13,7 +13,7 @@ from titan_rl.environments.dataset import is_held_out
 from titan_rl.environments.gsm8k import INSTRUCTION, Gsm8k, last_box
 from titan_rl.errors import ConfigError
 from titan_rl.sandbox.sandbox import Sandbox
-from titan_rl.sandbox.wire import Call, CallKind, EnvironmentSetup, ExamplePrompt
+from titan_rl.sandbox.wire import Call, CallKind, Conversation, EnvironmentSetup, ExamplePrompt
 from titan_rl.types import Example, FinishReason, Purpose
 
 
@@ -249,7 +249,8 @@ async def test_a_group_is_asked_and_scored_in_a_process_of_its_own(files):
         assert await process.call(Call(CallKind.EXAMPLE, Purpose.TRAIN, 7)) == ExamplePrompt(example.prompt)
         texts = [f"\\boxed{{{example.answer}}}", "\\boxed{1}", "\\boxed{9^{9^{9^{9}}}}", ""]
         calls = [
-            Call(CallKind.SCORE, Purpose.TRAIN, 7, said(text).messages, said(text).finish_reasons) for text in texts
+            Call(CallKind.SCORE, Purpose.TRAIN, 7, Conversation(said(text).messages, said(text).finish_reasons))
+            for text in texts
         ]
         assert [reward for reward, _ in await asyncio.gather(*map(process.call, calls))] == [1.0, 0.0, 0.0, 0.0]
         assert process.restarts == 0  # math-verify's own limits were kept

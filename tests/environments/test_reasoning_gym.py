@@ -13,7 +13,7 @@ from titan_rl.environments.dataset import is_held_out
 from titan_rl.environments.reasoning_gym import INSTRUCTION, SOURCE_ONLY, ReasoningGym, import_gym
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.sandbox.sandbox import Sandbox
-from titan_rl.sandbox.wire import Call, CallKind, EnvironmentSetup, ExamplePrompt
+from titan_rl.sandbox.wire import Call, CallKind, Conversation, EnvironmentSetup, ExamplePrompt
 from titan_rl.types import FinishReason, Purpose
 
 SUMS = {
@@ -259,7 +259,9 @@ async def test_a_group_is_asked_and_scored_in_a_process_of_its_own():
             index = 7 if purpose is Purpose.TRAIN else 2
             for text, reward in ((example.answer["answer"], 1.0), ("x", 0.0)):
                 transcript = said(example, text)
-                call = Call(CallKind.SCORE, purpose, index, transcript.messages, transcript.finish_reasons)
+                call = Call(
+                    CallKind.SCORE, purpose, index, Conversation(transcript.messages, transcript.finish_reasons)
+                )
                 assert (await process.call(call))[0] == reward
     finally:
         await process.close()

@@ -23,7 +23,7 @@ def docstring_example() -> str:
 
 
 def tasks_of(code: str) -> list[type[Environment]]:
-    names: dict = {"__name__": "written"}
+    names: dict = {"__name__": "written", "__file__": "written.py"}
     exec(compile(code, "written", "exec"), names)
     return [each for each in names.values() if isinstance(each, type) and issubclass(each, Environment)]
 
