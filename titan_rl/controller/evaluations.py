@@ -98,10 +98,10 @@ class Evaluations:
                 raise
             self.pinned = None
             self._warn(f"{version} is not evaluated, the generator that was pinned for it is lost: {error}")
+            self._schedule.evaluated(version)
         self._schedule.release_fleet(version)
         changed()
         await self._publications.release(version, EVALUATED)
-        self._schedule.evaluated(version)
         changed()
 
     async def evaluate(self, version: PolicyVersion) -> None:
