@@ -132,7 +132,11 @@ class CallTimeout(TitanError):
     """A call was not answered within its bound. Its process may be slow, or stopped: only its end means that."""
 
 
-class MeshFailed(ActorFailed):
+class ActorGone(ActorFailed):
+    """The process of an actor is gone, with everything that it was doing. It may be replaced."""
+
+
+class MeshFailed(ActorGone):
     """A process of a mesh ended or an actor on it failed, by itself."""
 
     def __init__(self, message: str, mesh: str) -> None:

@@ -10,14 +10,15 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import monarch.actor
 import pytest
 from monarch.actor import default_bootstrap_cmd, this_host
 
-from titan_rl.actors.connection import ConnectedActor, Connection, _Outbox, bounded, served
-from titan_rl.errors import ActorFailed, CallTimeout, RequestError
+from titan_rl.actors.connection import ConnectedActor, Connection, Lifeline, bounded, served
+from titan_rl.errors import ActorFailed, ActorGone, CallTimeout, RequestError
 
 SECONDS = 60.0
 HERE = str(Path(__file__).parent)
@@ -140,8 +141,8 @@ async def test_a_caller_that_is_cancelled_just_when_its_outcome_comes_is_cancell
     """Else a task of a group that ends would go on for ever, and the group would wait for it."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[int] = loop.create_future()
-    connection = Connection(None, what="nobody.{}")
-    connection._outbox = _Outbox()  # never sent
+    silent = SimpleNamespace(connect=SimpleNamespace(call_one=lambda address: loop.create_future()))
+    connection = Connection(silent, what="nobody.{}")
 
     async def ends_as_told(call: Coroutine[Any, Any, int], come: Callable[[], None]) -> bool:
         """Whether the caller ends cancelled exactly if the cancellation came before its end."""
@@ -156,8 +157,10 @@ async def test_a_caller_that_is_cancelled_just_when_its_outcome_comes_is_cancell
 
     assert await ends_as_told(bounded(outcome, what="echo", seconds=SECONDS), lambda: outcome.set_result(1))
     call = connection.call(SECONDS, Echo.echo, 1)
-    [(_, outcome)] = connection._open.values()
+    assert connection._link is not None
+    [(_, outcome)] = connection._link.open.values()
     assert await ends_as_told(call, lambda: outcome.set_result(1))
+    await connection.close()
 
 
 async def test_errors_say_who_was_called_and_why_it_failed(connection: Connection) -> None:
@@ -227,3 +230,32 @@ async def test_nothing_is_kept_of_calls_that_are_over(connection: Connection) ->
     await calls(30_000)
     assert (allocated_bytes() - here) / 30_000 < 150
     assert (await connection.call(SECONDS, Echo.allocated) - there) / 30_000 < 100
+
+
+async def test_what_is_lost_fails_at_once_and_goes_on_with_its_replacement(connection: Connection) -> None:
+    actor = connection._actor
+    waiting = asyncio.create_task(connection.call(None, Echo.never))
+    await connection.call(SECONDS, Echo.echo, 0)
+    connection.lose("a test says so")
+    with pytest.raises(ActorGone, match="^echo.never of rank 0: a test says so$"):
+        await waiting
+    with pytest.raises(ActorGone, match="^echo.echo of rank 0: a test says so$"):
+        await connection.call(SECONDS, Echo.echo, 0)
+    connection.replace(actor)
+    assert await connection.call(SECONDS, Echo.echo, 1) == 1
+
+
+async def test_a_call_that_may_be_made_twice_is_made_again_when_its_actor_was_replaced(connection: Connection) -> None:
+    lifeline, actor = Lifeline(seconds=SECONDS), connection._actor
+    connection.lose("a test says so")
+    waiting = asyncio.create_task(lifeline.again(lambda: connection.call(SECONDS, Echo.echo, 1)))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    connection.replace(actor)
+    lifeline.replaced()
+    assert await waiting == 1
+    with pytest.raises(ActorFailed, match="raised ValueError: seven"):  # no reason to call it twice
+        await lifeline.again(lambda: connection.call(SECONDS, Echo.break_down))
+    connection.lose("nobody replaces it")
+    with pytest.raises(ActorGone, match="nobody replaces it"):
+        await Lifeline(seconds=0.01).again(lambda: connection.call(SECONDS, Echo.echo, 1))

@@ -8,7 +8,8 @@
     client ── None ──▶                                  the client leaves
 
 - Neither end keeps any state of a finished call, nor of a client that has left.
-- Every call ends: with its outcome, at its bound, or when the actor is gone. Arguments and outcomes are pickled one by
+- Every call ends: with its outcome, at its bound, or when the actor is gone. An actor that is gone may be replaced; a
+  call that may be made twice then goes to the new one (`Lifeline`). Arguments and outcomes are pickled one by
   one, so what cannot be pickled or unpickled fails its own call only.
 - Above this module nobody sees an exception type of Monarch. A caller's time-out does not cancel the remote work, and
   it does not mean that the actor is gone.
@@ -35,7 +36,7 @@ import cloudpickle
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import Actor, ActorError, Channel, concurrent_endpoint
 
-from titan_rl.errors import ActorFailed, CallTimeout, TitanError
+from titan_rl.errors import ActorFailed, ActorGone, CallTimeout, TitanError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -85,7 +86,8 @@ async def bounded(call: Awaitable[T], *, what: str, seconds: float | None) -> T:
 
     Raises:
         TitanError: the remote endpoint raised one; it comes through as it is.
-        ActorFailed: the endpoint raised anything else, or the process is gone.
+        ActorGone: the process or actor is gone.
+        ActorFailed: the endpoint raised anything else.
         CallTimeout: no answer came in time.
     """
     try:
@@ -97,7 +99,7 @@ async def bounded(call: Awaitable[T], *, what: str, seconds: float | None) -> T:
             raise cause from error
         raise ActorFailed(f"{what} raised {type(cause).__name__}: {cause}") from error
     except SupervisionError as error:
-        raise ActorFailed(f"{what}: {_gone(error)}") from error
+        raise ActorGone(f"{what}: {_gone(error)}") from error
     except TimeoutError as error:
         raise CallTimeout(f"{what}: no answer within {seconds:g} s") from error
 
@@ -152,7 +154,8 @@ def caller() -> Caller:
 
 
 class Connection:
-    """One client's calls to one `ConnectedActor`. Belongs to one event loop; the first call connects."""
+    """One client's calls to one `ConnectedActor`, or to the one that replaces it. Belongs to one event loop; the first
+    call connects."""
 
     def __init__(
         self,
@@ -174,9 +177,8 @@ class Connection:
         self._on_push = on_push
         self._on_lost = on_lost
         self._numbers = itertools.count()
-        self._open: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # with the endpoint's name
-        self._outbox: _Outbox | None = None
-        self._connected: asyncio.Task[None] | None = None
+        self._link: _Link | None = None
+        self._lost = ""  # why every call fails
 
     def call(
         self, seconds: float | None, endpoint: ServedMethod[P, T], *args: P.args, **kwargs: P.kwargs
@@ -190,14 +192,17 @@ class Connection:
 
         Raises:
             TitanError: the endpoint raised one; it comes through as it is.
-            ActorFailed: it raised anything else, or the process is gone.
+            ActorGone: the process or actor is gone.
+            ActorFailed: the endpoint raised anything else.
             CallTimeout: no answer came within `seconds`.
         """
         number, name = next(self._numbers), endpoint.answer.__name__
-        self._put(number, name, args, kwargs)
         outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._open[number] = (name, outcome)
-        outcome.add_done_callback(lambda _: self._open.pop(number))
+        if (link := self._put(number, name, args, kwargs)) is not None:
+            link.open[number] = (name, outcome)
+            outcome.add_done_callback(lambda _: link.open.pop(number))
+        else:
+            outcome.set_exception(ActorGone(f"{self._what.format(name)}: {self._lost}"))
         return self._result(self._what.format(name), outcome, seconds)
 
     def tell(self, endpoint: ServedMethod[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -205,21 +210,35 @@ class Connection:
         fails, the connection is lost, because nobody else would hear of it."""
         self._put(None, endpoint.answer.__name__, args, kwargs)
 
+    def lose(self, reason: str) -> None:
+        """The caller knows that the actor is gone: open calls fail now, and so does every call until `replace`."""
+        self._lost = reason
+        if self._link is not None:
+            self._end(self._link, reason)
+
+    def replace(self, actor: Any) -> None:
+        """From now on this actor is called. Open calls to the one before fail."""
+        self.lose("it was replaced")
+        self._actor, self._lost = actor, ""
+
     async def close(self) -> None:
         """Disconnect. Open calls fail."""
-        if self._connected is None:
+        if (link := self._link) is None:
             return
-        if self._outbox is not None and self._outbox.end():
-            await asyncio.wait([self._connected], timeout=LEAVE_SECONDS)
-        self._connected.cancel()
-        await asyncio.gather(self._connected, return_exceptions=True)
+        if link.outbox.end():
+            await asyncio.wait([link.task], timeout=LEAVE_SECONDS)
+        self._end(link, "the connection was closed")
+        await asyncio.gather(link.task, return_exceptions=True)
 
-    def _put(self, number: int | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _put(self, number: int | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Link | None:
+        """Send a call. None: the actor is gone."""
         arguments = pickle.dumps((args, kwargs))  # raises before anything is changed
-        if self._outbox is None:
-            self._outbox = _Outbox()
-            self._connected = asyncio.get_running_loop().create_task(self._connect(self._outbox))
-        self._outbox.put((number, name, arguments))
+        if self._lost:
+            return None
+        if self._link is None:
+            self._link = _Link(self._actor, self._hear, self._end)
+        self._link.outbox.put((number, name, arguments))
+        return self._link
 
     async def _result(self, what: str, outcome: asyncio.Future[Any], seconds: float | None) -> Any:
         try:
@@ -233,43 +252,99 @@ class Connection:
             raise ActorFailed(f"{what} {result.text}")
         return result
 
-    async def _connect(self, outbox: _Outbox) -> None:
-        """Hold the connection open until it ends. The next call after that opens a new one."""
+    def _hear(self, link: _Link, number: int | None, pickled: bytes) -> None:
+        if number is None:
+            item = pickle.loads(pickled)
+            if isinstance(item, (TitanError, _Raised)):
+                raise ActorFailed(f"a call without an outcome failed: {item}")
+            return self._on_push(item)
+        _, outcome = link.open.get(number, ("", None))
+        if outcome is not None and not outcome.done():
+            try:
+                outcome.set_result(pickle.loads(pickled))
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+                outcome.set_result(_Raised(f"answered what cannot be unpickled: {why}"))
+
+    def _end(self, link: _Link, reason: str) -> None:
+        """The link has ended, or must. The next call opens a new one."""
+        if self._link is not link:
+            return
+        self._link = None
+        link.task.cancel()
+        for name, outcome in list(link.open.values()):
+            if not outcome.done():
+                outcome.set_exception(ActorGone(f"{self._what.format(name)}: {reason}"))
+        self._on_lost(reason)
+
+
+class _Link:
+    """A connection to one actor, until that actor is gone."""
+
+    def __init__(
+        self, actor: Any, hear: Callable[[_Link, int | None, bytes], None], ended: Callable[[_Link, str], None]
+    ) -> None:
+        self.outbox = _Outbox()
+        self.open: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # with the endpoint's name
+        self._hear = hear
+        self._ended = ended
+        self.task = asyncio.get_running_loop().create_task(self._connect(actor))
+
+    async def _connect(self, actor: Any) -> None:
         port, receiver = Channel[bytes].open()
         reason = "the connection was closed"
         try:
-            call = self._actor.connect.call_one(cloudpickle.dumps(port))
+            call = actor.connect.call_one(cloudpickle.dumps(port))
             async with asyncio.TaskGroup() as tasks:
-                receiving = tasks.create_task(self._receive(receiver, outbox))
+                receiving = tasks.create_task(self._receive(receiver))
                 tasks.create_task(_ended(call)).add_done_callback(lambda _: receiving.cancel())
         except* SupervisionError as group:
             reason = _gone(group.exceptions[0])
         except* Exception as group:
             reason = f"{type(group.exceptions[0]).__name__}: {group.exceptions[0]}"
         finally:
-            self._outbox = None
-            for name, outcome in self._open.values():
-                if not outcome.done():
-                    outcome.set_exception(ActorFailed(f"{self._what.format(name)}: {reason}"))
-            self._on_lost(reason)
+            self._ended(self, reason)
 
-    async def _receive(self, receiver: Any, outbox: _Outbox) -> None:
-        outbox.open(pickle.loads(await receiver.recv()).send)
+    async def _receive(self, receiver: Any) -> None:
+        self.outbox.open(pickle.loads(await receiver.recv()).send)
         while True:
             for number, pickled in pickle.loads(await receiver.recv()):
-                if number is None:
-                    item = pickle.loads(pickled)
-                    if isinstance(item, (TitanError, _Raised)):
-                        raise ActorFailed(f"a call without an outcome failed: {item}")
-                    self._on_push(item)
-                    continue
-                _, outcome = self._open.get(number, ("", None))
-                if outcome is not None and not outcome.done():
-                    try:
-                        outcome.set_result(pickle.loads(pickled))
-                    except Exception as error:
-                        why = f"{type(error).__name__}: {error}"
-                        outcome.set_result(_Raised(f"answered what cannot be unpickled: {why}"))
+                self._hear(self, number, pickled)
+
+
+class Lifeline:
+    """Whether the actors behind a client are there: up, lost and about to be replaced, or gone for good.
+
+    Args:
+        seconds: how long a call waits for a replacement.
+    """
+
+    def __init__(self, *, seconds: float) -> None:
+        self._seconds = seconds
+        self._replaced = asyncio.Event()
+
+    def replaced(self) -> None:
+        """New actors answer now: calls that wait are made again."""
+        self._replaced.set()
+        self._replaced = asyncio.Event()
+
+    async def again(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The result of `call()`. If the actors are gone before it has one, it is called again once they are replaced:
+        a call that may be made twice.
+
+        Raises:
+            ActorGone: they were not replaced in time.
+        """
+        while True:
+            replaced = self._replaced
+            try:
+                return await call()
+            except ActorGone as gone:
+                try:
+                    async with asyncio.timeout(self._seconds):
+                        await replaced.wait()
+                except TimeoutError:
+                    raise gone from None
 
 
 @dataclass(frozen=True, slots=True)
