@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import os
 import pickle
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,17 +26,18 @@ from titan_rl.config_registry import copy4
 from titan_rl.data_plane.config import DataPlaneConfig
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SharedMemorySource
-from titan_rl.errors import ActorFailed, GroupStopped, OwnershipError, SampleStoreFull, TitanError
+from titan_rl.errors import ActorGone, GroupStopped, OwnershipError, SampleStoreFull, TitanError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig, TrainerConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.rollout.report import GroupReport
 from titan_rl.types import GroupRequest, PolicyVersion, Purpose, SamplingParams
-from titan_rl.weights.segment_files import remove_segments_of
 
 SECONDS = 120.0
 SAMPLES = 4
+serial = itertools.count()  # of the meshes
+
 SHORT, LONG, POSITIONS = 16, 16_000, 16_384
 KIBIBYTE = 1024
 
@@ -61,12 +63,19 @@ def group(group_id: int, *, tokens: int = SHORT, attempt: int = 0) -> GroupReque
 
 
 class Workers:
-    """Two workers, their handle and their router, each worker in a process of its own."""
+    """Two workers, their client and their router, each worker in a process of its own."""
 
-    def __init__(self, rollouts: Rollouts, router: Any) -> None:
-        self.rollouts = rollouts
-        self.closed = False
+    def __init__(self, spawn: Callable[[int], Any], router: Any) -> None:
+        self.rollouts = Rollouts(workers=2, start_seconds=SECONDS, step_seconds=SECONDS)
+        self.pids: list[int] = [0, 0]
+        self._spawn = spawn
         self._router = router
+
+    async def start(self, number: int) -> None:
+        """A worker, or the next one of its mesh."""
+        worker = self.rollouts.workers[number]
+        worker.replace(self._spawn(number))
+        (self.pids[number],) = await worker.setup(self._router)
 
     async def route(self, endpoint: str, *args: Any) -> None:
         await bounded(getattr(self._router, endpoint).call_one(*args), what=endpoint, seconds=SECONDS)
@@ -96,22 +105,18 @@ async def workers(config: RunConfig, model_path: Path, number: int) -> AsyncIter
             .spawn("router", ScriptedRouter)
             .slice(ranks=0)
         )
-        mesh = provisioner.spawn(mesh_plan(f"rollout{number}", 2, beside=__file__)).spawn(
-            "rollout",
-            RolloutWorker,
-            config,
-            model_path=str(model_path),
-            imports=(),
-            owner_pid=os.getpid(),
-        )
-        rollouts = Rollouts(mesh, workers=2, start_seconds=SECONDS, step_seconds=SECONDS)
-        await rollouts.setup(router)
-        up = Workers(rollouts, router)
+
+        def spawn(worker: int) -> Any:
+            plan = mesh_plan(f"rollout{next(serial)}", beside=__file__)
+            settings = {"model_path": str(model_path), "imports": (), "owner_pid": os.getpid()}
+            return provisioner.spawn(plan).spawn("rollout", RolloutWorker, config, **settings)
+
+        up = Workers(spawn, router)
+        await asyncio.gather(*map(up.start, range(2)))
+        stores = list(up.rollouts.stores)
         yield up
-        if not up.closed:
-            await rollouts.close()
-        remove_segments_of(os.getpid())  # as the end of a run does
-        assert [file for store in rollouts.stores for file in files(store)] == []
+        await asyncio.gather(*(worker.close() for worker in up.rollouts.workers if worker.store))
+        assert [file for store in [*stores, *up.rollouts.stores] for file in files(store)] == []
     finally:
         await provisioner.stop_all()
 
@@ -230,24 +235,44 @@ async def test_a_group_that_is_played_already_is_refused(up: Workers) -> None:
     await up.rollouts.release((await play).samples)
 
 
-async def test_a_killed_worker_fails_its_own_groups_and_leaves_no_file(model_path: Path) -> None:
+async def test_a_killed_worker_costs_its_groups_and_samples_and_its_successor_plays_on(model_path: Path) -> None:
     async with workers(run_config(), model_path, 1) as up:
+        lost = asyncio.Event()
+        up.rollouts.on_lost = lambda reason: lost.set()
         kept = await up.rollouts.run_groups([group(1), group(2)])
-        assert len({ref.store for report in kept for ref in report.samples.refs}) == 2
+        first, second = (next(iter(report.samples.stored_ids)) for report in kept)
         plays = await up.begin([3, 4])  # one on each
-        assert all(files(store) for store in up.rollouts.stores)
-        os.kill(up.rollouts.pids[0], signal.SIGKILL)
-        (first,), _ = await asyncio.wait(plays, return_when=asyncio.FIRST_COMPLETED)
-        with pytest.raises(ActorFailed, match="rollout worker 0"):
-            await first
+        assert files(first) and files(second)
+        victim = list(up.rollouts.stores).index(first)
+
+        os.kill(up.pids[victim], signal.SIGKILL)
+        (gone,), _ = await asyncio.wait(plays, return_when=asyncio.FIRST_COMPLETED)
+        with pytest.raises(ActorGone, match=f"rollout{victim}"):
+            await gone
+        await lost.wait()
+        assert [up.rollouts.holds(report.samples) for report in kept] == [False, True]
+        assert await up.rollouts.release(kept[0].samples) == [], "what is lost is free already"
+
         await up.route("let_go")
-        (survivor,) = [play for play in plays if play is not first]
-        report = await survivor
-        assert not report.first_error
-        await up.rollouts.release(report.samples)
-        with pytest.raises(ActorFailed, match="rollout worker 0.close"):
-            await up.rollouts.close()
-        up.closed = True
+        (survivor,) = (play for play in plays if play is not gone)
+        again = await up.rollouts.run_group(group(1, attempt=1))
+        assert {store for report in (await survivor, again) for store in report.samples.stored_ids} == {second}
+
+        await up.start(victim)
+        assert not files(first)
+        reports = await up.rollouts.run_groups([group(5), group(6)])
+        assert len(up.rollouts.stores) == len({next(iter(report.samples.stored_ids)) for report in reports}) == 2
+        await up.release_all([kept[1], await survivor, again, *reports])
+        assert await up.held() == 0
+
+
+async def test_without_a_worker_a_group_waits_for_the_next_one(model_path: Path) -> None:
+    async with workers(run_config(), model_path, 3) as up:
+        for worker in up.rollouts.workers:
+            worker.lose("it does not answer")
+        play = asyncio.create_task(up.rollouts.run_group(group(1)))
+        await up.start(1)
+        await up.rollouts.release((await play).samples)
 
 
 async def test_a_store_without_room_names_its_setting_and_keeps_nothing(model_path: Path) -> None:

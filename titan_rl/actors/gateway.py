@@ -153,6 +153,10 @@ class GatewayClient:
         self._gateway = Connection(gateway, what="gateway.{}")
         self._seconds = seconds
 
+    def replace(self, gateway: Any) -> None:
+        """From now on this actor is called. Sessions of the one before are lost."""
+        self._gateway.replace(gateway)
+
     async def open(self, request: RolloutRequest) -> Endpoint:
         return await self._gateway.call(self._seconds, Gateway.open_rollout, request)
 

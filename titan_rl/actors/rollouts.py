@@ -1,12 +1,12 @@
 """`RolloutWorker` plays groups of rollouts and stores their samples until they have been trained. `Rollouts` is all
 workers and their stores as one object.
 
-    run_group(request) ──▶ the worker with the fewest groups ──▶ GroupReport
+    run_group(request) ──▶ the living worker with the fewest groups ──▶ GroupReport
     release of a batch ──▶ the stores that hold it, by id
 
 A worker gets completions from the router and runs all user code in a child process. A group stays on one worker from
 its first request to its last sample. Every requested group is reported exactly once: finished, with the error that
-ended it, or with `ActorFailed` when its worker is gone. Only a reported group has samples in the store. If the caller
+ended it, or with `ActorGone` when its worker is gone. Only a reported group has samples in the store. If the caller
 was cancelled before the report came, the samples are released here.
 """
 
@@ -17,25 +17,26 @@ import dataclasses
 import itertools
 import logging
 import os
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, ParamSpec, TypeVar
 
-from monarch.actor import current_rank
-
-from titan_rl.actors.connection import Connection, ServedMethod, served
+from titan_rl.actors.connection import Connection, Lifeline, ServedMethod, served
 from titan_rl.actors.gateway import GatewayClient
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.actors.sample_stores import StoreKeeper
 from titan_rl.config import RunConfig
 from titan_rl.data_plane.layout import encoded_size
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.data_plane.store import HeldReport, SampleStore, SharedMemorySource
-from titan_rl.errors import ActorFailed, GroupStopped
+from titan_rl.data_plane.store import HeldReport, SampleStore, SharedMemorySource, remove_files_of
+from titan_rl.errors import ActorFailed, ActorGone, GroupStopped
 from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.rollout.report import GroupReport, GroupResult, report_of
 from titan_rl.sandbox.wire import TaskInfo
 from titan_rl.types import Completion, GenerationRequest, GroupKey, GroupRequest
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
@@ -45,7 +46,8 @@ _AWAY_FROM_LOOP = 1 << 20
 
 
 class RolloutWorker(StoreKeeper):
-    """Endpoints: `setup`, `run_group`, `stop_groups`, `release`, `take_over`, `held`, `expose`, `withdraw`, `close`."""
+    """Endpoints: `setup`, `use`, `run_group`, `stop_groups`, `release`, `take_over`, `held`, `pulse`, `expose`,
+    `withdraw`, `close`."""
 
     def __init__(self, config: RunConfig, *, model_path: str, imports: tuple[str, ...], owner_pid: int) -> None:
         """
@@ -54,7 +56,7 @@ class RolloutWorker(StoreKeeper):
         """
         super().__init__(
             SampleStore(
-                f"rollout{int(current_rank().rank)}.{os.getpid()}",
+                f"rollout.{os.getpid()}",
                 owner_pid=owner_pid,
                 max_bytes=config.data_plane.store_mib << 20,
             )
@@ -71,6 +73,7 @@ class RolloutWorker(StoreKeeper):
             imports=imports,
         )
         self._router: RouterClient | None = None
+        self._gateway: GatewayClient | None = None
         self._playing: set[asyncio.Task[GroupResult]] = set()
 
     @served
@@ -86,8 +89,16 @@ class RolloutWorker(StoreKeeper):
         """
         seconds = self._config.placement.step_seconds
         self._router = RouterClient(router, seconds=seconds)
-        client = None if gateway is None else GatewayClient(gateway, seconds=seconds)
-        return os.getpid(), self._store.name, await self._runner.start(client)
+        self._gateway = None if gateway is None else GatewayClient(gateway, seconds=seconds)
+        return os.getpid(), self._store.name, await self._runner.start(self._gateway)
+
+    @served
+    async def use(self, router: Any, gateway: Any) -> None:
+        """Ask these actors from now on. None: the one before."""
+        if router is not None and self._router is not None:
+            self._router.connection.replace(router)
+        if gateway is not None and self._gateway is not None:
+            self._gateway.replace(gateway)
 
     @served
     async def run_group(self, request: GroupRequest) -> GroupReport:
@@ -130,6 +141,11 @@ class RolloutWorker(StoreKeeper):
         return self._store.held()
 
     @served
+    async def pulse(self) -> int:
+        """A number that grows."""
+        return time.monotonic_ns()
+
+    @served
     async def close(self) -> None:
         """End the child process; remove the store."""
         await self._runner.close()
@@ -169,68 +185,175 @@ class RolloutWorker(StoreKeeper):
         return report_of(request, result, refs)
 
 
-class Rollouts:
-    """All workers as one object. Belongs to one event loop."""
+class RolloutMesh:
+    """One worker, or the one that replaces it, as the controller sees it. A worker that is lost takes the samples of
+    its store along."""
 
-    def __init__(self, mesh: Any, *, workers: int, start_seconds: float, step_seconds: float) -> None:
-        self._actors = [mesh.slice(ranks=worker) for worker in range(workers)]
-        self._workers = [
-            Connection(actor, what=f"rollout worker {worker}.{{}}") for worker, actor in enumerate(self._actors)
-        ]
-        self._start_seconds = start_seconds
-        self._step_seconds = step_seconds
-        self._playing = [0] * workers
-        self._open: dict[GroupKey, asyncio.Task[GroupReport]] = {}
+    def __init__(self, name: str, rollouts: Rollouts) -> None:
+        """
+        Args:
+            name: of the worker's mesh.
+            rollouts: told when the worker is lost, and when one is ready.
+        """
+        self.name = name
+        self.actor: Any = None
+        """Handle of the worker."""
+        self.store = ""
+        """Name of its store; empty while there is no worker that plays."""
+        self.playing: dict[GroupKey, asyncio.Task[GroupReport]] = {}
+        self._rollouts = rollouts
+        self._asks: tuple[Any, Any] = (None, None)  # router and gateway
+        self._left = ""  # the store of the worker before
         self._releases: set[asyncio.Task[Any]] = set()
-        self._by_store: dict[str, int] = {}
-        self.pids: list[int] = []
-        """Process ids of the workers, known after `setup`."""
-        self.held_out = 0
-        """Number of held-out prompts, at most what the config asks for; known after `setup`."""
+        self._calls = Connection(None, what=f"{name}.{{}}", on_lost=self._gone)
+        self._calls.lose("it was not started")
 
-    @property
-    def stores(self) -> dict[str, Any]:
-        """Worker handle by the name of the worker's store; known after `setup`."""
-        return {store: self._actors[worker] for store, worker in self._by_store.items()}
+    def replace(self, mesh: Any) -> None:
+        """From now on the one worker of this mesh is called. It plays once it is set up."""
+        self._gone("it was replaced")
+        self.actor = mesh.slice(ranks=0)
+        self._calls.replace(self.actor)
+
+    def lose(self, reason: str) -> None:
+        """The worker is gone or will be killed: its groups fail with `ActorGone`, and its samples are lost."""
+        self._calls.lose(reason)
+        self._gone(reason)
 
     async def setup(self, router: Any, gateway: Any = None) -> list[int]:
-        """Start every worker; returns their process ids.
+        """Start the worker; returns its process id. The files of the worker before it are removed, so that one must be
+        dead.
 
         Args:
             router: handle of the `GeneratorRouter`.
             gateway: handle of the `Gateway`; None: there is none.
         """
-        answers = await asyncio.gather(
-            *(worker.call(self._start_seconds, RolloutWorker.setup, router, gateway) for worker in self._workers)
-        )
-        self.pids = [pid for pid, _, _ in answers]
-        self._by_store = {store: worker for worker, (_, store, _) in enumerate(answers)}
-        self.held_out = answers[0][2].held_out
-        return self.pids
+        if left := self._left:
+            self._left = ""
+            remove_files_of(left, owner_pid=os.getpid())
+        self._asks = (router, gateway)
+        call = self._calls.call(self._rollouts.start_seconds, RolloutWorker.setup, router, gateway)
+        pid, self.store, info = await call
+        self._rollouts.ready(info)
+        return [pid]
+
+    async def use(self, router: Any, gateway: Any = None) -> None:
+        """Let the worker ask these actors from now on; only those that it does not ask already are changed. A worker
+        that is gone is told nothing: its successor hears of them in `setup`."""
+        before, self._asks = self._asks, (router, gateway)
+        changed = [new if new is not old else None for new, old in zip(self._asks, before, strict=True)]
+        with suppress(ActorGone):
+            await self._call(RolloutWorker.use, *changed)
+
+    async def run_group(self, request: GroupRequest) -> GroupReport:
+        """See `Rollouts.run_group`."""
+        call = self._calls.call(None, RolloutWorker.run_group, request)
+        play = self.playing[request.key] = asyncio.get_running_loop().create_task(call)
+        store = self.store
+        try:
+            report = await asyncio.shield(play)
+        except asyncio.CancelledError:
+            if play.cancelled():
+                raise ActorFailed(f"{request}: {self.name} was closed") from None
+            play.add_done_callback(self._disown)
+            raise
+        finally:
+            del self.playing[request.key]
+        if store != self.store:
+            raise ActorGone(f"{request}: {self.name} was lost with its samples")
+        return report
+
+    async def stop_groups(self) -> None:
+        """See `Rollouts.stop_groups`."""
+        await self._call(RolloutWorker.stop_groups)
+
+    async def release(self, ids: tuple[int, ...]) -> HeldReport:
+        """Free samples of the store; returns what it still holds."""
+        return await self._call(RolloutWorker.release, ids)
+
+    async def take_over(self, samples: SampleBatch) -> SampleBatch:
+        """Store samples that lie in files; returns references to them."""
+        return await self._call(RolloutWorker.take_over, samples)
+
+    async def held(self) -> HeldReport:
+        """What the store holds now."""
+        return await self._call(RolloutWorker.held)
+
+    async def pulse(self) -> list[int]:
+        """Returns once the worker has answered: a number that grows."""
+        return [await self._call(RolloutWorker.pulse)]
+
+    async def close(self) -> None:
+        """End the worker's child processes and remove its store. `remove_segments_of` removes the files of a worker
+        that is gone."""
+        for play in self.playing.values():
+            play.cancel()
+        await self._calls.call(self._rollouts.start_seconds, RolloutWorker.close)
+
+    def _gone(self, reason: str) -> None:
+        if self.store:
+            self._left, self.store = self.store, ""
+            self._rollouts.on_lost(f"{self.name} is gone with the samples that it held: {reason}")
+
+    def _disown(self, play: asyncio.Task[GroupReport]) -> None:
+        """Release the samples of a report that nobody waits for any more."""
+        if not play.cancelled() and play.exception() is None and len(play.result().samples):
+            release = asyncio.get_running_loop().create_task(self._rollouts.release(play.result().samples))
+            self._releases.add(release)
+            release.add_done_callback(self._releases.discard)
+
+    async def _call(self, endpoint: ServedMethod[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._calls.call(self._rollouts.step_seconds, endpoint, *args, **kwargs)
+
+
+class Rollouts:
+    """All workers as one object. Belongs to one event loop. A group is played by a worker that lives; if none does, it
+    waits for one."""
+
+    def __init__(self, *, workers: int, start_seconds: float, step_seconds: float) -> None:
+        """
+        Args:
+            start_seconds: how long a worker may take to start, and how long a group waits for one.
+            step_seconds: how long any other call may take.
+        """
+        self.start_seconds = start_seconds
+        self.step_seconds = step_seconds
+        self.workers = [RolloutMesh(f"rollout{number}", self) for number in range(workers)]
+        """Each is given its actor by `replace`."""
+        self.held_out = 0
+        """Number of held-out prompts, at most what the config asks for; known once a worker is set up."""
+        self.on_lost: Callable[[str], None] = lambda reason: None
+        """Called when samples are lost, because their worker is; `holds` says which."""
+        self._lifeline = Lifeline(seconds=start_seconds)
+
+    @property
+    def stores(self) -> dict[str, Any]:
+        """Worker handle by the name of the worker's store."""
+        return {worker.store: worker.actor for worker in self._living}
+
+    def holds(self, batch: SampleBatch) -> bool:
+        """Whether the workers that hold these samples live."""
+        return batch.stored_ids.keys() <= self.stores.keys()
+
+    def ready(self, info: TaskInfo) -> None:
+        """A worker was set up."""
+        self.held_out = info.held_out
+        self._lifeline.replaced()
 
     async def run_group(self, request: GroupRequest) -> GroupReport:
         """Play one group. The caller owns the samples of the returned report.
 
         Raises:
+            ActorGone: its worker is gone; it may be played again.
             GroupStopped: `stop_groups` ended it.
             TitanError: another error ended it. None of its samples are stored.
         """
-        if request.key in self._open:
+        if any(request.key in worker.playing for worker in self.workers):
             raise ValueError(f"{request} is being played already")
-        worker = min(range(len(self._workers)), key=lambda worker: self._playing[worker])
-        self._playing[worker] += 1
-        call = self._workers[worker].call(None, RolloutWorker.run_group, request)
-        play = self._open[request.key] = asyncio.get_running_loop().create_task(call)
         try:
-            return await asyncio.shield(play)
-        except asyncio.CancelledError:
-            if play.cancelled():
-                raise ActorFailed(f"{request}: the rollout workers were closed") from None
-            play.add_done_callback(self._disown)
-            raise
-        finally:
-            self._playing[worker] -= 1
-            del self._open[request.key]
+            worker = await self._lifeline.again(self._idlest)
+        except ActorGone as error:
+            raise ActorFailed(f"{request}: {error} for {self.start_seconds:g} s") from None
+        return await worker.run_group(request)
 
     async def run_groups(self, requests: Sequence[GroupRequest]) -> list[GroupReport]:
         """Play these groups; returns reports in the order of the requests. If one fails, the others are released."""
@@ -240,22 +363,21 @@ class Rollouts:
         except BaseException:
             for play in plays:
                 play.cancel()
-            await asyncio.gather(*plays, return_exceptions=True)
-            for play in plays:
-                self._disown(play)
+            for outcome in await asyncio.gather(*plays, return_exceptions=True):
+                if isinstance(outcome, GroupReport):
+                    await self.release(outcome.samples)
             raise
 
     async def stop_groups(self) -> None:
         """Stop all running groups: each `run_group` raises `GroupStopped`, or returns if its group had ended."""
-        await self._all(RolloutWorker.stop_groups)
+        await self._all(RolloutMesh.stop_groups, self._living)
 
     async def release(self, batch: SampleBatch) -> list[HeldReport]:
-        """Free a batch's samples; call it once per batch. Returns what their stores still hold."""
-        return await asyncio.gather(
-            *(
-                self._workers[self._by_store[store]].call(self._step_seconds, RolloutWorker.release, ids)
-                for store, ids in batch.stored_ids.items()
-            )
+        """Free a batch's samples; call it once per batch. Returns what their stores still hold. The samples of a
+        worker that is gone are free already."""
+        ids = batch.stored_ids
+        return await self._all(
+            lambda worker: worker.release(ids[worker.store]), [each for each in self._living if each.store in ids]
         )
 
     async def take_over(self, reports: Iterable[GroupReport]) -> list[GroupReport]:
@@ -264,36 +386,29 @@ class Rollouts:
         Raises:
             SampleError: one is missing or damaged.
         """
-        workers = itertools.cycle(self._workers)
+        workers = itertools.cycle(self.workers)
         plan = [(report, next(workers)) for report in reports]
-        calls = [worker.call(self._step_seconds, RolloutWorker.take_over, report.samples) for report, worker in plan]
-        taken = await asyncio.gather(*calls)
+        taken = await asyncio.gather(*(worker.take_over(report.samples) for report, worker in plan))
         return [dataclasses.replace(report, samples=samples) for (report, _), samples in zip(plan, taken, strict=True)]
 
     async def held(self) -> list[HeldReport]:
         """What every store holds now."""
-        return await self._all(RolloutWorker.held)
+        return await self._all(RolloutMesh.held, self._living)
 
-    async def close(self) -> None:
-        """End the workers' child processes and remove their stores. `remove_segments_of` removes the files of a worker
-        that is gone.
+    @property
+    def _living(self) -> list[RolloutMesh]:
+        return [worker for worker in self.workers if worker.store]
 
-        Raises:
-            ActorFailed: a worker could not be closed; all others were.
-        """
-        for play in self._open.values():
-            play.cancel()
-        closing = [worker.call(self._start_seconds, RolloutWorker.close) for worker in self._workers]
-        for outcome in await asyncio.gather(*closing, return_exceptions=True):
-            if isinstance(outcome, BaseException):
+    async def _idlest(self) -> RolloutMesh:
+        """Raises ActorGone where no worker lives."""
+        if not self._living:
+            raise ActorGone("no rollout worker lives")
+        return min(self._living, key=lambda worker: len(worker.playing))
+
+    async def _all(self, ask: Callable[[RolloutMesh], Awaitable[T]], workers: Iterable[RolloutMesh]) -> list[T]:
+        """The answers of those that do not die meanwhile."""
+        outcomes = await asyncio.gather(*map(ask, workers), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, ActorGone):
                 raise outcome
-
-    def _disown(self, play: asyncio.Task[GroupReport]) -> None:
-        """Release the samples of a report that nobody waits for any more."""
-        if not play.cancelled() and play.exception() is None and len(play.result().samples):
-            release = asyncio.get_running_loop().create_task(self.release(play.result().samples))
-            self._releases.add(release)
-            release.add_done_callback(self._releases.discard)
-
-    async def _all(self, endpoint: ServedMethod[[], T]) -> list[T]:
-        return await asyncio.gather(*(worker.call(self._step_seconds, endpoint) for worker in self._workers))
+        return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]

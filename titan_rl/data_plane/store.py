@@ -32,7 +32,7 @@ from titan_rl.data_plane.layout import decode, encode_into, encoded_size
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef, oldest_version_of
 from titan_rl.errors import ConfigError, OwnershipError, SampleError, SampleStoreFull, StorageError
 from titan_rl.types import TrainingSample
-from titan_rl.weights.segment_files import DIRECTORY, segment_path
+from titan_rl.weights.segment_files import DIRECTORY, remove_segments_of, segment_path
 
 DEFAULT_MAX_BYTES = 1 << 30
 """About 60 million tokens."""
@@ -67,7 +67,7 @@ class SampleStore:
     """The samples of one process. Thread-safe; bytes are encoded and written outside the lock.
 
     Args:
-        name: a plain word that no other store of this owner has or had, such as a worker's rank and process id.
+        name: a plain word that no other store of this owner has or had, such as its process's kind and id.
         owner_pid: process whose death makes the files rubbish: the run's controller.
         max_bytes: shared memory that the samples may take.
         directory: of the files.
@@ -87,7 +87,7 @@ class SampleStore:
         self._files = 0
         self._next_id = 0
         self._closed = False
-        segment_path(directory, owner_pid, f"samples.{name}", 0)  # refuses a name that no file can have
+        segment_path(directory, owner_pid, _channel(name), 0)  # refuses a name that no file can have
 
     def put(self, samples: Sequence[TrainingSample]) -> tuple[SampleRef, ...]:
         """Store copies of these samples. The caller owns them and has to release them.
@@ -202,7 +202,7 @@ class SampleStore:
                     f"and the bound is {self._max_bytes} (data_plane.store_mib)"
                 )
             self._nbytes += nbytes
-            path = segment_path(self._directory, self._owner_pid, f"samples.{self.name}", self._files)
+            path = segment_path(self._directory, self._owner_pid, _channel(self.name), self._files)
             self._files += 1
             first = self._next_id
             self._next_id += samples
@@ -222,6 +222,15 @@ class SampleStore:
     def _check_open(self) -> None:
         if self._closed:
             raise OwnershipError(f"sample store {self.name} is closed")
+
+
+def remove_files_of(store: str, *, owner_pid: int, directory: Path = DIRECTORY) -> None:
+    """Remove what a store has left whose process is gone."""
+    remove_segments_of(owner_pid, directory, channel=_channel(store))
+
+
+def _channel(store: str) -> str:
+    return f"samples.{store}"
 
 
 class SampleSource(Protocol):

@@ -63,6 +63,20 @@ class MeshSpec:
     """Stays open; raises if the actor fails while its processes live."""
 
 
+class _AllWorkers:
+    """The rollout workers as one mesh."""
+
+    def __init__(self, rollouts: Rollouts) -> None:
+        self._rollouts = rollouts
+
+    async def setup(self, router: Any, gateway: Any) -> list[int]:
+        pids = await asyncio.gather(*(worker.setup(router, gateway) for worker in self._rollouts.workers))
+        return [pid for [pid] in pids]
+
+    async def close(self) -> None:
+        await asyncio.gather(*(worker.close() for worker in self._rollouts.workers))
+
+
 class Meshes:
     """The meshes of one placement: their descriptions, and the clients of the running ones."""
 
@@ -106,6 +120,11 @@ class Meshes:
             imports=imports,
             on_fault=self.faults.report,
             on_stop=say,
+        )
+        self._rollouts = Rollouts(
+            workers=config.rollout.workers,
+            start_seconds=config.placement.start_seconds,
+            step_seconds=config.placement.step_seconds,
         )
         self._up: dict[str, None] = {}  # meshes whose set-up has begun
         self._watching: set[asyncio.Future[None]] = set()
@@ -192,10 +211,8 @@ class Meshes:
                         "imports": self._imports,
                         "owner_pid": owner_pid,
                     },
-                    client=lambda actor: Rollouts(
-                        actor, workers=plan.ranks, start_seconds=start_seconds, step_seconds=step_seconds
-                    ),
-                    setup=lambda rollouts: rollouts.setup(self.router.actor, self.gateway and self.gateway.actor),
+                    client=self._all_workers,
+                    setup=lambda workers: workers.setup(self.router.actor, self.gateway and self.gateway.actor),
                     doing="starting the environment process",
                 )
 
@@ -209,11 +226,16 @@ class Meshes:
 
     @property
     def rollouts(self) -> Rollouts:
-        return self.clients["rollout"]
+        return self._rollouts
 
     @property
     def gateway(self) -> GatewayMesh | None:
         return self.clients.get("gateway")
+
+    def _all_workers(self, actor: Any) -> _AllWorkers:
+        for number, worker in enumerate(self._rollouts.workers):
+            worker.replace(actor.slice(ranks=slice(number, number + 1)))
+        return _AllWorkers(self._rollouts)
 
     # Up and down.
 

@@ -37,19 +37,20 @@ def sweep_dead_segments(directory: Path = DIRECTORY) -> list[Path]:
     A process id that was given to a new process keeps a dead owner's files until that one ends. Processes that
     share the directory must see each other's process ids (containers that share /dev/shm share the pid namespace).
     """
-    return _remove(directory, lambda owner: not _alive(owner))
+    return _remove(directory, lambda owner, channel: not _alive(owner))
 
 
-def remove_segments_of(owner_pid: int, directory: Path = DIRECTORY) -> list[Path]:
-    """Remove all files of one owner, whoever wrote them; returns which. Mappings that exist stay valid."""
-    return _remove(directory, lambda owner: owner == owner_pid)
+def remove_segments_of(owner_pid: int, directory: Path = DIRECTORY, *, channel: str = "") -> list[Path]:
+    """Remove all files of one owner, whoever wrote them, or those of one channel; returns which. Mappings that exist
+    stay valid."""
+    return _remove(directory, lambda owner, its: owner == owner_pid and channel in ("", its))
 
 
-def _remove(directory: Path, doomed: Callable[[int], bool]) -> list[Path]:
+def _remove(directory: Path, doomed: Callable[[int, str], bool]) -> list[Path]:
     removed = []
     for path in sorted(directory.iterdir()):
         match = _PATTERN.fullmatch(path.name)
-        if match is None or not doomed(int(match["owner"])):
+        if match is None or not doomed(int(match["owner"]), match["channel"]):
             continue
         try:
             path.unlink()
