@@ -16,6 +16,9 @@ from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 
+answering: set[int] = set()
+"""Descriptors (pidfd) of children that answer SIGUSR1. It is passed on to them (`observability.waits`)."""
+
 
 def process_control(option: int, value: int) -> None:
     """Linux's `prctl`.

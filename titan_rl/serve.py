@@ -85,7 +85,10 @@ VERB = Verb(
 usage: {prog} --policy.path DIR [--host HOST] [--port PORT] [--api-key KEY] [--model-name NAME]
        [--recipe NAME] [--config FILE.toml] [--section.key VALUE ...] [--dry-run]
 
-Serve a checkpoint to any program that speaks the OpenAI API, at http://HOST:PORT/v1.""",
+Serve a checkpoint to any program that speaks the OpenAI API, at http://HOST:PORT/v1.
+
+exit codes: 0 stopped by Ctrl-C, SIGTERM or SIGHUP; 1 failed; 2 wrong config, or a port in use: nothing was started
+signals:    SIGUSR1 prints what each task of every process waits for, and the stacks, into the logs""",
     options={
         "--policy.path DIR": "Qwen3 checkpoint in Hugging Face format",
         "--host HOST": "address to listen on (127.0.0.1); any other than loopback needs --api-key",

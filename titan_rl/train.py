@@ -171,7 +171,11 @@ VERB = Verb(
 usage: {prog} --recipe NAME [--config FILE.toml] [--section.key VALUE ...] [--name NAME] [--dry-run]
        {prog} --resume RUN [--section.key VALUE ...] [--dry-run]
 
-Train a policy. Constructor arguments of a class are set as --environment.kwargs.NAME VALUE.""",
+Train a policy. Constructor arguments of a class are set as --environment.kwargs.NAME VALUE.
+
+exit codes: 0 done; 1 failed, or below evaluation.target_exact_match; 2 wrong config: nothing was started;
+            130, 143, 129 stopped by Ctrl-C, SIGTERM, SIGHUP
+signals:    SIGUSR1 prints what each task of every process waits for, and the stacks, into the logs""",
     options={
         "--recipe NAME": "a recipe (`titan-rl recipes` lists them), or your own: pkg.mod:function, file.py:function",
         "--config FILE.toml": "a recipe's name and settings; relative file names in it start at its directory",

@@ -37,6 +37,7 @@ from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionErr
 from monarch.actor import Actor, ActorError, Channel, concurrent_endpoint
 
 from titan_rl.errors import ActorFailed, ActorGone, CallTimeout, TitanError
+from titan_rl.observability.waits import waiting
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -242,8 +243,9 @@ class Connection:
 
     async def _result(self, what: str, outcome: asyncio.Future[Any], seconds: float | None) -> Any:
         try:
-            async with asyncio.timeout(seconds):  # `wait_for` would lose a cancellation that comes with the outcome
-                result = await outcome
+            with waiting(lambda: what):  # `wait_for` would lose a cancellation that comes with the outcome
+                async with asyncio.timeout(seconds):
+                    result = await outcome
         except TimeoutError as error:
             raise CallTimeout(f"{what}: no answer within {seconds:g} s") from error
         if isinstance(result, TitanError):

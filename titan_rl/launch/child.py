@@ -29,7 +29,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from titan_rl.processes import die_with, leave
+from titan_rl.processes import answering, die_with, leave
 
 _log = logging.getLogger(__name__)
 
@@ -105,6 +105,7 @@ class ProcessWatch:
                 try:
                     with self._lock:
                         self._living[pid] = os.pidfd_open(pid)
+                        answering.add(self._living[pid])
                 except ProcessLookupError:
                     self._ended += 1
                     self._tell_end(name, None)
@@ -129,6 +130,7 @@ class ProcessWatch:
             code = _exit_code(descriptor)
         with self._lock:
             self._ended += 1
+            answering.discard(descriptor)
             os.close(self._living.pop(pid))
         self._tell_end(name, code)
 
@@ -188,9 +190,12 @@ def announce(pipe: str, rank: str) -> None:
 
 
 def main() -> None:
-    controller_pid, pipe, _, rank = sys.argv[1:]
+    controller_pid, pipe, mesh, rank = sys.argv[1:]
     die_with(int(controller_pid))
-    announce(pipe, rank)
+    from titan_rl.observability.waits import answer_signals  # only now: it imports asyncio
+
+    answer_signals(f"{mesh} rank {rank}")
+    announce(pipe, rank)  # from now on it may be asked
     # `leave` skips the teardown of the interpreter: with torch it takes 1 to 10 s, and the controller waits for it.
     leave(functools.partial(runpy.run_module, MONARCH_MAIN, run_name="__main__", alter_sys=True))
 

@@ -4,7 +4,8 @@ A run that goes on (`resume`) does so in its own directory.
 
 Exit codes: 0 done, 1 failed or not learned, 2 wrong config, 130 stopped by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP (a
 service that is stopped: 0). However a run ends, its directory holds the resolved config, every finished step and the
-logs, and also the trainer's newest weights if the trainer still lives. No process of the run is left.
+logs, and also the trainer's newest weights if the trainer still lives. No process of the run is left. Its last line
+says what ended it, what was saved, and how to go on.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from titan_rl.config import RunConfig
-from titan_rl.controller.checkpoint_files import Checkpoint
+from titan_rl.controller.checkpoint_files import Checkpoint, checkpoints
 from titan_rl.controller.checkpoints import Checkpoints, read_ledger
 from titan_rl.controller.faults import Announcer, FaultBoard, train_and_save
 from titan_rl.controller.loop import TrainingLoop
@@ -35,6 +36,8 @@ from titan_rl.launch.resume import CONFIG, SUMMARY, Resume, lock_run
 from titan_rl.launch.start import serve, start
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
+from titan_rl.observability.waits import answer_signals
+from titan_rl.one_line import one_line
 from titan_rl.overrides import to_toml
 
 T = TypeVar("T")
@@ -42,6 +45,9 @@ T = TypeVar("T")
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+
+LONGEST_CAUSE = 400
+"""Characters of an error in the last line. The logs have all of it."""
 
 DETERMINISTIC_HINT = (
     "deterministic = true: the run repeats bit for bit; on CPU sampling is 2–6 % slower in float32, 16–37 % in bfloat16"
@@ -56,6 +62,8 @@ def run(config: RunConfig, imports: tuple[str, ...] = (), resume: Resume | None 
     started = time.monotonic()
     console = Console()
 
+    saved: list[str] = []
+
     async def work(directory: Path, faults: FaultBoard) -> TrainingLoop:
         say(f"run directory: {directory}")
         checkpoint = None if resume is None else resume.begin(say)
@@ -63,17 +71,20 @@ def run(config: RunConfig, imports: tuple[str, ...] = (), resume: Resume | None 
         (directory / SUMMARY).unlink(missing_ok=True)
         if config.deterministic:
             say(DETERMINISTIC_HINT)
-        return await _train(config, imports, directory, checkpoint, console, faults)
+        return await _train(config, imports, directory, checkpoint, console, faults, saved)
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def end(loop: TrainingLoop, directory: Path) -> int:
+    def end(loop: TrainingLoop, directory: Path) -> tuple[int, str]:
         return _conclude(config, loop, directory, console, started)
+
+    def last_line(how: str, directory: Path) -> str:
+        return f"the run {how}; {saved[-1] if saved else 'no weights were saved'}; {_going_on(directory)}"
 
     stopping = "saving the newest weights, then closing; once more: closing without saving"
     directory = None if resume is None else resume.run
-    return _conduct(config, work, end, say=say, stopping=stopping, directory=directory)
+    return _conduct(config, work, end, last_line, say=say, stopping=stopping, directory=directory)
 
 
 def run_service(config: RunConfig, gateway: GatewayConfig, imports: tuple[str, ...] = ()) -> int:
@@ -96,15 +107,19 @@ def run_service(config: RunConfig, gateway: GatewayConfig, imports: tuple[str, .
             say(f"serving {gateway.model} at {up.url}/v1, {key}; Ctrl-C stops it")
             await up.run()
 
+    def last_line(how: str, directory: Path) -> str:
+        return f"the service {how}; it keeps nothing; logs: {directory / 'logs'}"
+
     named = dataclasses.replace(config, recipe="serve")
-    code = _conduct(named, work, lambda _, directory: EXIT_OK, say=say, stopping="closing")
+    code = _conduct(named, work, lambda *_: (EXIT_OK, "is over"), last_line, say=say, stopping="closing")
     return EXIT_OK if code > 128 else code
 
 
 def _conduct(
     config: RunConfig,
     work: Callable[[Path, FaultBoard], Coroutine[Any, Any, T]],
-    end: Callable[[T, Path], int],
+    end: Callable[[T, Path], tuple[int, str]],
+    last_line: Callable[[str, Path], str],
     *,
     say: Callable[[str], None],
     stopping: str,
@@ -114,7 +129,8 @@ def _conduct(
 
     Args:
         work: called with the run directory and the board that collects faults and signals.
-        end: reports the result of `work`; returns the exit code.
+        end: reports the result of `work`; returns the exit code, and how the work ended, in words.
+        last_line: given how it ended, the last words.
         stopping: text that says what happens after a stop signal.
         directory: of the run; None: make a new one.
     """
@@ -129,18 +145,20 @@ def _conduct(
         return await work(directory, faults)
 
     try:
-        log_to_file(directory / "logs" / "controller.log")
-        return end(asyncio.run(heard()), directory)
+        log = log_to_file(directory / "logs" / "controller.log")
+        answer_signals("controller", log=log.stream.fileno(), where=f" in {directory / 'logs'}")
+        code, how = end(asyncio.run(heard()), directory)
     except Stopped as stop:
-        say(f"stopped by the user with {stop}; run directory: {directory}")
-        return stop.exit_code
+        code, how = stop.exit_code, f"was stopped by {stop}"
     except Exception as error:
         announce(error)
         _log.error("the run failed", exc_info=error)
         say(f"logs: {directory / 'logs'}")
-        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
-    finally:
-        os.close(lock)
+        code = EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+        how = f"failed: {type(error).__name__}: {one_line(str(error), LONGEST_CAUSE)}"
+    os.close(lock)
+    say(last_line(how, directory))
+    return code
 
 
 def make_run_directory(config: RunConfig) -> Path:
@@ -176,7 +194,9 @@ async def _train(
     checkpoint: Checkpoint | None,
     console: Console,
     faults: FaultBoard,
+    saved: list[str],
 ) -> TrainingLoop:
+    """Train and save; `saved` is told what."""
     ledger = None if checkpoint is None else read_ledger(checkpoint.directory)
     display = RunDisplay(steps=config.loop.steps, live=config.logging.progress, console=console)
     metrics = MetricsWriter(
@@ -212,7 +232,8 @@ async def _train(
                     if not loop.has_weights:
                         return ""
                     weights = directory / "checkpoint"
-                    return f"the weights after step {await system.trainer.save(weights)} are in {weights}"
+                    saved.append(f"the weights after step {await system.trainer.save(weights)} are in {weights}")
+                    return saved[-1]
 
                 saves = {"the weights were": save_weights} if config.logging.save_final else {}
                 await train_and_save(loop, faults, saves | {"a last checkpoint was": loop.save}, display.say)
@@ -221,8 +242,10 @@ async def _train(
         metrics.close()
 
 
-def _conclude(config: RunConfig, loop: TrainingLoop, directory: Path, console: Console, started: float) -> int:
-    """Write and print the summary; a run that missed its target has failed."""
+def _conclude(
+    config: RunConfig, loop: TrainingLoop, directory: Path, console: Console, started: float
+) -> tuple[int, str]:
+    """Write and print the summary; returns the exit code and the result. A run that missed its target has failed."""
     summary = loop.summary
     first, last = summary.evaluations[0], summary.evaluations[-1]
     total = time.monotonic() - started
@@ -254,11 +277,19 @@ def _conclude(config: RunConfig, loop: TrainingLoop, directory: Path, console: C
     )
     target = config.evaluation.target_exact_match
     if last.exact_match < target:
-        console.print(
-            f"[bold red]the policy did not learn[/]: exact match {last.exact_match:.3f} is below "
-            f"evaluation.target_exact_match {target}",
-            highlight=False,
-            soft_wrap=True,
-        )
-        return EXIT_FAILED
-    return EXIT_OK
+        below = f"exact match {last.exact_match:.3f} is below evaluation.target_exact_match {target}"
+        console.print(f"[bold red]the policy did not learn[/]: {below}", highlight=False, soft_wrap=True)
+        return EXIT_FAILED, f"missed its target: {below}"
+    early = f", early: {summary.stopped_early}" if summary.stopped_early else ""
+    return EXIT_OK, f"is done after step {summary.steps}{early}"
+
+
+def _going_on(run: Path) -> str:
+    """How to go on with a run that has ended."""
+    newest = next(reversed(checkpoints(run)), None)
+    command = f"titan-rl train --resume {run}"
+    if not (run / CONFIG).is_file():
+        return "there is nothing to go on from: start it again"
+    if (run / SUMMARY).is_file():
+        return f"{command} --loop.steps N trains it further" if newest else "a new run goes on from its weights"
+    return f"{command} goes on from {newest.name}" if newest else f"{command} starts it over: it has no checkpoint"

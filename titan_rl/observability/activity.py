@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from titan_rl.observability.waits import waiting
+
 
 @dataclass(slots=True, eq=False)
 class Span:
@@ -59,7 +61,8 @@ class Activities:
         for sink in self._sinks:
             sink.began(span)
         try:
-            yield
+            with waiting(lambda: f"{name} ({span if waits_for is None else f'waits for {waits_for()}'})"):
+                yield
         finally:
             for sink in self._sinks:
                 sink.ended(span)

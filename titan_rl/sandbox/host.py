@@ -17,6 +17,7 @@ Started as `python -m titan_rl.sandbox.host SOCKET_FD WORKER_PID`.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import os
 import selectors
@@ -208,6 +209,7 @@ def main(arguments: Sequence[str]) -> None:
     descriptor, worker_pid = map(int, arguments)
     die_with(worker_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the worker's business
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # the worker passes it on (`observability.waits`)
     os.set_inheritable(descriptor, False)
     with socket.socket(fileno=descriptor) as worker:
         frames = Frames()

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.errors import ConfigError, TaskError
-from titan_rl.processes import ending_in_words
+from titan_rl.processes import answering, ending_in_words
 from titan_rl.sandbox.wire import Answer, Call, Ended, EnvironmentSetup, Fork, Frames, Kill, TaskInfo, pack_frame
 
 STOP_SECONDS = 10.0
@@ -224,6 +224,7 @@ class HostProcess:
                 self._forks.pop(message.number).process_ended(message.how)
             elif not self._said.done():
                 self._said.set_result(message)
+                answering.add(self._pidfd)
 
     def _connection_lost(self) -> None:
         if not self._said.done():
@@ -257,6 +258,7 @@ class HostProcess:
         """Called once, when the host has ended."""
         assert self._process is not None
         self._loop.remove_reader(self._pidfd)
+        answering.discard(self._pidfd)
         os.close(self._pidfd)
         # its id cannot be reused before it is reaped; this also kills processes that user code started in the host
         self._kill()

@@ -1,0 +1,117 @@
+"""A process that is asked with SIGUSR1 says what each of its tasks waits for, and since when; a stuck one shows stacks."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from titan_rl.processes import answering
+
+ASKED = """
+import asyncio, os, signal, sys, threading
+from titan_rl.observability.waits import answer_signals, waiting
+
+answer_signals("asked")
+never = threading.Event()
+threading.Thread(target=never.wait, name="a thread", daemon=True).start()
+
+async def inner():
+    await asyncio.Event().wait()
+
+async def call():
+    with waiting(lambda: "the outer one"), waiting(lambda: "the inner one"):
+        await inner()
+
+async def plain():
+    await inner()
+
+async def broken():
+    with waiting(lambda: 1 / 0):
+        await inner()
+
+async def main():
+    tasks = [asyncio.create_task(work()) for work in (call, plain, broken)]
+    await asyncio.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    await asyncio.sleep(0)
+    print("goes on", flush=True)
+    sys.stdin.readline()
+
+asyncio.run(main())
+"""
+
+STUCK = """
+import os, sys, threading
+from titan_rl.observability.waits import answer_signals
+
+answer_signals("stuck")
+
+def native():
+    print("up", flush=True)
+    10 ** (10 ** 9)  # keeps the GIL for ever
+
+threading.Thread(target=native, daemon=True).start()
+threading.Event().wait()
+"""
+
+
+def start(program: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_each_task_is_named_with_what_it_waits_for_since_when_and_where() -> None:
+    output, answer = start(ASKED).communicate("\n", timeout=60)
+    assert output == "goes on\n"
+    (call,) = re.findall(r"^task call, .*", answer, re.MULTILINE)
+    age, waited = re.match(r"task call, (\d\.\d) s old: (\d\.\d) s in the inner one; at locks.py", call).groups()
+    assert float(age) >= float(waited) >= 0.2
+    assert re.search(r"< <string>:\d+ inner < <string>:\d+ call$", call)
+    (plain,) = re.findall(r"^task plain, .*", answer, re.MULTILINE)
+    assert re.match(r"task plain, \d\.\d s old: at locks.py", plain)
+    assert "s in ZeroDivisionError: division by zero; at" in answer
+    assert "a thread 0x" in answer and "most recent call first" in answer
+
+
+def test_a_process_passes_the_signal_on_to_its_children() -> None:
+    child = start(ASKED)
+    assert child.stdout is not None and child.stdout.readline() == "goes on\n"
+    answering.add(os.pidfd_open(child.pid))
+    parent = f"import signal\nfrom titan_rl.processes import answering\nanswering.add({{}})\n{ASKED}"
+    descriptor = answering.pop()
+    try:
+        asking = subprocess.run(
+            [sys.executable, "-c", parent.format(descriptor)],
+            pass_fds=(descriptor,),
+            input="\n",
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        os.close(descriptor)
+    assert "1 more processes answer" in asking.stderr
+    _, answer = child.communicate("\n", timeout=60)
+    assert answer.count("task call,") == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2])
+def test_a_process_that_never_lets_go_of_the_interpreter_shows_its_stacks(number: signal.Signals) -> None:
+    process = start(STUCK)
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(number)
+    shown = ""
+    while " in native\n" not in shown:
+        line = process.stderr.readline()
+        assert line, shown
+        shown += line
+    process.kill()
+    process.communicate()
