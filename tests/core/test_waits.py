@@ -1,12 +1,11 @@
-"""A process that is asked with SIGUSR1 says what each of its tasks waits for, and since when; a stuck one shows stacks."""
+"""A process that is asked with SIGUSR1 says what each of its tasks waits for, and since when; one that is stuck shows
+its stacks."""
 
 import os
 import re
 import signal
 import subprocess
 import sys
-
-import pytest
 
 from titan_rl.processes import answering
 
@@ -102,12 +101,11 @@ def test_a_process_passes_the_signal_on_to_its_children() -> None:
     assert answer.count("task call,") == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR2])
-def test_a_process_that_never_lets_go_of_the_interpreter_shows_its_stacks(number: signal.Signals) -> None:
+def test_a_process_that_never_lets_go_of_the_interpreter_shows_its_stacks() -> None:
     process = start(STUCK)
     assert process.stdout is not None and process.stderr is not None
     assert process.stdout.readline() == "up\n"
-    process.send_signal(number)
+    process.send_signal(signal.SIGUSR2)
     shown = ""
     while " in native\n" not in shown:
         line = process.stderr.readline()

@@ -2,7 +2,8 @@
 
     python killed_run.py POINT TURN ARGUMENTS-OF-TRAIN...
 
-A point is a function of the controller, before, while or after it runs for the TURN-th time.
+A point is a function of the controller, before, while or after it runs for the TURN-th time. With the variable
+SIGNALS="SIGTERM SIGINT" it prints `signalled` and sends itself these, one after the other.
 """
 
 from __future__ import annotations
@@ -12,9 +13,16 @@ import functools
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from titan_rl.processes import leave
+
+BETWEEN_SIGNALS = 0.3
+"""Seconds; two that come at once are one."""
 
 POINTS: dict[str, tuple[str, str, float | None]] = {
     "after an admission": ("titan_rl.scheduling.group_buffer:GroupBuffer.admit", "after", None),
@@ -41,13 +49,37 @@ POINTS: dict[str, tuple[str, str, float | None]] = {
 }
 """Name → (function, when, seconds into it)."""
 
+PHASES: dict[str, tuple[str, str, float | None]] = {
+    "config check": ("titan_rl.launch.task_check:check_task", "before", None),
+    "spawn": ("titan_rl.launch.meshes:Meshes.spawn", "before", None),
+    "mid-spawn": ("titan_rl.launch.meshes:Meshes.spawn", "after", None),
+    "set-up": ("titan_rl.launch.meshes:Meshes.set_up", "while", 2.0),
+    "warm-up": ("titan_rl.actors.trainer:Trainer.warm_up_step", "while", 0.01),
+    "first pull": ("titan_rl.actors.router_client:RouterClient.pull_model_state_dict", "while", 0.01),
+    "final save": ("titan_rl.actors.trainer:Trainer.save", "while", 0.005),
+    "closing": ("titan_rl.launch.meshes:Meshes.close", "while", 0.01),
+    "restore": ("titan_rl.actors.trainer:Trainer.restore", "while", 0.01),
+}
+"""Of a run that is stopped by a signal, besides some of `POINTS`."""
+
 
 RENAME = os.rename
 """Of which only those of checkpoints count."""
 
 
+@functools.cache
 def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    """Once."""
+    if not (names := os.environ.get("SIGNALS", "").split()):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def send() -> None:
+        for name in names:
+            os.kill(os.getpid(), signal.Signals[name])
+            time.sleep(BETWEEN_SIGNALS)
+
+    print("signalled", flush=True)
+    threading.Thread(target=send, daemon=True).start()
 
 
 def _deadly(function: Callable[..., Any], when: str, seconds: float | None, turn: int) -> Callable[..., Any]:
@@ -89,7 +121,7 @@ def _deadly(function: Callable[..., Any], when: str, seconds: float | None, turn
 def main(point: str, turn: int, arguments: list[str]) -> int:
     import importlib
 
-    target, when, seconds = POINTS[point]
+    target, when, seconds = (POINTS | PHASES)[point]
     module_name, _, path = target.partition(":")
     *owners, name = path.split(".")
     owner = functools.reduce(getattr, owners, importlib.import_module(module_name))
@@ -104,4 +136,4 @@ def main(point: str, turn: int, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3:]))
+    leave(functools.partial(main, sys.argv[1], int(sys.argv[2]), sys.argv[3:]))

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
@@ -120,5 +121,10 @@ def listening_addresses_of(run: int) -> list[IPv4Address | IPv6Address]:
 
 
 def assert_nothing_is_left(run: subprocess.Popen[str]) -> None:
-    assert descendants(run.pid) == []
+    assert descendants(run.pid) == []  # and so no port
     assert shared_memory_of(run.pid) == []
+    assert list(Path(tempfile.gettempdir()).glob(f"titan_rl-{run.pid}*")) == []  # the scratch directory
+
+
+def last_line(output: str) -> str:
+    return output.rstrip("\n").rpartition("\n")[2]

@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import shutil
 import signal
 import subprocess
 from pathlib import Path
 
 import pytest
-from leftovers import assert_nothing_is_left, finish, process_of, start_run, wait_for_line
+from leftovers import assert_nothing_is_left, finish, last_line, process_of, start_run, wait_for_line
 
 SMALL = ("--recipe", "copy4", "--generator.count", "1", "--loop.groups-per-step", "4", "--evaluation.prompts", "20")
 ENDLESS = (*SMALL, "--loop.steps", "100000")
@@ -71,12 +72,30 @@ def signal_until_it_ends(run: subprocess.Popen[str], number: signal.Signals) -> 
 def test_one_signal_after_a_step_saves_the_weights_and_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     run = start_run(*ENDLESS, runs=tmp_path)
     wait_for_line(run, "step ")
+    run.send_signal(signal.SIGUSR1)
+    told = wait_for_line(run, "4 more processes answer")
     run.send_signal(number)
     output = finish(run)
     assert run.returncode == 128 + number, output
     assert saved_step(output, tmp_path) >= 1
-    assert "stopped by the user" in output
+    (directory,) = tmp_path.iterdir()
+    assert last_line(output).startswith(f"the run was stopped by {number.name}; the weights after step ")
+    assert f"; titan-rl train --resume {directory} goes on from step-" in last_line(output)
     assert_nothing_is_left(run)
+    check_what_every_process_answered(told, directory / "logs")
+
+
+def check_what_every_process_answered(told: str, logs: Path) -> None:
+    """Who was asked with SIGUSR1: what each task waits for, since when, and the stacks."""
+    assert told.endswith(f"{logs}\n")
+    answers = {log.stem: log.read_text() for log in logs.iterdir()}
+    assert set(answers) == {"controller", "trainer", "generator0", "router", "rollout"}
+    for name, answer in answers.items():
+        assert f"{name} " in answer and re.search(r"\(pid \d+\) has \d+ tasks; its threads: MainThread", answer)
+        assert "(most recent call first):" in answer and re.search(r"^task .* s old: ", answer, re.MULTILINE)
+    controller = answers["controller"]
+    assert re.search(r"^task TrainingLoop._\w+, .* s in \w+ \(", controller, re.MULTILINE), "a span"
+    assert "trainer_0 0x" in answers["trainer"] and "engine-loop-0 0x" in answers["generator0"], "their threads"
 
 
 @pytest.mark.parametrize("phase", [FULL("run directory"), "4 groups per step", FULL("held-out"), FULL("step ")])
@@ -103,6 +122,7 @@ def test_a_dead_process_is_named_and_the_weights_are_saved(tmp_path: Path, victi
     assert any(victim in line for line in lines[:-1]), output
     assert saved_step(output, tmp_path) >= 1
     assert "Traceback" not in output and "FATAL" not in output
+    assert last_line(output).startswith("the run failed: ") and victim in last_line(output)
     assert_nothing_is_left(run)
 
 
@@ -124,6 +144,7 @@ def test_a_run_directory_that_is_removed_is_a_sentence(tmp_path: Path) -> None:
     assert run.returncode == 1, output
     (line,) = [line for line in output.splitlines() if line.startswith("failed: ")]
     assert "No such file or directory" in line
+    assert last_line(output).endswith("no weights were saved; there is nothing to go on from: start it again")
     assert "Traceback" not in output
     assert_nothing_is_left(run)
 
@@ -141,4 +162,5 @@ def test_a_policy_that_has_learned_everything_ends_its_run_well(tmp_path: Path) 
     assert "stopping early: nothing is left to learn" in output
     assert "held-out exact match 1.000 → 1.000" in output
     assert saved_step(output, tmp_path / "runs") < 100
+    assert re.match(r"the run is done after step \d+, early: nothing is left to learn", last_line(output))
     assert_nothing_is_left(run)
