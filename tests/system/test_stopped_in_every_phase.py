@@ -27,7 +27,7 @@ BUSY = 4.0
 ONCE, TWICE = "SIGTERM", "SIGINT SIGINT"
 PHASES = {  # name → turn
     **{"config check": 1, "spawn": 1, "mid-spawn": 1, "set-up": 1, "warm-up": 1, "first pull": 1, "restore": 1},
-    **{"mid-generation": 5, "mid-step": 2, "mid-pull": 2, "mid-publication": 2, "mid-evaluation": 2},
+    **{"mid-generation": 5, "mid-step": 2, "mid-publication": 2, "mid-evaluation": 2},
     **{"mid-cut": 1, "mid-checkpoint": 1, "before the rename": 1, "final save": 1, "closing": 1},
 }
 LATE = {("closing", ONCE): 0, ("closing", TWICE): 0, ("final save", ONCE): 0}

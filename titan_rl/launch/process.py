@@ -176,7 +176,7 @@ class _LogFile(logging.FileHandler):
             print(f"{self.baseFilename} cannot be written: {sys.exc_info()[1]}", file=sys.stderr)
 
 
-def log_to_file(file: Path) -> logging.FileHandler:
+def log_to_file(file: Path) -> logging.Handler:
     """Send the controller's logging to `file`, with what its threads raise; its output stays in the terminal.
 
     Returns:

@@ -145,8 +145,9 @@ def _conduct(
         return await work(directory, faults)
 
     try:
-        log = log_to_file(directory / "logs" / "controller.log")
-        answer_signals("controller", log=log.stream.fileno(), where=f" in {directory / 'logs'}")
+        log = directory / "logs" / "controller.log"
+        log_to_file(log)
+        answer_signals("controller", log=log)
         code, how = end(asyncio.run(heard()), directory)
     except Stopped as stop:
         code, how = stop.exit_code, f"was stopped by {stop}"

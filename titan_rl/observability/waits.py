@@ -21,11 +21,14 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from titan_rl.processes import answering
+
+T = TypeVar("T")
 
 FRAMES = 6
 """Innermost frames that are printed of a task."""
@@ -53,21 +56,28 @@ def waiting(what: Callable[[], str]) -> Iterator[None]:
         del _waits[key]
 
 
-def answer_signals(name: str, *, log: int | None = None, where: str = "") -> None:
+def answer_signals(name: str, *, log: Path | None = None) -> None:
     """Answer both signals from now on, on standard error. Call it in the main thread, before there is an event loop.
 
     Args:
         name: of the process.
-        log: a descriptor for the same answer.
-        where: for the one who asks, where the answers of other processes are.
+        log: a file for the same answer, in the directory where the other processes have theirs.
     """
 
     def answer(number: int, frame: object) -> None:
         asked = [_ask(descriptor) for descriptor in tuple(answering)]
-        said = report(name) + (f"{sum(asked)} more processes answer{where}\n" if asked else "")
-        for descriptor in (2,) if log is None else (2, log):
-            faulthandler.dump_traceback(descriptor)
-            _write(descriptor, said)
+        where = "" if log is None else f" in {log.parent}"
+        try:
+            said = report(name)
+        except Exception as error:  # it would end what the main thread is doing
+            said = f"{name}: the tasks cannot be told: {type(error).__name__}: {error}\n"
+        said += f"{sum(asked)} more processes answer{where}\n" if asked else ""
+        _write(2, said)
+        if log is not None:
+            with contextlib.suppress(OSError):  # the run directory is gone
+                descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+                _write(descriptor, said)
+                os.close(descriptor)
 
     asyncio.set_event_loop_policy(_Policy())
     signal.signal(signal.SIGUSR1, answer)
@@ -78,12 +88,11 @@ def report(name: str) -> str:
     """What every task of this process waits for, the oldest first, and the names of the threads."""
     now = time.monotonic()
     waits = {task: (now - since, what) for task, since, what in tuple(_waits.values())}
-    tasks = sorted(
-        (born, task) for ref in _born.keyrefs() if (task := ref()) and not task.done() and (born := _born.get(task))
-    )
+    living = [(now - _born[task], task) for ref in _born.keyrefs() if (task := ref()) and not task.done()]
+    tasks = sorted(living, key=lambda each: -each[0])
     names = ", ".join(f"{thread.name} 0x{thread.ident or 0:016x}" for thread in threading.enumerate())
     lines = [f"{name} (pid {os.getpid()}) has {len(tasks)} tasks; its threads: {names}"]
-    return "\n".join(lines + [_line(task, now - born, waits.get(task)) for born, task in tasks]) + "\n"
+    return "\n".join(lines + [_line(task, age, waits.get(task)) for age, task in tasks]) + "\n"
 
 
 def _line(task: asyncio.Task[Any], age: float, wait: tuple[float, Callable[[], str]] | None) -> str:
@@ -121,6 +130,8 @@ def _ask(descriptor: int) -> bool:
 
 
 def _write(descriptor: int, text: str) -> None:
+    """The stacks, then the text."""
+    faulthandler.dump_traceback(descriptor)
     rest = text.encode(errors="replace")
     with contextlib.suppress(OSError):  # the terminal is gone, or the disk is full
         while rest:
@@ -136,7 +147,9 @@ class _Policy(asyncio.DefaultEventLoopPolicy):
         return loop
 
 
-def _note_birth(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **options: Any) -> asyncio.Task[Any]:
+def _note_birth(
+    loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T] | Generator[Any, None, T], **options: Any
+) -> asyncio.Task[T]:
     task = asyncio.Task(work, loop=loop, **options)
     _born[task] = time.monotonic()
     return task
