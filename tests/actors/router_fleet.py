@@ -43,14 +43,11 @@ def request(
 class Fleet:
     """A router over scripted generators, all serving v0."""
 
-    def __init__(self, config: RouterConfig, count: int = 2) -> None:
-        number = next(_serial)
-        self.generators: list[Any] = [
-            this_proc().spawn(f"scripted{number}_{index}", ScriptedGenerator) for index in range(count)
-        ]
+    def __init__(self, config: RouterConfig, count: int = 2, serving: int | None = None) -> None:
+        self.generators: list[Any] = [_scripted() for _ in range(count)]
         handles = {f"g{index}": handle for index, handle in enumerate(self.generators)}
         self.router = RouterClient(
-            this_proc().spawn(f"router{number}", GeneratorRouter, config, handles), seconds=SECONDS
+            this_proc().spawn(f"router{next(_serial)}", GeneratorRouter, config, handles, serving), seconds=SECONDS
         )
         self._clients: dict[asyncio.Task[Completion], RouterClient] = {}
 
@@ -66,9 +63,20 @@ class Fleet:
     def generate(self, each: GenerationRequest) -> asyncio.Task[Completion]:
         return asyncio.create_task(self.router.generate(each))
 
-    async def ask(self, request_id: str, step: int = 0) -> asyncio.Task[Completion]:
+    async def kill(self, index: int) -> None:
+        await self.router.generator_lost(f"g{index}", "it was killed")
+
+    async def replace(self, index: int, *, hold_pulls: bool = False) -> Any:
+        """Another generator takes the place of a dead one. Returns that."""
+        before, self.generators[index] = self.generators[index], _scripted()
+        if hold_pulls:
+            await self.on(index, "hold_pulls")
+        await self.router.generator_joined(f"g{index}", self.generators[index])
+        return before
+
+    async def ask(self, request_id: str, step: int = 0, who: str = "") -> asyncio.Task[Completion]:
         """The same of a client of its own; the router has the request when this returns."""
-        client = RouterClient(self.router.actor, seconds=SECONDS)
+        client = RouterClient(self.router.actor, seconds=SECONDS, who=who)
         call = asyncio.create_task(client.generate(request(request_id, step=step)))
         self._clients[call] = client
         await asyncio.sleep(0)  # it is in the tick's message
@@ -128,6 +136,10 @@ class Fleet:
             wait.cancel()
         (first,) = done
         return waits.index(first)
+
+
+def _scripted() -> Any:
+    return this_proc().spawn(f"scripted{next(_serial)}", ScriptedGenerator)
 
 
 async def _call(endpoint: Any, *args: Any) -> Any:

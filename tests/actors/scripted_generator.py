@@ -10,7 +10,7 @@ import numpy as np
 from titan_rl.actors.connection import served
 from titan_rl.actors.requests import RequestServer
 from titan_rl.errors import GeneratorFailed, WeightsError
-from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
+from titan_rl.types import NO_VERSION, Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import Manifest, Publication, PullReport
 
 
@@ -177,8 +177,7 @@ class ScriptedGenerator(RequestServer):
         self._notify()
 
     def _encoded(self) -> int:
-        assert self._version is not None
-        return self._version.encode()
+        return NO_VERSION if self._version is None else self._version.encode()
 
     def _notify(self) -> None:
         self._changed.set()

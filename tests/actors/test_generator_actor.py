@@ -39,6 +39,8 @@ PROMPT = np.array([2, 3, 4, 5, 12], np.int32)
 BOUND = 60.0
 """Seconds for any one call; the collectives of a generator time out after ten minutes."""
 START = 240.0
+UNREPLACED = 0.2
+"""Seconds that a client waits for a replacement, which never comes here."""
 LONG = 2000
 """New tokens of a request that is to be stopped: at 50 ms each it is far from its end whenever that comes."""
 ENGINES = {"held": 1, "slow": 1, "lonely": 1, "idle": 2, "falling": 2, "leading": 2, "stray": 2, "patient": 2}
@@ -60,7 +62,7 @@ class One:
     def __init__(self, name: str, mesh: Any, ranks: int) -> None:
         self.name = name
         self.mesh = GeneratorMesh(mesh, name, ranks=ranks)
-        self.client = RouterClient(self.mesh.rank0, seconds=BOUND, name=name)
+        self.client = RouterClient(self.mesh.rank0, seconds=UNREPLACED, name=name)
         self.pids: list[int] = []
 
     async def call(self, endpoint: Any, *args: Any) -> Any:

@@ -19,15 +19,15 @@ from monarch.actor import default_bootstrap_cmd, this_host
 from titan_rl.actors.connection import ConnectedActor, bounded, served
 from titan_rl.actors.requests import Answers, RequestServer
 from titan_rl.actors.router_client import RouterClient
-from titan_rl.errors import ActorFailed, CallTimeout, RequestError
+from titan_rl.errors import ActorFailed, ActorGone, CallTimeout, RequestError
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion, SamplingParams
 from titan_rl.wire import pack
 
 SECONDS = 60.0
 
 
-def client_of(target: Any) -> RouterClient:
-    return RouterClient(target, seconds=SECONDS, name="target")
+def client_of(target: Any, seconds: float = SECONDS) -> RouterClient:
+    return RouterClient(target, seconds=seconds, name="target")
 
 
 def request(request_id: str) -> GenerationRequest:
@@ -195,14 +195,15 @@ async def test_a_message_that_cannot_be_unpacked_fails_its_requests(target: Any,
     await client.disconnect()
 
 
-async def test_a_killed_target_fails_its_open_requests(target: Any) -> None:
-    client = client_of(target)
+async def test_a_killed_target_that_nobody_replaces_fails_its_open_requests(target: Any) -> None:
+    client = client_of(target, seconds=0.2)
     pid = await client.connection.call(SECONDS, Target.pid)
     call = asyncio.create_task(client.generate(request("hang")))
     await client.generate(request("ok"))
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(ActorFailed, match=r"target\.generate_many: the process or actor is gone"):
-        await call
+    for each in (call, asyncio.create_task(client.generate(request("later")))):
+        with pytest.raises(ActorGone, match=r"target\.generate_many: the process or actor is gone"):
+            await each
     await client.disconnect()
 
 
@@ -223,6 +224,22 @@ async def test_a_client_that_died_disturbs_nobody(target: Any) -> None:
     assert (await other.generate(request("ok2"))).finish_reason is FinishReason.STOP
     await other.disconnect()
     await mesh.stop()
+
+
+async def test_what_a_lost_client_had_open_is_stopped_and_its_ids_are_free(target: Any) -> None:
+    lost = RouterClient(target, seconds=SECONDS, name="target", who="rollout0")
+    other = RouterClient(target, seconds=SECONDS, name="target", who="rollout1")
+    calls = [asyncio.create_task(each.generate(request(f"hang{i}"))) for i, each in enumerate((lost, other))]
+    await asyncio.gather(lost.generate(request("ok0")), other.generate(request("ok1")))
+    await other.connection.call(SECONDS, RequestServer.client_lost, "rollout0")
+    again = asyncio.create_task(other.generate(request("hang0")))
+    await other.generate(request("ok2"))
+    assert (await counts(other))[1] == ["hang0"] and not again.done() and not calls[1].done()
+    await other.connection.call(SECONDS, RequestServer.reset)
+    assert (await counts(other))[1] == ["hang0", "hang1", "hang0"]
+    await asyncio.gather(again, *calls)
+    for client in (lost, other):
+        await client.disconnect()
 
 
 async def test_a_prompt_that_cannot_travel_fails_alone(target: Any) -> None:

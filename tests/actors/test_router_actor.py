@@ -108,11 +108,12 @@ async def test_a_router_whose_bookkeeping_fails_ends_and_nobody_waits_for_ever()
                 await asyncio.wait_for(each, SECONDS)
 
 
-async def test_when_all_are_dead_requests_fail_at_once_with_the_reasons() -> None:
+async def test_when_all_are_dead_for_good_requests_fail_at_once_with_the_reasons() -> None:
     async with Fleet(RouterConfig(), count=1) as fleet:
         call = fleet.generate(request("r"))
         await fleet.live(0, 1)
         await fleet.on(0, "die")
+        await fleet.router.generator_left_out("g0", "it was killed three times")
         for each in (call, fleet.generate(request("later"))):
             with pytest.raises(GeneratorFailed, match=r"every generator is dead \(g0: it was killed"):
                 await each
@@ -124,7 +125,7 @@ async def test_what_a_lost_generator_runs_goes_on_elsewhere_without_its_word() -
     async with Fleet(RouterConfig()) as fleet:
         call = fleet.generate(request("r"))
         lost = await fleet.until_runs("r")
-        await fleet.router.generator_lost(f"g{lost}", "it was killed")
+        await fleet.kill(lost)
         attempts = list(await fleet.live(1 - lost, 1))
         await fleet.on(1 - lost, "finish", attempts, 2)
         assert (await call).token_ids.tolist() == [3, 4]

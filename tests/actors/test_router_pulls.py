@@ -8,7 +8,7 @@ import pytest
 from router_fleet import Fleet, request
 from scripted_generator import publication
 
-from titan_rl.errors import RequestError, WeightsError
+from titan_rl.errors import GeneratorNotServing, WeightsError
 from titan_rl.routing.config import RouterConfig
 from titan_rl.types import FinishReason, PolicyVersion
 
@@ -192,7 +192,7 @@ async def test_a_pinned_generator_serves_only_its_own_at_its_version_and_then_co
     assert list(await draining.live(0, 1)) == ["judged"]
     back = asyncio.create_task(router.unpin(name))
     await draining.until_states("syncing", "serving")
-    with pytest.raises(RequestError, match="g0 is not pinned"):
+    with pytest.raises(GeneratorNotServing, match="g0 is not pinned"):
         await draining.generate(request("late", pinned_to=name))
     await draining.on(0, "finish", ["judged"], 2)
     assert set((await judged).versions.tolist()) == {PolicyVersion(0, 0).encode()}

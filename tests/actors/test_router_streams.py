@@ -262,6 +262,8 @@ async def test_a_stream_that_nobody_can_serve_fails_with_the_cause(swapping: Fle
     await swapping.on(1, "die")
     with pytest.raises(RequestLost, match="2 generators died under it .it was killed"):
         await anext(stream)
+    for index in range(2):
+        await swapping.router.generator_left_out(f"g{index}", "it was killed three times")
     with pytest.raises(GeneratorFailed, match="every generator is dead"):
         await anext(swapping.stream(request("later")))
 

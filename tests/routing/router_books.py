@@ -63,16 +63,18 @@ class RouterBooks:
         request_retries: int = 1,
         sync_wait: float = 0.0,
         max_sessions: int = 0,
+        serving: int | None = None,
     ) -> None:
         self.strategy = strategy
         self.mode, self.max_syncing, self.retries, self.resume = mode, max_syncing, retries, resume
         self.sync_wait, self.max_sessions = sync_wait, max_sessions
         self.request_seconds, self.request_retries = request_seconds, request_retries
         self.dispatcher = Dispatcher(strategy, resume=resume, seconds=request_seconds, retries=request_retries)
-        self.fleet = Fleet(strategy, mode=mode, max_syncing=max_syncing, retries=retries)
+        self.fleet = Fleet(strategy, mode=mode, max_syncing=max_syncing, retries=retries, serving=serving)
+        self.serving = serving
         self.names = [f"g{index}" for index in range(generators)]
         for name in self.names:
-            self.fleet.add(name)
+            self.fleet.joined(name)
         self.now = 0.0
         self.callers: dict[str, Caller] = {}
         self.live: dict[str, tuple[Assignment, Caller]] = {}  # by attempt id
@@ -127,9 +129,16 @@ class RouterBooks:
             assert self.failures.get(health.name, 0) <= self.retries + 1
         pinned = {health.name: health.version for health in self.fleet if health.state is GeneratorState.PINNED}
         assert pinned == self.pinned, "a pinned generator stays at its version"
+        assert all(self.fleet[name].state is not GeneratorState.DEAD for name in self.syncs)
         if not all(pull.done for pull in self.pulls):
-            moving = self.syncs.keys() - self.late
-            assert any(self.fleet[name].state is not GeneratorState.DEAD for name in moving), "nobody will move"
+            awaited = any(health.is_awaited for health in self.fleet)
+            assert self.syncs.keys() - self.late or awaited, "nobody will move"
+        spares = sum(health.is_spare for health in self.fleet)
+        dead = sum(health.state is GeneratorState.DEAD for health in self.fleet)
+        in_service = len(self.names) - spares - dead
+        assert in_service == min(in_service + spares, self.serving or len(self.names)), (
+            "a spare waits beside a free place"
+        )
         for caller in self.callers.values():
             assert caller.deaths <= self.request_retries or caller.place == LEFT
             if caller.place == LIVE:
@@ -158,7 +167,7 @@ class RouterBooks:
                 assert (health.state, health.version) == (GeneratorState.SERVING, target), health
         assert target is None or self.fleet.settled(target)
         assert all(pull.done for pull in self.pulls)
-        if self.anyone_serves or self.fleet.all_dead:
+        if self.anyone_serves or self.fleet.is_given_up:
             assert all(caller.place == LEFT for caller in self.callers.values())
 
     def check_settled(self, pull: Pull) -> None:
@@ -170,6 +179,8 @@ class RouterBooks:
                 and (health.name in self.syncs or self.failures.get(health.name, 0) <= self.retries)
             ):
                 assert self.reached.get(health.name, PolicyVersion(-1, 0)) >= pull.version, "it is on its way"
+        reached = any(self.reached.get(health.name, PolicyVersion(-1, 0)) >= pull.version for health in self.fleet)
+        assert reached or not any(health.is_awaited for health in self.fleet), "a replacement is to come"
         if pull.wakes and self.fleet[pull.wakes].state is not GeneratorState.DEAD:
             assert pull.woke, "a wake-up is not over before its pull"
 

@@ -11,7 +11,7 @@ import pytest
 from router_books import LEFT, LIVE, WAITING, Caller, Pull, RouterBooks
 from routing_examples import completion
 
-from titan_rl.errors import GeneratorFailed, GeneratorNotServing, RequestLost, RequestTimeout, WeightsError
+from titan_rl.errors import GeneratorNotServing, RequestLost, RequestTimeout, WeightsError
 from titan_rl.routing.dispatcher import Assignment
 from titan_rl.routing.generator import GeneratorState
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion
@@ -106,6 +106,29 @@ class RouterDriver(RouterBooks):
                 self._dead(assignment.generator)
         self.advance()
 
+    def die(self, name: str) -> None:
+        """Its process ends; the controller says so."""
+        self.fleet.died(name, f"killed at {self.now}")
+        self._dead(name)
+        self.lose(self.live_on(name), fatal=True)
+
+    def join(self, name: str) -> None:
+        """A replacement of a dead generator is up."""
+        if self.fleet[name].state is not GeneratorState.DEAD:
+            with pytest.raises(ValueError, match="is already in the fleet"):
+                self.fleet.joined(name)
+            return
+        self.fleet.joined(name)
+        for book in (self.failures, self.reached, self.held):
+            book.pop(name, None)
+        self.left.discard(name)
+        self.advance()
+
+    def leave_out(self, name: str) -> None:
+        self.die(name)
+        self.fleet.left_out(name, "given up")
+        self.advance()
+
     def abort(self, request_id: str) -> None:
         """The caller gives up. A live attempt's answer is still to come, whatever it will be."""
         caller = self.callers[request_id]
@@ -164,58 +187,46 @@ class RouterDriver(RouterBooks):
 
     def begin_pull(self, name: str) -> None:
         """The generator is idle, or need not be: its pull begins."""
-        if self.fleet[name].state is GeneratorState.DEAD:
-            with pytest.raises(GeneratorFailed):
-                self.fleet.pulling(name)
-            del self.syncs[name]
-            self.fleet.died(name, "a later symptom")
-            self.advance()
-            return
         version = self.fleet.pulling(name)
         assert version == self.fleet.target, "pulls coalesce to the newest"
         self.syncs[name] = version
 
     def end_pull(self, name: str, outcome: str) -> None:
-        """`verified`, `failed` or `died`; a generator that is dead by now may answer anything."""
+        """`verified`, `failed` or `died`."""
         version = self.syncs.pop(name)
         assert version is not None
-        alive = self.fleet[name].state is not GeneratorState.DEAD
         self.late.discard(name)
         for pull in self.pulls:
             pull.woke |= pull.wakes == name
         match outcome:
             case "verified":
                 self.fleet.verified(name, version)
-                if alive:
-                    assert version >= self.held.get(name, version), "weights never go back"
-                    self.held[name] = self.reached[name] = version
-                    self.failures.pop(name, None)
-                    assert self.fleet[name].state is GeneratorState.SERVING, "what was verified serves"
-                    self.closed.discard(name)
-                    self.left.discard(name)
+                assert version >= self.held.get(name, version), "weights never go back"
+                self.held[name] = self.reached[name] = version
+                self.failures.pop(name, None)
+                assert self.fleet[name].state is GeneratorState.SERVING, "what was verified serves"
+                self.closed.discard(name)
+                self.left.discard(name)
             case "failed":
                 self.fleet.failed(name, f"bad bytes in {version}")
                 self.closed.discard(name)
                 if version == self.fleet.target:
                     self.failures[name] = self.failures.get(name, 0) + 1
-                if alive:
-                    self.left.add(name)
-                    assert self.fleet[name].reason == f"bad bytes in {version}"
+                self.left.add(name)
+                assert self.fleet[name].reason == f"bad bytes in {version}"
             case "died":
-                self.fleet.died(name, "killed in a pull")
-                self._dead(name)
+                self.die(name)
         self.advance()
 
     def is_late(self, name: str) -> None:
         """The sync takes too long, and goes on."""
         self.fleet.late(name, "too slow")
-        if self.fleet[name].state is not GeneratorState.DEAD:
-            assert self.fleet[name].state is GeneratorState.STALE
-            self.late.add(name)
-            self.left.add(name)
-            self.closed.discard(name)
-            for pull in self.pulls:
-                pull.woke |= pull.wakes == name
+        assert self.fleet[name].state is GeneratorState.STALE
+        self.late.add(name)
+        self.left.add(name)
+        self.closed.discard(name)
+        for pull in self.pulls:
+            pull.woke |= pull.wakes == name
         self.advance()
 
     def drain_deadline(self, name: str) -> None:
@@ -235,7 +246,8 @@ class RouterDriver(RouterBooks):
         assert self.fleet[name].state is GeneratorState.ASLEEP
 
     def wake(self, name: str) -> None:
-        if self.fleet[name].state is not GeneratorState.ASLEEP or self.fleet.target is None:
+        health = self.fleet[name]
+        if health.state is not GeneratorState.ASLEEP or health.is_spare or self.fleet.target is None:
             with pytest.raises(GeneratorNotServing):
                 self.fleet.wake(name)
             return
@@ -281,27 +293,31 @@ class RouterDriver(RouterBooks):
         self.closed.discard(name)
         self.late.discard(name)
         self.pinned.pop(name, None)
+        self.syncs.pop(name, None)
+        for pull in self.pulls:
+            pull.woke |= pull.wakes == name
         self.dispatcher.unpinned(name)
 
     # Until nothing is left to happen.
 
     def become_quiet(self) -> None:
-        """No more failures: every sync ends well, every attempt finishes, the sticky wait passes."""
-        for _ in range(6 * (len(self.names) + 1)):
+        """No more failures: every sync ends well, every attempt finishes, who must be replaced is."""
+        for _ in range(12 * (len(self.names) + 1)):
             for name in list(self.syncs):
                 if self.can_begin(name):
                     self.begin_pull(name)
                 if self.syncs.get(name) is not None:
                     self.end_pull(name, "verified")
             for attempt_id in list(self.live):
-                if self.fleet[self.live[attempt_id][0].generator].state is GeneratorState.DEAD:
-                    self.lose([attempt_id])
-                else:
-                    self.answer([(attempt_id, 2, FinishReason.STOP)])
+                self.answer([(attempt_id, 2, FinishReason.STOP)])
             self.tick(self.sync_wait)
             self.check()
             if not self.syncs and not self.live:
-                break
+                if self.fleet.target is None or self.fleet.settled(self.fleet.target):
+                    break
+                for health in list(self.fleet):
+                    if health.is_awaited:
+                        self.join(health.name)
         else:
             raise AssertionError("it never becomes quiet")
         self.check_quiet()
@@ -365,7 +381,7 @@ class RouterDriver(RouterBooks):
             assert "is not any more" in str(error)
             assert caller.place == WAITING and caller.asked.pinned_to not in {None, *self.pinned}
             self._leaves(caller)
-        if self.fleet.all_dead:
+        if self.fleet.is_given_up:
             for request_id in self.dispatcher.drop_waiting():
                 assert self.callers[request_id].place == WAITING
                 self._leaves(self.callers[request_id])

@@ -70,6 +70,6 @@ def serving(strategy: RoutingStrategy, count: int, *, resume: bool = True) -> tu
     """`g0` … that all serve v0."""
     fleet = Fleet(strategy)
     for index in range(count):
-        fleet.add(f"g{index}")
+        fleet.joined(f"g{index}")
         comes_to_serve(fleet, f"g{index}")
     return fleet, Dispatcher(strategy, resume=resume)

@@ -25,12 +25,18 @@ def v(step: int) -> PolicyVersion:
 class World:
     """A fleet, its dispatcher, and groups of several turns, each of which wants one version from start to end."""
 
-    def __init__(self, generators: int, strategy: RoundRobin | LeastLoaded | StickySession, rng: random.Random) -> None:
+    def __init__(
+        self,
+        generators: int,
+        strategy: RoundRobin | LeastLoaded | StickySession,
+        rng: random.Random,
+        serving: int | None = None,
+    ) -> None:
         self.rng = rng
-        self.fleet = Fleet(strategy)
-        self.dispatcher = Dispatcher(strategy)
+        self.fleet = Fleet(strategy, serving=serving)
+        self.dispatcher = Dispatcher(strategy, retries=1000)
         for index in range(generators):
-            self.fleet.add(f"g{index}")
+            self.fleet.joined(f"g{index}")
         self.groups: dict[str, tuple[PolicyVersion, int]] = {}  # version, turns that are left
         self.live: dict[str, Assignment] = {}
         self.draining: set[str] = set()
@@ -98,8 +104,23 @@ class World:
         self.changes += 1
         self.advance()
 
+    def die(self) -> None:
+        name = self.rng.choice([health.name for health in self.fleet])
+        self.fleet.died(name, "killed")
+        self.draining.discard(name)
+        self.pulling.pop(name, None)
+        for request_id in [each for each, assignment in self.live.items() if assignment.generator == name]:
+            del self.live[request_id]
+            self.dispatcher.lost(request_id, 0.0, died="killed")
+        self.advance()
+
+    def replace(self) -> None:
+        self.fleet.joined(self.rng.choice([health.name for health in self.fleet if health.is_awaited]))
+        self.advance()
+
     def possible(self) -> list:
         events = [self.end_a_request] * bool(self.live) + [self.end_a_pull] * bool(self.pulling)
+        events += [self.replace] * any(health.is_awaited for health in self.fleet)
         return events + [self.begin_a_pull] * any(not self.dispatcher.in_flight(each) for each in self.draining)
 
 
@@ -108,11 +129,16 @@ class World:
     generators=st.integers(1, 4),
     strategy=st.sampled_from([RoundRobin, LeastLoaded, StickySession]),
     steps=st.integers(1, 8),
+    serving=st.sampled_from([None, 1, 2]),
+    deaths=st.integers(0, 6),
     seed=st.integers(0, 2**32),
 )
-def test_every_request_is_served_by_its_version_in_the_end(generators: int, strategy, steps: int, seed: int) -> None:
+def test_every_request_is_served_by_its_version_in_the_end(
+    generators: int, strategy, steps: int, serving: int | None, deaths: int, seed: int
+) -> None:
+    """Though generators die, if they are replaced."""
     rng = random.Random(seed)
-    world = World(generators, strategy(), rng)
+    world = World(generators, strategy(), rng, serving)
     step = 0
     while step < steps or world.groups:
         events = world.possible()
@@ -124,6 +150,10 @@ def test_every_request_is_served_by_its_version_in_the_end(generators: int, stra
         if step and rng.random() < 0.02:
             world.admit(rng.randrange(step), 1)  # a group that was lost
             continue
+        if deaths and rng.random() < 0.1:
+            deaths -= 1
+            world.die()
+            continue
         assert events, f"nothing can happen any more: {world.fleet.describe()}, {world.groups}"
         rng.choice(events)()
     assert world.dispatcher.waiting == world.dispatcher.live == 0
@@ -132,7 +162,7 @@ def test_every_request_is_served_by_its_version_in_the_end(generators: int, stra
 def serving(generators: int) -> Fleet:
     fleet = Fleet(RoundRobin())
     for index in range(generators):
-        fleet.add(f"g{index}")
+        fleet.joined(f"g{index}")
     fleet.ask(v(0))
     for name in fleet.startable(lambda name: 0):
         fleet.verified(name, fleet.pulling(name))

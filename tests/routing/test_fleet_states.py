@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from routing_examples import V0, V1, V2, comes_to_serve
 
-from titan_rl.errors import WeightsError
+from titan_rl.errors import GeneratorNotServing, WeightsError
 from titan_rl.routing.fleet import Fleet
-from titan_rl.routing.generator import GeneratorState
+from titan_rl.routing.generator import GeneratorHealth, GeneratorState
 from titan_rl.types import PolicyVersion
 
 RECOVERING, SERVING, SYNCING, PINNED, ASLEEP, STALE, DEAD = GeneratorState
@@ -73,7 +73,7 @@ class Candidates:
 def fleet_of(*names: str, target: PolicyVersion | None = None) -> Fleet:
     fleet = Fleet(Candidates())
     for name in names:
-        fleet.add(name)
+        fleet.joined(name)
     if target is not None:
         fleet.ask(target)
     return fleet
@@ -88,7 +88,7 @@ def test_the_table_speaks_of_every_state() -> None:
 def test_every_event_leads_from_every_state_where_the_table_says(state: GeneratorState, event: str) -> None:
     candidates = Candidates()
     fleet = Fleet(candidates)
-    fleet.add("g0")
+    fleet.joined("g0")
     for step in PATHS[state]:
         # On the way there nothing was newer than v1, so that the overtaken pull of v1 does not go back.
         fleet.move("g0", GeneratorState.SERVING, version=V1) if step == "verified" else EVENTS[step](fleet)
@@ -102,7 +102,7 @@ def test_every_event_leads_from_every_state_where_the_table_says(state: Generato
     else:
         EVENTS[event](fleet)
     assert fleet["g0"].state is expected
-    assert fleet.all_dead == (expected is DEAD)
+    assert fleet["g0"].is_awaited == (expected is DEAD)
     assert list(candidates.serving) == (["g0"] if expected is SERVING else [])
 
 
@@ -116,8 +116,8 @@ def test_nothing_comes_to_serve_but_through_a_verified_pull(
 ) -> None:
     candidates = Candidates()
     fleet = Fleet(candidates)
-    fleet.add("g0")
-    fleet.add("g1")
+    fleet.joined("g0")
+    fleet.joined("g1")
     step = 1
     for name, event, newer in events:
         step += newer
@@ -189,21 +189,87 @@ def test_death_is_final_and_keeps_its_first_reason() -> None:
     fleet = fleet_of("g0")
     fleet.died("g0", "killed")
     fleet.died("g0", "a later symptom")
-    fleet.failed("g0", "another")
     assert (fleet["g0"].state, fleet["g0"].reason) == (DEAD, "killed")
 
 
-def test_the_fleet_is_dead_only_when_every_generator_is() -> None:
-    fleet = fleet_of("g0", "g1")
-    assert not fleet_of().all_dead
-    fleet.died("g0", "killed")
-    assert not fleet.all_dead
-    fleet.died("g1", "killed")
-    assert fleet.all_dead
+def test_a_fleet_is_given_up_only_when_every_generator_is_left_out() -> None:
+    fleet = fleet_of("g0", "g1", target=V0)
+    assert not fleet_of().is_given_up
+    for name in ("g0", "g1"):
+        fleet.died(name, "killed")
+    assert not fleet.is_given_up and not fleet.settled(V0) and not fleet.is_lost(V0), "replacements will come"
+    fleet.left_out("g0", "killed three times")
+    assert not fleet.is_given_up
+    fleet.left_out("g1", "killed three times")
+    assert fleet.is_given_up and fleet.settled(V0) and fleet.is_lost(V0)
+    assert fleet.describe() == "g0: killed three times; g1: killed three times"
+    fleet.joined("g1")
+    assert not fleet.is_given_up
 
 
-def test_a_name_is_given_once() -> None:
-    fleet = fleet_of("g0")
-    fleet.died("g0", "killed")
+def test_a_generator_that_was_dead_before_this_router_may_be_left_out() -> None:
+    fleet = fleet_of()
+    fleet.left_out("g0", "it never came up")
+    assert fleet.is_given_up
+
+
+def test_a_replacement_has_nothing_of_the_dead_one() -> None:
+    fleet = fleet_of("g0", "g1", target=V1)
     with pytest.raises(ValueError, match="g0 is already in the fleet"):
-        fleet.add("g0")
+        fleet.joined("g0")
+    comes_to_serve(fleet, "g0", V1)
+    fleet["g0"].failures = 2
+    fleet.died("g0", "killed")
+    fleet.joined("g0")
+    assert fleet["g0"] == GeneratorHealth("g0")
+    assert fleet.startable(lambda name: 0) == ["g0", "g1"]
+    assert fleet.goes_back("g0"), "it may have served another router, at any version"
+    fleet.verified("g0", fleet.pulling("g0"))
+    assert (fleet["g0"].state, fleet["g0"].version) == (SERVING, V1)
+
+
+def test_a_spare_waits_asleep_and_takes_the_place_of_a_dead_one_at_once() -> None:
+    fleet = Fleet(Candidates(), serving=2)
+    for name in ("g0", "g1", "g2"):
+        fleet.joined(name)
+    fleet.ask(V0)
+    assert fleet.startable(lambda name: 0) == ["g0", "g1"] and fleet["g2"].is_spare
+    for name in ("g0", "g1"):
+        fleet.verified(name, fleet.pulling(name))
+    assert fleet.settled(V0)
+    with pytest.raises(GeneratorNotServing, match="g2 cannot be woken: it is a spare"):
+        fleet.wake("g2")
+    fleet.died("g0", "killed")
+    assert fleet.startable(lambda name: 0) == ["g2"] and not fleet["g2"].must_wake
+    fleet.joined("g0")
+    assert fleet["g0"].is_spare and fleet.startable(lambda name: 0) == []
+    fleet.verified("g2", fleet.pulling("g2"))
+    fleet.died("g0", "killed in its sleep")
+    assert [health.state for health in fleet] == [DEAD, SERVING, SERVING]
+
+
+def test_a_spare_takes_the_version_that_nobody_serves_any_more() -> None:
+    fleet = Fleet(Candidates(), serving=2)
+    for name in ("g0", "g1", "g2"):
+        fleet.joined(name)
+    fleet.ask(V0)
+    fleet.ask_beside(V1)
+    for name in fleet.startable(lambda name: 0):
+        fleet.verified(name, fleet.pulling(name))
+    assert [health.version for health in fleet] == [V0, V1, None]
+    fleet.died("g0", "killed")
+    assert not fleet.is_lost(V0)
+    assert fleet.startable(lambda name: 0) == ["g2"]
+    assert fleet.pulling("g2") == V0
+
+
+def test_a_generator_that_was_put_to_sleep_keeps_its_place() -> None:
+    fleet = Fleet(Candidates(), serving=1)
+    fleet.joined("g0")
+    fleet.ask(V0)
+    comes_to_serve(fleet, "g0")
+    fleet.sleep("g0")
+    fleet.joined("g1")
+    assert fleet["g1"].is_spare and not fleet["g0"].is_spare
+    fleet.died("g0", "killed")
+    assert fleet["g1"].state is RECOVERING

@@ -47,6 +47,7 @@ class RouterMachine(RuleBasedStateMachine):
         resume=st.booleans(),
         request_seconds=st.sampled_from([0.0, 0.0, 6.0]),
         request_retries=st.integers(0, 2),
+        serving=st.sampled_from([None, None, 1, 2]),
         started=st.sampled_from([True, True, False]),
     )
     def start(
@@ -190,9 +191,23 @@ class RouterMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.driver.live)
     @rule(data=st.data())
-    def a_generator_dies(self, data: st.DataObject) -> None:
+    def a_generator_with_requests_dies(self, data: st.DataObject) -> None:
         assignment, _ = self.driver.live[data.draw(st.sampled_from(list(self.driver.live)))]
         self.driver.lose(self.driver.live_on(assignment.generator), fatal=True)
+
+    @rule(data=st.data())
+    def a_generator_dies(self, data: st.DataObject) -> None:
+        self.driver.die(data.draw(st.sampled_from(self.driver.names)))
+
+    @rule(data=st.data())
+    def a_replacement_joins(self, data: st.DataObject) -> None:
+        self.driver.join(data.draw(st.sampled_from(self.driver.names)))
+
+    @precondition(lambda self: any(health.is_awaited for health in self.driver.fleet))
+    @rule(data=st.data())
+    def a_dead_generator_is_left_out(self, data: st.DataObject) -> None:
+        dead = [health.name for health in self.driver.fleet if health.is_awaited]
+        self.driver.leave_out(data.draw(st.sampled_from(dead)))
 
     @rule()
     def everything_becomes_quiet(self) -> None:

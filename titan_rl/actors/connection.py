@@ -36,6 +36,7 @@ import cloudpickle
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import Actor, ActorError, Channel, concurrent_endpoint
 
+from titan_rl.actors.outbox import Outbox
 from titan_rl.errors import ActorFailed, ActorGone, CallTimeout, TitanError
 from titan_rl.observability.waits import waiting
 
@@ -114,6 +115,14 @@ def _gone(error: BaseException) -> str:
 class ConnectedActor(Actor):
     """An actor whose `served` endpoints can be called over a `Connection`."""
 
+    _pulses = 0
+
+    @served
+    async def pulse(self) -> int:
+        """A number that grows while this actor makes progress. The default shows that its event loop lives."""
+        self._pulses += 1
+        return self._pulses
+
     @served
     async def connect(self, address: bytes) -> None:
         """Answer one client's calls until it leaves or this process ends.
@@ -124,7 +133,7 @@ class ConnectedActor(Actor):
         reply = pickle.loads(address)
         port, receiver = Channel[bytes].open()
         reply.send(cloudpickle.dumps(port))
-        outcomes = _Outbox(reply.send)
+        outcomes = Outbox(reply.send)
         _caller.set(Caller(outcomes))  # for the tasks below
         with suppress(asyncio.CancelledError):  # the actor is being stopped
             while (calls := pickle.loads(await receiver.recv())) is not None:
@@ -138,8 +147,10 @@ class ConnectedActor(Actor):
 class Caller:
     """The client whose call an endpoint answers. One object per connection."""
 
-    def __init__(self, outbox: _Outbox) -> None:
+    def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
+        self.who = ""
+        """Name of the client's mesh, if it said so."""
 
     def push(self, item: object) -> None:
         """Send the client an item that is not the outcome of a call. If the client is gone, the item is lost."""
@@ -208,8 +219,10 @@ class Connection:
 
     def tell(self, endpoint: ServedMethod[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
         """Call an endpoint without waiting for an outcome. Only what it pushes shows that the call arrived. If it
-        fails, the connection is lost, because nobody else would hear of it."""
-        self._put(None, endpoint.answer.__name__, args, kwargs)
+        fails, the connection is lost, because nobody else would hear of it. If the actor is gone, `on_lost` is
+        called."""
+        if self._put(None, endpoint.answer.__name__, args, kwargs) is None:
+            self._on_lost(self._lost)
 
     def lose(self, reason: str) -> None:
         """The caller knows that the actor is gone: open calls fail now, and so does every call until `replace`."""
@@ -286,7 +299,7 @@ class _Link:
     def __init__(
         self, actor: Any, hear: Callable[[_Link, int | None, bytes], None], ended: Callable[[_Link, str], None]
     ) -> None:
-        self.outbox = _Outbox()
+        self.outbox = Outbox()
         self.open: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # with the endpoint's name
         self._hear = hear
         self._ended = ended
@@ -356,37 +369,7 @@ class _Raised:
     text: str
 
 
-class _Outbox:
-    """Sends all items of one event-loop tick as one message. Belongs to one event loop."""
-
-    def __init__(self, send: Callable[[bytes], None] | None = None) -> None:
-        self._send = send
-        self._waiting: list[tuple[Any, ...]] = []
-
-    def open(self, send: Callable[[bytes], None]) -> None:
-        """Start to send, beginning with the items that were put in before."""
-        self._send = send
-        self._flush()
-
-    def put(self, item: tuple[Any, ...]) -> None:
-        if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._waiting.append(item)
-
-    def end(self) -> bool:
-        """Send what is waiting, and that nothing follows. Returns whether there was a receiver."""
-        self._flush()
-        if self._send is not None:
-            self._send(pickle.dumps(None))
-        return self._send is not None
-
-    def _flush(self) -> None:
-        if self._send is not None and self._waiting:
-            items, self._waiting = self._waiting, []
-            self._send(pickle.dumps(items))
-
-
-async def _answer(actor: Actor, number: int | None, name: str, arguments: bytes, outcomes: _Outbox) -> None:
+async def _answer(actor: Actor, number: int | None, name: str, arguments: bytes, outcomes: Outbox) -> None:
     """Run one call in the actor."""
     failed = True
     try:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from monarch.actor import current_rank
 
-from titan_rl.actors.connection import Connection, served
+from titan_rl.actors.connection import ConnectedActor, Connection, served
 from titan_rl.actors.requests import RequestServer
 from titan_rl.errors import GeneratorFailed, TitanError
 from titan_rl.generation.config import GeneratorConfig
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 class Generator(RequestServer):
     """One rank. Endpoints of rank 0: `generate_many`, `abort`, `pull_model_state_dict`, `sleep`, `wake_up`; of every
-    rank: `setup`, `close`."""
+    rank: `setup`, `pulse`, `close`."""
 
     def __init__(self, mesh: str, config: GeneratorConfig, *, model_path: str, device: str) -> None:
         super().__init__()
@@ -136,6 +136,11 @@ class Generator(RequestServer):
         report = await self._outcome(self._running().wake_up(publication))
         _log.info("awake, serving %s: %s", report.version, report)
         return report
+
+    @served
+    async def pulse(self) -> int:
+        """The progress of the engine loop, of whatever rank."""
+        return await ConnectedActor.pulse.answer(self) if self._loop is None else self._loop.pulse()
 
     @served
     async def peer_failed(self, reason: str) -> None:
@@ -242,6 +247,21 @@ class GeneratorMesh:
         """Build the engine on every rank; returns their process ids. The first rank that fails ends the wait, while the
         others still wait for it."""
         return await asyncio.gather(*(rank.call(seconds, Generator.setup, self.rank0) for rank in self.ranks))
+
+    def lose(self, reason: str) -> None:
+        """A process of it is gone, and with it the generator."""
+        for rank in self.ranks:
+            rank.lose(reason)
+
+    def replace(self, mesh: Any) -> None:
+        """From now on these are its ranks. `setup` follows."""
+        self.rank0 = mesh.slice(ranks=0)
+        for rank, connection in enumerate(self.ranks):
+            connection.replace(mesh.slice(ranks=rank))
+
+    async def pulse(self) -> list[int]:
+        """See `Generator.pulse`; of every rank. The caller sets the time limit."""
+        return await asyncio.gather(*(rank.call(None, Generator.pulse) for rank in self.ranks))
 
     async def close(self) -> None:
         """End the engine loop on every rank. The caller sets the time limit."""

@@ -7,7 +7,8 @@
 
 Rank 0 of a generator and the router are both a `RequestServer`. Rollout workers and gateways talk to the router, the
 router talks to generators. Every accepted request is answered once; if its server is gone, it fails. Answers have no
-time-out, because only the server knows what it waits for. Pieces may be lost: the completion has all tokens.
+time-out, because only the server knows what it waits for. Pieces may be lost: the completion has all tokens. The
+requests of a client that is gone are stopped (`client_lost`, `reset`): their ids may be used again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_rl.actors.connection import Caller, ConnectedActor, Connection, caller, served
-from titan_rl.errors import ActorFailed, GeneratorFailed, GeneratorNotServing, RequestError, TitanError
+from titan_rl.errors import ActorFailed, ActorGone, GeneratorFailed, GeneratorNotServing, RequestError, TitanError
 from titan_rl.types import Completion, GenerationRequest, Piece
 from titan_rl.wire import Packed, pack
 
@@ -45,15 +46,20 @@ class RequestServer(ConnectedActor):
 
     def __init__(self) -> None:
         self._asked_by: dict[str, Caller] = {}  # by the ids of the requests that have no answer yet
+        self._answered = asyncio.Event()  # set by answers, for those who cleared it
 
     @served
-    async def generate_many(self, requests: Packed[GenerationRequest]) -> None:
+    async def generate_many(self, requests: Packed[GenerationRequest], who: str = "") -> None:
         """Complete these requests; answers are pushed to the caller as they finish.
 
         A request whose id is in use is refused; the live request is not affected. A message that raises fails its own
         requests and no others.
+
+        Args:
+            who: name of the client's mesh, for `client_lost`.
         """
         asking = caller()
+        asking.who = who
         accepted: dict[str, int] = {}  # id: place in the message
         refused: list[tuple[str, TitanError]] = []
         for place, each in enumerate(requests.request_ids):
@@ -80,6 +86,22 @@ class RequestServer(ConnectedActor):
     @served
     async def end_sessions(self, session_ids: Sequence[str]) -> None:
         """These conversations are over. The default does nothing."""
+
+    @served
+    async def client_lost(self, who: str) -> None:
+        """The clients of this mesh are gone: stop their requests. Returns when none is live."""
+        await self._stopped([each for each, asking in self._asked_by.items() if asking.who == who])
+
+    @served
+    async def reset(self) -> None:
+        """Stop every request, because all clients are gone. Returns when none is live."""
+        await self._stopped(self.live())
+
+    async def _stopped(self, request_ids: Sequence[str]) -> None:
+        self.give_up(request_ids)
+        while any(each in self._asked_by for each in request_ids):
+            self._answered.clear()
+            await self._answered.wait()
 
     def take(self, requests: Sequence[GenerationRequest]) -> None:
         """Start on a message's requests. Must not block, because later messages would wait too."""
@@ -111,6 +133,7 @@ class RequestServer(ConnectedActor):
         for request_id, error in failures:
             if (asking := self._asked_by.pop(request_id, None)) is not None:
                 to.setdefault(asking, ([], []))[1].append((request_id, error))
+        self._answered.set()
         for asking, (places, failed) in to.items():
             _push(asking, completions.select(places), failed)
         return sum(len(places) for places, _ in to.values())
@@ -156,7 +179,7 @@ def _push(asking: Caller, completions: Packed[Completion], failures: Failures) -
 
 def is_gone(error: TitanError) -> bool:
     """Whether this error of a generator means that it is gone, and not only out of service."""
-    return isinstance(error, (ActorFailed, GeneratorFailed)) and not isinstance(error, GeneratorNotServing)
+    return isinstance(error, (ActorGone, GeneratorFailed)) and not isinstance(error, GeneratorNotServing)
 
 
 class RequestClient:
@@ -170,6 +193,7 @@ class RequestClient:
         name: str,
         on_answers: Callable[[Packed[Completion], list[tuple[str, TitanError]]], None],
         on_pieces: Callable[[list[Piece]], None],
+        who: str = "",
     ) -> None:
         """
         Args:
@@ -177,8 +201,10 @@ class RequestClient:
             name: of the server, for errors.
             on_answers: called on the event loop with completions and failures; must not raise.
             on_pieces: called on the event loop with pieces of open requests.
+            who: name of the mesh of this client, for `client_lost`.
         """
         self._name = name
+        self._who = who
         self._on_answers = on_answers
         self._on_pieces = on_pieces
         self._open: set[str] = set()
@@ -210,15 +236,16 @@ class RequestClient:
             self.connection.tell(RequestServer.end_sessions, ended)
 
     def fail(self, error: TitanError) -> None:
-        """Fail all open requests, because the caller knows that the server is gone."""
+        """The caller knows that the server is gone: fail all open requests with this error, and end the connection."""
         self._fail(list(self._open), error)
+        self.connection.lose(str(error))
 
     async def disconnect(self) -> None:
         """Disconnect. Open requests fail, and the server stops them."""
         if self._open:
             self.abort(tuple(self._open))
             await asyncio.sleep(0)  # the abort is sent at the end of the tick
-        self.fail(ActorFailed(f"{self._name}: the client was closed"))
+        self._fail(list(self._open), ActorFailed(f"{self._name}: the client was closed"))
         await self.connection.close()
 
     def _flush(self) -> None:
@@ -226,7 +253,7 @@ class RequestClient:
         if not requests:
             return
         try:
-            self.connection.tell(RequestServer.generate_many, pack(GenerationRequest, requests))
+            self.connection.tell(RequestServer.generate_many, pack(GenerationRequest, requests), self._who)
         except Exception as why:  # such as a token id of more than 32 bits; only its own request may fail
             if len(requests) == 1:
                 request_id, reason = requests[0].request_id, f"cannot be sent: {type(why).__name__}: {why}"
@@ -236,7 +263,7 @@ class RequestClient:
                 self._flush()
 
     def _on_lost(self, reason: str) -> None:
-        self.fail(ActorFailed(f"{self._name}.generate_many: {reason}"))
+        self._fail(list(self._open), ActorGone(f"{self._name}.generate_many: {reason}"))
 
     def _hear(self, answers: Answers) -> None:
         try:

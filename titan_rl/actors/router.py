@@ -1,172 +1,41 @@
 """`GeneratorRouter`: the one actor in front of all generators.
 
 A thin shell: `Dispatcher` decides which generator serves which request, `Fleet` decides which generator takes new
-weights when, and this class makes the calls and waits. Every accepted request is answered once: whole, stitched from
-several attempts, interrupted, or failed with the cause. Every change of who may serve ends with a call of `_advance`.
+weights when, and this class makes the calls and waits. `RequestRouter` is its side of requests, here is the fleet's.
 
-Is woken by messages, the end of a pull, and a timer where the dispatcher asks for one. If a generator dies or goes
-stale, its requests continue on another one from the tokens they have. If several generators die under one request, only
-that request fails. When all are dead, requests fail with the reasons. Slowness never means that a generator is dead. A
-request that runs out of time is stopped and fails. Nobody waits for a late pull; its generator serves again once the
-pull succeeds.
+Is woken by messages and the end of a pull. Slowness never means that a generator is dead. Nobody waits for a late pull;
+its generator serves again once the pull succeeds.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from titan_rl.actors.connection import served
 from titan_rl.actors.generator import Generator
-from titan_rl.actors.requests import RequestClient, RequestServer, is_gone
-from titan_rl.errors import ActorFailed, CallTimeout, GeneratorFailed, RequestError, TitanError, WeightsError
+from titan_rl.actors.request_router import RequestRouter, RoutedGenerator
+from titan_rl.actors.requests import is_gone
+from titan_rl.errors import CallTimeout, GeneratorFailed, TitanError, WeightsError
 from titan_rl.routing.config import RouterConfig
-from titan_rl.routing.dispatcher import Assignment, Dispatcher
-from titan_rl.routing.fleet import Fleet
 from titan_rl.routing.generator import GeneratorState, GeneratorStatus
-from titan_rl.routing.strategies import build_strategy
-from titan_rl.types import Completion, GenerationRequest, Piece, PolicyVersion
+from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import FleetPull, Publication, PullReport
-from titan_rl.wire import Packed
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Generator:
-    """A generator as the router deals with it. Who may serve is the fleet's business."""
+class GeneratorRouter(RequestRouter):
+    """Endpoints: those of `RequestRouter`, `pull_model_state_dict`, `want`, `serve_beside`, `retire`, `sleep`,
+    `wake_up`, `pin`, `unpin`, `fleet_status`, `generator_joined`, `generator_lost`, `generator_left_out`, `close`."""
 
-    client: RequestClient
-    served: int = 0
-    failed: int = 0
-    outcome: PullReport | TitanError | None = None  # of its last pull
-
-
-class GeneratorRouter(RequestServer):
-    """Endpoints: `generate_many`, `abort`, `end_sessions`, `pull_model_state_dict`, `serve_beside`, `retire`, `sleep`,
-    `wake_up`, `pin`, `unpin`, `fleet_status`, `generator_lost`, `close`."""
-
-    def __init__(self, config: RouterConfig, generators: dict[str, Any]) -> None:
-        """
-        Args:
-            generators: name → handle of rank 0 of that generator.
-        """
-        super().__init__()
-        self._config = config
-        self._strategy = build_strategy(config)
-        self._dispatcher = Dispatcher(
-            self._strategy, resume=config.resume, seconds=config.request_seconds, retries=config.request_retries
-        )
-        self._fleet = Fleet(
-            self._strategy, mode=config.weight_sync, max_syncing=config.max_syncing, retries=config.pull_retries
-        )
-        self._generators: dict[str, _Generator] = {}
-        for name, rank0 in generators.items():
-            on_answers = functools.partial(self._or_end, self._on_answers, name)
-            client = RequestClient(rank0, name=name, on_answers=on_answers, on_pieces=self._on_pieces)
-            self._fleet.add(name)
-            self._generators[name] = _Generator(client)
-        self._timer: asyncio.TimerHandle | None = None
+    def __init__(self, config: RouterConfig, generators: dict[str, Any], serving: int | None = None) -> None:
+        """See `RequestRouter`."""
+        super().__init__(config, generators, serving)
         self._publications: dict[PolicyVersion, Publication] = {}  # of the versions that are wanted
-        self._changed = asyncio.Event()  # set at the next change of what `_until` may wait for
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._ended: TitanError | None = None  # why the router accepts nothing any more
-
-    # Requests.
-
-    def take(self, requests: Sequence[GenerationRequest]) -> None:
-        if self._ended is not None:
-            self.answer([], [(request.request_id, self._ended) for request in requests])
-        else:
-            self._or_end(self._accept, requests)
-
-    def _accept(self, requests: Sequence[GenerationRequest]) -> None:
-        refusals = [(request, self._refusal(request)) for request in requests]
-        self.answer([], [(request.request_id, error) for request, error in refusals if error is not None])
-        self._send(self._dispatcher.submit([request for request, error in refusals if error is None], self._now()))
-
-    def give_up(self, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
-            outcome = self._dispatcher.abort(request_id)
-            if isinstance(outcome, Assignment):
-                self._stop([outcome])
-            elif outcome is not None:
-                self.answer([outcome])
-
-    @served
-    async def end_sessions(self, session_ids: Sequence[str]) -> None:
-        """These conversations are over: a sticky strategy may forget them."""
-        for session_id in session_ids:
-            self._strategy.end_session(session_id)
-
-    def _refusal(self, request: GenerationRequest) -> RequestError | None:
-        try:
-            return self._dispatcher.refusal(request)
-        except Exception as why:  # a malformed request must not fail the others
-            return RequestError(f"request {request.request_id!r}: {type(why).__name__}: {why}")
-
-    def _send(self, assignments: list[Assignment]) -> None:
-        for each in assignments:
-            self._generators[each.generator].client.send((each.request,))
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if (at := self._dispatcher.wake_at) is not None:
-            self._timer = asyncio.get_running_loop().call_at(at, self._or_end, self._on_timer)
-        failures = self._dispatcher.failures()
-        if self._fleet.all_dead:
-            error = GeneratorFailed(f"every generator is dead ({self._fleet.describe()})")
-            failures += [(request_id, error) for request_id in self._dispatcher.drop_waiting()]
-        self.answer([], failures)
-
-    def _stop(self, assignments: list[Assignment]) -> None:
-        for each in assignments:
-            self._generators[each.generator].client.abort([each.request.request_id])
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        self._stop(self._dispatcher.overdue(self._now()))
-        self._send(self._dispatcher.reconsider(self._now()))
-
-    def _on_pieces(self, pieces: list[Piece]) -> None:
-        self.hand_out([shown for piece in pieces if (shown := self._dispatcher.shown(piece)) is not None])
-
-    def _on_answers(self, name: str, completions: Packed[Completion], failures: list[tuple[str, TitanError]]) -> None:
-        """Handle the answers of one message from a generator, or the failures after its death. A completion that needs
-        no other attempt goes on as it is."""
-        now = self._now()
-        generator = self._generators[name]
-        whole: list[int] = []
-        parts: list[int] = []
-        ends = zip(completions.request_ids, completions.column("finish_reason"), strict=True)
-        for place, (attempt_id, reason) in enumerate(ends):
-            (whole if self._dispatcher.ended_whole(attempt_id, reason) else parts).append(place)
-        answers: list[Completion] = []
-        errors: list[tuple[str, TitanError]] = []
-        for part in completions.select(parts).unpack():
-            if (answer := self._dispatcher.completed(part.request_id, part, now)) is not None:
-                answers.append(answer)
-        for attempt_id, error in failures:
-            generator.failed += 1
-            if isinstance(error, RequestError):
-                if (request_id := self._dispatcher.ended(attempt_id)) is not None:
-                    errors.append((request_id, error))
-                continue
-            died = str(error) if is_gone(error) else ""
-            if (rest := self._dispatcher.lost(attempt_id, now, died=died)) is not None:
-                answers.append(rest)
-        generator.served += self.answer(completions.select(whole))
-        generator.served += self.answer(answers, errors + self._dispatcher.failures())
-        if (fatal := next((error for _, error in failures if is_gone(error)), None)) is not None:
-            self._died(name, fatal)
-        if parts or failures:
-            self._advance()  # requests may wait for another attempt
-        else:
-            self._tell()  # a drain may be waiting for the last request
 
     # Weights.
 
@@ -195,6 +64,14 @@ class GeneratorRouter(RequestServer):
         return FleetPull(version=version, reports=reports, failures=failures)
 
     @served
+    async def want(self, publications: Sequence[Publication]) -> None:
+        """Let generators serve these versions beside those that are served already. Does not wait for it."""
+        for publication in publications:
+            self._fleet.ask_beside(publication.version)
+            self._publications[publication.version] = publication
+        self._advance()
+
+    @served
     async def serve_beside(self, publication: Publication) -> None:
         """Let some generator serve exactly this version until `retire`, beside the versions that are served already.
         Returns when one does, or when the version is retired.
@@ -203,9 +80,7 @@ class GeneratorRouter(RequestServer):
             WeightsError: no generator can; says why.
         """
         version, fleet = publication.version, self._fleet
-        fleet.ask_beside(version)
-        self._publications[version] = publication
-        self._advance()
+        await GeneratorRouter.want.answer(self, [publication])
         await self._until(lambda: version not in fleet.wanted or fleet.is_served(version) or fleet.is_lost(version))
         if version in fleet.wanted and not fleet.is_served(version):
             raise WeightsError(f"{version} is served by nobody: {fleet.describe()}")
@@ -251,32 +126,35 @@ class GeneratorRouter(RequestServer):
     async def _back(self, name: str) -> PullReport:
         """Wait until a returning generator serves the newest publication."""
         assert (newest := self._fleet.target) is not None
-        self._generators[name].outcome = None
+        generator, health = self._generators[name], self._fleet[name]
+        generator.outcome = None
         self._advance()
-        await self._until(lambda: self._fleet.settled(newest))
-        outcome = self._generators[name].outcome
+        await self._until(lambda: self._fleet.settled(newest) or health.state is GeneratorState.DEAD)
+        outcome = generator.outcome
         if outcome is None:
-            raise GeneratorFailed(f"{name} did not come back: {self._fleet[name].reason or self._fleet[name].state}")
+            raise GeneratorFailed(f"{name} did not come back: {health.reason or health.state}")
         if isinstance(outcome, TitanError):
             raise outcome
         return outcome
 
-    async def _sync(self, name: str) -> None:
-        """Change the weights of one generator: drain it, pull, let it serve again."""
+    async def _sync(self, generator: RoutedGenerator) -> None:
+        """Change the weights of one generator: drain it, pull, let it serve again. Cancelled when it dies."""
         loop = asyncio.get_running_loop()
         started = loop.time()
-        generator = self._generators[name]
+        name = generator.name
         drain, pull = self._config.drain_seconds, self._config.pull_seconds
         # The drain counts too, because a stopped process never finishes it.
-        late = loop.call_later(drain + pull, self._or_end, self._is_late, name)
+        late = loop.call_later(drain + pull, self._or_end, self._is_late, generator)
         try:
             if self._fleet.must_drain(name):
-                await self._drained(name, drain)
+                await self._drained(generator, drain)
             late.cancel()
-            late = loop.call_later(pull, self._or_end, self._is_late, name)
+            late = loop.call_later(pull, self._or_end, self._is_late, generator)
             publication = self._publications[self._fleet.pulling(name)]
             waited = loop.time() - started
             call = generator.client.connection.call
+            if self._fleet[name].sync_from is GeneratorState.RECOVERING:
+                await call(None, Generator.reset)  # a router before this one may have left requests there
             if self._fleet[name].must_wake:
                 report = await call(None, Generator.wake_up, publication)
             else:
@@ -289,29 +167,33 @@ class GeneratorRouter(RequestServer):
             _log.warning("%s did not take new weights: %s", name, error, exc_info=None if error is why else why)
             generator.outcome = error
             if is_gone(error):
-                self._died(name, error)
+                self._died(generator, error)
             else:
                 self._fleet.failed(name, str(error))
         finally:
             late.cancel()
         self._advance()
 
-    async def _drained(self, name: str, seconds: float) -> None:
+    async def _drained(self, generator: RoutedGenerator, seconds: float) -> None:
         """Wait until the generator is idle. Requests that still run after `seconds` are moved to other generators."""
+        name = generator.name
         try:
             async with asyncio.timeout(seconds):
                 await self._until(lambda: not self._dispatcher.in_flight(name))
         except TimeoutError:
             stragglers = self._dispatcher.live_on(name)
             _log.info("%s did not drain in %g s: %d go on elsewhere", name, seconds, len(stragglers))
-            self._generators[name].client.abort(stragglers)
+            generator.client.abort(stragglers)
             await self._until(lambda: not self._dispatcher.in_flight(name))
 
-    def _is_late(self, name: str) -> None:
+    def _is_late(self, generator: RoutedGenerator) -> None:
+        name = generator.name
+        if self._generators[name] is not generator:
+            return
         limit = f"router.pull_seconds ({self._config.pull_seconds:g})"
         error = CallTimeout(f"{name} takes new weights for longer than {limit}; it serves nothing until it has them")
         _log.warning("%s", error)
-        self._generators[name].outcome = error
+        generator.outcome = error
         self._fleet.late(name, str(error))
         self._advance()
 
@@ -329,8 +211,28 @@ class GeneratorRouter(RequestServer):
     @served
     async def generator_lost(self, name: str, reason: str) -> None:
         """Mark a generator as dead: the kernel told the controller that one of its processes ended. Its requests
-        continue elsewhere at once. Without this, a call to the dead process may notice late or never."""
-        self._died(name, GeneratorFailed(reason))
+        continue elsewhere at once. Without this, a call to the dead process may notice late or never. A generator that
+        died before this router was there may be unknown."""
+        if name in self._generators:
+            self._died(self._generators[name], GeneratorFailed(reason))
+
+    @served
+    async def generator_joined(self, name: str, rank0: Any) -> None:
+        """A generator is set up: a new one, or one in the place of a dead one.
+
+        Args:
+            rank0: handle of its rank 0.
+        """
+        await GeneratorRouter.generator_lost.answer(self, name, "it was replaced")
+        self._join(name, rank0)
+        self._advance()
+
+    @served
+    async def generator_left_out(self, name: str, reason: str) -> None:
+        """A generator is dead and will not be replaced. When all are left out, requests fail."""
+        await GeneratorRouter.generator_lost.answer(self, name, reason)
+        self._fleet.left_out(name, reason)
+        self._advance()
 
     @served
     async def close(self) -> None:
@@ -341,60 +243,3 @@ class GeneratorRouter(RequestServer):
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for generator in self._generators.values():
             await generator.client.disconnect()
-
-    def _died(self, name: str, error: TitanError) -> None:
-        """A generator is dead, whoever noticed it. Its requests continue elsewhere, and nobody waits for its pull. Only
-        the first report counts."""
-        if self._fleet[name].state is GeneratorState.DEAD:
-            return
-        self._fleet.died(name, str(error))
-        self._dispatcher.unpinned(name)
-        self._generators[name].client.fail(error)
-        self._advance()
-
-    def _advance(self) -> None:
-        """Call this after every change of who may serve. It first assigns waiting requests, so that a generator that
-        was just verified serves them however fast versions follow each other; then it starts the syncs that can
-        begin."""
-        if self._ended is not None:
-            return
-        self._send(self._dispatcher.reconsider(self._now()))
-        for name in self._fleet.startable(self._dispatcher.load):
-            task = asyncio.get_running_loop().create_task(self._sync(name))
-            self._tasks.add(task)
-            task.add_done_callback(self._finished)
-        self._tell()
-
-    def _tell(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def _until(self, holds: Callable[[], bool]) -> None:
-        while not holds():
-            await self._changed.wait()
-            if self._ended is not None:
-                raise self._ended
-
-    def _end(self, error: TitanError) -> None:
-        """Fail open requests now and later ones as they come."""
-        self._ended = error
-        if self._timer is not None:
-            self._timer.cancel()
-        self.answer([], [(request_id, error) for request_id in self.live()])
-        self._tell()
-
-    def _or_end(self, work: Callable[..., None], *args: Any) -> None:
-        """If this work fails, its bookkeeping stops in the middle and requests might wait for ever: the router ends."""
-        try:
-            work(*args)
-        except Exception as error:
-            _log.exception("the router itself failed")
-            self._end(ActorFailed(f"router: {type(error).__name__}: {error}"))
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            self._or_end(task.result)
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()

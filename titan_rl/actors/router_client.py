@@ -9,10 +9,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from titan_rl.actors.connection import ServedMethod
+from titan_rl.actors.connection import Lifeline, ServedMethod
 from titan_rl.actors.requests import RequestClient
 from titan_rl.actors.router import GeneratorRouter
-from titan_rl.errors import GeneratorFailed, RequestError, TitanError
+from titan_rl.errors import ActorGone, GeneratorFailed, RequestError, TitanError
 from titan_rl.routing.generator import GeneratorStatus
 from titan_rl.types import Completion, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import FleetPull, Publication, PullReport
@@ -23,20 +23,37 @@ T = TypeVar("T")
 
 
 class RouterClient(RequestClient):
-    """Belongs to one event loop. `generate` and `stream` work with any `RequestServer`."""
+    """Belongs to one event loop. `generate` and `stream` work with any `RequestServer`.
 
-    def __init__(self, actor: Any, *, seconds: float, name: str = "router") -> None:
+    If the router is gone, open requests and calls wait for its replacement, which is asked again: a completion is a
+    function of its request, so the caller sees only that it took longer.
+    """
+
+    def __init__(self, actor: Any, *, seconds: float, name: str = "router", who: str = "") -> None:
         """
         Args:
             actor: handle of the actor; rollout workers get the same one.
-            seconds: time limit of a call; requests have `router.request_seconds` instead.
+            seconds: time limit of a call, and of the wait for a replacement; a request has `router.request_seconds`.
             name: of the actor, for errors.
+            who: name of the mesh of this client, for `client_lost`.
         """
-        super().__init__(actor, name=name, on_answers=self._resolve, on_pieces=self._show)
+        super().__init__(actor, name=name, on_answers=self._resolve, on_pieces=self._show, who=who)
         self.actor = actor
         self._seconds = seconds
+        self._lifeline = Lifeline(seconds=seconds)
         self._completions: dict[str, asyncio.Future[Completion]] = {}
         self._inboxes: dict[str, asyncio.Queue[Piece | None]] = {}  # None: the completion is there, or will never be
+        self._wanted: dict[PolicyVersion, Publication] = {}  # what this client has asked the fleet to serve
+
+    def lose(self, reason: str) -> None:
+        """The router is gone. Open requests and calls wait for `replace`."""
+        self.fail(ActorGone(reason))
+
+    def replace(self, actor: Any) -> None:
+        """From now on ask this router, beginning with what is open. `setup` follows."""
+        self.connection.replace(actor)
+        self.actor = actor
+        self._lifeline.replaced()
 
     # Requests.
 
@@ -47,14 +64,22 @@ class RouterClient(RequestClient):
             RequestError: the request is invalid or ran out of time, or generators died while they ran it.
             GeneratorFailed, ActorFailed: no generator can serve it; the message has the cause.
         """
-        completion = self._begin(request)
+        return await self._lifeline.again(lambda: self._generate(request))
+
+    async def _generate(self, request: GenerationRequest) -> Completion:
+        """Ask the router that is there now."""
+        request_id = request.request_id
+        if self.is_open(request_id):  # its answer may be on the way and would be taken for this request's
+            raise _in_use(request_id)
+        completion = self._completions[request_id] = asyncio.get_running_loop().create_future()
+        self.send((request,))
         try:
             return await completion
         except asyncio.CancelledError:
-            self.abort([request.request_id])
+            self.abort([request_id])
             raise
         finally:
-            self._completions.pop(request.request_id, None)
+            self._completions.pop(request_id, None)
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
         """Yield the tokens of one request in pieces as they are sampled, then the whole completion.
@@ -66,9 +91,17 @@ class RouterClient(RequestClient):
             RequestError, GeneratorFailed, ActorFailed: as `generate`, at any time.
         """
         request_id = request.request_id
-        completion = self._begin(replace(request, stream_from=0))
+        if request_id in self._inboxes or self.is_open(request_id):
+            raise _in_use(request_id)
         inbox = self._inboxes[request_id] = asyncio.Queue()
-        completion.add_done_callback(lambda _: inbox.put_nowait(None))
+        completion = asyncio.get_running_loop().create_task(self.generate(replace(request, stream_from=0)))
+
+        def ended(completion: asyncio.Future[Completion]) -> None:
+            inbox.put_nowait(None)
+            if not completion.cancelled():
+                completion.exception()  # marked as retrieved: it is raised below, or nobody needs it
+
+        completion.add_done_callback(ended)
         shown = Shown()
         try:
             while (piece := await inbox.get()) is not None:
@@ -79,19 +112,7 @@ class RouterClient(RequestClient):
             yield completion.result()
         finally:
             del self._inboxes[request_id]
-            self._completions.pop(request_id, None)
-            if completion.cancel():
-                self.abort([request_id])
-            else:
-                completion.exception()  # marked as retrieved: it was raised above, or nobody needs it
-
-    def _begin(self, request: GenerationRequest) -> asyncio.Future[Completion]:
-        request_id = request.request_id
-        if self.is_open(request_id):  # its answer may be on the way and would be taken for this request's
-            raise RequestError(f"request id {request_id} is in use; an id names one attempt")
-        completion = self._completions[request_id] = asyncio.get_running_loop().create_future()
-        self.send((request,))
-        return completion
+            completion.cancel()
 
     def _resolve(self, completions: Packed[Completion], failures: list[tuple[str, TitanError]]) -> None:
         for completion in completions.unpack():
@@ -111,8 +132,9 @@ class RouterClient(RequestClient):
     # The fleet.
 
     async def setup(self) -> list[int]:
-        """Wait until the router answers. Returns no process ids."""
-        await self.fleet_status()
+        """Wait until the router answers. A replacement is asked for the versions that are to be served, without waiting
+        for them. Returns no process ids."""
+        await self._call(GeneratorRouter.want, tuple(self._wanted.values()))
         return []
 
     async def pull_model_state_dict(self, publication: Publication) -> FleetPull:
@@ -121,6 +143,7 @@ class RouterClient(RequestClient):
         Raises:
             WeightsError: no generator serves it, or it is older than one requested before.
         """
+        self._wanted = {publication.version: publication}
         pull = await self._call(GeneratorRouter.pull_model_state_dict, publication)
         return pull.require_served()
 
@@ -130,10 +153,12 @@ class RouterClient(RequestClient):
         Raises:
             WeightsError: no generator can.
         """
+        self._wanted[publication.version] = publication
         await self._call(GeneratorRouter.serve_beside, publication)
 
     async def retire(self, version: PolicyVersion) -> None:
         """No request will ask for exactly this version any more."""
+        self._wanted.pop(version, None)
         await self._call(GeneratorRouter.retire, version)
 
     async def sleep(self, generator: str) -> int:
@@ -165,13 +190,38 @@ class RouterClient(RequestClient):
         """Mark a generator as dead: one of its processes has ended."""
         await self._call(GeneratorRouter.generator_lost, generator, reason)
 
+    async def generator_joined(self, generator: str, rank0: Any) -> None:
+        """A generator is set up, maybe in the place of a dead one of its name. It pulls, is verified, and serves; this
+        call does not wait for that.
+
+        Args:
+            rank0: handle of its rank 0.
+        """
+        await self._call(GeneratorRouter.generator_joined, generator, rank0)
+
+    async def generator_left_out(self, generator: str, reason: str) -> None:
+        """A dead generator will not be replaced. When all are left out, requests fail."""
+        await self._call(GeneratorRouter.generator_left_out, generator, reason)
+
+    async def client_lost(self, who: str) -> None:
+        """The processes of this mesh are gone: stop their requests. When this returns, their ids may be used again."""
+        await self._call(GeneratorRouter.client_lost, who)
+
+    async def pulse(self) -> list[int]:
+        """See `ConnectedActor.pulse`. The caller sets the time limit."""
+        return [await self.connection.call(None, GeneratorRouter.pulse)]
+
     async def close(self) -> None:
         """Close the router itself. Open requests fail."""
-        await self._call(GeneratorRouter.close)
+        await self.connection.call(self._seconds, GeneratorRouter.close)
         await self.disconnect()
 
     async def _call(self, endpoint: ServedMethod[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self.connection.call(self._seconds, endpoint, *args, **kwargs)
+        return await self._lifeline.again(lambda: self.connection.call(self._seconds, endpoint, *args, **kwargs))
+
+
+def _in_use(request_id: str) -> RequestError:
+    return RequestError(f"request id {request_id} is in use; an id names one attempt")
 
 
 class Shown:

@@ -87,6 +87,8 @@ class EngineLoop:
         self._applying: list[_Call] = []  # for the decision that is being applied
         self._failure: BaseException | None = None
         self._engine: Engine | None = None
+        self._progress = 0
+        self._has_bound = True  # building, pulling, sleeping or waking: whoever asked for it has a bound of its own
         self._ready: Future[None] = _promise()
         self._ended: Future[None] = _promise()
         self._thread = threading.Thread(target=self._run, name=f"engine-loop-{rank}", daemon=True)
@@ -200,6 +202,13 @@ class EngineLoop:
                 self._changed.notify()
             return self._ended
 
+    def pulse(self) -> int:
+        """A number that grows with every decision that is applied, idle heartbeats included. It stands still in a step
+        that never ends. In a build, pull or sleep, which have bounds of their own, it grows by being asked."""
+        with self._changed:
+            self._progress += self._has_bound
+            return self._progress
+
     # In the engine thread.
 
     def _run(self) -> None:
@@ -212,7 +221,7 @@ class EngineLoop:
             self._ready.set_exception(error)
             return
         with self._changed:
-            self._engine = engine
+            self._engine, self._has_bound = engine, False
         self._ready.set_result(None)
         try:
             if self._rank == 0:
@@ -234,7 +243,7 @@ class EngineLoop:
             action = decision.action
             self._channel.send(decision)
             decided_at = self._clock()
-            outcome = lockstep.apply(decision)
+            outcome = self._apply(decision, lockstep)
             self._settle(decision, outcome, decided_at)
 
     def _follow(self, lockstep: Lockstep) -> None:
@@ -242,7 +251,13 @@ class EngineLoop:
         while action is not LoopAction.CLOSE:
             decision = self._channel.receive()
             action = decision.action
-            lockstep.apply(decision)
+            self._apply(decision, lockstep)
+
+    def _apply(self, decision: LoopDecision, lockstep: Lockstep) -> Outcome:
+        with self._changed:
+            self._progress += 1
+            self._has_bound = decision.action not in (LoopAction.STEP, LoopAction.IDLE)
+        return lockstep.apply(decision)
 
     def _next_decision(self, engine: Engine, digest: int) -> LoopDecision:
         """Wait for work, at most for a heartbeat, and take the next decision and its waiting futures."""

@@ -180,7 +180,7 @@ class _Simulation:
 
     def run(self) -> Result:
         for name in self._engines:
-            self._fleet.add(name)
+            self._fleet.joined(name)
         self._fleet.ask(INITIAL_VERSION)
         for name in self._fleet.startable(self._dispatcher.load):
             self._fleet.pulling(name)

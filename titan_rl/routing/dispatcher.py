@@ -30,7 +30,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from titan_rl.errors import GeneratorFailed, RequestError, RequestLost, RequestTimeout, TitanError
+from titan_rl.errors import GeneratorFailed, GeneratorNotServing, RequestError, RequestLost, RequestTimeout, TitanError
 from titan_rl.routing.attempts import ATTEMPT_MARK, MOST_PIECES, OpenRequest, ending, from_pieces, next_attempt, stitch
 from titan_rl.routing.strategies import RoutingStrategy, Wait
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
@@ -101,7 +101,7 @@ class Dispatcher:
         """Ids of the live attempts, oldest first."""
         return list(self._on.get(generator, ()))
 
-    def refusal(self, request: GenerationRequest) -> RequestError | None:
+    def refusal(self, request: GenerationRequest) -> RequestError | GeneratorNotServing | None:
         """Why this request is refused; None: it is accepted."""
         if request.request_id in self._requests:
             return RequestError(f"request id {request.request_id} is already live")
@@ -110,7 +110,7 @@ class Dispatcher:
         if request.pinned_to is not None:
             version = self._pinned.get(request.pinned_to)
             if version is None:
-                return RequestError(f"request {request.request_id}: {request.pinned_to} is not pinned")
+                return GeneratorNotServing(f"request {request.request_id}: {request.pinned_to} is not pinned")
             if not request.allows(version):
                 asked = request.exact_version or f"{request.min_version} or newer"
                 return RequestError(

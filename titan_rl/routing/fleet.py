@@ -4,6 +4,7 @@
                      │  ▲                  │ └─ hot swap verified ─▶ SERVING at the new version
                      │  └──── STALE ◀──────┘ pull failed
                      └─ pull failed ─▶ STALE        SERVING ─▶ PINNED, ASLEEP ─▶ SYNCING
+    spare: ASLEEP ─ another died ─▶ RECOVERING          DEAD ─ joined ─▶ a new RECOVERING or ASLEEP
 
 It decides; the actor waits for idleness, pulls, and reports back:
 
@@ -16,7 +17,8 @@ generator leaves a wanted version only if another one serves it, and goes to the
 Always true, after every method:
 
 - only `verified` leads to SERVING; no generator goes back to an older version, except to a wanted one that nobody
-  serves; DEAD is final: a replacement is a new generator with a new name;
+  serves; DEAD is final: a replacement under the same name is a new generator, of which nothing is known;
+- at most `serving` generators are in service. The others are spares: a generator that dies is followed by one at once;
 - a generator in SYNCING, draining or pulling, takes no requests; with `hot_swap` a serving generator keeps serving
   while it pulls;
 - at most `max_syncing` serving generators are closed for a sync at once (0: any number). Generators that do not serve
@@ -26,7 +28,8 @@ Always true, after every method:
   `retries` times per requested version;
 - a verified generator serves even if a newer version was requested meanwhile. So every successful pull serves waiting
   requests, however fast versions follow each other; `min_version` protects requests that need a newer one;
-- nobody waits for a generator whose pull is late; it serves nothing until that pull ends.
+- nobody waits for a generator whose pull is late; it serves nothing until that pull ends;
+- a fleet of which nobody serves is given up only when every generator is left out: before that a replacement comes.
 
 Pure: no asyncio, no clock.
 """
@@ -36,7 +39,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Literal, Protocol
 
-from titan_rl.errors import GeneratorFailed, GeneratorNotServing, WeightsError
+from titan_rl.errors import GeneratorNotServing, WeightsError
 from titan_rl.routing.generator import NEVER, TRANSITIONS, GeneratorHealth, GeneratorState
 from titan_rl.types import PolicyVersion
 
@@ -65,9 +68,20 @@ class Fleet:
     """All generators of one router, by name."""
 
     def __init__(
-        self, listener: FleetListener, *, mode: SyncMode = "drain", max_syncing: int = 0, retries: int = 1
+        self,
+        listener: FleetListener,
+        *,
+        mode: SyncMode = "drain",
+        max_syncing: int = 0,
+        retries: int = 1,
+        serving: int | None = None,
     ) -> None:
+        """
+        Args:
+            serving: generators in service; further ones wait as spares. None: all are.
+        """
         self._listener = listener
+        self._serving = serving
         self._mode = mode
         self._max_syncing = max_syncing
         self._retries = retries
@@ -83,14 +97,10 @@ class Fleet:
     def __iter__(self) -> Iterator[GeneratorHealth]:
         return iter(self._generators.values())
 
-    def add(self, name: str) -> None:
-        if name in self._generators:
-            raise ValueError(f"generator {name} is already in the fleet")
-        self._generators[name] = GeneratorHealth(name)
-
     @property
-    def all_dead(self) -> bool:
-        return bool(self._generators) and all(health.state is _DEAD for health in self)
+    def is_given_up(self) -> bool:
+        """Whether every generator is dead and none is to be replaced."""
+        return bool(self._generators) and all(health.left_out for health in self)
 
     def describe(self) -> str:
         """Every generator's state, or why it is stale or dead."""
@@ -130,12 +140,16 @@ class Fleet:
         return any(health.state is _SERVING and health.version == version for health in self)
 
     def is_lost(self, version: PolicyVersion) -> bool:
-        """Whether nobody serves the version, and every generator is dead, late, or has failed to pull too often."""
-        given_up = (health.state is _DEAD or health.is_late or health.failures > self._retries for health in self)
+        """Whether nobody serves the version, and every generator is left out, a spare, late, or has failed to pull too
+        often."""
+        given_up = (
+            health.left_out or health.is_spare or health.is_late or health.failures > self._retries for health in self
+        )
         return not self.is_served(version) and all(given_up)
 
     def startable(self, load: Callable[[str], int]) -> list[str]:
-        """Generators whose sync begins now. Each is in a sync from here until `verified`, `failed` or `died`.
+        """Generators whose sync begins now. Each is in a sync from here until `verified`, `failed` or `died`, whichever
+        comes first; a sync that has ended reports nothing more.
 
         If only some may close at once, those with the oldest version go first, and of equals those with the least load:
         an idle generator is back at once, while a busy one occupies a place for a whole drain.
@@ -158,28 +172,21 @@ class Fleet:
         return self[name].state is _SYNCING
 
     def pulling(self, name: str) -> PolicyVersion:
-        """The pull itself begins now. Returns the version to pull.
-
-        Raises:
-            GeneratorFailed: the generator died during its drain.
-        """
+        """The pull itself begins now. Returns the version to pull."""
         health = self[name]
-        if not health.is_syncing:
-            raise GeneratorFailed(f"{name} was to pull, but died before that: {health.reason}")
         health.pulls = self._best_for(health)
         return health.pulls
 
     def goes_back(self, name: str) -> bool:
-        """Whether the version that the sync pulls is older than the one before."""
+        """Whether the version that the sync pulls may be older than the one that the generator has: a generator whose
+        version is unknown may have served another router."""
         health = self[name]
-        return health.pulls is not None and health.version is not None and health.pulls < health.version
+        return health.pulls is not None and (health.version is None or health.pulls < health.version)
 
     def verified(self, name: str, version: PolicyVersion) -> None:
         """The pull succeeded, and the generator serves. If a newer version was requested meanwhile, `startable` returns
         it again: assign waiting requests before that."""
         health = self[name]
-        if health.state is _DEAD:
-            return
         self._ended(health)
         health.must_wake, health.failures, health.reached = False, 0, version
         self.move(name, _SERVING, version=version)
@@ -187,8 +194,6 @@ class Fleet:
     def failed(self, name: str, reason: str) -> None:
         """The pull ended without verified weights; the generator serves nothing."""
         health = self[name]
-        if health.state is _DEAD:
-            return
         if health.pulls in (*self.wanted, self.target):  # a failed pull of an overtaken version does not count
             health.failures += 1
         self._ended(health)
@@ -203,20 +208,55 @@ class Fleet:
 
     def settled(self, version: PolicyVersion) -> bool:
         """Whether no generator is still on its way to `version`: each has reached it, is late, failed for good, or may
-        not take it (dead, pinned, asleep)."""
-        return not any(
+        not take it (dead, pinned, asleep). If none has reached it, replacements are waited for."""
+        if any(
             health.reached < version and not health.is_late and (health.is_syncing or self._goal(health) is not None)
             for health in self
-        )
+        ):
+            return False
+        reached = any(health.reached >= version and health.state is not _DEAD for health in self)
+        return reached or not any(health.is_awaited for health in self)
 
-    # Out of service.
+    # Who is there.
+
+    def joined(self, name: str) -> None:
+        """A generator is up: a new one, or the replacement of a dead one, of which nothing is kept. It recovers, or
+        waits as a spare if enough are in service.
+
+        Raises:
+            ValueError: the generator of that name is not dead.
+        """
+        if name in self._generators and self[name].state is not _DEAD:
+            raise ValueError(f"generator {name} is already in the fleet")
+        full = self._is_full
+        self._generators[name] = GeneratorHealth(name)
+        if full:
+            self.move(name, _ASLEEP)
 
     def died(self, name: str, reason: str) -> None:
-        """The generator is dead. Idempotent: the first reason is kept."""
+        """The generator is dead, and a spare takes its place. Unless it is `left_out`, a replacement will come.
+        Idempotent: the first reason is kept."""
         health = self[name]
-        if health.state is not _DEAD:
-            health.sync_from = None
-            self.move(name, _DEAD, reason=reason)
+        if health.state is _DEAD:
+            return
+        health.sync_from = None
+        self.move(name, _DEAD, reason=reason)
+        spare = next((each for each in self if each.is_spare), None)
+        if spare is not None and not self._is_full:
+            self.move(spare.name, _RECOVERING)
+
+    def left_out(self, name: str, reason: str) -> None:
+        """The generator is dead and will not be replaced. It may be unknown: dead before this router was there."""
+        self._generators.setdefault(name, GeneratorHealth(name))
+        self.died(name, reason)
+        self[name].reason, self[name].left_out = reason, True
+
+    @property
+    def _is_full(self) -> bool:
+        in_service = sum(each.state is not _DEAD and not each.is_spare for each in self)
+        return self._serving is not None and in_service >= self._serving
+
+    # Out of service.
 
     def sleep(self, name: str) -> None:
         """Put the generator to sleep: from now on it takes no requests.
@@ -235,11 +275,11 @@ class Fleet:
         """Wake the generator: it comes back through a verified pull of the target (`startable`).
 
         Raises:
-            GeneratorNotServing: it is not asleep, or nothing was published yet.
+            GeneratorNotServing: it is not asleep, or a spare, or nothing was published yet.
         """
         health = self[name]
-        if health.state is not _ASLEEP:
-            raise GeneratorNotServing(f"{name} cannot be woken: it is {health.state}")
+        if health.state is not _ASLEEP or health.is_spare:
+            raise GeneratorNotServing(f"{name} cannot be woken: it is {'a spare' if health.is_spare else health.state}")
         if self.target is None:
             raise GeneratorNotServing(f"{name} cannot be woken: there are no weights to pull yet")
         health.failures = 0
@@ -318,7 +358,7 @@ class Fleet:
             return None
         if health.state in (_RECOVERING, _STALE, _SYNCING):
             return self._best_for(health)
-        if health.state is not _SERVING or (health.version in self.wanted and not self._is_spare(health)):
+        if health.state is not _SERVING or (health.version in self.wanted and not self._has_mate(health)):
             return None
         best = self._best_for(health)
         idle = health.version not in self.wanted and best != health.version
@@ -333,7 +373,7 @@ class Fleet:
         taken = {each.pulls if each.is_syncing else each.version for each in self._others(health)}
         return [version for version in self.wanted if version not in taken]
 
-    def _is_spare(self, health: GeneratorHealth) -> bool:
+    def _has_mate(self, health: GeneratorHealth) -> bool:
         """Whether another generator serves its version."""
         return any(each.state is _SERVING and each.version == health.version for each in self._others(health))
 

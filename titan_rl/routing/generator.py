@@ -14,7 +14,7 @@ class GeneratorState(StrEnum):
     """Whether a generator can serve requests now, and why not."""
 
     RECOVERING = "recovering"
-    """Up, but has never held verified weights. The first state of every generator."""
+    """Up, but has never held verified weights. The first state of every generator, replacements included."""
     SERVING = "serving"
     """Holds verified weights and takes requests."""
     SYNCING = "syncing"
@@ -22,11 +22,11 @@ class GeneratorState(StrEnum):
     PINNED = "pinned"
     """Reserved at its version for whoever pinned it; takes no requests of others."""
     ASLEEP = "asleep"
-    """Gave up its memory; wakes only through a verified pull."""
+    """Gave up its memory, or waits as a spare that has never held weights; wakes only through a verified pull."""
     STALE = "stale"
     """Its last pull failed or is late; serves nothing until a later pull is verified. The reason is kept."""
     DEAD = "dead"
-    """Its process is gone. Final."""
+    """Its process is gone. Final: a replacement under its name is another generator."""
 
 
 _RECOVERING, _SERVING, _SYNCING, _PINNED, _ASLEEP, _STALE, _DEAD = GeneratorState
@@ -36,7 +36,7 @@ TRANSITIONS: dict[GeneratorState, frozenset[GeneratorState]] = {
     _SERVING: frozenset({_SERVING, _SYNCING, _PINNED, _ASLEEP, _STALE, _DEAD}),
     _SYNCING: frozenset({_SERVING, _STALE, _DEAD}),
     _PINNED: frozenset({_SYNCING, _DEAD}),
-    _ASLEEP: frozenset({_SYNCING, _DEAD}),
+    _ASLEEP: frozenset({_SYNCING, _RECOVERING, _DEAD}),
     _STALE: frozenset({_SYNCING, _ASLEEP, _DEAD}),
     _DEAD: frozenset(),
 }
@@ -62,6 +62,8 @@ class GeneratorHealth:
     """Failed pulls of the target since it was requested."""
     reached: PolicyVersion = NEVER
     """Last version verified since it fell asleep or was pinned."""
+    left_out: bool = False
+    """It is dead, and no replacement is to come."""
 
     @property
     def is_syncing(self) -> bool:
@@ -71,6 +73,16 @@ class GeneratorHealth:
     def is_closed(self) -> bool:
         """It served before its sync and takes no requests now."""
         return self.state is _SYNCING and self.sync_from is _SERVING
+
+    @property
+    def is_spare(self) -> bool:
+        """It waits, built and without weights, for the place of a generator that dies."""
+        return self.state is _ASLEEP and not self.must_wake
+
+    @property
+    def is_awaited(self) -> bool:
+        """It is dead, and a replacement under its name is to come."""
+        return self.state is _DEAD and not self.left_out
 
     @property
     def is_late(self) -> bool:

@@ -137,7 +137,7 @@ class Simulation:
         dispatcher, health = Dispatcher(strategy), Fleet(strategy)
         names = [f"generator{index}" for index in range(GENERATORS)]
         for name in names:
-            health.add(name)
+            health.joined(name)
             health.move(name, GeneratorState.SYNCING)
             health.move(name, GeneratorState.SERVING, version=PolicyVersion(0, 0))
         fleet = _Fleet(names)
