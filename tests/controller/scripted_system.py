@@ -11,7 +11,7 @@ import dataclasses
 import io
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -239,7 +239,7 @@ class Metrics:
     def __init__(self) -> None:
         self.written: list[tuple[int, dict[str, float]]] = []
 
-    def write(self, step: int, numbers: dict[str, float]) -> None:
+    def write(self, step: int, numbers: dict[str, float], *, groups: Sequence[int] = ()) -> None:
         self.written.append((step, numbers))
 
     @property

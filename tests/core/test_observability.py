@@ -30,6 +30,8 @@ def test_every_finished_step_is_one_line_at_once(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "train/loss": 0.5}
     writer.write(2, {"train/loss": float("nan")})
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])["train/loss"] is None
+    writer.write(3, {"train/loss": 0.5}, groups=(4, 7))
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[2])["groups"] == [4, 7]
     writer.close()
 
 

@@ -154,6 +154,7 @@ class StepRecords:
                 **{f"seconds/{name}": value for name, value in phases.items()},
                 "seconds/step": seconds,
             },
+            groups=batch.group_ids,
         )
         for report in reports:
             self._tell_failures(report)

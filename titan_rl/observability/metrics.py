@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,6 +21,8 @@ from titan_rl.errors import ConfigError, StorageError
 
 TENSORBOARD = "TensorBoard"
 WANDB = "W&B"
+GROUPS = "groups"
+"""Key of a step's groups, by id."""
 
 _log = logging.getLogger(__name__)
 
@@ -75,15 +77,18 @@ class MetricsWriter:
                     project=wandb_project, name=run_name, id=run_name, resume="allow", dir=str(directory), config=config
                 )
 
-    def write(self, step: int, numbers: dict[str, float]) -> None:
+    def write(self, step: int, numbers: dict[str, float], *, groups: Sequence[int] = ()) -> None:
         """One step's numbers. NaN and inf are written as null: JSON has no such values.
+
+        Args:
+            groups: that the step trained; only in `metrics.jsonl`.
 
         Raises:
             StorageError: they could not be written, for example because the disk is full.
         """
         plain = {key: (value if math.isfinite(value) else None) for key, value in numbers.items()}
         try:
-            self._file.write(json.dumps({"step": step, **plain}) + "\n")
+            self._file.write(json.dumps({"step": step, **plain, **({GROUPS: [*groups]} if groups else {})}) + "\n")
             self._file.flush()
         except OSError as error:
             raise StorageError(f"{self._path}: the numbers of step {step} could not be written: {error}") from error
@@ -112,6 +117,7 @@ class MetricsWriter:
         """Draw the steps of an earlier process, which TensorBoard cannot cut off at one of them."""
         for line in self._path.read_text(encoding="utf-8").splitlines():
             step, numbers = (read := json.loads(line)).pop("step"), read
+            numbers.pop(GROUPS, None)
             self._draw(step, {key: math.nan if value is None else value for key, value in numbers.items()})
 
     def close(self) -> None:
