@@ -37,7 +37,7 @@ LONGEST_NAME = 200
 
 @dataclass(kw_only=True, slots=True)
 class PlacementConfig:
-    """Devices and threads of the meshes."""
+    """Devices and threads of the meshes, and what happens when one is lost."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: cuda when this host has a CUDA device, else cpu."""
@@ -48,11 +48,25 @@ class PlacementConfig:
     step_seconds: float = 1800.0
     """Longest time any single call to a mesh may take before the run ends with the name of that call. Requests and
     rollouts are no such calls: see `router.request_seconds` and `rollout.seconds`."""
+    hang_seconds: float = 120.0
+    """A process that makes no progress for so long is taken for dead: it answers nothing, or a generator's engine step
+    does not end."""
+    spares: int = 0
+    """Generators besides `generator.count` that are built and sleep, each with devices of its own. One takes a dead
+    one's place at once."""
+    restarts: int = 5
+    """Starts in a row of one mesh that may fail, with pauses of up to 60 s. Then a generator is left out, and any
+    other mesh ends the run."""
+    least_generators: int = 1
+    """Generators are left out only while so many are left."""
+    too_few_generators: Literal["end", "wait"] = "end"
+    """When fewer would be left: end the run, or go on starting them for ever."""
 
     def __post_init__(self) -> None:
-        if self.threads < 1:
-            raise ConfigError(f"placement.threads must be at least 1, got {self.threads}")
-        for name in ("start_seconds", "step_seconds"):
+        for name, least in (("threads", 1), ("spares", 0), ("restarts", 0), ("least_generators", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"placement.{name} must be at least {least}, got {getattr(self, name)}")
+        for name in ("start_seconds", "step_seconds", "hang_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"placement.{name} must be positive, got {getattr(self, name)}")
 

@@ -201,7 +201,7 @@ async def test_an_error_beside_the_loop_ends_the_run_instead_of_being_forgotten(
     board = FaultBoard()
     meshes = Meshes(copy4(), GatewayConfig(), faults=board)
     for name in ("generator0", "generator1"):
-        board.ready(name, meshes.go_on_without)
+        board.ready(name, meshes.replace)
     board.report(MeshFailed("generator0 rank 0 was killed", "generator0"))
     with pytest.raises(TitanError, match="KeyError"):
         await asyncio.wait_for(board.watch(asyncio.Event().wait()), timeout=60)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from titan_rl.config import PlacementConfig, RunConfig
 from titan_rl.config_registry import RECIPES
+from titan_rl.controller.faults import kind_of
 from titan_rl.errors import ConfigError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.launch.checks import CPU_HEAD_DIMS
@@ -41,7 +42,9 @@ configs = st.builds(
     trainer=st.builds(TrainerConfig, data_parallel=small, tensor_parallel=small),
     generator=st.builds(GeneratorConfig, count=small, tensor_parallel=small),
     rollout=st.builds(RolloutConfig, workers=small),
-    placement=st.builds(PlacementConfig, device=st.sampled_from(["auto", "cpu", "cuda"]), threads=small),
+    placement=st.builds(
+        PlacementConfig, device=st.sampled_from(["auto", "cpu", "cuda"]), threads=small, spares=st.integers(0, 2)
+    ),
 )
 
 
@@ -57,11 +60,12 @@ def test_on_cuda_every_computing_rank_sees_one_device_and_no_other_rank_sees_it(
     config = replace(config, placement=replace(config.placement, device="cuda"))
     devices = tuple(range(3, 3 + devices_needed(config)))
     placement = plan(config, HostFacts(cpus=8, cuda_devices=devices))
-    computing = [mesh for mesh in placement.meshes if mesh.name not in ("router", "rollout")]
+    idle = [mesh for mesh in placement.meshes if kind_of(mesh.name) in ("router", "rollout", "gateway")]
+    computing = [mesh for mesh in placement.meshes if mesh not in idle]
     seen = [env["CUDA_VISIBLE_DEVICES"] for mesh in computing for env in mesh.env]
     assert sorted(seen) == sorted(map(str, devices))
-    for name in ("router", "rollout"):
-        assert {env["CUDA_VISIBLE_DEVICES"] for env in placement.mesh(name).env} == {""}
+    for mesh in idle:
+        assert {env["CUDA_VISIBLE_DEVICES"] for env in mesh.env} == {""}
 
 
 @given(configs)
@@ -78,8 +82,10 @@ def test_on_cpu_no_rank_sees_a_device_and_each_has_its_threads(config):
 def test_every_mesh_has_the_ranks_that_the_config_asks_for(config):
     placement = plan(config, HostFacts(cpus=8, cuda_devices=tuple(range(devices_needed(config)))))
     ranks = {mesh.name: mesh.ranks for mesh in placement.meshes}
-    generators = {f"generator{number}": config.generator.tensor_parallel for number in range(config.generator.count)}
-    assert ranks == {"trainer": config.trainer.ranks, **generators, "router": 1, "rollout": config.rollout.workers}
+    fleet = range(config.generator.count + config.placement.spares)
+    generators = {f"generator{number}": config.generator.tensor_parallel for number in fleet}
+    workers = {f"rollout{number}": 1 for number in range(config.rollout.workers)}
+    assert ranks == {"trainer": config.trainer.ranks, **generators, "router": 1, **workers}
     assert len(placement.meshes) == len(ranks)
     for mesh in placement.meshes:
         assert len(set(mesh.positions)) == len(mesh.env) == len(mesh.devices) == len(mesh.positions)
@@ -119,7 +125,7 @@ def test_the_description_has_one_row_for_every_process():
     host = HostFacts(cpus=2)
     placement = plan(RECIPES["copy4_2x2"](), host)
     lines = describe(placement, host)
-    rows = [line for line in lines if re.match(r"(trainer|generator\d|router|rollout) +\d", line)]
+    rows = [line for line in lines if re.match(r"(trainer|generator\d|router|rollout\d) +\d", line)]
     assert len(rows) == placement.processes == 8
     assert "    OMP_NUM_THREADS=1" in lines
 

@@ -6,7 +6,7 @@ from threading import Thread
 import pytest
 
 from titan_rl.config_registry import copy4
-from titan_rl.controller.faults import POLICY, FaultBoard, kind_of
+from titan_rl.controller.faults import LOST_WITH, SETTLED_SECONDS, FaultBoard, Restarts, kind_of
 from titan_rl.errors import ActorFailed, GeneratorFailed, MeshFailed, Stopped
 from titan_rl.launch.placement import HostFacts, plan
 
@@ -80,7 +80,7 @@ async def one_turn() -> int:
 
 
 def serving(*meshes: str) -> tuple[FaultBoard, list[str]]:
-    """A board that judges these meshes by the policy, and those of whose end the router was told."""
+    """A board with these meshes up, and those whose loss was told."""
     board, told = FaultBoard(), []
     for mesh in meshes:
         board.ready(mesh, lambda fault: told.append(fault.mesh))
@@ -104,30 +104,38 @@ async def test_what_needs_a_mesh_ends_with_it_and_is_not_asked_any_more() -> Non
     assert asked == [1]
 
 
-@pytest.mark.parametrize("mesh", ["trainer", "router", "rollout", "gateway"])
-async def test_the_end_of_a_mesh_that_there_is_one_of_ends_the_run(mesh: str) -> None:
-    board, told = serving("trainer", "generator0", "router", "rollout", "gateway")
-    board.report(died(mesh))
-    with pytest.raises(MeshFailed, match=f"{mesh} was killed"):
-        await board.watch(forever())
-    assert told == []
-
-
-async def test_a_generator_that_dies_is_the_routers_business_while_another_one_lives() -> None:
-    board, told = serving("generator0", "generator1")
-    for _ in range(2):  # its ranks, one after the other
-        board.report(died("generator0"))
+async def test_what_is_up_is_replaced_and_told_once_and_the_run_goes_on() -> None:
+    meshes = ["trainer", "generator0", "router", "rollout0", "gateway"]
+    board, told = serving(*meshes)
+    for mesh in meshes:
+        for _ in range(2):  # its ranks, one after the other
+            board.report(died(mesh))
     assert await board.watch(one_turn()) == 7
-    assert told == ["generator0"] and board.settle() is None
+    assert told == meshes and board.settle() is None
 
 
-async def test_the_last_generator_ends_the_run_with_the_reasons_of_all() -> None:
-    board, told = serving("generator0", "generator1")
-    board.report(died("generator1"))
+async def test_a_replacement_that_dies_while_it_starts_is_its_starters_business_alone() -> None:
+    board, told = serving("generator0")
     board.report(died("generator0"))
-    with pytest.raises(MeshFailed, match="generator0 was killed; generator1 was killed"):
-        await board.watch(forever())
-    assert told == ["generator1", "generator0"]
+    await asyncio.sleep(0)
+    board.starts_again("generator0")
+    starting = asyncio.create_task(board.unless_lost("generator0", forever()))
+    await asyncio.sleep(0)
+    board.report(died("generator0"))
+    with pytest.raises(MeshFailed, match="generator0 was killed"):
+        await starting
+    assert await board.watch(one_turn()) == 7
+
+
+def test_a_mesh_that_fails_again_and_again_is_started_with_longer_pauses_and_at_last_not_at_all() -> None:
+    restarts = Restarts(most=4)
+    pauses = []
+    while not restarts.exhausted:
+        restarts.died(SETTLED_SECONDS - 1)
+        pauses.append(restarts.pause)
+    assert pauses == [0, 1, 2, 4, 8]
+    restarts.died(SETTLED_SECONDS)
+    assert restarts.pause == 0 and not restarts.exhausted, "it had worked for a while"
 
 
 async def test_a_generator_that_dies_before_it_is_ready_ends_the_start() -> None:
@@ -138,9 +146,9 @@ async def test_a_generator_that_dies_before_it_is_ready_ends_the_start() -> None
     assert told == []
 
 
-def test_the_policy_knows_every_mesh_that_is_placed() -> None:
+def test_what_is_lost_is_said_of_every_mesh_that_is_placed() -> None:
     meshes = plan(copy4(), HostFacts(cpus=2)).meshes + plan(copy4(), HostFacts(cpus=2), serving=True).meshes
-    assert {kind_of(mesh.name) for mesh in meshes} == set(POLICY)
+    assert {kind_of(mesh.name) for mesh in meshes} == set(LOST_WITH)
 
 
 async def test_a_second_request_to_stop_asks_to_hurry() -> None:

@@ -328,7 +328,7 @@ class _Link:
 
 
 class Lifeline:
-    """Whether the actors behind a client are there: up, lost and about to be replaced, or gone for good.
+    """Makes calls again when the actors behind a client were replaced.
 
     Args:
         seconds: how long a call waits for a replacement.
@@ -336,12 +336,12 @@ class Lifeline:
 
     def __init__(self, *, seconds: float) -> None:
         self._seconds = seconds
-        self._replaced = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def replaced(self) -> None:
         """New actors answer now: calls that wait are made again."""
-        self._replaced.set()
-        self._replaced = asyncio.Event()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def again(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The result of `call()`. If the actors are gone before it has one, it is called again once they are replaced:
@@ -351,13 +351,13 @@ class Lifeline:
             ActorGone: they were not replaced in time.
         """
         while True:
-            replaced = self._replaced
+            changed = self._changed
             try:
                 return await call()
             except ActorGone as gone:
                 try:
                     async with asyncio.timeout(self._seconds):
-                        await replaced.wait()
+                        await changed.wait()
                 except TimeoutError:
                     raise gone from None
 

@@ -136,6 +136,10 @@ class GatewayMesh:
         """Wait until the gateway is closed. Raises ActorFailed if it ends by itself or its process is gone."""
         await self._calls.call(None, Gateway.serve)
 
+    async def pulse(self) -> list[int]:
+        """How often the gateway has answered. The caller sets the time limit."""
+        return [await self._calls.call(None, Gateway.pulse)]
+
     async def close(self) -> None:
         """Refuse new calls. The caller sets the time limit."""
         await self._calls.call(None, Gateway.close)

@@ -363,6 +363,10 @@ class Trainer:
         """Publish an older version that the checkpoint in `directory` keeps."""
         return (await self._call(self._step_seconds, PolicyTrainer.publish_again, str(directory), version))[0]
 
+    async def pulse(self) -> list[int]:
+        """Per rank, how often it has answered. The caller sets the time limit."""
+        return await asyncio.gather(*(rank.call(None, PolicyTrainer.pulse) for rank in self._ranks))
+
     async def close(self) -> None:
         await self._call(self._step_seconds, PolicyTrainer.close)
 

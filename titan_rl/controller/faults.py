@@ -1,9 +1,10 @@
-"""What ends a run: one place collects all faults and stop signals, and one order follows.
+"""What the death of a part means, and what ends a run: one place collects all faults and stop signals.
 
-    fault or signal ─▶ announced ─▶ weights saved ─▶ rollouts stopped, samples released ─▶ every mesh closed
+    fault of a part that is up ─▶ its replacement (`launch.meshes`)
+    any other fault, or signal ─▶ announced ─▶ weights saved ─▶ rollouts stopped, samples released ─▶ meshes closed
 
-- `POLICY` says what the death of a process means, for a run and for a service. It applies to a mesh once that mesh is
-  ready; before that, the death of any process ends the start.
+- A mesh that was up and is lost is replaced, in a run and in a service; `LOST_WITH` says what that costs. Before it is
+  up, the death of any process ends the start. `Restarts` says when a mesh that dies again and again is given up.
 - The first fatal fault ends the work that `watch` runs. It is announced at once. No fault is lost: the next `watch`
   raises one that came while nobody watched.
 - After `settle` the result of the run is decided, and later faults are only logged. A run is done when its steps are
@@ -18,7 +19,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import MeshFailed, SamplesLeaked, Stopped, TitanError, TrainingError
@@ -37,21 +38,47 @@ and its error says more about what was going on."""
 _log = logging.getLogger(__name__)
 
 
-class Consequence(NamedTuple):
-    """What happens when a mesh loses a process. Open calls fail in any case."""
-
-    told: Literal["nobody", "the router"]
-    ends: Literal["at once", "with the last of its kind"]
-
-
-POLICY: dict[str, Consequence] = {
-    "trainer": Consequence(told="nobody", ends="at once"),
-    "generator": Consequence(told="the router", ends="with the last of its kind"),
-    "router": Consequence(told="nobody", ends="at once"),
-    "rollout": Consequence(told="nobody", ends="at once"),
-    "gateway": Consequence(told="nobody", ends="at once"),
+LOST_WITH = {
+    "trainer": "the step in flight",
+    "generator": "the tokens that its requests have not streamed",
+    "router": "pins, and which sessions stick to which generator",
+    "gateway": "the rollouts that programs are playing",
+    "rollout": "the groups that it plays, and the samples that it holds",
 }
-"""By kind of mesh (`generator1` is a generator). A mesh is lost as a whole, even if only one of its ranks died."""
+"""What has to be done again when a mesh of this kind (`generator1` is a generator) loses a process or hangs. It is lost
+as a whole and spawned again under its name. A generator that is given up is left out while
+`placement.least_generators` are left; any other mesh that is given up ends the run."""
+
+SETTLED_SECONDS = 30.0
+"""A mesh that was up for so long did not fail because of its start."""
+
+LONGEST_PAUSE = 60.0
+"""Seconds between two starts of a mesh that fails again and again."""
+
+
+class Restarts:
+    """When one mesh is started again: at once, after failures in a row with doubling pauses, and at last never."""
+
+    def __init__(self, most: int) -> None:
+        """
+        Args:
+            most: starts in a row that may fail.
+        """
+        self._most = most
+        self._failures = 0
+
+    def died(self, up_seconds: float) -> None:
+        """The mesh is lost after it was up for so long; 0: it did not get up."""
+        self._failures = 1 if up_seconds >= SETTLED_SECONDS else self._failures + 1
+
+    @property
+    def exhausted(self) -> bool:
+        return self._failures > self._most
+
+    @property
+    def pause(self) -> float:
+        """Seconds to wait before the next start."""
+        return min(LONGEST_PAUSE, 2.0 ** (self._failures - 2)) if self._failures > 1 else 0.0
 
 
 def kind_of(mesh: str) -> str:
@@ -72,19 +99,22 @@ class FaultBoard:
         self._announce = announce
         self._first: asyncio.Future[TitanError] = self._loop.create_future()
         self._lost: dict[str, asyncio.Future[MeshFailed]] = {}
-        self._spares: dict[str, Callable[[MeshFailed], None]] = {}
+        self._on_lost: dict[str, Callable[[MeshFailed], None]] = {}
         self._settled = False
         self.hurry = asyncio.Event()
         """Set by a stop signal that comes while the run is already ending."""
 
-    def ready(self, mesh: str, tell: Callable[[MeshFailed], None]) -> None:
-        """From now on `POLICY` applies to this mesh.
+    def ready(self, mesh: str, on_lost: Callable[[MeshFailed], None]) -> None:
+        """The mesh is up: from now on its loss does not end the run.
 
         Args:
-            tell: called when the mesh is lost, to tell the part that the policy names.
+            on_lost: called once when it is lost, to replace it.
         """
-        if POLICY[kind_of(mesh)].ends == "with the last of its kind":
-            self._spares[mesh] = tell
+        self._on_lost[mesh] = on_lost
+
+    def starts_again(self, mesh: str) -> None:
+        """Its old processes are gone and reported; what is reported from now on is about new ones."""
+        self._lost.pop(mesh, None)
 
     def report(self, fault: TitanError) -> None:
         """Report a fault. Thread-safe. Only the first fatal fault ends the run; later ones follow from it. A fault that
@@ -98,20 +128,11 @@ class FaultBoard:
             known = end.done()
             if not known:
                 end.set_result(fault)
-            if fault.mesh in self._spares and not self._settled:
+            if fault.mesh in self._on_lost and not self._settled:
                 if not known:
-                    self._spare_is_lost(fault)
+                    self._on_lost[fault.mesh](fault)
                 return
         self._end(fault)
-
-    def _spare_is_lost(self, fault: MeshFailed) -> None:
-        self._spares[fault.mesh](fault)
-        mates = [mesh for mesh in self._spares if kind_of(mesh) == kind_of(fault.mesh)]
-        if not all(self._end_of(mesh).done() for mesh in mates):
-            _log.warning("the run goes on without %s: %s", fault.mesh, fault)
-            return
-        reasons = "; ".join(dict.fromkeys(str(self._end_of(mesh).result()) for mesh in mates))
-        self._end(MeshFailed(reasons, fault.mesh))
 
     def _end(self, fault: TitanError) -> None:
         if not self._first.done() and not self._settled:
@@ -251,7 +272,8 @@ async def train_and_save(
 
 
 async def _save(save: Save, faults: FaultBoard, *, seconds: float | None) -> str:
-    saving = asyncio.ensure_future(faults.unless_lost("trainer", save()))
+    # a run that has failed or is stopped waits for no replacement
+    saving = asyncio.ensure_future(save() if seconds is None else faults.unless_lost("trainer", save()))
     hurry = asyncio.ensure_future(faults.hurry.wait())
     try:
         await asyncio.wait({saving, hurry}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

@@ -85,14 +85,20 @@ class ProcessWatch:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(descriptor, signal.SIGCONT)
 
-    def end(self) -> None:
-        """Stop watching. Kills processes that still live and returns when they are gone. May take seconds."""
+    def kill(self, after_milliseconds: int = 0) -> None:
+        """Kill processes that still live then, and return when they are gone. Reports no ends from now on. May take
+        seconds."""
+        self._expected = True
         with self._lock:
             for descriptor in self._living.values():
-                if not _poll(descriptor, select.POLLIN, _EXIT_MILLISECONDS):
+                if not _poll(descriptor, select.POLLIN, after_milliseconds):
                     with contextlib.suppress(ProcessLookupError):
                         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                     _poll(descriptor, select.POLLIN, _EXIT_MILLISECONDS)
+
+    def end(self) -> None:
+        """Stop watching. Kills processes that still live."""
+        self.kill(_EXIT_MILLISECONDS)
         os.write(self._pipe, b"\n")
 
     def _take_births(self) -> None:

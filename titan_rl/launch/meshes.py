@@ -1,38 +1,42 @@
-"""The meshes of a run or a service. Each is described once and is started and closed from its description.
+"""The meshes of a run or a service: started, watched, replaced and closed from their descriptions.
 
     placement ─▶ MeshSpec: processes · actor · constructor arguments · client · set-up
                     │ spawn                 │ set_up                    │ close
-                    ▼                       ▼                          ▼
+                    ▼                       ▼                           ▼
                 processes, actors ─▶ models, engines, servers ─▶ nothing is left
+                    ▲                       │ lost, or hangs
+                    └─── killed, pause ◀────┘
 
 `Meshes` belongs to one event loop. `set_up` returns when every part has answered; an error names the part that failed.
-`close` never raises. It leaves no process and no shared memory behind, whatever state the parts are in, and does not
-wait for a part that has lost a process.
+A mesh that was up and is lost is spawned again under its name. Its client stays the same object, and makes calls again
+that were in flight. `close` never raises. It leaves no process and no shared memory behind, whatever state the parts
+are in, and does not wait for a part that has lost a process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 import os
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from titan_rl.actors.connection import bounded
-from titan_rl.actors.gateway import Gateway, GatewayMesh
-from titan_rl.actors.generator import Generator, GeneratorMesh
-from titan_rl.actors.rollouts import Rollouts, RolloutWorker
-from titan_rl.actors.router import GeneratorRouter
+from titan_rl.actors.gateway import GatewayMesh
+from titan_rl.actors.generator import GeneratorMesh
+from titan_rl.actors.rollouts import Rollouts
 from titan_rl.actors.router_client import RouterClient
-from titan_rl.actors.trainer import PolicyTrainer, Trainer
+from titan_rl.actors.trainer import Trainer
 from titan_rl.config import RunConfig
-from titan_rl.controller.faults import FaultBoard, kind_of
-from titan_rl.errors import MeshFailed, TitanError
+from titan_rl.controller.faults import LOST_WITH, FaultBoard, Restarts, kind_of
+from titan_rl.errors import ActorFailed, ActorGone, CallTimeout, MeshFailed, TitanError
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.launch.placement import MeshPlan, detect_host, plan
+from titan_rl.launch.mesh_specs import MeshClient, describe
+from titan_rl.launch.placement import detect_host, plan
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.launch.start import model_directory
 from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segments
@@ -40,41 +44,10 @@ from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segmen
 CLOSE_SECONDS = 5.0
 """Time limit for a mesh's own `close`, before its processes are stopped. All meshes are closed at once."""
 
+LOOKS = 5
+"""How often the watcher looks at the pulse of a mesh within `placement.hang_seconds`."""
+
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeshSpec:
-    """The description of one mesh."""
-
-    plan: MeshPlan
-    """Its processes."""
-    actor: type[Any]
-    """The actor that runs in each process."""
-    arguments: Callable[[], dict[str, Any]]
-    """Makes the arguments of the actor's constructor, with the current handles of other meshes."""
-    client: Callable[[Any], Any]
-    """Makes the client from the handle of all actors."""
-    setup: Callable[[Any], Awaitable[list[int]]]
-    """Sets the mesh up through its client; returns its process ids."""
-    doing: str
-    """What the mesh does during `setup`, for the display."""
-    end: Callable[[Any], Awaitable[None]] | None = None
-    """Stays open; raises if the actor fails while its processes live."""
-
-
-class _AllWorkers:
-    """The rollout workers as one mesh."""
-
-    def __init__(self, rollouts: Rollouts) -> None:
-        self._rollouts = rollouts
-
-    async def setup(self, router: Any, gateway: Any) -> list[int]:
-        pids = await asyncio.gather(*(worker.setup(router, gateway) for worker in self._rollouts.workers))
-        return [pid for [pid] in pids]
-
-    async def close(self) -> None:
-        await asyncio.gather(*(worker.close() for worker in self._rollouts.workers))
 
 
 class Meshes:
@@ -101,18 +74,24 @@ class Meshes:
         Raises:
             ConfigError: this host cannot hold the placement.
         """
+        self.config = config
+        self.gateway_config = gateway
+        self.imports = imports
         self.placement = plan(config, detect_host(), serving=serving)
         self.model_path = model_directory(config)
         """Hugging Face directory that trainer and generators load."""
         self.faults = FaultBoard() if faults is None else faults
         """Told of every process that ends and every actor that fails by itself."""
         self.clients: dict[str, Any] = {}
-        """By mesh: the clients of all meshes that were spawned and are not lost."""
+        """By mesh: the clients of all meshes that were spawned."""
+        seconds = config.placement
+        self.rollouts = Rollouts(
+            workers=config.rollout.workers, start_seconds=seconds.start_seconds, step_seconds=seconds.step_seconds
+        )
+        """All rollout workers as one object."""
         self.generators: dict[str, GeneratorMesh] = {}
+        """Those that are not lost."""
         self.pids: dict[str, list[int]] = {}
-        self._config = config
-        self._gateway_config = gateway
-        self._imports = imports
         self._on_mesh = on_mesh
         self._say = say
         self._provisioner = Provisioner(
@@ -121,100 +100,13 @@ class Meshes:
             on_fault=self.faults.report,
             on_stop=say,
         )
-        self._rollouts = Rollouts(
-            workers=config.rollout.workers,
-            start_seconds=config.placement.start_seconds,
-            step_seconds=config.placement.step_seconds,
-        )
-        self._up: dict[str, None] = {}  # meshes whose set-up has begun
-        self._watching: set[asyncio.Future[None]] = set()
-        self._stopping: list[asyncio.Future[None]] = []
-        self._specs = {plan.name: self._describe(plan) for plan in self.placement.meshes}
-
-    def _describe(self, plan: MeshPlan) -> MeshSpec:
-        config, device, name = self._config, self.placement.device, plan.name
-        model_path, owner_pid = str(self.model_path), os.getpid()
-        start_seconds, step_seconds = config.placement.start_seconds, config.placement.step_seconds
-        match kind_of(name):
-            case "trainer":
-                return MeshSpec(
-                    plan=plan,
-                    actor=PolicyTrainer,
-                    arguments=lambda: {
-                        "config": config.trainer_settings(),
-                        "weights": config.weights_settings(),
-                        "model_path": model_path,
-                        "served_dtype": config.generator.dtype,
-                        "temperature": config.rollout.sampling.temperature,
-                        "total_steps": config.loop.steps,
-                        "device": device,
-                        "seed": config.seed,
-                        "owner_pid": owner_pid,
-                    },
-                    client=lambda actor: Trainer(
-                        actor, config.trainer, start_seconds=start_seconds, step_seconds=step_seconds
-                    ),
-                    setup=lambda trainer: trainer.setup(),
-                    doing="building the policy",
-                )
-            case "generator":
-                return MeshSpec(
-                    plan=plan,
-                    actor=Generator,
-                    arguments=lambda: {
-                        "mesh": name,
-                        "config": config.generator_settings(),
-                        "model_path": model_path,
-                        "device": device,
-                    },
-                    client=lambda actor: GeneratorMesh(actor, name, ranks=plan.ranks),
-                    setup=lambda generator: generator.setup(seconds=start_seconds),
-                    doing="building the engine",
-                )
-            case "router":
-                return MeshSpec(
-                    plan=plan,
-                    actor=GeneratorRouter,
-                    arguments=lambda: {
-                        "config": config.router_settings(),
-                        "generators": {name: generator.rank0 for name, generator in self.generators.items()},
-                    },
-                    client=lambda actor: RouterClient(actor.slice(ranks=0), seconds=step_seconds),
-                    setup=lambda router: router.setup(),
-                    doing="starting",
-                )
-            case "gateway":
-                return MeshSpec(
-                    plan=plan,
-                    actor=Gateway,
-                    arguments=lambda: {
-                        "config": self._gateway_config,
-                        "router": self.router.actor,
-                        "model_path": model_path,
-                        "renderer": config.rollout.renderer,
-                        "renderer_kwargs": config.rollout.renderer_kwargs,
-                        "max_model_len": config.generator.max_model_len,
-                        "run_seed": config.seed,
-                    },
-                    client=lambda actor: GatewayMesh(actor.slice(ranks=0)),
-                    setup=lambda gateway: gateway.setup(seconds=start_seconds),
-                    doing="listening",
-                    end=lambda gateway: gateway.end(),
-                )
-            case _:
-                return MeshSpec(
-                    plan=plan,
-                    actor=RolloutWorker,
-                    arguments=lambda: {
-                        "config": config,
-                        "model_path": model_path,
-                        "imports": self._imports,
-                        "owner_pid": owner_pid,
-                    },
-                    client=self._all_workers,
-                    setup=lambda workers: workers.setup(self.router.actor, self.gateway and self.gateway.actor),
-                    doing="starting the environment process",
-                )
+        self._specs = {plan.name: describe(plan, self) for plan in self.placement.meshes}
+        self._restarts = {name: Restarts(config.placement.restarts) for name in self._specs}
+        self._left_out: set[str] = set()
+        self._begun: set[str] = set()  # meshes whose set-up has begun
+        self._up: dict[str, float] = {}  # those that are up, and since when
+        self._watching: dict[str, asyncio.Future[None]] = {}  # by mesh
+        self._working: set[asyncio.Future[None]] = set()
 
     @property
     def trainer(self) -> Trainer:
@@ -225,17 +117,8 @@ class Meshes:
         return self.clients["router"]
 
     @property
-    def rollouts(self) -> Rollouts:
-        return self._rollouts
-
-    @property
     def gateway(self) -> GatewayMesh | None:
         return self.clients.get("gateway")
-
-    def _all_workers(self, actor: Any) -> _AllWorkers:
-        for number, worker in enumerate(self._rollouts.workers):
-            worker.replace(actor.slice(ranks=slice(number, number + 1)))
-        return _AllWorkers(self._rollouts)
 
     # Up and down.
 
@@ -247,43 +130,48 @@ class Meshes:
     def spawn(self) -> None:
         """Start the processes and actors of all meshes. Does not wait for them."""
         sweep_dead_segments()
-        for name, spec in self._specs.items():
-            self._on_mesh(name, "starting processes")
-            actor = self._provisioner.spawn(spec.plan).spawn(name, spec.actor, **spec.arguments())
-            self.clients[name] = spec.client(actor)
-            if isinstance(self.clients[name], GeneratorMesh):
-                self.generators[name] = self.clients[name]
+        for name in self._specs:
+            self._spawn(name)
 
     async def set_up(self, *names: str) -> None:
-        """Set these meshes up concurrently. From then on `faults.POLICY` applies to them.
+        """Set these meshes up concurrently. From then on they are replaced when they are lost.
 
         Raises:
             TitanError: a part did not start.
         """
-        await asyncio.gather(*(self._set_up(self._specs[name]) for name in names))
+        await asyncio.gather(*map(self._set_up, names))
 
     async def close(self) -> None:
         """Close everything: first the gateway, which takes calls, then the other meshes, then every process."""
         self.faults.settle()
-        for watch in self._watching:
-            watch.cancel()
-        await asyncio.gather(*self._watching, return_exceptions=True)
-        await asyncio.gather(*(self._close(name) for name in self._up if name == "gateway"))
-        await asyncio.gather(*(self._close(name) for name in self._up if name != "gateway"))
-        await asyncio.gather(*self._stopping)
+        ending = [*self._watching.values(), *self._working]
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+        await asyncio.gather(*(self._close(name) for name in self._begun if name == "gateway"))
+        await asyncio.gather(*(self._close(name) for name in self._begun if name != "gateway"))
         await self._provisioner.stop_all()
         remove_segments_of(os.getpid())
 
-    async def _set_up(self, spec: MeshSpec) -> None:
-        name = spec.plan.name
+    def _spawn(self, name: str) -> None:
+        spec = self._specs[name]
+        self._on_mesh(name, "starting processes")
+        actor = self._provisioner.spawn(spec.plan).spawn(name, spec.actor, **spec.arguments())
+        if name in self.clients:
+            return self.clients[name].replace(actor)
+        client = self.clients[name] = spec.client(actor)
+        if isinstance(client, GeneratorMesh):
+            self.generators[name] = client
+
+    async def _set_up(self, name: str) -> None:
+        spec, client = self._specs[name], self.clients[name]
         self._on_mesh(name, spec.doing)
-        self._up[name] = None
-        client = self.clients[name]
+        self._begun.add(name)
         self.pids[name] = await spec.setup(client)
         self._on_mesh(name, "ready")
-        self.faults.ready(name, self.go_on_without)
-        if spec.end is not None:
-            self._watch(spec.end(client))
+        self._up[name] = time.monotonic()
+        self.faults.ready(name, self.replace)
+        self._watching[name] = asyncio.ensure_future(self._watch(name, client))
 
     async def _close(self, name: str) -> None:
         started = time.monotonic()
@@ -297,34 +185,128 @@ class Meshes:
             _log.warning("closing %s: %s", name, error)
         _log.info("closing %s took %.1f s", name, time.monotonic() - started)
 
-    def go_on_without(self, fault: MeshFailed) -> None:
-        """Go on without a lost generator while another one serves."""
-        self._watch(self._go_on_without(fault))
+    # Faults and replacements.
 
-    async def _go_on_without(self, fault: MeshFailed) -> None:
-        """Tell the router that a generator is lost, and stop its remaining processes."""
-        name = fault.mesh
-        del self.generators[name], self.clients[name], self.pids[name], self._up[name]
-        self._on_mesh(name, "lost")
+    async def _watch(self, name: str, client: MeshClient) -> None:
+        """Report a mesh whose actor ends by itself, or that makes no progress. The kernel reports the end of one."""
         try:
-            await self.router.generator_lost(name, str(fault))
-            (heard,) = [status.last_error for status in await self.router.fleet_status() if status.name == name]
-            why = "; ".join(dict.fromkeys((str(fault), heard)))  # the generator itself may have said why
-            if self.generators:
-                self._say(f"lost {name}, going on with {', '.join(self.generators)}: {why}")
-        finally:
-            self._stopping.append(asyncio.ensure_future(self._provisioner.stop(name)))
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._watch_pulse(name, client))
+                if (end := self._specs[name].end) is not None:
+                    tasks.create_task(end(client))
+        except* ActorGone as group:
+            if isinstance(hangs := group.exceptions[0], MeshFailed):
+                self.faults.report(hangs)
+        except* Exception as group:
+            self.faults.report(MeshFailed(str(group.exceptions[0]), name))
 
-    def _watch(self, work: Awaitable[None]) -> None:
-        """Run `work` beside everything else. If it raises, the run ends: nobody else would ever hear of it."""
+    async def _watch_pulse(self, name: str, client: MeshClient) -> None:
+        bound = self.config.placement.hang_seconds
+        before: list[int] = []
+        still = 0  # looks in a row at which a rank did not answer, or had not moved
+        while still < LOOKS - 1:
+            now: list[int] = []
+            with suppress(TimeoutError, CallTimeout):
+                async with asyncio.timeout(bound / LOOKS):
+                    now = await client.pulse()
+            moved = bool(now) and all(map(operator.ne, now, before))
+            still = 0 if moved else still + 1
+            if now:
+                before = now
+                await asyncio.sleep(bound / LOOKS)
+        raise MeshFailed(f"{name} hangs: no progress for {bound:g} s (placement.hang_seconds)", name)
+
+    def replace(self, fault: MeshFailed) -> None:
+        """Replace a mesh that was up, and has lost a process, has failed, or hangs."""
+        self._work(self._replace(fault))
+
+    def _lose(self, fault: MeshFailed) -> None:
+        """Tell everybody that the mesh is lost."""
+        name = fault.mesh
+        self.clients[name].lose(str(fault))
+        self.generators.pop(name, None)
+        self._watching.pop(name).cancel()
+        self._restarts[name].died(time.monotonic() - self._up.pop(name))
+        self._on_mesh(name, "lost")
+        self._say(f"lost {name}: {fault}; done again: {LOST_WITH[kind_of(name)]}")
+        if kind_of(name) == "generator":
+            self._work(self.router.generator_lost(name, str(fault)))
+        elif kind_of(name) == "rollout":
+            self._work(self.router.client_lost(name))
+
+    async def _replace(self, fault: MeshFailed) -> None:
+        name, lost, restarts = fault.mesh, time.monotonic(), self._restarts[fault.mesh]
+        self._lose(fault)
+        while True:
+            self._begun.discard(name)
+            await self._provisioner.stop(name, kill=True)
+            if restarts.exhausted and self._given_up(fault):
+                return
+            if restarts.pause:
+                self._say(f"{name} starts again in {restarts.pause:g} s: {fault}")
+                await asyncio.sleep(restarts.pause)
+            self.faults.starts_again(name)
+            try:
+                self._spawn(name)
+                await self.faults.unless_lost(name, self._set_up(name))
+                break
+            except Exception as error:
+                _log.warning("%s did not start again", name, exc_info=error)
+                fault = MeshFailed(f"{name} did not start again: {error}", name)
+                restarts.died(0.0)
+        await self._introduce(name)
+        self._say(f"{name} is back after {time.monotonic() - lost:.1f} s")
+
+    async def _introduce(self, name: str) -> None:
+        """Give handles to those who call the replacement, and to the replacement, because others may have been replaced
+        while it was set up."""
+        match kind_of(name):
+            case "generator":
+                self.generators[name] = self.clients[name]
+                await self.router.generator_joined(name, self.generators[name].rank0)
+            case "router" | "gateway":
+                await asyncio.gather(*map(self._update, self._up))
+            case "rollout":
+                await self._update(name)
+                if self.placement.sample_transport == "rdma":
+                    await self.trainer.attach_stores(self.rollouts.stores)
+
+    async def _update(self, name: str) -> None:
+        """Give a mesh the handles that it calls."""
+        with suppress(ActorGone):  # it is being replaced
+            if kind_of(name) == "gateway":
+                await self.clients[name].use(self.router.actor)
+            elif kind_of(name) == "rollout":
+                await self.clients[name].use(self.router.actor, self.gateway and self.gateway.actor)
+
+    def _given_up(self, fault: MeshFailed) -> bool:
+        """Whether a mesh that fails again and again is not started any more."""
+        name, placement = fault.mesh, self.config.placement
+        times = f"{name} failed {placement.restarts + 1} time{'s in a row' if placement.restarts else ''}"
+        fleet = [mesh for mesh in self._specs if kind_of(mesh) == "generator" and mesh not in self._left_out]
+        if name in fleet and len(fleet) > placement.least_generators:
+            self._left_out.add(name)
+            self._say(f"{times} and is left out: {fault}")
+            self._work(self.router.generator_left_out(name, str(fault)))
+            return True
+        if name in fleet and placement.too_few_generators == "wait":
+            return False
+        least = f"; placement.least_generators is {placement.least_generators}" if name in fleet else ""
+        self.faults.report(ActorFailed(f"{times}: {fault}{least}"))
+        return True
+
+    def _work(self, work: Coroutine[Any, Any, None]) -> None:
+        """Work beside everything else. If it raises, the run ends: nobody else would ever hear of it."""
 
         async def watched() -> None:
             try:
                 await work
+            except ActorGone as error:  # the end of a mesh that was given up is reported by itself
+                _log.warning("%s", error)
             except Exception as error:
                 unknown = TitanError(f"{type(error).__name__}: {error}")
                 self.faults.report(error if isinstance(error, TitanError) else unknown)
 
         task = asyncio.ensure_future(watched())
-        self._watching.add(task)
-        task.add_done_callback(self._watching.discard)
+        self._working.add(task)
+        task.add_done_callback(self._working.discard)

@@ -2,8 +2,8 @@
 
 Always true of a `Placement`:
 
-- Mesh names are unique: `trainer`, `generator0`, `generator1`, …, `router`, `rollout`, and `gateway` where the task
-  defines `play`; where a checkpoint is served, generators, `router` and `gateway`.
+- Mesh names are unique: `trainer`, `generator0`, `generator1`, …, `router`, `rollout0`, …, and `gateway` where the task
+  defines `play`; where a checkpoint is served, generators, `router` and `gateway`. The last generators are spares.
 - On CUDA every rank of the trainer and of the generators sees exactly one device, and no two ranks see the same one.
   No other process sees a device, and on CPU none does: a stray `.cuda()` fails instead of taking memory from a rank.
 - The environment of a rank is complete before its Python starts. Variables that torchrun left in the controller's
@@ -146,7 +146,7 @@ def resolve_device(config: RunConfig, host: HostFacts) -> Device:
 
 def devices_needed(config: RunConfig, *, serving: bool = False) -> int:
     """CUDA devices that the run takes on CUDA: one per rank of the trainer (if any) and of every generator."""
-    generators = config.generator.count * config.generator.tensor_parallel
+    generators = (config.generator.count + config.placement.spares) * config.generator.tensor_parallel
     return generators if serving else config.trainer.ranks + generators
 
 
@@ -176,9 +176,10 @@ def plan(config: RunConfig, host: HostFacts, *, serving: bool = False) -> Placem
         needed = devices_needed(config, serving=serving)
         if needed > len(host.cuda_devices):
             trainer_share = "" if serving else f"trainer {config.trainer.ranks}, "
+            fleet = config.generator.count + config.placement.spares
             raise ConfigError(
                 f"the run needs {needed} CUDA devices ({trainer_share}generators "
-                f"{config.generator.count} x {config.generator.tensor_parallel}) and this host has "
+                f"{fleet} x {config.generator.tensor_parallel}) and this host has "
                 f'{len(host.cuda_devices) or "none"}; placement.device = "cpu" needs none'
             )
         free.extend(host.cuda_devices)
@@ -214,16 +215,18 @@ def plan(config: RunConfig, host: HostFacts, *, serving: bool = False) -> Placem
         ]
         extra = _DETERMINISTIC_TRAINER if config.trainer_settings().deterministic and device == "cuda" else {}
         meshes.append(mesh("trainer", positions, extra, computes=True))
-    for number in range(generator.count):
-        positions = [f"tp {rank}/{generator.tensor_parallel}" for rank in range(generator.tensor_parallel)]
+    for number in range(generator.count + config.placement.spares):
+        spare = "spare, " if number >= generator.count else ""
+        positions = [f"{spare}tp {rank}/{generator.tensor_parallel}" for rank in range(generator.tensor_parallel)]
         meshes.append(mesh(f"generator{number}", positions, engine, computes=True))
     meshes.append(mesh("router", ["-"], {}, computes=False))
     if serving or plays(config):
         meshes.append(mesh("gateway", ["-"], {}, computes=False))
     if not serving:
-        positions = [f"worker {number}/{config.rollout.workers}" for number in range(config.rollout.workers)]
-        # its tokenizer is used on both sides of a fork
-        meshes.append(mesh("rollout", positions, {"TOKENIZERS_PARALLELISM": "false"}, computes=False))
+        for number in range(config.rollout.workers):
+            # its tokenizer is used on both sides of a fork
+            extra = {"TOKENIZERS_PARALLELISM": "false"}
+            meshes.append(mesh(f"rollout{number}", ["-"], extra, computes=False))
     return Placement(
         device=device,
         sample_transport=config.data_plane.transport,

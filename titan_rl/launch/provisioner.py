@@ -78,8 +78,14 @@ class Mesh:
         self.actors.append(unique)
         return self._processes.spawn(unique, actor, *args, **options)
 
-    async def stop(self) -> None:
-        """End the processes. Never raises: a process that does not stop in time is killed and logged."""
+    async def stop(self, *, kill: bool = False) -> None:
+        """End the processes. Never raises: a process that does not stop in time is killed and logged.
+
+        Args:
+            kill: do not ask them first, because they hang or because one of them is gone.
+        """
+        if kill:
+            await asyncio.to_thread(self.watch.kill)
         self.watch.expect_ends()
         try:
             await bounded(self._processes.stop(), what=f"stop of mesh {self.name}", seconds=STOP_SECONDS)
@@ -156,10 +162,10 @@ class Provisioner:
         mesh = self._meshes[plan.name] = Mesh(plan.name, processes, watch)
         return mesh
 
-    async def stop(self, name: str) -> None:
-        """Stop one mesh, if it is up. Never raises: a process that does not stop in time is killed and logged."""
+    async def stop(self, name: str, *, kill: bool = False) -> None:
+        """Stop one mesh, if it is up. See `Mesh.stop`."""
         if (mesh := self._meshes.pop(name, None)) is not None:
-            await mesh.stop()
+            await mesh.stop(kill=kill)
 
     async def stop_all(self) -> None:
         """Stop every mesh. Monarch's actor runtime stays up: it cannot be started twice in one process, and a script

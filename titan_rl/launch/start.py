@@ -51,7 +51,8 @@ class Options(TypedDict, total=False):
     on_mesh: Callable[[str, str], None]
     """Called with a mesh's name and what it is doing, during the start and when it is lost."""
     say: Callable[[str], None]
-    """Called from any thread with a sentence when a process is stopped (SIGSTOP) or goes on, or a generator is lost."""
+    """Called from any thread with a sentence when a process is stopped (SIGSTOP) or goes on, or when a mesh is lost or
+    back."""
 
 
 @asynccontextmanager
@@ -95,7 +96,7 @@ class Serving:
     gateway: Any
     """Handle of the `Gateway` actor."""
     pids: dict[str, list[int]]
-    """Process ids of the generators' ranks."""
+    """Process ids by mesh."""
     faults: FaultBoard
     """Collects the faults that end the service."""
 
@@ -130,10 +131,9 @@ async def serve(config: RunConfig, gateway: GatewayConfig, **options: Unpack[Opt
         await meshes.set_up("gateway")
 
     async with _running(config, gateway, bring_up, serving=True, **options) as meshes:
-        generators = {name: meshes.pids[name] for name in meshes.generators}
         up = meshes.gateway
         assert up is not None
-        yield Serving(url=up.url, router=meshes.router, gateway=up.actor, pids=generators, faults=meshes.faults)
+        yield Serving(url=up.url, router=meshes.router, gateway=up.actor, pids=meshes.pids, faults=meshes.faults)
 
 
 @asynccontextmanager
