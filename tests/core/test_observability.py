@@ -133,8 +133,9 @@ def test_tensorboard_on_a_directory_that_was_removed_does_not_raise(tmp_path: Pa
 def test_a_full_disk_is_a_sentence_with_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     writer = MetricsWriter(tmp_path, tensorboard=False)
-    with pytest.raises(StorageError, match=r"metrics\.jsonl: the numbers of step 1 .*No space left on device"):
-        writer.write(1, {"train/loss": 0.5})
+    writer.write(1, {"train/loss": 0.5})
+    with pytest.raises(StorageError, match=r"metrics\.jsonl: 1 lines of numbers cannot be .*No space left on device"):
+        writer.sync()
     writer.close()
 
     (tmp_path / "controller.log").symlink_to("/dev/full")
@@ -146,6 +147,47 @@ def test_a_full_disk_is_a_sentence_with_the_file(tmp_path: Path, capsys: pytest.
         logging.getLogger().removeHandler(handler)
     printed = capsys.readouterr().err
     assert printed.count("cannot be written") == 1 and "Traceback" not in printed
+
+
+@pytest.mark.skipif(
+    subprocess.run(["sh", "-c", "unshare -m true"], stderr=subprocess.DEVNULL).returncode != 0,
+    reason="may not mount a small disk",
+)
+def test_the_numbers_of_a_full_disk_are_written_when_it_has_room_again(tmp_path: Path) -> None:
+    script = """
+import os, sys
+from pathlib import Path
+from titan_rl.errors import StorageError
+from titan_rl.observability.metrics import MetricsWriter
+run = Path(sys.argv[1])
+writer = MetricsWriter(run, tensorboard=False, say=print)
+writer.write(1, {"reward": 0.5})
+with open(run / "filler", "wb", buffering=0) as filler:
+    while (left := os.statvfs(run).f_bavail):
+        filler.write(bytes(left * 4096))
+for step in range(2, 302):
+    writer.write(step, {"reward": 0.5})
+print(all(line.endswith(b"}") for line in (run / "metrics.jsonl").read_bytes().splitlines()))
+try:
+    writer.sync()
+except StorageError as error:
+    print(error)
+(run / "filler").unlink()
+writer.write(302, {"reward": 0.5})
+writer.sync()
+print((run / "metrics.jsonl").read_text().count("reward"))
+"""
+    mounted = 'mount -t tmpfs -o size=256k tmpfs "$0" && exec "$@"'
+    run = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mounted, str(tmp_path), sys.executable, "-c", script, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    full, whole, refused, again, lines = run.stdout.splitlines()
+    assert "cannot be written: [Errno 28] No space left on device; the run goes on" in full
+    assert whole == "True" and "lines of numbers cannot be written" in refused
+    assert again.endswith("the numbers that were kept are written") and lines == "302"
 
 
 class Clock:

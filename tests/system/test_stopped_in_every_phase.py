@@ -30,8 +30,8 @@ PHASES = {  # name → turn
     **{"mid-generation": 5, "mid-step": 2, "mid-publication": 2, "mid-evaluation": 2},
     **{"mid-cut": 1, "mid-checkpoint": 1, "before the rename": 1, "final save": 1, "closing": 1},
 }
-LATE = {("closing", ONCE): 0, ("closing", TWICE): 0, ("final save", ONCE): 0}
-"""The result was decided before: exit code."""
+LATE = ("closing", "final save")
+"""The result may have been decided before."""
 SAMPLE = {("set-up", TWICE), ("mid-checkpoint", ONCE)}
 """Of CI; the others belong to the acceptance list."""
 
@@ -74,7 +74,7 @@ def test_a_stopped_run_is_over_in_time_and_leaves_nothing(
     assert "Traceback" not in output and "FATAL" not in output
     assert_nothing_is_left(run)
     stopped = -15 if phase == "config check" and signals == ONCE else {ONCE: 143, TWICE: 130}[signals]
-    assert run.returncode == LATE.get((phase, signals), stopped), output
+    assert run.returncode in ((stopped, 0) if phase in LATE else (stopped,)), output
     if phase == "config check":
         assert list(tmp_path.iterdir()) == []
         return

@@ -238,6 +238,7 @@ async def _train(
 
                 saves = {"the weights were": save_weights} if config.logging.save_final else {}
                 await train_and_save(loop, faults, saves | {"a last checkpoint was": loop.save}, display.say)
+                metrics.sync()
                 return loop
     finally:
         metrics.close()

@@ -1,21 +1,26 @@
 """Numbers of a run: one JSON object per step in `metrics.jsonl`, the same in TensorBoard, W&B only when asked.
 
-A line is complete or absent: each is written and flushed at once, so a killed run keeps every finished step. A run
-whose `metrics.jsonl` cannot be written fails. TensorBoard and W&B only show what is in there: when one of them fails,
-the run says so once and goes on without it.
+A line is complete or absent: each is written at once, so a killed run keeps every finished step. `metrics.jsonl` is the
+record of a run. On a full disk the run says so, keeps the lines, goes on, and writes them with a later step. Ending
+there would lose more, since nothing else could be saved on that disk either. A run whose lines cannot be written at its
+end fails. TensorBoard and W&B only show what is in there: when one of them fails, the run says so once and goes on
+without it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import math
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from titan_rl.errors import ConfigError, StorageError
 
@@ -46,7 +51,8 @@ class MetricsWriter:
             directory: of the run; made if absent.
             config: the run config as nested plain data, shown by W&B.
             keep_bytes: of a `metrics.jsonl` that is there; what follows them is cut off.
-            say: told when fewer than `keep_bytes` are there, and once of each of TensorBoard and W&B that fails.
+            say: told when fewer than `keep_bytes` are there, when lines cannot be written and when they can again, and
+                once of each of TensorBoard and W&B that fails.
 
         Raises:
             ConfigError: TensorBoard or W&B is asked for and not installed.
@@ -55,7 +61,9 @@ class MetricsWriter:
         self._path = directory / "metrics.jsonl"
         if (lost := keep_bytes - _cut(self._path, keep_bytes)) > 0:
             say(f"{self._path} was changed: {lost:,} of its {keep_bytes:,} bytes are gone, and the steps in them")
-        self._file: TextIO = open(self._path, "a", encoding="utf-8")
+        self._file = open(self._path, "ab", buffering=0)
+        self._unwritten = b""
+        self._lock = threading.Lock()  # checkpoints are committed in a thread
         self._say = say
         self._shows: dict[str, Any] = {}
         if tensorboard:
@@ -82,16 +90,18 @@ class MetricsWriter:
 
         Args:
             groups: that the step trained; only in `metrics.jsonl`.
-
-        Raises:
-            StorageError: they could not be written, for example because the disk is full.
         """
         plain = {key: (value if math.isfinite(value) else None) for key, value in numbers.items()}
+        line = json.dumps({"step": step, **plain, **({GROUPS: [*groups]} if groups else {})}) + "\n"
+        kept = bool(self._unwritten)
         try:
-            self._file.write(json.dumps({"step": step, **plain, **({GROUPS: [*groups]} if groups else {})}) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise StorageError(f"{self._path}: the numbers of step {step} could not be written: {error}") from error
+            self._write(line.encode())
+        except StorageError as error:
+            if not kept:
+                self._say(f"{error}; the run goes on and keeps them until it can write them")
+        else:
+            if kept:
+                self._say(f"{self._path}: the numbers that were kept are written")
 
         with self._giving_up(TENSORBOARD):
             self._draw(step, numbers)
@@ -101,12 +111,33 @@ class MetricsWriter:
 
     @property
     def nbytes(self) -> int:
-        """Of all steps that were written."""
-        return self._file.tell()
+        """Of all steps."""
+        with self._lock:
+            return os.fstat(self._file.fileno()).st_size + len(self._unwritten)
 
     def sync(self) -> None:
-        """Return when everything written so far is on disk."""
+        """Return when the numbers of all steps are on disk.
+
+        Raises:
+            StorageError: they cannot be written, for example because the disk is full.
+        """
+        self._write()
         os.fsync(self._file.fileno())
+
+    def _write(self, lines: bytes = b"") -> None:
+        """Write these lines, after those that are not written yet: all or none."""
+        with self._lock:
+            self._unwritten += lines
+            before = os.fstat(self._file.fileno()).st_size
+            try:
+                if self._unwritten and self._file.write(self._unwritten) < len(self._unwritten):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError as error:
+                with contextlib.suppress(OSError):  # a device has no length
+                    os.ftruncate(self._file.fileno(), before)
+                count = self._unwritten.count(b"\n")
+                raise StorageError(f"{self._path}: {count} lines of numbers cannot be written: {error}") from error
+            self._unwritten = b""
 
     def _draw(self, step: int, numbers: dict[str, float]) -> None:
         if (writer := self._shows.get(TENSORBOARD)) is not None:
@@ -123,9 +154,10 @@ class MetricsWriter:
     def close(self) -> None:
         """Never raises."""
         try:
-            self._file.close()
-        except OSError as error:
-            _log.error("%s could not be closed: %s", self._path, error)
+            self._write()
+        except StorageError as error:
+            self._say(str(error))
+        self._file.close()
         for name, close in ((TENSORBOARD, "close"), (WANDB, "finish")):
             if name in self._shows:
                 with self._giving_up(name):
