@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-JOB_SECONDS = 3600.0
+JOB_SECONDS = 5400.0
 """A job that takes longer is stopped with all its processes and fails."""
 
 
@@ -154,6 +154,13 @@ JOBS = (
     bench("checkpoint", at_most={"begin_to_memcpy": 4.0, "committed_to_write": 2.0}),
     bench("soak", at_most={"controller_bytes_per_group": 300, "router_bytes_per_group": 300}),
     bench("deterministic", deterministic_to_plain_float32_64x128=0.85),
+    Job(
+        "chaos, 20 minutes",
+        lambda _: [sys.executable, "scripts/chaos.py", "--seed", "0", "--minutes", "20", "--deterministic"],
+        last_line_json,
+        {"training_time_ratio": 0.9, "bitwise_equal": 1, "kinds": 30},
+        {"lost": 0, "worst_detection_s": 2.0, "worst_hang_detection_s": 8.0},
+    ),
     Job("gpu_check, on the CPU", lambda _: [sys.executable, "scripts/gpu_check.py", "--device", "cpu"], last_line_json),
 )
 
