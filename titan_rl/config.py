@@ -148,6 +148,10 @@ class CheckpointConfig:
     """Write one after every so many steps, beside training; 0: only at the end."""
     keep: int = 2
     """Newest checkpoints that are kept; 0: write none. Each holds the float32 weights and AdamW's two moments."""
+    in_memory: bool = True
+    """After every step each trainer rank also copies its state into shared memory. A rank that dies then costs the step
+    that was under way; without a copy, all steps since the newest checkpoint. It takes 24 bytes per parameter in
+    /dev/shm, and 4 more for the reference of a KL term; a run that has no room says so and goes on without."""
 
     def __post_init__(self) -> None:
         for name in ("every", "keep"):

@@ -116,6 +116,11 @@ class TrainingError(TitanError):
     """The trainer cannot go on: NaN or inf in loss or gradient, or ranks that were called in different order."""
 
 
+class TrainerStateLost(TitanError):
+    """The trainer died and was replaced, but its weights and optimizer are lost: no copy in memory is usable. The run
+    goes on from its newest checkpoint, or from the beginning."""
+
+
 class TaskError(TitanError):
     """User code (an environment or a reward function) raised, ran out of time, or killed its process."""
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from titan_rl.actors.trainer import CallQueue, PolicyTrainer, Trainer
+from titan_rl.actors.trainer import CallQueue, PolicyTrainer
+from titan_rl.actors.trainer_client import Trainer
 from titan_rl.config import RunConfig
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import ActorFailed, TrainingError, WeightsError
@@ -102,6 +103,7 @@ async def trainer(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Tra
             device="cpu",
             seed=0,
             owner_pid=os.getpid(),
+            copies=True,
         )
         handle = Trainer(mesh, config, start_seconds=BOUND, step_seconds=BOUND)
         await handle.setup()

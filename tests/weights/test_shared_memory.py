@@ -176,6 +176,26 @@ def test_a_publisher_that_starts_again_takes_the_place_of_the_old_one(directory:
     assert same_bytes(copied(reader.tensors(new)), weights(2))
 
 
+def test_a_successor_releases_what_the_publisher_before_left_live_and_reuses_all_room(directory: Path) -> None:
+    dead, reader = publisher_in(directory, max_live=3), SharedMemoryReader()
+    v1, v2, _ = (
+        dead.publish(version, whole_shards(weights(version.step)), dtype=torch.float32)
+        for version in (V1, V2, PolicyVersion(0, 3))
+    )
+    publisher = publisher_in(directory, max_live=3)
+    publisher.adopt([v1, v2])  # nobody heard of v3
+    v3 = publisher.publish(PolicyVersion(0, 3), whole_shards(weights(3)), dtype=torch.float32)
+    for publication, seed in ((v1, 1), (v2, 2), (v3, 3)):
+        assert same_bytes(copied(reader.tensors(publication)), weights(seed))
+    publisher.release(V1)
+    with pytest.raises(WeightsError, match="v1 cannot be released: live are v2, v3"):
+        publisher.release(V1)
+    v4 = publisher.publish(PolicyVersion(0, 4), whole_shards(weights(4)), dtype=torch.float32)
+    assert same_bytes(copied(reader.tensors(v4)), weights(4))
+    assert same_bytes(copied(reader.tensors(v2)), weights(2))
+    assert len(list(directory.iterdir())) == 3
+
+
 def test_elements_that_no_shard_holds_are_an_error(directory: Path) -> None:
     publisher, reader = publisher_in(directory), SharedMemoryReader()
     first = publisher.publish(V1, whole_shards(weights(1)), dtype=torch.float32)

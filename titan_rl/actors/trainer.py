@@ -1,4 +1,4 @@
-"""`PolicyTrainer`: one rank of the trainer mesh, and `Trainer`, the handle that drives all ranks together.
+"""`PolicyTrainer`: one rank of the trainer mesh. `trainer_client.Trainer` drives all ranks together.
 
 Every call to the mesh carries a sequence number. A rank runs its calls one at a time in one thread, in the order of
 their numbers. So all ranks enter their collectives in the same order, even if messages overtake each other.
@@ -20,17 +20,18 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 from monarch.actor import current_rank
 
-from titan_rl.actors.connection import ConnectedActor, Connection, ServedMethod, served
+from titan_rl.actors.connection import ConnectedActor, ServedMethod, served
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import write_samples
-from titan_rl.errors import TrainingError
+from titan_rl.errors import CheckpointError, StorageError, TrainingError
 from titan_rl.policy.config import TrainerConfig
-from titan_rl.policy.packing import PackingPlan, plan_packing
+from titan_rl.policy.packing import PackingPlan
 from titan_rl.types import PolicyVersion, TrainingSample
 from titan_rl.weights.config import WeightsConfig
 from titan_rl.weights.manifest import Publication, TensorShard
 
 if TYPE_CHECKING:
+    from titan_rl.policy.state_copies import StateCopies
     from titan_rl.policy.updater import PolicyUpdater
     from titan_rl.weights.publisher import ChannelPublisher
 
@@ -104,6 +105,7 @@ class PolicyTrainer(ConnectedActor):
         device: str,
         seed: int,
         owner_pid: int,
+        copies: bool,
     ) -> None:
         """
         Args:
@@ -111,6 +113,7 @@ class PolicyTrainer(ConnectedActor):
             temperature: sampling temperature of the generators.
             total_steps: length of the learning-rate schedule.
             owner_pid: process that the names of shared-memory files carry; once it is dead, a later run removes them.
+            copies: keep a copy of the state in shared memory, from which the ranks after these go on.
         """
         self._config = config
         self._weights = weights
@@ -124,15 +127,22 @@ class PolicyTrainer(ConnectedActor):
         self._rank = int(current_rank().rank)
         self._updater: PolicyUpdater | None = None
         self._publisher: ChannelPublisher | None = None
+        self._keeps_copies = copies
+        self._copies: StateCopies | None = None
         self._copied: tuple[TrainingSample, ...] = ()  # for the checkpoint that is being written
         self.calls = CallQueue(rank=self._rank)
 
     @in_order
-    def setup(self) -> int:
-        """Build the model, load its weights, make the optimizer. Returns this process's id."""
+    def setup(self, incarnation: int, published: tuple[Publication, ...]) -> int:
+        """Build the model, load its weights, make the optimizer. Returns this process's id.
+
+        Args:
+            published: what the ranks before these left live.
+        """
         # Imported here: the controller imports this module and has no use for torch.
         import torch.distributed as dist
 
+        from titan_rl.policy.state_copies import StateCopies
         from titan_rl.policy.updater import PolicyUpdater
         from titan_rl.weights.publisher import make_publisher
 
@@ -145,10 +155,14 @@ class PolicyTrainer(ConnectedActor):
             device=self._device,
             seed=self._seed,
         )
+        self._updater.incarnation = incarnation
+        if self._keeps_copies:
+            self._copies = StateCopies(owner_pid=self._owner_pid, rank=self._rank, ranks=self._config.ranks)
         group = dist.group.WORLD if self._config.ranks > 1 else None
         self._publisher = make_publisher(
             self._weights, channel=CHANNEL, owner_pid=self._owner_pid, rank=self._rank, group=group
         )
+        self._publisher.adopt(published)
         _log.info("trainer rank %d is ready after %.1f s", self._rank, time.monotonic() - started)
         return os.getpid()
 
@@ -166,16 +180,26 @@ class PolicyTrainer(ConnectedActor):
         return self._ready().warm_up_step(batch, plan)
 
     @in_order
-    def freeze_reference(self) -> None:
-        """See `PolicyUpdater.freeze_reference`."""
-        self._ready().freeze_reference()
+    def freeze_reference(self) -> str:
+        """See `PolicyUpdater.freeze_reference`; returns why no copies of the state are kept from now on."""
+        if self._config.kl.coefficient:
+            self._ready().freeze_reference()
+        return self._copy(reference=True)
 
     @in_order
     def train_step(self, batch: SampleBatch, plan: PackingPlan) -> dict[str, float]:
         """See `PolicyUpdater.train_step`."""
         metrics = self._ready().train_step(batch, plan)
+        self._copy()
         _log.info("step %d: %s", self._ready().step, {name: round(value, 6) for name, value in metrics.items()})
         return metrics
+
+    @in_order
+    def go_on(self, version: PolicyVersion) -> None:
+        """See `PolicyUpdater.go_on_from_copy`."""
+        if self._copies is None:
+            raise CheckpointError("checkpoint.in_memory is off")
+        self._ready().go_on_from_copy(self._copies, version)
 
     @in_order
     def push_model_state_dict(self) -> Publication:
@@ -228,9 +252,16 @@ class PolicyTrainer(ConnectedActor):
         await asyncio.to_thread(write)
 
     @in_order
-    def restore(self, directory: str, incarnation: int) -> None:
-        """See `PolicyUpdater.restore`."""
-        self._ready().restore(Path(directory, STATE), incarnation)
+    def restore(self, directory: str, incarnation: int) -> tuple[int, str]:
+        """See `Trainer.restore`; returns the step, and why no copies of the state are kept from now on."""
+        updater = self._ready()
+        if directory:
+            updater.restore(Path(directory, STATE), incarnation)
+            return updater.step, self._copy(reference=True)
+        if updater.step:
+            raise TrainingError(f"the trainer cannot start over: it is at step {updater.step}")
+        updater.incarnation = incarnation
+        return 0, ""
 
     @in_order
     def publish_again(self, directory: str, version: PolicyVersion) -> Publication:
@@ -252,153 +283,17 @@ class PolicyTrainer(ConnectedActor):
         assert publisher is not None
         return publisher.publish(version, shards, dtype=getattr(torch, self._served_dtype), aliases=updater.aliases)
 
+    def _copy(self, *, reference: bool = False) -> str:
+        """Copy the state in memory; returns why that cannot be done. Then it is not tried again."""
+        if self._copies is not None:
+            try:
+                self._ready().copy_state(self._copies, reference=reference)
+            except StorageError as error:
+                self._copies = None
+                return str(error)
+        return ""
+
     def _ready(self) -> PolicyUpdater:
         if self._updater is None:
             raise TrainingError("the trainer was called before setup")
         return self._updater
-
-
-class Trainer:
-    """All ranks of the trainer mesh as one object. Belongs to one event loop."""
-
-    def __init__(self, mesh: Any, config: TrainerConfig, *, start_seconds: float, step_seconds: float) -> None:
-        self._config = config
-        self._ranks = [
-            Connection(mesh.slice(ranks=rank), what=f"trainer.{{}} of rank {rank}") for rank in range(config.ranks)
-        ]
-        self._start_seconds = start_seconds
-        self._step_seconds = step_seconds
-        self._sequence = 0
-        self.pids: list[int] = []
-        """Process ids of the ranks, known after `setup`."""
-
-    async def setup(self) -> list[int]:
-        """Build the policy on every rank; returns their process ids."""
-        self.pids = await self._call(self._start_seconds, PolicyTrainer.setup)
-        return self.pids
-
-    async def attach_stores(self, stores: dict[str, Any]) -> None:
-        """Let every rank fetch samples through Monarch from these workers; `stores` maps store names to workers."""
-        await self._call(self._step_seconds, PolicyTrainer.attach_stores, stores)
-
-    async def train_step(self, batch: SampleBatch) -> dict[str, float]:
-        """Train one optimizer step on the batch.
-
-        The packing is planned here, from lengths alone. Each rank gets references to its own samples and fetches them.
-
-        Returns:
-            Plain numbers, the same on every rank: loss, grad_norm, lr, entropy, clip_share, trained_tokens, …
-
-        Raises:
-            SamplesLost: samples are missing or damaged; the weights are untouched.
-            TrainingError: NaN or inf; the weights are untouched.
-            ActorFailed: a rank is gone or did not answer.
-        """
-        return await self._step(PolicyTrainer.train_step, batch)
-
-    async def warm_up_step(self, batch: SampleBatch) -> dict[str, float]:
-        """Train one supervised step on demonstrations, before the first RL step. It does not count as a version.
-
-        Returns:
-            Plain numbers, the same on every rank: loss, grad_norm, lr, trained_tokens, tokens, imbalance.
-
-        Raises:
-            SamplesLost, TrainingError, ActorFailed: as `train_step`.
-        """
-        return await self._step(PolicyTrainer.warm_up_step, batch)
-
-    async def freeze_reference(self) -> None:
-        """Make the current weights the reference of the KL term: every rank copies its own shards. Does nothing if the
-        config has no KL term."""
-        if self._config.kl.coefficient:
-            await self._call(self._step_seconds, PolicyTrainer.freeze_reference)
-
-    async def push_model_state_dict(self) -> Publication:
-        """Publish the current weights for generators to pull."""
-        return (await self._call(self._step_seconds, PolicyTrainer.push_model_state_dict))[0]
-
-    async def release(self, publication: Publication) -> None:
-        """Free a publication that nobody pulls any more."""
-        await self._call(self._step_seconds, PolicyTrainer.release, publication.version)
-
-    async def logprobs(self, batch: SampleBatch) -> dict[tuple[int, int], np.ndarray]:
-        """Score a batch under the current weights: (group id, sample) → [L] float32, position 0 is 0."""
-        parts = await self._call(self._step_seconds, PolicyTrainer.logprobs, batch)
-        return {sample: logprobs for part in parts for sample, logprobs in part.items()}
-
-    async def save(self, directory: Path) -> int:
-        """Write a Hugging Face checkpoint; returns the step of its weights."""
-        return (await self._call(self._step_seconds, PolicyTrainer.save, str(directory)))[0]
-
-    async def begin_checkpoint(self, directory: Path, step: int, samples: SampleBatch) -> None:
-        """Copy in memory the trainer's state after `step` and these samples. Returns when training may go on.
-
-        Raises:
-            TrainingError: the trainer is at another step: nobody heard how the last one ended.
-            SampleError: a sample is missing or damaged.
-            StorageError: nothing can be written there.
-        """
-        await self._call(self._step_seconds, PolicyTrainer.begin_checkpoint, str(directory), step, samples)
-
-    async def finish_checkpoint(self, directory: Path, publications: tuple[Publication, ...]) -> None:
-        """Write what was copied, and these live publications, to `directory`. Other calls go on meanwhile.
-
-        Raises:
-            StorageError, WeightsError: it could not be written.
-        """
-        endpoint = PolicyTrainer.finish_checkpoint
-        await asyncio.gather(
-            *(rank.call(self._step_seconds, endpoint, str(directory), publications) for rank in self._ranks)
-        )
-
-    async def restore(self, directory: Path, incarnation: int) -> None:
-        """Go on from the state in `directory`, which any layout of ranks has written, as this incarnation.
-
-        Raises:
-            CheckpointError: it cannot be read, or is of another policy.
-        """
-        await self._call(self._start_seconds, PolicyTrainer.restore, str(directory), incarnation)
-
-    async def publish_again(self, directory: Path, version: PolicyVersion) -> Publication:
-        """Publish an older version that the checkpoint in `directory` keeps."""
-        return (await self._call(self._step_seconds, PolicyTrainer.publish_again, str(directory), version))[0]
-
-    async def pulse(self) -> list[int]:
-        """Per rank, how often it has answered. The caller sets the time limit."""
-        return await asyncio.gather(*(rank.call(None, PolicyTrainer.pulse) for rank in self._ranks))
-
-    async def close(self) -> None:
-        await self._call(self._step_seconds, PolicyTrainer.close)
-
-    async def _step(
-        self, endpoint: ServedMethod[[int, SampleBatch, PackingPlan], dict[str, float]], batch: SampleBatch
-    ) -> dict[str, float]:
-        """Call each rank with its own samples and their plan. Tensor-parallel ranks, which are neighbours, get the same
-        samples."""
-        plan = plan_packing(
-            batch.lengths,
-            ranks=self._config.data_parallel,
-            tokens_per_microbatch=self._config.max_tokens_per_microbatch,
-            trained_tokens=batch.trained_tokens,
-        )
-        shares = [plan.share(rank // self._config.tensor_parallel) for rank in range(self._config.ranks)]
-        sequence = self._next_call()
-        metrics = await asyncio.gather(
-            *(
-                rank.call(self._step_seconds, endpoint, sequence, batch.select(positions), share)
-                for rank, (positions, share) in zip(self._ranks, shares, strict=True)
-            )
-        )
-        return metrics[0]
-
-    async def _call(
-        self, seconds: float, endpoint: ServedMethod[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs
-    ) -> list[T]:
-        """Call the endpoint on every rank; returns their answers. The first rank that fails ends the wait, because the
-        others may be stuck in a collective with it."""
-        sequence = self._next_call()
-        return await asyncio.gather(*(rank.call(seconds, endpoint, sequence, *args, **kwargs) for rank in self._ranks))
-
-    def _next_call(self) -> int:
-        self._sequence += 1
-        return self._sequence - 1

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from titan_rl.actors.trainer import Trainer
+from titan_rl.actors.trainer_client import Trainer
 from titan_rl.errors import WeightsError
 from titan_rl.observability.activity import Activities
 from titan_rl.types import PolicyVersion

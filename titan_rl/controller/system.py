@@ -9,7 +9,7 @@ from typing import Any
 from titan_rl.actors.generator import GeneratorMesh
 from titan_rl.actors.rollouts import Rollouts
 from titan_rl.actors.router_client import RouterClient
-from titan_rl.actors.trainer import Trainer
+from titan_rl.actors.trainer_client import Trainer
 from titan_rl.config import RunConfig
 from titan_rl.types import GroupRequest, PolicyVersion, Purpose, SamplingParams
 

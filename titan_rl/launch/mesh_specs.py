@@ -12,8 +12,10 @@ from titan_rl.actors.generator import Generator, GeneratorMesh
 from titan_rl.actors.rollouts import RolloutWorker
 from titan_rl.actors.router import GeneratorRouter
 from titan_rl.actors.router_client import RouterClient
-from titan_rl.actors.trainer import PolicyTrainer, Trainer
+from titan_rl.actors.trainer import PolicyTrainer
+from titan_rl.actors.trainer_client import Trainer
 from titan_rl.controller.faults import kind_of
+from titan_rl.errors import MeshFailed
 from titan_rl.launch.placement import MeshPlan
 
 if TYPE_CHECKING:
@@ -79,9 +81,15 @@ def describe(plan: MeshPlan, meshes: Meshes) -> MeshSpec:
                     "device": device,
                     "seed": config.seed,
                     "owner_pid": owner_pid,
+                    "copies": config.checkpoint.in_memory,
                 },
                 client=lambda actor: Trainer(
-                    actor, config.trainer, start_seconds=start_seconds, step_seconds=step_seconds
+                    actor,
+                    config.trainer,
+                    start_seconds=start_seconds,
+                    step_seconds=step_seconds,
+                    on_hung=lambda reason: meshes.faults.report(MeshFailed(reason, name)),
+                    say=meshes.say,
                 ),
                 setup=lambda trainer: trainer.setup(),
                 doing="building the policy",

@@ -30,7 +30,7 @@ from titan_rl.actors.gateway import GatewayMesh
 from titan_rl.actors.generator import GeneratorMesh
 from titan_rl.actors.rollouts import Rollouts
 from titan_rl.actors.router_client import RouterClient
-from titan_rl.actors.trainer import Trainer
+from titan_rl.actors.trainer_client import Trainer
 from titan_rl.config import RunConfig
 from titan_rl.controller.faults import LOST_WITH, FaultBoard, Restarts, kind_of
 from titan_rl.errors import ActorFailed, ActorGone, CallTimeout, MeshFailed, TitanError
@@ -93,7 +93,7 @@ class Meshes:
         """Those that are not lost."""
         self.pids: dict[str, list[int]] = {}
         self._on_mesh = on_mesh
-        self._say = say
+        self.say = say
         self._provisioner = Provisioner(
             log_directory=str(log_directory) if log_directory is not None else "",
             imports=imports,
@@ -228,7 +228,7 @@ class Meshes:
         self._watching.pop(name).cancel()
         self._restarts[name].died(time.monotonic() - self._up.pop(name))
         self._on_mesh(name, "lost")
-        self._say(f"lost {name}: {fault}; done again: {LOST_WITH[kind_of(name)]}")
+        self.say(f"lost {name}: {fault}; done again: {LOST_WITH[kind_of(name)]}")
         if kind_of(name) == "generator":
             self._work(self.router.generator_lost(name, str(fault)))
         elif kind_of(name) == "rollout":
@@ -243,7 +243,7 @@ class Meshes:
             if restarts.exhausted and self._given_up(fault):
                 return
             if restarts.pause:
-                self._say(f"{name} starts again in {restarts.pause:g} s: {fault}")
+                self.say(f"{name} starts again in {restarts.pause:g} s: {fault}")
                 await asyncio.sleep(restarts.pause)
             self.faults.starts_again(name)
             try:
@@ -255,7 +255,7 @@ class Meshes:
                 fault = MeshFailed(f"{name} did not start again: {error}", name)
                 restarts.died(0.0)
         await self._introduce(name)
-        self._say(f"{name} is back after {time.monotonic() - lost:.1f} s")
+        self.say(f"{name} is back after {time.monotonic() - lost:.1f} s")
 
     async def _introduce(self, name: str) -> None:
         """Give handles to those who call the replacement, and to the replacement, because others may have been replaced
@@ -286,7 +286,7 @@ class Meshes:
         fleet = [mesh for mesh in self._specs if kind_of(mesh) == "generator" and mesh not in self._left_out]
         if name in fleet and len(fleet) > placement.least_generators:
             self._left_out.add(name)
-            self._say(f"{times} and is left out: {fault}")
+            self.say(f"{times} and is left out: {fault}")
             self._work(self.router.generator_left_out(name, str(fault)))
             return True
         if name in fleet and placement.too_few_generators == "wait":

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.distributed.utils import clip_grad_norm_
 
@@ -50,6 +51,30 @@ class PolicyOptimizer:
     def go_on(self, moments: dict[str, Any], step: int) -> None:
         """Take over the state of an optimizer that has done so many steps; the rate is the schedule's."""
         self._optimizers.load_state_dict(moments)
+        self.go_on_at(step)
+
+    def live(self) -> list[Tensor]:
+        """This rank's part of the state, always in one order: the live tensors, made if there were none."""
+        if not (states := self._states()):
+            self.moments()  # makes them by an empty step, which AdamW counts
+            states = self._states()
+            for state in states:
+                state["step"].zero_()
+        tensors = (state[name] for state in states for name in sorted(state))
+        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+    def _states(self) -> list[dict[str, Tensor]]:
+        """Of each parameter, once there are any."""
+        return [
+            optimizer.state[parameter]
+            for optimizer in self._optimizers.optimizers
+            if optimizer.state
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+
+    def go_on_at(self, step: int) -> None:
+        """Set the schedule to where it is after so many steps."""
         self._schedulers.load_state_dict({"last_epoch": min(step, self._total_steps - 1)})
         for scheduler in self._schedulers.schedulers:  # the stored rate is of a schedule that may have been shorter
             for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,18 +29,18 @@ from torch import Tensor
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SampleSource, SharedMemorySource
-from titan_rl.errors import ConfigError, TrainingError
+from titan_rl.errors import ConfigError, StorageError, TrainingError
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.losses import PolicyLoss, TrainedTokens, build_loss, kl_penalty
 from titan_rl.policy.microbatch import MicroBatch, RankSamples, pack
 from titan_rl.policy.models.checkpoint import load_weights, local_shard, write_checkpoint
 from titan_rl.policy.models.qwen3 import read_shape
-from titan_rl.policy.models.titan_adaptation import choose_device
+from titan_rl.policy.models.titan_adaptation import choose_device, join_ranks
 from titan_rl.policy.packing import PackingPlan, plan_packing
+from titan_rl.policy.state_copies import StateCopies
 from titan_rl.policy.step_metrics import StepMetrics, judge
 from titan_rl.policy.training_state import MOMENTS, StateWriter, part_of, read_state, state_of
-from titan_rl.processes import join_world
-from titan_rl.types import LARGEST_STEP
+from titan_rl.types import LARGEST_STEP, PolicyVersion
 from titan_rl.weights.manifest import TensorShard
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ class PolicyUpdater:
         self._loss: PolicyLoss = build_loss(config.loss)
         shape = read_shape(model_path)
         shape.check_tensor_parallel(config.tensor_parallel)
-        self._device = _join_ranks(config.ranks, device)
+        self._device = join_ranks(config.ranks, device)
         choose_device(device)
         # Only now: these import torchtitan, whose modules copy the device when they are imported.
         from titan_rl.policy.models.model import build_policy
@@ -165,7 +164,7 @@ class PolicyUpdater:
 
         if not self._config.kl.coefficient:
             raise TrainingError("there is no reference policy to freeze: trainer.kl.coefficient is 0")
-        self._reference = None  # its memory goes before the next one's is taken
+        self._reference = self._warm_up = None  # their memory goes before the next one's is taken
         self._reference = frozen_copy(self._policy, self._config)
 
     def train_step(self, batch: SampleBatch, plan: PackingPlan) -> dict[str, float]:
@@ -229,11 +228,8 @@ class PolicyUpdater:
                 yield shard
 
     def save_hf(self, directory: Path) -> None:
-        """Write a complete Hugging Face checkpoint in the compute dtype; returns on every rank when it is there.
-
-        Raises:
-            TrainingError: rank 0 could not write it (on all ranks).
-        """
+        """Write a complete Hugging Face checkpoint in the compute dtype; returns on every rank when it is there. Raises
+        TrainingError, on all ranks, if rank 0 could not write it."""
         dtype = getattr(torch, self._config.dtype)
         whole: dict[str, Tensor] = {}
         for name, tensor in self._policy.tensors().items():
@@ -267,21 +263,38 @@ class PolicyUpdater:
 
     def finish_save(self) -> None:
         """Wait until it is written, in any thread; not collective. Raises StorageError if it could not be written."""
-        assert self._writer is not None
+        if self._writer is None:
+            raise StorageError("the trainer was replaced before its state was written")
         self._writer.finish()
 
     def restore(self, directory: Path, incarnation: int) -> None:
-        """Go on from the state in `directory`, of any layout of ranks, as this incarnation.
-
-        Raises:
-            CheckpointError: it cannot be read, or is of another policy.
-        """
+        """Go on from the state in `directory`, of any layout of ranks, as this incarnation. Raises CheckpointError if
+        it cannot be read, or is of another policy."""
         if self._config.kl.coefficient:
             self.freeze_reference()
         state = self._state()
         read_state(state, directory)
         self.step, self.incarnation = state["step"], incarnation
         self._optimizer.go_on(part_of(state, MOMENTS), self.step)
+
+    def copy_state(self, copies: StateCopies, *, reference: bool = False) -> None:
+        """Copy all that later steps depend on; `reference`: the reference policy too, which no step changes. Not
+        collective. Raises StorageError if there is no room."""
+        copies.write(PolicyVersion(self.incarnation, self.step), self._live(), self._frozen() if reference else ())
+
+    def go_on_from_copy(self, copies: StateCopies, version: PolicyVersion) -> None:
+        """Go on from this version's copies, as ranks of the same layout made them. Raises CheckpointError as `read`."""
+        if self._config.kl.coefficient:
+            self.freeze_reference()
+        copies.read(version, self._live(), self._frozen())
+        self.step, self.incarnation = version.step, version.incarnation
+        self._optimizer.go_on_at(version.step)
+
+    def _live(self) -> list[Tensor]:
+        return [*self._policy.local_tensors(), *self._optimizer.live()]
+
+    def _frozen(self) -> list[Tensor]:
+        return [] if self._reference is None else self._reference.local_tensors()
 
     def _state(self) -> dict[str, Any]:
         moments = self._optimizer.moments()
@@ -383,16 +396,3 @@ class PolicyUpdater:
             logprobs, _ = self._reference.scores(logits, microbatch.targets, temperature=self._temperature)
         self._reference.reshard()
         return logprobs
-
-
-def _join_ranks(ranks: int, device: str) -> torch.device:
-    """Bring torch.distributed up if it is not, and give this rank its device."""
-    if device == "cuda":
-        local = 0 if torch.cuda.device_count() == 1 else int(os.environ.get("LOCAL_RANK", "0"))
-        torch.cuda.set_device(local)
-    join_world("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
-    if dist.get_world_size() != ranks:
-        raise ConfigError(
-            f"trainer.data_parallel * trainer.tensor_parallel is {ranks}, but there are {dist.get_world_size()} ranks"
-        )
-    return torch.device(device, local) if device == "cuda" else torch.device(device)

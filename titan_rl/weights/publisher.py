@@ -125,6 +125,11 @@ class ChannelPublisher(ABC):
         self._live[version] = slot
         return Publication(channel=self._channel, version=version, manifest=manifest, location=location)
 
+    def adopt(self, publications: Iterable[Publication]) -> None:
+        """Take over what the ranks before left live, to release it: readers find it as it was, unless it lay in their
+        memory. Call it on all ranks, before anything is published."""
+        self._live = {each.version: self._slot_of(each, slot) for slot, each in enumerate(publications)}
+
     def release(self, version: PolicyVersion) -> None:
         """Nobody reads this version any more: its room may be used again. Raises WeightsError if not live."""
         if version not in self._live:
@@ -150,6 +155,10 @@ class ChannelPublisher(ABC):
     @abstractmethod
     def _seal(self, what: str, version: PolicyVersion, slot: int) -> str:
         """All ranks wrote everything: the publication's location, the same on all ranks. Collective."""
+
+    def _slot_of(self, publication: Publication, slot: int) -> int:
+        """Where a publication lies that is adopted; `slot`: one for each, where that does not matter."""
+        return slot
 
     @abstractmethod
     def _give_back(self) -> None:

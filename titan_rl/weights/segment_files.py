@@ -7,12 +7,13 @@ controller calls this without loading torch.
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
-from titan_rl.errors import ConfigError
+from titan_rl.errors import ConfigError, StorageError
 
 DIRECTORY = Path("/dev/shm")
 _PATTERN = re.compile(r"titan_rl-(?P<owner>\d+)-(?P<channel>[A-Za-z0-9_.]+)-(?P<slot>\d+)")
@@ -29,6 +30,45 @@ def check_channel(channel: str) -> str:
     if not _CHANNEL.fullmatch(channel):
         raise ConfigError(f"channel {channel!r} must consist of letters, digits, '_' and '.', no '.' first")
     return channel
+
+
+def create_segment(path: Path, nbytes: int) -> None:
+    """A new file whose memory is really there, so that no write to it can fail later; one of that name is removed.
+
+    Raises:
+        StorageError: it does not fit.
+    """
+    path.unlink(missing_ok=True)  # of a process with the same owner that did not close
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        path.unlink()
+        raise StorageError(
+            f"a segment of {nbytes / 2**20:.0f} MiB does not fit in {path.parent}, where "
+            f"{free_bytes(path.parent) / 2**20:.0f} MiB are free ({error.strerror}); make it larger (containers: "
+            f"--shm-size)"
+        ) from error
+    finally:
+        os.close(descriptor)
+
+
+def map_segment(path: Path) -> tuple[mmap.mmap, os.stat_result]:
+    """The whole file as memory, and what it was then. Raises FileNotFoundError, also for an empty one."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        state = os.fstat(descriptor)
+        if not state.st_size:
+            raise FileNotFoundError(f"{path} is empty")
+        return mmap.mmap(descriptor, state.st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE), state
+    finally:
+        os.close(descriptor)
+
+
+def free_bytes(directory: Path) -> int:
+    """For this user's files."""
+    state = os.statvfs(directory)
+    return state.f_bavail * state.f_frsize
 
 
 def sweep_dead_segments(directory: Path = DIRECTORY) -> list[Path]:

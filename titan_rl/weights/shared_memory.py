@@ -6,7 +6,6 @@ rest of what holds is in `publisher`.
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,11 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from titan_rl.errors import WeightsError
+from titan_rl.errors import StorageError, WeightsError
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Publication, TensorEntry, TensorShard
 from titan_rl.weights.publisher import ALIGNMENT, ChannelPublisher, Layout, Put, box_view, entry_view
-from titan_rl.weights.segment_files import DIRECTORY, segment_path
+from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_segment, segment_path
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,6 +66,9 @@ class SharedMemoryPublisher(ChannelPublisher):
 
     def _seal(self, what: str, version: PolicyVersion, slot: int) -> str:
         return str(self._paths[slot])
+
+    def _slot_of(self, publication: Publication, slot: int) -> int:
+        return self._paths.index(Path(publication.location))
 
     def _give_back(self) -> None:
         """Mappings of readers stay valid."""
@@ -121,32 +123,14 @@ class _Mapping:
 
 
 def _create(path: Path, nbytes: int) -> None:
-    """A new file whose memory is really there, so that no write to it can fail later."""
-    path.unlink(missing_ok=True)  # of a publisher with the same owner that did not close
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError as error:
-        path.unlink()
-        state = os.statvfs(path.parent)
-        raise WeightsError(
-            f"a segment of {nbytes / 2**20:.0f} MiB does not fit in {path.parent}, where "
-            f"{state.f_bavail * state.f_frsize / 2**20:.0f} MiB are free ({error.strerror}); "
-            f"make it larger (containers: --shm-size) or lower weights.max_live"
-        ) from error
-    finally:
-        os.close(descriptor)
+        create_segment(path, nbytes)
+    except StorageError as error:
+        raise WeightsError(f"{error} or lower weights.max_live") from error
 
 
 def _map(path: Path) -> _Mapping:
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        state = os.fstat(descriptor)
-        if not state.st_size:
-            raise FileNotFoundError(f"{path} is empty")
-        mapped = mmap.mmap(descriptor, state.st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    finally:
-        os.close(descriptor)
+    mapped, state = map_segment(path)
     # The tensor keeps the mapping alive; it goes with the last view.
     return _Mapping(torch.frombuffer(mapped, dtype=torch.uint8), _identity(state))
 

@@ -96,6 +96,10 @@ class Policy:
         """The live float32 weights by Hugging Face name, detached, sharing storage with the parameters."""
         return self.adapter.to_hf(self.module.state_dict())
 
+    def local_tensors(self) -> list[Tensor]:
+        """This rank's part of `tensors`, always in one order."""
+        return [tensor.to_local() for tensor in self.tensors().values()]
+
     def reshard(self) -> None:
         """Free the weights that FSDP gathered for a forward pass without a backward pass."""
         for module in self.module.modules():

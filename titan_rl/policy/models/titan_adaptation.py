@@ -8,12 +8,28 @@ attention that replaces the missing CPU kernel is a torchtitan module and lives 
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from titan_rl.errors import ConfigError
+from titan_rl.processes import join_world
+
+
+def join_ranks(ranks: int, device: str) -> torch.device:
+    """Bring torch.distributed up if it is not, and give this rank its device."""
+    if device == "cuda":
+        local = 0 if torch.cuda.device_count() == 1 else int(os.environ.get("LOCAL_RANK", "0"))
+        torch.cuda.set_device(local)
+    join_world("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+    if dist.get_world_size() != ranks:
+        raise ConfigError(
+            f"trainer.data_parallel * trainer.tensor_parallel is {ranks}, but there are {dist.get_world_size()} ranks"
+        )
+    return torch.device(device, local) if device == "cuda" else torch.device(device)
 
 
 def choose_device(device: str) -> None:

@@ -1,0 +1,291 @@
+"""`Trainer`: the handle that drives all ranks of the trainer mesh together, and those that replace them.
+
+    rank dies ─▶ lose ─▶ mesh is spawned again ─▶ replace ─▶ setup: the policy is built, the copy of `version` is read
+                  └ calls in flight wait … ─────────────────────────────────────────────▶ … and are made again
+
+- A call is made to all ranks or, if they die before it has ended, again to the ones after them. They begin where the
+  ranks before were when the last call ended that changed the state, so its effect is had once.
+- If no copy of that state is usable, calls raise `TrainerStateLost` until `restore`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import numpy as np
+
+from titan_rl.actors.connection import Connection, Lifeline, ServedMethod
+from titan_rl.actors.trainer import PolicyTrainer
+from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.errors import ActorFailed, ActorGone, CallTimeout, CheckpointError, TrainerStateLost
+from titan_rl.policy.config import TrainerConfig
+from titan_rl.policy.packing import PackingPlan, plan_packing
+from titan_rl.types import PolicyVersion
+from titan_rl.weights.manifest import Publication
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+RankCall = Callable[[int, int], Coroutine[Any, Any, T]]
+"""Makes a call to one rank: `call(rank, sequence number)`."""
+
+NEWS_SECONDS = 1.0
+"""How long the news that a rank is gone may take. Another rank that was in a collective with it fails at once."""
+
+
+class Trainer:
+    """All ranks of the trainer mesh as one object. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        mesh: Any,
+        config: TrainerConfig,
+        *,
+        start_seconds: float,
+        step_seconds: float,
+        on_hung: Callable[[str], None] = lambda reason: None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """
+        Args:
+            start_seconds: bound on `setup` and `restore`, and on the time until ranks that are gone are replaced.
+            step_seconds: bound on any other call.
+            on_hung: told of a call that was not answered within its bound. Its ranks, stuck in a collective, are of no
+                use any more: they must be ended and replaced.
+            say: told once if there is no room for copies of the state.
+        """
+        self._config = config
+        self._ranks = [
+            Connection(mesh.slice(ranks=rank), what=f"trainer.{{}} of rank {rank}") for rank in range(config.ranks)
+        ]
+        self._start_seconds = start_seconds
+        self._step_seconds = step_seconds
+        self._on_hung = on_hung
+        self._say = say
+        self._sequence = 0
+        self._gone = ""  # why there are no ranks to call
+        self._lost = asyncio.Event()
+        self._lifeline = Lifeline(seconds=start_seconds)
+        self._stores: dict[str, Any] | None = None
+        self._published: dict[PolicyVersion, Publication] = {}
+        self.version = PolicyVersion(0, 0)
+        """Incarnation and finished RL steps, as far as the answers tell."""
+        self._as_loaded = True  # nothing was trained or restored
+        self._state_lost = ""
+        self.pids: list[int] = []
+        """Process ids of the ranks, known after `setup`."""
+
+    def lose(self, reason: str) -> None:
+        """The ranks are gone. Calls in flight, and new ones, wait until they are replaced."""
+        self._gone = reason or "the trainer is gone"
+        for rank in self._ranks:
+            rank.lose(self._gone)
+        self._lost.set()
+
+    def replace(self, mesh: Any) -> None:
+        """From now on these ranks are called, once they are set up."""
+        for number, rank in enumerate(self._ranks):
+            rank.replace(mesh.slice(ranks=number))
+        self._sequence = 0
+        self._lost.clear()
+
+    async def setup(self) -> list[int]:
+        """Build the policy on every rank, and bring it to where the ranks before were; returns their process ids."""
+        published = tuple(self._published.values())
+        endpoint = PolicyTrainer.setup
+        self.pids = await self._all(self._call(self._start_seconds, endpoint, self.version.incarnation, published))
+        if self._stores is not None:
+            await self._all(self._call(self._step_seconds, PolicyTrainer.attach_stores, self._stores))
+        self._state_lost = ""
+        if not self._as_loaded:
+            try:
+                await self._all(self._call(self._start_seconds, PolicyTrainer.go_on, self.version))
+            except CheckpointError as error:
+                self._state_lost = f"no copy of {self.version} is usable: {error}"
+        self._gone = ""
+        self._lifeline.replaced()
+        return self.pids
+
+    async def attach_stores(self, stores: dict[str, Any]) -> None:
+        """Let every rank fetch samples through Monarch from these workers; `stores` maps store names to workers."""
+        self._stores = stores
+        await self._again(self._call(self._step_seconds, PolicyTrainer.attach_stores, stores), needs_state=False)
+
+    async def train_step(self, batch: SampleBatch) -> dict[str, float]:
+        """Train one optimizer step on the batch.
+
+        The packing is planned here, from lengths alone. Each rank gets references to its own samples and fetches them.
+
+        Returns:
+            Plain numbers, the same on every rank: loss, grad_norm, lr, entropy, clip_share, trained_tokens, …
+
+        Raises:
+            SamplesLost: samples are missing or damaged; the weights are untouched.
+            TrainingError: NaN or inf; the weights are untouched.
+            TrainerStateLost: the ranks died, and with them the state.
+            ActorFailed: they were not replaced in time.
+        """
+        metrics = await self._step(PolicyTrainer.train_step, batch)
+        self.version, self._as_loaded = PolicyVersion(self.version.incarnation, self.version.step + 1), False
+        return metrics
+
+    async def warm_up_step(self, batch: SampleBatch) -> dict[str, float]:
+        """Train one supervised step on demonstrations, before the first RL step. It does not count as a version.
+
+        Returns:
+            Plain numbers, the same on every rank: loss, grad_norm, lr, trained_tokens, tokens, imbalance.
+
+        Raises:
+            SamplesLost, TrainingError, TrainerStateLost, ActorFailed: as `train_step`. There is no copy in memory
+                before the end of the warm-up.
+        """
+        metrics = await self._step(PolicyTrainer.warm_up_step, batch)
+        self._as_loaded = False
+        return metrics
+
+    async def freeze_reference(self) -> None:
+        """RL begins: if the config has a KL term, the current weights become its reference. The first copy of the state
+        is made."""
+        reasons = await self._again(self._call(self._step_seconds, PolicyTrainer.freeze_reference))
+        self._as_loaded = False
+        self._tell(max(reasons))
+
+    async def push_model_state_dict(self) -> Publication:
+        """Publish the current weights for generators to pull."""
+        return self._note(await self._again(self._call(self._step_seconds, PolicyTrainer.push_model_state_dict)))
+
+    async def release(self, publication: Publication) -> None:
+        """Free a publication that nobody pulls any more."""
+        await self._again(self._call(self._step_seconds, PolicyTrainer.release, publication.version), needs_state=False)
+        self._published.pop(publication.version, None)
+
+    async def logprobs(self, batch: SampleBatch) -> dict[tuple[int, int], np.ndarray]:
+        """Score a batch under the current weights: (group id, sample) → [L] float32, position 0 is 0."""
+        parts = await self._again(self._call(self._step_seconds, PolicyTrainer.logprobs, batch))
+        return {sample: logprobs for part in parts for sample, logprobs in part.items()}
+
+    async def save(self, directory: Path) -> int:
+        """Write a Hugging Face checkpoint; returns the step of its weights."""
+        return (await self._again(self._call(self._step_seconds, PolicyTrainer.save, str(directory))))[0]
+
+    async def begin_checkpoint(self, directory: Path, step: int, samples: SampleBatch) -> None:
+        """Copy in memory the trainer's state after `step` and these samples. Returns when training may go on.
+
+        Raises:
+            TrainingError: the trainer is at another step: nobody heard how the last one ended.
+            SampleError: a sample is missing or damaged.
+            StorageError: nothing can be written there.
+            ActorGone: the trainer died; it will be replaced.
+        """
+        await self._once(self._call(self._step_seconds, PolicyTrainer.begin_checkpoint, str(directory), step, samples))
+
+    async def finish_checkpoint(self, directory: Path, publications: tuple[Publication, ...]) -> None:
+        """Write what was copied, and these live publications, to `directory`. Other calls go on meanwhile.
+
+        Raises:
+            StorageError, WeightsError, ActorGone: it could not be written.
+        """
+        endpoint = PolicyTrainer.finish_checkpoint
+        await asyncio.gather(
+            *(rank.call(self._step_seconds, endpoint, str(directory), publications) for rank in self._ranks)
+        )
+
+    async def restore(self, directory: Path | None, incarnation: int) -> None:
+        """Go on as this incarnation from the state in `directory`, which any layout of ranks has written. None: from
+        the policy as it was loaded, which is what ranks hold whose state is lost.
+
+        Raises:
+            CheckpointError: it cannot be read, or is of another policy.
+        """
+        self.version, self._as_loaded, self._state_lost = PolicyVersion(incarnation, 0), True, ""
+        answers = await self._again(
+            self._call(self._start_seconds, PolicyTrainer.restore, str(directory or ""), incarnation)
+        )
+        self.version, self._as_loaded = PolicyVersion(incarnation, answers[0][0]), directory is None
+        self._tell(max(why for _, why in answers))
+
+    async def publish_again(self, directory: Path, version: PolicyVersion) -> Publication:
+        """Publish an older version that the checkpoint in `directory` keeps."""
+        return self._note(
+            await self._again(self._call(self._step_seconds, PolicyTrainer.publish_again, str(directory), version))
+        )
+
+    async def pulse(self) -> list[int]:
+        """Per rank, how often it has answered, whatever it computes. The caller sets the time limit."""
+        return await asyncio.gather(*(rank.call(None, PolicyTrainer.pulse) for rank in self._ranks))
+
+    async def close(self) -> None:
+        await self._all(self._call(self._step_seconds, PolicyTrainer.close))
+
+    async def _step(
+        self, endpoint: ServedMethod[[int, SampleBatch, PackingPlan], dict[str, float]], batch: SampleBatch
+    ) -> dict[str, float]:
+        """Call each rank with its own samples and their plan. Tensor-parallel ranks, which are neighbours, get the same
+        samples."""
+        plan = plan_packing(
+            batch.lengths,
+            ranks=self._config.data_parallel,
+            tokens_per_microbatch=self._config.max_tokens_per_microbatch,
+            trained_tokens=batch.trained_tokens,
+        )
+        shares = [plan.share(rank // self._config.tensor_parallel) for rank in range(self._config.ranks)]
+
+        def call(rank: int, sequence: int) -> Coroutine[Any, Any, dict[str, float]]:
+            positions, share = shares[rank]
+            return self._ranks[rank].call(self._step_seconds, endpoint, sequence, batch.select(positions), share)
+
+        return (await self._again(call))[0]
+
+    def _call(
+        self, seconds: float, endpoint: ServedMethod[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> RankCall[T]:
+        """The same call for every rank."""
+        return lambda rank, sequence: self._ranks[rank].call(seconds, endpoint, sequence, *args, **kwargs)
+
+    async def _again(self, call: RankCall[T], *, needs_state: bool = True) -> list[T]:
+        """`_once`, and again whenever the ranks are replaced before they have answered."""
+        return await self._lifeline.again(lambda: self._once(call, needs_state=needs_state))
+
+    async def _once(self, call: RankCall[T], *, needs_state: bool = True) -> list[T]:
+        """Call every rank, if they are there, and have the state if that is needed.
+
+        Raises:
+            TrainerStateLost: they do not have it.
+            ActorGone: they are not there, or one died or hung before all had answered.
+        """
+        if self._gone:
+            raise ActorGone(self._gone)
+        if needs_state and self._state_lost:
+            raise TrainerStateLost(self._state_lost)
+        try:
+            return await self._all(call)
+        except CallTimeout as error:
+            self._on_hung(str(error))
+            raise ActorGone(str(error)) from error
+        except ActorGone:
+            raise
+        except (ActorFailed, CheckpointError) as error:
+            try:
+                async with asyncio.timeout(NEWS_SECONDS):
+                    await self._lost.wait()
+            except TimeoutError:
+                raise error from None
+            raise ActorGone(f"{self._gone}: {error}") from error
+
+    async def _all(self, call: RankCall[T]) -> list[T]:
+        """The answers of all ranks. The first rank that fails ends the wait, because the others may be stuck in a
+        collective with it."""
+        sequence = self._sequence
+        self._sequence += 1
+        return await asyncio.gather(*(call(rank, sequence) for rank in range(len(self._ranks))))
+
+    def _note(self, answers: list[Publication]) -> Publication:
+        self._published[answers[0].version] = answers[0]
+        return answers[0]
+
+    def _tell(self, why: str) -> None:
+        if why:
+            self._say(f"no copies of the trainer's state are kept in memory, only checkpoints: {why}")

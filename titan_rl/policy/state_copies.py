@@ -1,0 +1,170 @@
+"""A copy of a trainer rank's state in shared memory. If the rank dies, its successor goes on from it, bit for bit.
+
+    step 4 ─▶ slot 0    step 5 ─▶ slot 1    step 6 ─▶ slot 0    …        reference policy ─▶ slot 2, once
+
+- Two slots take turns, so the copy of the step before is whole while the next one is being made. It is also the one
+  that is wanted if a step was finished, but its rank died before it could say so.
+- A copy is sealed last, with version and checksum. One that is torn, damaged or of another layout is recognised.
+- Only the same rank of the same layout reads it: the bytes are those of its shards, in their order.
+- Memory is kept, also by a successor: touching new pages takes as long as eight copies.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from titan_rl.errors import CheckpointError, StorageError
+from titan_rl.types import PolicyVersion
+from titan_rl.weights.segment_files import DIRECTORY, create_segment, free_bytes, map_segment, segment_path
+
+LARGEST_SHARE = 0.5
+"""Of the free shared memory that the copies of all ranks may take: publications and samples need some too."""
+
+_REFERENCE = 2
+"""The slot of the reference policy."""
+
+_SEAL = struct.Struct("<QQQQ")  # mark, incarnation, step, checksum
+_MARK = 0x7469_7461_6E5F_726C
+_ALIGNMENT = 64
+"""Bytes; of the seal, and of what each tensor starts at a multiple of."""
+
+_BATCH_BYTES = 1 << 20
+"""Copied and hashed at a time, so that the checksum finds the bytes in the cache."""
+
+
+class StateCopies:
+    """The copies of one rank.
+
+    Args:
+        owner_pid: process whose death makes the files rubbish (see `segment_files`).
+        ranks: of the trainer on this host; each has as much to copy.
+    """
+
+    def __init__(self, *, owner_pid: int, rank: int, ranks: int, directory: Path = DIRECTORY) -> None:
+        self._paths = [segment_path(directory, owner_pid, f"state.{rank}", slot) for slot in range(3)]
+        self._ranks = ranks
+        self._mapped: dict[int, Tensor] = {}  # slot -> its bytes
+
+    def write(self, version: PolicyVersion, state: Sequence[Tensor], reference: Sequence[Tensor] = ()) -> None:
+        """Copy the state after a step.
+
+        Args:
+            state: this rank's tensors, on any device; always of the same shapes.
+            reference: if there is one and it is new.
+
+        Raises:
+            StorageError: there is no room.
+        """
+        sizes = {0: _nbytes(state), 1: _nbytes(state)} | ({_REFERENCE: _nbytes(reference)} if reference else {})
+        self._make_room({slot: nbytes for slot, nbytes in sizes.items() if not self._is_mapped(slot, nbytes)})
+        if reference:
+            self._write(_REFERENCE, PolicyVersion(version.incarnation, 0), reference)
+        self._write(version.step % 2, version, state)
+
+    def read(self, version: PolicyVersion, state: Sequence[Tensor], reference: Sequence[Tensor] = ()) -> None:
+        """Fill these tensors with the copy of a version. Collective.
+
+        Raises:
+            CheckpointError: a rank has no usable copy of it (on all ranks; nothing was changed).
+        """
+        parts = [(version.step % 2, version, state), (_REFERENCE, PolicyVersion(version.incarnation, 0), reference)]
+        parts = [part for part in parts if part[2]]
+        reasons = [next(filter(None, (self._why_not(*part) for part in parts)), "")]
+        if self._ranks > 1:
+            mine, reasons = reasons[0], [""] * self._ranks
+            dist.all_gather_object(reasons, mine)
+        if any(reasons):
+            raise CheckpointError("; ".join(f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why))
+        for slot, _, tensors in parts:
+            for pieces, places, _ in _batches(tensors, self._mapped[slot]):
+                torch._foreach_copy_(pieces, places)
+
+    def _make_room(self, missing: dict[int, int]) -> None:
+        directory = self._paths[0].parent
+        if (needed := sum(missing.values()) * self._ranks) > (free := free_bytes(directory)) * LARGEST_SHARE:
+            raise StorageError(
+                f"{needed / 2**20:.0f} MiB, for two copies of every rank's state, are more than half of the "
+                f"{free / 2**20:.0f} MiB that are free in {directory}"
+            )
+        for slot, nbytes in missing.items():
+            self._mapped.pop(slot, None)
+            create_segment(self._paths[slot], nbytes)
+            self._is_mapped(slot, nbytes)
+
+    def _is_mapped(self, slot: int, nbytes: int) -> bool:
+        """Map the slot's file, if there is one of this size."""
+        if slot not in self._mapped:
+            try:
+                self._mapped[slot] = torch.frombuffer(map_segment(self._paths[slot])[0], dtype=torch.uint8)
+            except FileNotFoundError:
+                return False
+        return self._mapped[slot].numel() == nbytes
+
+    def _write(self, slot: int, version: PolicyVersion, tensors: Sequence[Tensor]) -> None:
+        content = self._mapped[slot]
+        _SEAL.pack_into(content.numpy().data, 0, 0, 0, 0, 0)
+        checksum = _begin(version, tensors)
+        for pieces, places, stored in _batches(tensors, content):
+            torch._foreach_copy_(places, pieces)
+            checksum.update(stored)
+        _SEAL.pack_into(content.numpy().data, 0, _MARK, version.incarnation, version.step, checksum.intdigest())
+
+    def _why_not(self, slot: int, version: PolicyVersion, tensors: Sequence[Tensor]) -> str:
+        path = self._paths[slot]
+        if not self._is_mapped(slot, _nbytes(tensors)):
+            return f"there is no copy at {path}"
+        content = self._mapped[slot]
+        mark, incarnation, step, sealed = _SEAL.unpack_from(content.numpy().data)
+        if mark != _MARK:
+            return f"the copy at {path} is torn"
+        if (found := PolicyVersion(incarnation, step)) != version:
+            return f"the copy at {path} is of {found}, not of {version}"
+        checksum = _begin(version, tensors)
+        for _, _, stored in _batches(tensors, content):
+            checksum.update(stored)
+        return "" if checksum.intdigest() == sealed else f"the copy at {path} is damaged (checksum)"
+
+
+def _begin(version: PolicyVersion, tensors: Sequence[Tensor]) -> Any:
+    """A checksum that begins with the version and the layout."""
+    layout = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
+    return xxhash.xxh3_64(repr((version.incarnation, version.step, layout)).encode())
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return _ALIGNMENT + sum(map(_room_of, tensors))
+
+
+def _room_of(tensor: Tensor) -> int:
+    return math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT
+
+
+def _batches(tensors: Sequence[Tensor], content: Tensor) -> Iterator[tuple[list[Tensor], list[Tensor], memoryview]]:
+    """The tensors a cacheful at a time, in pieces, with the places of the pieces and the bytes of the slot that those
+    make up."""
+    stored = content.numpy().data
+    pieces: list[Tensor] = []
+    places: list[Tensor] = []
+    begin = end = start = _ALIGNMENT
+    for tensor in tensors:
+        live = tensor.detach() if tensor.ndim else tensor.detach().reshape(1)
+        place = content[start : start + live.nbytes].view(live.dtype).view(live.shape)
+        end, start = start, start + _room_of(live)
+        rows = max(1, _BATCH_BYTES * len(live) // max(1, live.nbytes))
+        for piece, where in zip(live.split(rows), place.split(rows), strict=True):
+            pieces.append(piece)
+            places.append(where)
+            end += piece.nbytes
+            if end - begin >= _BATCH_BYTES:
+                yield pieces, places, stored[begin:end]
+                pieces, places, begin = [], [], end
+    yield pieces, places, stored[begin:]
