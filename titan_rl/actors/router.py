@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class GeneratorRouter(RequestRouter):
-    """Endpoints: those of `RequestRouter`, `pull_model_state_dict`, `want`, `serve_beside`, `retire`, `sleep`,
+    """Endpoints: those of `RequestRouter`, `setup`, `pull_model_state_dict`, `serve_beside`, `retire`, `sleep`,
     `wake_up`, `pin`, `unpin`, `fleet_status`, `generator_joined`, `generator_lost`, `generator_left_out`, `close`."""
 
     def __init__(self, config: RouterConfig, generators: dict[str, Any], serving: int | None = None) -> None:
@@ -64,12 +65,13 @@ class GeneratorRouter(RequestRouter):
         return FleetPull(version=version, reports=reports, failures=failures)
 
     @served
-    async def want(self, publications: Sequence[Publication]) -> None:
-        """Let generators serve these versions beside those that are served already. Does not wait for it."""
-        for publication in publications:
-            self._fleet.ask_beside(publication.version)
-            self._publications[publication.version] = publication
+    async def setup(self, wanted: Sequence[Publication]) -> int:
+        """Let generators serve these versions, which a router before this one was asked for, without waiting for it.
+        Returns this process's id."""
+        for publication in wanted:
+            self._want_beside(publication)
         self._advance()
+        return os.getpid()
 
     @served
     async def serve_beside(self, publication: Publication) -> None:
@@ -80,7 +82,8 @@ class GeneratorRouter(RequestRouter):
             WeightsError: no generator can; says why.
         """
         version, fleet = publication.version, self._fleet
-        await GeneratorRouter.want.answer(self, [publication])
+        self._want_beside(publication)
+        self._advance()
         await self._until(lambda: version not in fleet.wanted or fleet.is_served(version) or fleet.is_lost(version))
         if version in fleet.wanted and not fleet.is_served(version):
             raise WeightsError(f"{version} is served by nobody: {fleet.describe()}")
@@ -122,6 +125,10 @@ class GeneratorRouter(RequestRouter):
         self._fleet.unpin(name)
         self._dispatcher.unpinned(name)
         return await self._back(name)
+
+    def _want_beside(self, publication: Publication) -> None:
+        self._fleet.ask_beside(publication.version)
+        self._publications[publication.version] = publication
 
     async def _back(self, name: str) -> PullReport:
         """Wait until a returning generator serves the newest publication."""

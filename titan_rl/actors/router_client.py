@@ -132,10 +132,9 @@ class RouterClient(RequestClient):
     # The fleet.
 
     async def setup(self) -> list[int]:
-        """Wait until the router answers. A replacement is asked for the versions that are to be served, without waiting
-        for them. Returns no process ids."""
-        await self._call(GeneratorRouter.want, tuple(self._wanted.values()))
-        return []
+        """Wait until the router answers; returns its process id. A replacement is asked for the versions that are to be
+        served, without waiting for them."""
+        return [await self._call(GeneratorRouter.setup, tuple(self._wanted.values()))]
 
     async def pull_model_state_dict(self, publication: Publication) -> FleetPull:
         """Bring the fleet to this publication; returns when no generator is still on its way to it.
