@@ -59,7 +59,7 @@ from parts.table import print_report  # noqa: E402
 
 STEPS_PER_MINUTE = 25
 """Of the undisturbed run on two quiet cores."""
-TROUBLE_EVERY = 97
+TROUBLE_EVERY = 197
 """One prompt in so many goes wrong."""
 HANG_SECONDS = 8
 SHAPES = (

@@ -13,8 +13,8 @@ from typing import Any
 from chaos_parts.faults import SHARED, marked, open_ports
 from chaos_parts.task import STALENESS, trouble_of
 
-COMPARED = ("step", "groups", "train/loss", "train/grad_norm", "rollout/reward_", "staleness/", "evaluation/")
-"""What both runs must report alike of every step, by how it begins."""
+COMPARED = ("train/loss", "train/grad_norm", "rollout/reward_", "staleness/", "evaluation/")
+"""What both runs must report alike of every step and evaluation, by how it begins; and which groups it trained."""
 
 
 @dataclass(slots=True)
@@ -141,5 +141,8 @@ def state_of(checkpoint: Path) -> dict[str, bytes]:
 
 def steps_of(run: Path) -> list[dict[str, Any]]:
     """What is reported of every step, and of evaluations, in an order that does not depend on time."""
-    kept = [{key: value for key, value in line.items() if key.startswith(COMPARED)} for line in lines_of(run)]
+    kept = [
+        {key: value for key, value in line.items() if key in ("step", "groups") or key.startswith(COMPARED)}
+        for line in lines_of(run)
+    ]
     return sorted(kept, key=lambda line: (line["step"], "evaluation/reward" in line))

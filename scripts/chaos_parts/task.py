@@ -193,15 +193,15 @@ def recipe() -> RunConfig:
     base = copy4()
     return dataclasses.replace(
         base,
-        environment=dataclasses.replace(base.environment, name="task.py:Chaos", kwargs={"every": 97}, step_seconds=8.0),
-        rollout=dataclasses.replace(
-            base.rollout, workers=2, samples_per_group=4, max_turns=2, rollouter="task.py:TurnsOrProgram"
+        environment=dataclasses.replace(
+            base.environment, name="task.py:Chaos", kwargs={"every": 197}, step_seconds=8.0
         ),
+        rollout=dataclasses.replace(base.rollout, workers=2, max_turns=2, rollouter="task.py:TurnsOrProgram"),
         trainer=dataclasses.replace(base.trainer, optimizer=dataclasses.replace(base.trainer.optimizer, lr=1e-4)),
         router=dataclasses.replace(base.router, weight_sync="hot_swap"),
         weights=dataclasses.replace(base.weights, max_live=3),
         # it shall run to its last step, whatever there is to learn
-        loop=LoopConfig(groups_per_step=16, max_staleness=STALENESS, untrainable_batches=10**6),
+        loop=LoopConfig(groups_per_step=32, max_staleness=STALENESS, untrainable_batches=10**6),
         evaluation=EvaluationConfig(every=0, prompts=16),
         checkpoint=CheckpointConfig(every=5, keep=3),
         logging=LoggingConfig(tensorboard=False, name="chaos"),
