@@ -1,11 +1,12 @@
 """What the router costs, what a change of weights costs under load, and how well requests are spread.
 
-    python scripts/bench/router.py [--only overhead weight_sync strategies prefix_cache]
+    python scripts/bench/router.py [--only overhead weight_sync strategies prefix_cache replacement]
 
 (a) latency and throughput through the router against calling the generator actor itself, engine of service time 0;
 (b) throughput under regular changes of weights, by hot swap, drain and rolling drain, with two real vLLM generators;
 (c) strategies on a long-tailed load of conversations, simulated;
-(d) what sticky sessions are worth to the prefix cache of two real vLLM generators.
+(d) what sticky sessions are worth to the prefix cache of two real vLLM generators;
+(e) throughput of four simulated generators while one of them is killed and replaced.
 
 Contenders take turns, so that a change of the machine's speed hits all of them; ratios are medians over rounds. Read
 them as ratios only: client, router and generators share the machine's cores, with whatever else runs there.
@@ -37,6 +38,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from parts.fleet import POLICY, SECONDS, Checkpoint, fleet, make_request
+from parts.replacement import measure_replacement
 from parts.router_sessions import CONVERSATIONS, TURNS, measure_prefix_cache, measure_strategies
 from parts.table import print_report, print_table
 
@@ -272,6 +274,10 @@ HEADERS: dict[str, tuple[str, Sequence[str]]] = {
         f"(d) {CONVERSATIONS} conversations of {TURNS} turns on two vLLM generators",
         ["strategy", "prefix-cache hit rate", "tokens/s", "seconds", "÷ round robin"],
     ),
+    "replacement": (
+        "(e) one of four simulated generators is killed under load, and replaced",
+        ["generators", "tokens/s", "seconds", "÷ expected"],
+    ),
 }
 
 
@@ -295,6 +301,8 @@ def main() -> None:
                 rows, found = asyncio.run(measure_weight_sync(options.sync_rounds))
             case "strategies":
                 rows, found = measure_strategies(options.seeds)
+            case "replacement":
+                rows, found = asyncio.run(measure_replacement())
             case _:
                 rows, found = asyncio.run(measure_prefix_cache(options.cache_rounds))
         tables.append((part, rows))

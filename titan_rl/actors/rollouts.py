@@ -96,7 +96,7 @@ class RolloutWorker(StoreKeeper):
     async def use(self, router: Any, gateway: Any) -> None:
         """Ask these actors from now on. None: the one before."""
         if router is not None and self._router is not None:
-            self._router.connection.replace(router)
+            self._router.replace(router)
         if gateway is not None and self._gateway is not None:
             self._gateway.replace(gateway)
 

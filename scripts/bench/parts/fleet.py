@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from titan_rl.config import RunConfig
+from titan_rl.errors import ActorFailed
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.launch.process import prepare_controller
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig
@@ -87,24 +88,31 @@ class Fleet:
         self.config = config
         self.model_path = model_directory(config)
         self.places: dict[str, MeshPlan] = {mesh.name: mesh for mesh in plan(config, detect_host()).meshes}
-        self.provisioner = Provisioner(log_directory="", imports=(), on_fault=lambda fault: print(fault, flush=True))
+        self.provisioner = Provisioner(log_directory="", imports=(), on_fault=lambda fault: self.on_fault(fault))
+        self.on_fault: Callable[[ActorFailed], None] = lambda fault: print(fault, flush=True)
+        """Told of every process that ends by itself, from any thread."""
         self.checkpoint = Checkpoint(self.model_path)
         self.generators: dict[str, Any] = {}
         """Name → handle of rank 0."""
-        self._meshes: list[GeneratorMesh] = []
+        self.pids: dict[str, list[int]] = {}
+        self._meshes: dict[str, GeneratorMesh] = {}
         self._router_mesh: Any = None
         self._routers: list[RouterClient] = []
 
     async def set_up(self) -> None:
         """Build every engine; they serve after a router's first pull."""
         self._router_mesh = self.provisioner.spawn(self.places["router"])
-        for name in (name for name in self.places if name.startswith("generator")):
-            mesh = self.provisioner.spawn(self.places[name]).spawn(
-                name, Generator, name, self.config.generator, model_path=str(self.model_path), device="cpu"
-            )
-            self._meshes.append(GeneratorMesh(mesh, name, ranks=self.config.generator.tensor_parallel))
-            self.generators[name] = self._meshes[-1].rank0
-        await asyncio.gather(*(mesh.setup(seconds=SECONDS) for mesh in self._meshes))
+        await asyncio.gather(*(self.start(name) for name in self.places if name.startswith("generator")))
+
+    async def start(self, name: str) -> None:
+        """Build a generator's engine; the processes of one before it are stopped first."""
+        await self.provisioner.stop(name)
+        mesh = self.provisioner.spawn(self.places[name]).spawn(
+            name, Generator, name, self.config.generator, model_path=str(self.model_path), device="cpu"
+        )
+        generator = self._meshes[name] = GeneratorMesh(mesh, name, ranks=self.config.generator.tensor_parallel)
+        self.generators[name] = generator.rank0
+        self.pids[name] = await generator.setup(seconds=SECONDS)
 
     def router(self, name: str, config: RouterConfig, generators: int | None = None) -> RouterClient:
         """One more router over the first `generators` of the fleet (None: all), in the routers' process."""
@@ -116,7 +124,7 @@ class Fleet:
     async def close(self) -> None:
         for router in self._routers:
             await router.close()
-        for mesh in self._meshes:
+        for mesh in self._meshes.values():
             await mesh.close()
 
 

@@ -37,6 +37,8 @@ TRAINER = TrainerSpeed(
 )
 MEAN, SPREAD, MOST = 30.0, 1.0, 200
 """Of completions in tokens: log-normal, as answers of reasoning models are; the longest of 64 is 5 times the mean."""
+STEADY_SECONDS = 0.04
+"""Of a step of `steady`."""
 _TIED = (("lm_head.weight", "model.embed_tokens.weight"),)
 
 
@@ -102,6 +104,17 @@ def long_tailed(config: GeneratorConfig, model_path: str, device: str) -> Simula
         seconds_per_sequence=ENGINE.seconds_per_sequence,
         seconds_per_load=ENGINE.seconds_per_load,
         completion_length=lambda request: completion_length(request.seed) if request.sampling.temperature else 1,
+    )
+
+
+def steady(config: GeneratorConfig, model_path: str, device: str) -> SimulatedEngine:
+    """For `generator.engine`. Every request gets all its tokens, at a pace that four of these keep on two cores."""
+    return LongTailed(
+        Pace(),
+        max_model_len=config.max_model_len,
+        vocab_size=13,
+        max_num_seqs=config.max_num_seqs,
+        seconds_per_step=STEADY_SECONDS,
     )
 
 
