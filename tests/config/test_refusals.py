@@ -378,3 +378,13 @@ def test_what_a_task_cannot_do_is_refused_by_a_run_and_by_a_dry_run(options, tas
     assert train.main(["--recipe", f"{task}:recipe", *options]) == 2 and not started
     (line,) = capsys.readouterr().err.splitlines()
     assert "the policy says" in line and "ZeroDivisionError" in line and f"{task}:" in line
+
+
+@pytest.mark.parametrize(("most", "refused"), [(100, True), (1024, False), (0, False)])
+def test_a_limit_on_open_files_that_is_too_low_is_said_before_anything_starts(
+    most, refused, capsys, monkeypatch, started
+):
+    monkeypatch.setattr(train, "detect_host", lambda: HostFacts(cpus=8, open_files=most))
+    assert train.main(["--recipe", "copy4", "--dry-run"]) == 0
+    said = capsys.readouterr().err
+    assert ("a process may have 100 open files, and the controller of 5 processes needs 168" in said) == refused

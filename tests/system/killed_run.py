@@ -54,11 +54,11 @@ PHASES: dict[str, tuple[str, str, float | None]] = {
     "spawn": ("titan_rl.launch.meshes:Meshes.spawn", "before", None),
     "mid-spawn": ("titan_rl.launch.meshes:Meshes.spawn", "after", None),
     "set-up": ("titan_rl.launch.meshes:Meshes.set_up", "while", 2.0),
-    "warm-up": ("titan_rl.actors.trainer:Trainer.warm_up_step", "while", 0.01),
+    "warm-up": ("titan_rl.actors.trainer_client:Trainer.warm_up_step", "while", 0.01),
     "first pull": ("titan_rl.actors.router_client:RouterClient.pull_model_state_dict", "while", 0.01),
-    "final save": ("titan_rl.actors.trainer:Trainer.save", "while", 0.005),
+    "final save": ("titan_rl.actors.trainer_client:Trainer.save", "while", 0.005),
     "closing": ("titan_rl.launch.meshes:Meshes.close", "while", 0.01),
-    "restore": ("titan_rl.actors.trainer:Trainer.restore", "while", 0.01),
+    "restore": ("titan_rl.actors.trainer_client:Trainer.restore", "while", 0.01),
 }
 """Of a run that is stopped by a signal, besides some of `POINTS`."""
 

@@ -5,13 +5,15 @@ The run sends itself the signals at a named point of the controller, so that a p
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 import time
 from pathlib import Path
 
 import pytest
-from leftovers import assert_nothing_is_left, finish, last_line, start_run, wait_for_line
+from leftovers import assert_nothing_is_left, finish, last_line, process_of, start_run, wait_for_line
 
 KILLED_RUN = str(Path(__file__).with_name("killed_run.py"))
 SETTINGS = (
@@ -84,3 +86,28 @@ def test_a_stopped_run_is_over_in_time_and_leaves_nothing(
     )
     (directory,) = tmp_path.iterdir()
     assert f"titan-rl train --resume {directory} " in last_line(output)
+
+
+@pytest.mark.acceptance
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize("victim", ["trainer", "generator0", "router", "rollout0"])
+def test_a_run_that_is_stopped_while_a_part_is_replaced_is_over_in_time(
+    victim: str, twice: bool, tmp_path: Path
+) -> None:
+    run = start_run(*SETTINGS, "--loop.steps", "100000", "--evaluation.every", "0", runs=tmp_path)
+    wait_for_line(run, "step ")
+    os.kill(process_of(run.pid, victim), signal.SIGKILL)
+    wait_for_line(run, f"lost {victim}")
+    asked = time.monotonic()
+    run.send_signal(signal.SIGINT)
+    if twice:
+        wait_for_line(run, "Ctrl-C (SIGINT)")
+        run.send_signal(signal.SIGINT)
+    output = finish(run)
+    seconds = time.monotonic() - asked
+    print(f"{victim} is replaced, twice {twice}: over after {seconds:.1f} s: {last_line(output)}")
+    assert run.returncode == 130, output
+    assert last_line(output).startswith("the run was stopped by Ctrl-C (SIGINT); ")
+    assert seconds < BUSY * BOUND_SECONDS, output
+    assert "Traceback" not in output and "FATAL" not in output
+    assert_nothing_is_left(run)

@@ -43,6 +43,9 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's CPU attention has kernels for. With any other one the engine builds and then dies at its
 first step."""
 
+OPEN_FILES, OPEN_FILES_PER_PROCESS = 128, 8
+"""A controller of 4 processes was seen with 54. A gateway needs one more for every open connection."""
+
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MIB = 1 << 20
@@ -100,9 +103,16 @@ def check_serving(config: RunConfig, host: HostFacts, gateway: GatewayConfig) ->
 
 def _placement(config: RunConfig, host: HostFacts, *, serving: bool = False) -> Iterator[Problem]:
     try:
-        plan(config, host, serving=serving)
+        processes = sum(mesh.ranks for mesh in plan(config, host, serving=serving).meshes)
     except ConfigError as error:
         yield Problem(sentence=str(error), severity=Severity.ABSENT)
+    else:
+        if 0 < host.open_files < (need := OPEN_FILES + OPEN_FILES_PER_PROCESS * processes):
+            yield Problem(
+                sentence=f"a process may have {host.open_files} open files, and the controller of {processes} "
+                f"processes needs {need}: raise the hard limit (ulimit -Hn)",
+                severity=Severity.ABSENT,
+            )
     if resolve_device(config, host) == "cuda":
         return
     meshes = {"generator": config.generator.tensor_parallel} | ({} if serving else {"trainer": config.trainer.ranks})

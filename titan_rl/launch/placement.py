@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -99,6 +100,8 @@ class HostFacts:
     """Bytes available without swapping; 0: unknown."""
     shared_memory: int = 0
     """Bytes free in /dev/shm; 0: unknown."""
+    open_files: int = 0
+    """Hard limit of a process; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,6 +283,7 @@ def detect_host(environ: Mapping[str, str] = os.environ) -> HostFacts:
         cuda_devices=visible_devices(_nvidia_smi(), environ.get("CUDA_VISIBLE_DEVICES")),
         memory=int(memory[1]) * 1024 if memory else 0,
         shared_memory=shared.f_bavail * shared.f_frsize,
+        open_files=max(0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),  # -1: no limit
     )
 
 

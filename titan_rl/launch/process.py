@@ -19,6 +19,7 @@ import fcntl
 import functools
 import logging
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -37,6 +38,9 @@ PREFIX = "titan_rl-"
 LONGEST_PARENT = 40
 """Bytes. A longer TMPDIR is not used: a socket's path may have 107 bytes, and Monarch and vLLM append up to 63."""
 
+OPEN_FILES = 1 << 16
+"""To which a run raises the limit of its processes, as far as it may."""
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -47,6 +51,9 @@ def prepare_controller() -> None:
             "monarch was imported before titan_rl.launch: a process that is stopped for 30 s will be taken for dead"
         )
     os.environ.update(SUPERVISION_ENVIRONMENT)
+    # Monarch hangs without a word where a process may open no more files.
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, OPEN_FILES if most < 0 else min(OPEN_FILES, most)), most))
 
 
 def prepare_process(mesh: str, log_directory: str, imports: tuple[str, ...]) -> None:

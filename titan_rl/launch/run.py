@@ -39,6 +39,7 @@ from titan_rl.observability.progress import RunDisplay
 from titan_rl.observability.waits import answer_signals
 from titan_rl.one_line import one_line
 from titan_rl.overrides import to_toml
+from titan_rl.weights.segment_files import remove_segments_of
 
 T = TypeVar("T")
 
@@ -135,6 +136,7 @@ def _conduct(
         directory: of the run; None: make a new one.
     """
     hold_signals()
+    remove_segments_of(os.getpid())  # of a dead run with this process id: a container that started again has the same
     directory = directory or make_run_directory(config)
     lock = lock_run(directory)
     announce = Announcer(say, stopping=stopping)
@@ -234,6 +236,8 @@ async def _train(
                         return ""
                     weights = directory / "checkpoint"
                     saved.append(f"the weights after step {await system.trainer.save(weights)} are in {weights}")
+                    if not (directory / CONFIG).exists():  # somebody removed the run directory, which is there again
+                        write_config(directory, config)
                     return saved[-1]
 
                 saves = {"the weights were": save_weights} if config.logging.save_final else {}

@@ -74,8 +74,10 @@ def free_bytes(directory: Path) -> int:
 def sweep_dead_segments(directory: Path = DIRECTORY) -> list[Path]:
     """Remove the files whose owner is dead; returns which. Files of other users stay.
 
-    A process id that was given to a new process keeps a dead owner's files until that one ends. Processes that
-    share the directory must see each other's process ids (containers that share /dev/shm share the pid namespace).
+    A process id that was given to a new process keeps a dead owner's files until that one ends: rather that than to
+    take a living owner for a dead one. The start of a run that has a dead owner's id itself removes them (`run`).
+    Processes that share the directory must see each other's process ids (containers that share /dev/shm share the pid
+    namespace).
     """
     return _remove(directory, lambda owner, channel: not _alive(owner))
 
