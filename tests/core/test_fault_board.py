@@ -125,6 +125,7 @@ async def test_a_replacement_that_dies_while_it_starts_is_its_starters_business_
     with pytest.raises(MeshFailed, match="generator0 was killed"):
         await starting
     assert await board.watch(one_turn()) == 7
+    assert told == ["generator0"]
 
 
 def test_a_mesh_that_fails_again_and_again_is_started_with_longer_pauses_and_at_last_not_at_all() -> None:

@@ -113,8 +113,10 @@ class FaultBoard:
         self._on_lost[mesh] = on_lost
 
     def starts_again(self, mesh: str) -> None:
-        """Its old processes are gone and reported; what is reported from now on is about new ones."""
+        """Its old processes are gone and reported; what is reported from now on is about new ones. Until they are
+        `ready`, only `unless_lost` hears of it."""
         self._lost.pop(mesh, None)
+        self._on_lost[mesh] = lambda fault: None
 
     def report(self, fault: TitanError) -> None:
         """Report a fault. Thread-safe. Only the first fatal fault ends the run; later ones follow from it. A fault that
