@@ -108,7 +108,12 @@ async def workers(config: RunConfig, model_path: Path, number: int) -> AsyncIter
 
         def spawn(worker: int) -> Any:
             plan = mesh_plan(f"rollout{next(serial)}", beside=__file__)
-            settings = {"model_path": str(model_path), "imports": (), "owner_pid": os.getpid()}
+            settings = {
+                "mesh": f"rollout{worker}",
+                "model_path": str(model_path),
+                "imports": (),
+                "owner_pid": os.getpid(),
+            }
             return provisioner.spawn(plan).spawn("rollout", RolloutWorker, config, **settings)
 
         up = Workers(spawn, router)

@@ -145,7 +145,22 @@ class ScriptedRollouts:
         self.released = 0
         self.evaluation: tuple[RolloutReport, ...] = (rollout(0, 1.0), rollout(0, 1.0))
         """The rollout of each held-out prompt."""
+        self.store = "store0"
+        """Of the one worker that lives."""
+        self.on_lost: Callable[[str], None] = lambda reason: None
         self._next_id = 0
+
+    def lose(self) -> None:
+        """The worker dies with its samples, and another one takes its place."""
+        self.store = f"store{int(self.store[5:]) + 1}"
+        self.owned.clear()
+        self.on_lost("rollout0 was killed")
+
+    def holds(self, batch: SampleBatch) -> bool:
+        return batch.stored_ids.keys() <= {self.store}
+
+    async def play(self, request: GroupRequest) -> GroupReport:
+        return await self.run_group(request)
 
     async def run_group(self, request: GroupRequest) -> GroupReport:
         self.started.append(request)
@@ -194,20 +209,22 @@ class ScriptedRollouts:
 
     async def release(self, samples: SampleBatch) -> list[HeldReport]:
         for ref in samples.refs:
+            if ref.store != self.store:
+                continue
             if self.owned.pop(ref.sample_id, None) is None:
                 raise OwnershipError(f"sample {ref.sample_id} of group {ref.group_id} was released before")
             self.released += 1
         return await self.held()
 
     async def held(self) -> list[HeldReport]:
-        return [HeldReport("store0", dict(Counter(self.owned.values())), 64 * len(self.owned))]
+        return [HeldReport(self.store, dict(Counter(self.owned.values())), 64 * len(self.owned))]
 
     def _ref(self, request: GroupRequest, served: PolicyVersion | None, index: int, reward: float) -> SampleRef:
         self._next_id += 1
         self.owned[self._next_id] = request.group_id
         version = served.encode() if served is not None else NO_VERSION
         return SampleRef(
-            store="store0",
+            store=self.store,
             sample_id=self._next_id,
             group_id=request.group_id,
             sample=index,

@@ -12,7 +12,7 @@ from support.gateway import MODEL, say, served, session_request, until_busy, unt
 from support.gateway_engines import ENDLESS
 
 from titan_rl.actors.gateway import GatewayClient
-from titan_rl.errors import RequestError, RolloutOver
+from titan_rl.errors import ActorGone, RequestError
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch.start import Serving
 from titan_rl.types import Message
@@ -102,6 +102,6 @@ async def test_what_a_worker_asks_wrongly_comes_back_as_it_is(sessions):
     with pytest.raises(RequestError, match="open already"):
         await opened(sessions, "twice")
     await sessions.close("twice")
-    for wrong in (sessions.close("twice"), sessions.idle("twice", 1.0)):
-        with pytest.raises(RolloutOver, match="twice"):
+    for wrong in (sessions.close("twice"), sessions.idle("twice", 1.0)):  # as after the end of their gateway
+        with pytest.raises(ActorGone, match="twice"):
             await wrong

@@ -7,11 +7,15 @@ channels, which HTTP clients cannot reach.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
-from titan_rl.actors.connection import ConnectedActor, Connection, served
+from titan_rl.actors.connection import ConnectedActor, Connection, Lifeline, served
 from titan_rl.actors.router_client import RouterClient
-from titan_rl.errors import ActorFailed
+from titan_rl.errors import ActorFailed, ActorGone, ConfigError, RolloutOver
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.rollout.turns import RolloutRecord, RolloutRequest
 from titan_rl.types import Endpoint
@@ -20,12 +24,14 @@ if TYPE_CHECKING:
     from titan_rl.gateway.app import GatewayServer
     from titan_rl.gateway.callers import RolloutKeys
 
+T = TypeVar("T")
+
 STATUS_SECONDS = 20.0
 """Bound on the router's answer about its fleet."""
 
 
 class Gateway(ConnectedActor):
-    """Endpoints: `setup`, `serve`, `open_rollout`, `idle`, `close_rollout`, `close`."""
+    """Endpoints: `setup`, `use`, `serve`, `open_rollout`, `idle`, `close_rollout`, `close`."""
 
     def __init__(
         self,
@@ -56,8 +62,12 @@ class Gateway(ConnectedActor):
         self._server: GatewayServer | None = None
 
     @served
-    async def setup(self) -> tuple[int, str]:
+    async def setup(self, port: int) -> tuple[int, str]:
         """Listen. Returns this process's id and the URL, without `/v1`.
+
+        Args:
+            port: of the gateway that this one replaces; 0: it is the first. Clients know that port. Where every rollout
+                is told the address, another one will do if it is taken.
 
         Raises:
             ConfigError: the address cannot be listened on, or there is no renderer for the checkpoint.
@@ -70,9 +80,21 @@ class Gateway(ConnectedActor):
         name, settings = self._renderer
         renderer = make_renderer(name, self._model_path, settings)
         policy = ServedPolicy(name=self._config.model, renderer=renderer, max_model_len=self._max_model_len)
-        self._fleet = RouterClient(self._router, seconds=STATUS_SECONDS)
-        self._server = GatewayServer(self._config, self._fleet, policy, run_seed=self._run_seed)
+        self._fleet = RouterClient(self._router, seconds=STATUS_SECONDS, who="gateway")
+        config = replace(self._config, port=port or self._config.port)
+        try:
+            self._server = GatewayServer(config, self._fleet, policy, run_seed=self._run_seed)
+        except ConfigError:
+            if not (port and config.rollout_keys):
+                raise
+            self._server = GatewayServer(replace(config, port=0), self._fleet, policy, run_seed=self._run_seed)
         return os.getpid(), self._server.url
+
+    @served
+    async def use(self, router: Any) -> None:
+        """Ask this router from now on."""
+        if self._fleet is not None:
+            self._fleet.replace(router)
 
     @served
     async def serve(self) -> None:
@@ -118,19 +140,34 @@ class Gateway(ConnectedActor):
 
 
 class GatewayMesh:
-    """The gateway as its owner sees it."""
+    """The gateway, or the one that replaces it, as its owner sees it."""
 
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
+    def __init__(self, mesh: Any) -> None:
+        self.actor = mesh.slice(ranks=0)
         """Handle of the actor, for rollout workers."""
         self.url = ""
         """Without `/v1`; known after `setup`."""
-        self._calls = Connection(actor, what="gateway.{}")
+        self._calls = Connection(self.actor, what="gateway.{}")
+
+    def replace(self, mesh: Any) -> None:
+        """From now on the gateway of this mesh is called."""
+        self.actor = mesh.slice(ranks=0)
+        self._calls.replace(self.actor)
+
+    def lose(self, reason: str) -> None:
+        """The gateway is gone or will be killed, with the sessions of its rollouts."""
+        self._calls.lose(reason)
 
     async def setup(self, *, seconds: float) -> list[int]:
-        """Start to listen; returns the process id."""
-        pid, self.url = await self._calls.call(seconds, Gateway.setup)
+        """Start to listen, where the gateway before listened; returns the process id."""
+        pid, self.url = await self._calls.call(seconds, Gateway.setup, urlsplit(self.url).port or 0)
         return [pid]
+
+    async def use(self, router: Any) -> None:
+        """Let the gateway ask this router from now on. One that is gone is told nothing: its successor is made with
+        it."""
+        with suppress(ActorGone):
+            await self._calls.call(STATUS_SECONDS, Gateway.use, router)
 
     async def end(self) -> None:
         """Wait until the gateway is closed. Raises ActorFailed if it ends by itself or its process is gone."""
@@ -146,26 +183,37 @@ class GatewayMesh:
 
 
 class GatewayClient:
-    """`RolloutGateway` by calls to a `Gateway` actor."""
+    """`RolloutGateway` by calls to a `Gateway` actor, or to the one that replaces it.
+
+    Sessions end with their gateway: `idle` and `close` then raise ActorGone. An end that nobody tells this process of,
+    it hears of with the replacement, so no call has a bound of its own.
+    """
 
     def __init__(self, gateway: Any, *, seconds: float) -> None:
         """
         Args:
             gateway: handle of the actor.
-            seconds: bound on any one call but `idle`, which ends when the rollout does.
+            seconds: how long `open` waits for a replacement.
         """
-        self._gateway = Connection(gateway, what="gateway.{}")
-        self._seconds = seconds
+        self._calls = Connection(gateway, what="gateway.{}")
+        self._lifeline = Lifeline(seconds=seconds)
 
     def replace(self, gateway: Any) -> None:
-        """From now on this actor is called. Sessions of the one before are lost."""
-        self._gateway.replace(gateway)
+        """From now on this actor is called."""
+        self._calls.replace(gateway)
+        self._lifeline.replaced()
 
     async def open(self, request: RolloutRequest) -> Endpoint:
-        return await self._gateway.call(self._seconds, Gateway.open_rollout, request)
+        return await self._lifeline.again(lambda: self._calls.call(None, Gateway.open_rollout, request))
 
     async def idle(self, session_id: str, seconds: float) -> None:
-        await self._gateway.call(None, Gateway.idle, session_id, seconds)
+        await self._of_session(session_id, self._calls.call(None, Gateway.idle, session_id, seconds))
 
     async def close(self, session_id: str) -> RolloutRecord:
-        return await self._gateway.call(self._seconds, Gateway.close_rollout, session_id)
+        return await self._of_session(session_id, self._calls.call(None, Gateway.close_rollout, session_id))
+
+    async def _of_session(self, session_id: str, call: Awaitable[T]) -> T:
+        try:
+            return await call
+        except RolloutOver as error:  # it was opened at a gateway before this one
+            raise ActorGone(f"rollout {session_id} was lost with its gateway") from error

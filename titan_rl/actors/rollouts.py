@@ -17,7 +17,6 @@ import dataclasses
 import itertools
 import logging
 import os
-import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
@@ -32,8 +31,9 @@ from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport, SampleStore, SharedMemorySource, remove_files_of
 from titan_rl.errors import ActorFailed, ActorGone, GroupStopped
 from titan_rl.rollout.group_runner import GroupRunner
-from titan_rl.rollout.report import GroupReport, GroupResult, report_of
+from titan_rl.rollout.report import GroupReport, GroupResult, report_of, unplayed
 from titan_rl.sandbox.wire import TaskInfo
+from titan_rl.scheduling.group import MAX_ATTEMPTS
 from titan_rl.types import Completion, GenerationRequest, GroupKey, GroupRequest
 
 P = ParamSpec("P")
@@ -46,22 +46,26 @@ _AWAY_FROM_LOOP = 1 << 20
 
 
 class RolloutWorker(StoreKeeper):
-    """Endpoints: `setup`, `use`, `run_group`, `stop_groups`, `release`, `take_over`, `held`, `pulse`, `expose`,
-    `withdraw`, `close`."""
+    """Endpoints: `setup`, `use`, `run_group`, `stop_groups`, `release`, `take_over`, `held`, `expose`, `withdraw`,
+    `close`."""
 
-    def __init__(self, config: RunConfig, *, model_path: str, imports: tuple[str, ...], owner_pid: int) -> None:
+    def __init__(
+        self, config: RunConfig, *, mesh: str, model_path: str, imports: tuple[str, ...], owner_pid: int
+    ) -> None:
         """
         Args:
+            mesh: name of the worker's mesh.
             owner_pid: process that the names of shared-memory files carry; once it is dead, a later run removes them.
         """
         super().__init__(
             SampleStore(
-                f"rollout.{os.getpid()}",
+                f"{mesh}.{os.getpid()}",
                 owner_pid=owner_pid,
                 max_bytes=config.data_plane.store_mib << 20,
             )
         )
         self._config = config
+        self._mesh = mesh
         self._runner = GroupRunner(
             config.environment,
             config.rollout,
@@ -87,9 +91,10 @@ class RolloutWorker(StoreKeeper):
         Returns:
             This process's id, the name of its store, and what the environment says about itself.
         """
-        seconds = self._config.placement.step_seconds
-        self._router = RouterClient(router, seconds=seconds)
-        self._gateway = None if gateway is None else GatewayClient(gateway, seconds=seconds)
+        placement = self._config.placement
+        self._router = RouterClient(router, seconds=placement.start_seconds, who=self._mesh)
+        if gateway is not None:
+            self._gateway = GatewayClient(gateway, seconds=placement.start_seconds)
         return os.getpid(), self._store.name, await self._runner.start(self._gateway)
 
     @served
@@ -139,11 +144,6 @@ class RolloutWorker(StoreKeeper):
     async def held(self) -> HeldReport:
         """What the store holds now."""
         return self._store.held()
-
-    @served
-    async def pulse(self) -> int:
-        """A number that grows."""
-        return time.monotonic_ns()
 
     @served
     async def close(self) -> None:
@@ -279,8 +279,8 @@ class RolloutMesh:
         return await self._call(RolloutWorker.held)
 
     async def pulse(self) -> list[int]:
-        """Returns once the worker has answered: a number that grows."""
-        return [await self._call(RolloutWorker.pulse)]
+        """How often the worker has answered. The caller sets the time limit."""
+        return [await self._calls.call(None, RolloutWorker.pulse)]
 
     async def close(self) -> None:
         """End the worker's child processes and remove its store. `remove_segments_of` removes the files of a worker
@@ -349,15 +349,24 @@ class Rollouts:
         """
         if any(request.key in worker.playing for worker in self.workers):
             raise ValueError(f"{request} is being played already")
-        try:
-            worker = await self._lifeline.again(self._idlest)
-        except ActorGone as error:
-            raise ActorFailed(f"{request}: {error} for {self.start_seconds:g} s") from None
-        return await worker.run_group(request)
+        living = await self._alive()
+        return await min(living, key=lambda worker: len(worker.playing)).run_group(request)
+
+    async def play(self, request: GroupRequest) -> GroupReport:
+        """As `run_group`, but a group that is lost is played again here, under the next attempt number. If it is lost
+        too often, its report says why no rollout could be played."""
+        while True:
+            try:
+                return await self.run_group(request)
+            except ActorGone as error:
+                if request.attempt + 1 >= MAX_ATTEMPTS:
+                    return unplayed(request, error)
+                _log.info("%s is played again: %s", request, error)
+                request = dataclasses.replace(request, attempt=request.attempt + 1)
 
     async def run_groups(self, requests: Sequence[GroupRequest]) -> list[GroupReport]:
-        """Play these groups; returns reports in the order of the requests. If one fails, the others are released."""
-        plays = [asyncio.get_running_loop().create_task(self.run_group(request)) for request in requests]
+        """`play` these groups; returns reports in the order of the requests. If one fails, the others are released."""
+        plays = [asyncio.get_running_loop().create_task(self.play(request)) for request in requests]
         try:
             return await asyncio.gather(*plays)
         except BaseException:
@@ -386,10 +395,15 @@ class Rollouts:
         Raises:
             SampleError: one is missing or damaged.
         """
-        workers = itertools.cycle(self.workers)
-        plan = [(report, next(workers)) for report in reports]
-        taken = await asyncio.gather(*(worker.take_over(report.samples) for report, worker in plan))
-        return [dataclasses.replace(report, samples=samples) for (report, _), samples in zip(plan, taken, strict=True)]
+
+        async def take(number: int, report: GroupReport) -> GroupReport:
+            while True:
+                living = await self._alive()
+                with suppress(ActorGone):
+                    samples = await living[number % len(living)].take_over(report.samples)
+                    return dataclasses.replace(report, samples=samples)
+
+        return await asyncio.gather(*itertools.starmap(take, enumerate(reports)))
 
     async def held(self) -> list[HeldReport]:
         """What every store holds now."""
@@ -399,11 +413,22 @@ class Rollouts:
     def _living(self) -> list[RolloutMesh]:
         return [worker for worker in self.workers if worker.store]
 
-    async def _idlest(self) -> RolloutMesh:
-        """Raises ActorGone where no worker lives."""
-        if not self._living:
-            raise ActorGone("no rollout worker lives")
-        return min(self._living, key=lambda worker: len(worker.playing))
+    async def _alive(self) -> list[RolloutMesh]:
+        """The workers that live; if there is none, waits for one.
+
+        Raises:
+            ActorFailed: none came in time.
+        """
+
+        async def living() -> list[RolloutMesh]:
+            if not self._living:
+                raise ActorGone("no rollout worker has lived")
+            return self._living
+
+        try:
+            return await self._lifeline.again(living)
+        except ActorGone as error:
+            raise ActorFailed(f"{error} for {self.start_seconds:g} s") from None
 
     async def _all(self, ask: Callable[[RolloutMesh], Awaitable[T]], workers: Iterable[RolloutMesh]) -> list[T]:
         """The answers of those that do not die meanwhile."""

@@ -9,7 +9,8 @@ for the buffer's state.
 - Every step trains P groups, none older than the buffer's bound. No group is dropped because it is late.
 - The loop owns samples from their report to their release. It releases them once: after the step that trained them, or
   when their group is filtered, failed or lost. However a run ends, it leaves the stores empty (`faults`).
-- A group whose samples are lost is played again under its id and keeps its place.
+- A group that is lost with the worker or the gateway that plays it, or whose samples are lost, is played again under
+  its id and keeps its place.
 - A failure in any task ends the run with that error and cancels all other tasks.
 - Apart from filtered and failed groups, exactly `steps`·P groups are admitted, so nothing is left over at the end.
 - A run with nothing left to learn ends early: the present step becomes its last (`_stop_early`).
@@ -33,25 +34,24 @@ from titan_rl.controller.checkpoints import Checkpoints, Ledger, Lesson, new_led
 from titan_rl.controller.evaluations import Evaluations
 from titan_rl.controller.exact_versions import ExactVersions
 from titan_rl.controller.faults import check_stores_are_empty, release_samples
+from titan_rl.controller.losses import Losses
 from titan_rl.controller.publications import EVALUATED, SERVED, Publications
 from titan_rl.controller.records import RunSummary, StepRecords
 from titan_rl.controller.stages import make_filter, warm_up
 from titan_rl.controller.system import System
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport
-from titan_rl.errors import SamplesLost
+from titan_rl.errors import ActorGone, SamplesLost
 from titan_rl.observability.activity import Activities, Watchdog
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
+from titan_rl.rollout.report import unplayed
 from titan_rl.scheduling.group import Batch, Group
 from titan_rl.scheduling.schedule import Untrainable
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import FleetPull, Publication
 
 T = TypeVar("T")
-
-MAX_ATTEMPTS = 4
-"""If a group's samples are lost this many times, the run ends: the cause is not going to go away."""
 
 _log = logging.getLogger(__name__)
 
@@ -105,6 +105,7 @@ class TrainingLoop:
         """Whether the trainer holds weights of this run: not while it is being restored."""
         self._stepping: asyncio.Future[None] | None = None  # the step that is under way, with its cut, or the last one
         self._changed = asyncio.Event()
+        self._losses = Losses(ledger, system.rollouts, say=display.say, changed=self._notify)
 
     @property
     def summary(self) -> RunSummary:
@@ -209,12 +210,18 @@ class TrainingLoop:
 
     async def _rollout(self, group: Group) -> None:
         """Consumes a started group. Waits for its report. Woken by the rollout workers. Produces a finished group, or
-        one that is filtered or failed. On failure of the worker or all generators: the run."""
+        one that is filtered or failed. If what plays it is gone, it is played again. On failure of all generators: the
+        run."""
         with self._activity("rollout", group=group.group_id, attempt=group.attempt):
             request = self._system.train_group(
                 group.group_id, group.min_version, exact=self._exact is not None, attempt=group.attempt
             )
-            report = await self._system.rollouts.run_group(request)
+            try:
+                report = await self._system.rollouts.run_group(request)
+            except ActorGone as error:  # its worker, or the gateway of its programs
+                if self._losses.of_player(group, error):
+                    return
+                report = unplayed(request, error)
         if not report.samples.trained_tokens:
             await self._system.rollouts.release(report.samples)
             self._buffer.failed(group.group_id)
@@ -257,7 +264,7 @@ class TrainingLoop:
             with self._activity("train", step=step, samples=len(samples)):
                 trained = await self._system.trainer.train_step(samples)
         except SamplesLost as error:
-            return await self._play_again(batch, error)
+            return await self._losses.of_samples(batch, error)
         self._buffer.trained(PolicyVersion(batch.version.incarnation, step))
         for group_id in batch.group_ids:
             del self._reports[group_id]
@@ -329,18 +336,6 @@ class TrainingLoop:
         )
         with self._activity("pull", version=version):
             return await self._system.router.pull_model_state_dict(publication)
-
-    async def _play_again(self, batch: Batch, error: SamplesLost) -> None:
-        if not error.group_ids or not set(error.group_ids) <= set(batch.group_ids):
-            raise error  # the error names no group of this batch
-        for group_id in error.group_ids:
-            if self._buffer[group_id].attempt + 1 >= MAX_ATTEMPTS:
-                raise error
-            self._display.say(f"group {group_id} is played again: {error}")
-            self._buffer.lost(group_id)
-            await self._system.rollouts.release(self._reports.pop(group_id).samples)
-        self.summary.lost += len(error.group_ids)
-        self._notify()
 
     def _judge(self, group_id: int, lesson: Lesson) -> None:
         """Count a group that has ended."""

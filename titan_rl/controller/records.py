@@ -37,7 +37,7 @@ class RunSummary:
     failed: list[GroupReport] = field(default_factory=list)
     """Groups since the last step of which no rollout could be trained."""
     lost: int = 0
-    """Groups whose samples were lost."""
+    """Groups that were lost and played again, each loss counted."""
 
 
 class StepRecords:

@@ -8,14 +8,17 @@ are made while the current step is trained.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import itertools
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.errors import ConfigError, TaskError
+from titan_rl.errors import ConfigError, SamplesLost, TaskError
 from titan_rl.importing import import_name
 from titan_rl.rollout.report import GroupReport
+from titan_rl.scheduling.group import MAX_ATTEMPTS
 
 if TYPE_CHECKING:
     from titan_rl.controller.system import System
@@ -30,7 +33,7 @@ async def warm_up(system: System, display: RunDisplay, activity: Activities) -> 
 
     Raises:
         TaskError: the environment has no demonstrations, or one cannot be made.
-        SamplesLost: demonstrations were lost. They are not made again, because a new run loses only the warm-up.
+        SamplesLost: demonstrations were lost again and again.
     """
     steps = system.config.trainer.warmup.steps
     if not steps:
@@ -40,10 +43,19 @@ async def warm_up(system: System, display: RunDisplay, activity: Activities) -> 
     try:
         for step in range(steps):
             with activity("warm_up", step=f"{step + 1} of {steps}"):
-                owned = (await ahead).samples
+                owned = await _shown(ahead)
                 if step + 1 < steps:
                     ahead = _demonstrate(system, step + 1)
-                metrics = await system.trainer.warm_up_step(owned)
+                for attempt in itertools.count(1):
+                    try:
+                        metrics = await system.trainer.warm_up_step(owned)
+                        break
+                    except SamplesLost:
+                        if attempt == MAX_ATTEMPTS:
+                            raise
+                        lost, owned = owned, None
+                        await system.rollouts.release(lost)
+                        owned = await _shown(_demonstrate(system, step, attempt))
                 await system.rollouts.release(owned)
                 owned = None
             if (step + 1) % max(1, steps // 5) == 0:
@@ -55,8 +67,16 @@ async def warm_up(system: System, display: RunDisplay, activity: Activities) -> 
         ahead.cancel()
 
 
-def _demonstrate(system: System, step: int) -> asyncio.Task[GroupReport]:
-    return asyncio.create_task(system.rollouts.run_group(system.demonstration_group(step)))
+def _demonstrate(system: System, step: int, attempt: int = 0) -> asyncio.Task[GroupReport]:
+    request = dataclasses.replace(system.demonstration_group(step), attempt=attempt)
+    return asyncio.create_task(system.rollouts.play(request))
+
+
+async def _shown(demonstrations: asyncio.Task[GroupReport]) -> SampleBatch:
+    report = await demonstrations
+    if report.first_error:
+        raise TaskError(f"no demonstrations: {report.first_error}")
+    return report.samples
 
 
 async def _give_up(system: System, owned: SampleBatch | None, ahead: asyncio.Task[GroupReport]) -> None:

@@ -67,7 +67,7 @@ class SampleStore:
     """The samples of one process. Thread-safe; bytes are encoded and written outside the lock.
 
     Args:
-        name: a plain word that no other store of this owner has or had, such as its process's kind and id.
+        name: a plain word that no other store of this owner has or had, such as its mesh and process id.
         owner_pid: process whose death makes the files rubbish: the run's controller.
         max_bytes: shared memory that the samples may take.
         directory: of the files.

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from titan_rl.errors import (
+    ActorGone,
     GatewayClosing,
     RequestError,
     RequestLost,
@@ -85,6 +86,8 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), code="invalid_request")
         case GatewayClosing():
             return ApiError(503, str(error), code="gateway_closing", headers=RETRY)
+        case ActorGone():  # it may be replaced
+            return ApiError(503, f"{type(error).__name__}: {error}", code="engine_unavailable", headers=RETRY)
         case TitanError():
             return ApiError(503, f"{type(error).__name__}: {error}", code="engine_unavailable")
         case _:

@@ -134,7 +134,7 @@ def describe(plan: MeshPlan, meshes: Meshes) -> MeshSpec:
                     "max_model_len": config.generator.max_model_len,
                     "run_seed": config.seed,
                 },
-                client=lambda actor: GatewayMesh(actor),
+                client=GatewayMesh,
                 setup=lambda gateway: gateway.setup(seconds=start_seconds),
                 doing="listening",
                 end=lambda gateway: gateway.end(),
@@ -151,6 +151,7 @@ def describe(plan: MeshPlan, meshes: Meshes) -> MeshSpec:
                 actor=RolloutWorker,
                 arguments=lambda: {
                     "config": config,
+                    "mesh": name,
                     "model_path": model_path,
                     "imports": meshes.imports,
                     "owner_pid": owner_pid,

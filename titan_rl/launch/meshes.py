@@ -231,7 +231,7 @@ class Meshes:
         self.say(f"lost {name}: {fault}; done again: {LOST_WITH[kind_of(name)]}")
         if kind_of(name) == "generator":
             self._work(self.router.generator_lost(name, str(fault)))
-        elif kind_of(name) == "rollout":
+        elif kind_of(name) in ("rollout", "gateway"):
             self._work(self.router.client_lost(name))
 
     async def _replace(self, fault: MeshFailed) -> None:

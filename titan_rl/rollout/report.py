@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
+from titan_rl.errors import TitanError
 from titan_rl.one_line import one_line
 from titan_rl.rollout.token_graph import TokenGraph
 from titan_rl.sandbox.wire import LONGEST_SHOWN, ExamplePrompt
@@ -153,6 +154,13 @@ def report_of(request: GroupRequest, result: GroupResult, refs: Sequence[SampleR
         samples=SampleBatch.of(refs),
         restarts=result.restarts,
     )
+
+
+def unplayed(request: GroupRequest, error: TitanError) -> GroupReport:
+    """The report of a group none of whose rollouts could be played."""
+    rollouts = tuple(Rollout(sample=sample, error=str(error)) for sample in range(request.samples))
+    result = GroupResult(group_id=request.group_id, purpose=request.purpose, rollouts=rollouts, samples=())
+    return report_of(request, result, ())
 
 
 def _shown(result: GroupResult, rollout: Rollout) -> Shown | None:

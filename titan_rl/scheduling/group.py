@@ -17,6 +17,10 @@ from enum import StrEnum
 
 from titan_rl.types import PolicyVersion
 
+MAX_ATTEMPTS = 4
+"""A group that is lost with what plays it this many times has failed. If its samples are lost this many times from
+stores that live, the run ends: the cause is not going to go away."""
+
 
 class GroupState(StrEnum):
     """Where a group is between its admission and its end."""
@@ -50,7 +54,7 @@ class Group:
     """The prompt's index in the stream."""
     state: GroupState
     attempt: int = 0
-    """How often its samples were lost so far."""
+    """How often it was lost so far."""
     min_version: PolicyVersion
     """The newest published version when it was admitted: no older policy may sample it."""
     oldest: PolicyVersion | None = None

@@ -1,0 +1,137 @@
+"""A gateway that is killed under the programs of a rollout worker, and the one that takes its place (15 s)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import pytest_asyncio
+from scripted_router import ScriptedRouter
+from support.meshes import mesh_plan
+from support.rollouts import TASKS
+
+from titan_rl.actors.connection import bounded
+from titan_rl.actors.gateway import Gateway, GatewayMesh
+from titan_rl.actors.rollouts import Rollouts, RolloutWorker
+from titan_rl.config import RunConfig
+from titan_rl.errors import ActorGone, ConfigError
+from titan_rl.gateway.config import GatewayConfig
+from titan_rl.launch.provisioner import Provisioner
+from titan_rl.policy.config import TinyPolicyConfig
+from titan_rl.policy.models.tiny import make_tiny_policy
+from titan_rl.rollout.config import EnvironmentConfig
+from titan_rl.types import GroupRequest, PolicyVersion, Purpose, SamplingParams
+
+SECONDS = 120.0
+PROGRAMS = 2
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def group(group_id: int, *, attempt: int = 0) -> GroupRequest:
+    return GroupRequest(
+        group_id=group_id,
+        purpose=Purpose.TRAIN,
+        samples=PROGRAMS,
+        sampling=SamplingParams(max_new_tokens=8),
+        min_version=PolicyVersion(0, 0),
+        attempt=attempt,
+    )
+
+
+class Parts:
+    """A router and a gateway; `worker` makes a worker that asks them."""
+
+    def __init__(self, provisioner: Provisioner, model_path: Path) -> None:
+        self.provisioner = provisioner
+        self._model_path = str(model_path)
+        self.router = self._spawn("router", ScriptedRouter).slice(ranks=0)
+
+    def gateway(self, config: GatewayConfig) -> Any:
+        settings = {"renderer": "symbols", "renderer_kwargs": {}, "max_model_len": 64}
+        return self._spawn("gateway", Gateway, config, self.router, model_path=self._model_path, **settings)
+
+    async def end(self, gateway: GatewayMesh, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+        gateway.lose("it was killed")
+        await self.provisioner.stop("gateway")
+
+    async def worker(self, gateway: GatewayMesh) -> Rollouts:
+        config = RunConfig(environment=EnvironmentConfig(name=f"{TASKS / 'careless.py'}:Careless"))
+        rollouts = Rollouts(workers=1, start_seconds=SECONDS, step_seconds=SECONDS)
+        settings = {"mesh": "rollout0", "model_path": self._model_path, "imports": (), "owner_pid": os.getpid()}
+        rollouts.workers[0].replace(self._spawn("rollout", RolloutWorker, config, **settings))
+        await rollouts.workers[0].setup(self.router, gateway.actor)
+        return rollouts
+
+    async def route(self, endpoint: str, *args: Any) -> None:
+        await bounded(getattr(self.router, endpoint).call_one(*args), what=endpoint, seconds=SECONDS)
+
+    def _spawn(self, name: str, actor: type[Any], *args: Any, **settings: Any) -> Any:
+        return self.provisioner.spawn(mesh_plan(name, beside=__file__)).spawn(name, actor, *args, **settings)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def parts(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Parts]:
+    provisioner = Provisioner(log_directory="", imports=(), on_fault=lambda fault: None)
+    try:
+        yield Parts(provisioner, make_tiny_policy(TinyPolicyConfig(), tmp_path_factory.mktemp("tiny")))
+    finally:
+        await provisioner.stop_all()
+
+
+async def test_rollouts_of_a_killed_gateway_are_lost_whatever_their_programs_made_of_it(parts: Parts) -> None:
+    config = GatewayConfig(port=0, rollout_keys=True)
+    gateway = GatewayMesh(parts.gateway(config))
+    (pid,) = await gateway.setup(seconds=SECONDS)
+    url = gateway.url
+    rollouts = await parts.worker(gateway)
+    await parts.route("hold")
+    play = asyncio.create_task(rollouts.run_group(group(1)))
+    await parts.route("wait_for_requests", PROGRAMS)
+
+    await parts.end(gateway, pid)
+    early = asyncio.create_task(rollouts.run_group(group(2)))
+    await rollouts.held()  # the worker has begun it
+    gateway.replace(parts.gateway(config))
+    await gateway.setup(seconds=SECONDS)
+    assert gateway.url == url
+    await rollouts.workers[0].use(parts.router, gateway.actor)
+    with pytest.raises(ActorGone):
+        await play
+
+    await parts.route("let_go")
+    for report in [await early, await rollouts.run_group(group(1, attempt=1))]:
+        assert report.first_error == "" and report.samples.trained_tokens == 8 * PROGRAMS
+        await rollouts.release(report.samples)
+    await rollouts.workers[0].close()
+
+
+@pytest.mark.parametrize("rollout_keys", [True, False])
+async def test_where_its_port_was_taken_a_gateway_of_rollouts_takes_another_one(
+    parts: Parts, rollout_keys: bool
+) -> None:
+    config = GatewayConfig(port=0, rollout_keys=rollout_keys)
+    await parts.provisioner.stop("gateway")
+    gateway = GatewayMesh(parts.gateway(config))
+    (pid,) = await gateway.setup(seconds=SECONDS)
+    url = gateway.url
+    await parts.end(gateway, pid)
+    with socket.create_server(("127.0.0.1", urlsplit(url).port or 0)):
+        gateway.replace(parts.gateway(config))
+        if rollout_keys:
+            await gateway.setup(seconds=SECONDS)
+            assert gateway.url != url
+        else:
+            with pytest.raises(ConfigError, match="Address already in use"):
+                await gateway.setup(seconds=SECONDS)
+    if not rollout_keys:
+        await gateway.setup(seconds=SECONDS)
+        assert gateway.url == url

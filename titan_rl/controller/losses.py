@@ -1,0 +1,84 @@
+"""Groups that are lost: each is played again under its id, and keeps its place.
+
+the worker of a running group ends, or the gateway of its programs ─▶ of_player    up to MAX_ATTEMPTS times
+the worker that holds a finished group's samples ends              ─▶ of_store
+a step cannot have all its samples                                 ─▶ of_samples   up to MAX_ATTEMPTS times
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.errors import ActorGone, SamplesLost
+from titan_rl.scheduling.group import MAX_ATTEMPTS, Batch, Group, GroupState
+
+if TYPE_CHECKING:
+    from titan_rl.actors.rollouts import Rollouts
+    from titan_rl.controller.checkpoints import Ledger
+
+_log = logging.getLogger(__name__)
+
+
+class Losses:
+    """Of one run."""
+
+    def __init__(
+        self, ledger: Ledger, rollouts: Rollouts, *, say: Callable[[str], None], changed: Callable[[], None]
+    ) -> None:
+        """
+        Args:
+            changed: called when a group is to be played again.
+        """
+        self._buffer, self._reports, self._summary = ledger.buffer, ledger.reports, ledger.summary
+        self._rollouts = rollouts
+        self._say = say
+        self._changed = changed
+        rollouts.on_lost = self.of_store
+
+    def of_player(self, group: Group, error: ActorGone) -> bool:
+        """Play a running group again. False: it was lost too often, and has failed."""
+        if group.attempt + 1 >= MAX_ATTEMPTS:
+            return False
+        _log.info("%s is played again: %s", group, error)
+        self._lost(group.group_id)
+        return True
+
+    def of_store(self, reason: str) -> None:
+        """Play the finished groups again whose samples are gone. Those of a batch that is out are in the hands of the
+        trainer, which may have read them."""
+        lost = [
+            group_id
+            for group_id, report in self._reports.items()
+            if self._buffer[group_id].state is GroupState.FINISHED and not self._rollouts.holds(report.samples)
+        ]
+        for group_id in lost:
+            del self._reports[group_id]
+            self._lost(group_id)
+        if lost:
+            self._say(f"groups {', '.join(map(str, lost))} were finished and are played again: {reason}")
+
+    async def of_samples(self, batch: Batch, error: SamplesLost) -> None:
+        """Give a batch up, and play those of its groups again that the error names.
+
+        Raises:
+            SamplesLost: it names no group of this batch, or one that was lost too often.
+        """
+        if not error.group_ids or not set(error.group_ids) <= set(batch.group_ids):
+            raise error
+        if any(self._buffer[group_id].attempt + 1 >= MAX_ATTEMPTS for group_id in error.group_ids):
+            raise error
+        given_up = []
+        for group_id in error.group_ids:
+            self._say(f"group {group_id} is played again: {error}")
+            given_up.append(self._reports.pop(group_id).samples)
+            self._lost(group_id)
+        self.of_store(str(error))
+        await self._rollouts.release(SampleBatch.concat(given_up))
+
+    def _lost(self, group_id: int) -> None:
+        self._buffer.lost(group_id)
+        self._summary.lost += 1
+        self._changed()
