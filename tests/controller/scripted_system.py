@@ -21,7 +21,7 @@ from script import Script, settle
 
 from titan_rl.config import CheckpointConfig, EvaluationConfig, LoopConfig, RunConfig
 from titan_rl.controller.checkpoint_files import newest_sound
-from titan_rl.controller.checkpoints import Checkpoints, read_ledger
+from titan_rl.controller.checkpoints import Checkpoints, new_ledger, read_ledger
 from titan_rl.controller.loop import TrainingLoop
 from titan_rl.controller.records import RunSummary
 from titan_rl.controller.system import System
@@ -41,6 +41,8 @@ class ScriptedTrainer:
         self.script = script
         self.step = 0
         self.incarnation = 0
+        self.restored: list[str] = []
+        """From where, "" is the policy as it was loaded, and as which version."""
         self.batches: list[list[int]] = []
         """Group ids of every finished step."""
         self.live: list[PolicyVersion] = []
@@ -88,10 +90,16 @@ class ScriptedTrainer:
         kept = [publication.version for publication in publications]
         (directory / "state").write_bytes(pickle.dumps((step, samples, kept)))
 
-    async def restore(self, directory: Path, incarnation: int) -> None:
+    @property
+    def version(self) -> PolicyVersion:
+        return PolicyVersion(self.incarnation, self.step)
+
+    async def restore(self, directory: Path | None, incarnation: int) -> None:
         await self.script.gate("restore")
-        self.step, self.kept_samples, self.kept = pickle.loads((directory / "state").read_bytes())
-        self.incarnation = incarnation
+        self.step, self.incarnation = 0, incarnation
+        if directory is not None:
+            self.step, self.kept_samples, self.kept = pickle.loads((directory / "state").read_bytes())
+        self.restored.append(f"{directory.name if directory else ''} {self.version}".strip())
 
     async def publish_again(self, directory: Path, version: PolicyVersion) -> Publication:
         await self.script.gate(f"publish {version} again")
@@ -324,6 +332,10 @@ class World:
             rollouts=self.rollouts,  # type: ignore[arg-type]
             generators={"generator0": None, "generator1": None},  # type: ignore[dict-item]
         )
+        self.begin(directory, restore=restore)
+
+    def begin(self, directory: Path | None, *, restore: bool, incarnation: int = 0) -> None:
+        """Make a loop, which may not be the first."""
         writer: Any = self.metrics
         found = newest_sound(directory, print) if directory is not None and restore else None
         self.loop = TrainingLoop(
@@ -333,7 +345,7 @@ class World:
             checkpoints=Checkpoints(directory, self.system, metrics=writer, say=self.display.say)
             if directory
             else None,
-            ledger=found and read_ledger(found.directory),
+            ledger=read_ledger(found.directory) if found else new_ledger(self.system.config, incarnation),
             restore_from=found and found.directory,
             clock=lambda: self.now,
         )

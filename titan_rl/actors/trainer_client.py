@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -94,9 +95,8 @@ class Trainer:
 
     async def setup(self) -> list[int]:
         """Build the policy on every rank, and bring it to where the ranks before were; returns their process ids."""
-        published = tuple(self._published.values())
-        endpoint = PolicyTrainer.setup
-        self.pids = await self._all(self._call(self._start_seconds, endpoint, self.version.incarnation, published))
+        adopted, setup = tuple(self._published.values()), PolicyTrainer.setup
+        self.pids = await self._all(self._call(self._start_seconds, setup, self.version.incarnation, adopted))
         if self._stores is not None:
             await self._all(self._call(self._step_seconds, PolicyTrainer.attach_stores, self._stores))
         self._state_lost = ""
@@ -107,6 +107,9 @@ class Trainer:
                 self._state_lost = f"no copy of {self.version} is usable: {error}"
         self._gone = ""
         self._lifeline.replaced()
+        for publication in adopted:
+            if publication.version not in self._published:
+                await self.release(publication)
         return self.pids
 
     async def attach_stores(self, stores: dict[str, Any]) -> None:
@@ -158,9 +161,11 @@ class Trainer:
         return self._note(await self._again(self._call(self._step_seconds, PolicyTrainer.push_model_state_dict)))
 
     async def release(self, publication: Publication) -> None:
-        """Free a publication that nobody pulls any more."""
-        await self._again(self._call(self._step_seconds, PolicyTrainer.release, publication.version), needs_state=False)
+        """Free a publication that nobody pulls any more. Ranks that replace these do not take it over."""
         self._published.pop(publication.version, None)
+        call = self._call(self._step_seconds, PolicyTrainer.release, publication.version)
+        with suppress(ActorGone):
+            await self._once(call, needs_state=False)
 
     async def logprobs(self, batch: SampleBatch) -> dict[tuple[int, int], np.ndarray]:
         """Score a batch under the current weights: (group id, sample) → [L] float32, position 0 is 0."""

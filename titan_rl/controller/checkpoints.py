@@ -32,7 +32,7 @@ from titan_rl.controller.records import RunSummary
 from titan_rl.controller.system import System
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import references_in
-from titan_rl.errors import CheckpointError, SampleError, StorageError
+from titan_rl.errors import ActorGone, CheckpointError, SampleError, StorageError
 from titan_rl.observability.activity import Activities
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.overrides import to_toml
@@ -77,10 +77,10 @@ class Ledger:
     """Only in a checkpoint: length of `metrics.jsonl`."""
 
 
-def new_ledger(config: RunConfig) -> Ledger:
-    """Of a run that begins."""
+def new_ledger(config: RunConfig, incarnation: int = 0) -> Ledger:
+    """Of a run that begins, or begins again."""
     loop = config.loop
-    buffer = GroupBuffer(**dataclasses.asdict(config.knobs()))
+    buffer = GroupBuffer(**dataclasses.asdict(config.knobs()), version=PolicyVersion(incarnation, 0))
     return Ledger(
         buffer=buffer,
         schedule=Schedule(buffer, steps=loop.steps, every=config.evaluation.every),
@@ -112,7 +112,8 @@ async def restore(ledger: Ledger, directory: Path, system: System) -> None:
         SampleError: a sample is damaged.
     """
     buffer, config = ledger.buffer, system.config
-    version = PolicyVersion(buffer.trainer_version.incarnation + 1, buffer.trainer_version.step)
+    before = max(buffer.trainer_version.incarnation, system.trainer.version.incarnation)
+    version = PolicyVersion(before + 1, buffer.trainer_version.step)
     reports = _reports_in(directory, ledger)
     ledger.reports.clear()  # their references are to stores of a process that is gone: nothing here to release
     await system.trainer.restore(directory, version.incarnation)
@@ -192,7 +193,7 @@ class Checkpoints:
             with activity("checkpoint", step=step):
                 draft = new_draft(self._run, step)
                 await self._system.trainer.begin_checkpoint(draft, step, samples)
-        except (StorageError, SampleError) as error:
+        except (StorageError, SampleError, ActorGone) as error:
             await self._given_up(step, error, publications, kept)
         else:
             self._writing = asyncio.create_task(self._write(draft, step, pickled, publications, kept))
@@ -210,7 +211,7 @@ class Checkpoints:
         try:
             await self._system.trainer.finish_checkpoint(draft, tuple(publications[version] for version in kept))
             await asyncio.to_thread(self._commit, draft, step, pickled)
-        except Exception as error:  # whatever it is; a trainer that is gone ends the run by itself
+        except Exception as error:  # whatever it is, a trainer that is gone too
             await self._given_up(step, error, publications, kept)
         else:
             await _let_go(publications, kept)

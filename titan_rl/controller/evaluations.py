@@ -8,8 +8,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_rl.controller.publications import EVALUATED, Publications
@@ -19,6 +20,7 @@ from titan_rl.rollout.report import RolloutReport
 from titan_rl.scheduling.group_buffer import GroupBuffer
 from titan_rl.scheduling.schedule import Schedule
 from titan_rl.types import PolicyVersion
+from titan_rl.weights.manifest import FleetPull, Publication
 
 if TYPE_CHECKING:
     from titan_rl.controller.system import System
@@ -92,7 +94,7 @@ class Evaluations:
             changed()
         try:
             await self.evaluate(version)
-            await self._unpin()
+            await self.unpin()
         except GeneratorFailed as error:
             if self.pinned is None:
                 raise
@@ -104,6 +106,22 @@ class Evaluations:
         await self._publications.release(version, EVALUATED)
         changed()
 
+    async def go_on(
+        self,
+        directory: Path,
+        older: Mapping[PolicyVersion, set[str]],
+        pull: Callable[[Publication], Awaitable[FleetPull]],
+    ) -> None:
+        """Publish the older versions of a checkpoint again, for their holders. Those that were being evaluated are
+        evaluated first, from the beginning."""
+        for version, holders in older.items():
+            publication = await self._publications.publish_again(directory, version, holders)
+            if EVALUATED in holders:
+                if not self._schedule.is_evaluated(version):
+                    await pull(publication)
+                    await self.evaluate(version)
+                await self._publications.release(version, EVALUATED)
+
     async def evaluate(self, version: PolicyVersion) -> None:
         """Evaluate a version that is served."""
         with self._activity("evaluate", version=version, on=self.pinned or "all generators"):
@@ -111,7 +129,8 @@ class Evaluations:
         self._record(evaluation)
         self._schedule.evaluated(version)
 
-    async def _unpin(self) -> None:
+    async def unpin(self) -> None:
+        """End the pin, if there is one."""
         if (pinned := self.pinned) is None:
             return
         with self._activity("unpin", generator=pinned):

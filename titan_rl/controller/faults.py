@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.errors import MeshFailed, SamplesLeaked, Stopped, TitanError, TrainingError
+from titan_rl.errors import MeshFailed, SamplesLeaked, Stopped, TitanError, TrainerStateLost, TrainingError
 from titan_rl.rollout.report import GroupReport
 
 if TYPE_CHECKING:
@@ -161,6 +161,8 @@ class FaultBoard:
                 raise self._first.result()
             try:
                 return task.result()
+            except TrainerStateLost:  # not the end: the run goes on from an earlier step
+                raise
             except Exception as error:
                 self._announce(error)
                 raise
@@ -247,6 +249,7 @@ async def train_and_save(
         say: called with where that is, or why it was not saved.
 
     Raises:
+        TrainerStateLost: nothing was saved, and the run has not ended: another loop has to go on from an earlier step.
         Stopped: a signal ended the loop.
         TitanError, OSError: training or saving failed.
     """
@@ -254,6 +257,8 @@ async def train_and_save(
     unsaved: Exception | None = None
     try:
         await faults.watch(loop.run())
+    except TrainerStateLost:
+        raise
     except Exception as error:
         failure = error
     for what, save in saves.items():
@@ -296,10 +301,10 @@ async def check_stores_are_empty(rollouts: Rollouts) -> None:
         raise SamplesLeaked(f"the run is over and samples are still held: {what}")
 
 
-async def release_samples(rollouts: Rollouts, reports: Iterable[GroupReport]) -> None:
+async def release_samples(rollouts: Rollouts, reports: Iterable[GroupReport], *, seconds: float | None) -> None:
     """Stop running rollouts and release reported samples. Never raises a TitanError."""
     try:
-        async with asyncio.timeout(RELEASE_SECONDS):
+        async with asyncio.timeout(seconds):
             await rollouts.stop_groups()
             await rollouts.release(SampleBatch.concat(report.samples for report in reports))
             if what := await _held(rollouts):

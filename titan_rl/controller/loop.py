@@ -33,15 +33,15 @@ from typing import TypeVar
 from titan_rl.controller.checkpoints import Checkpoints, Ledger, Lesson, new_ledger, restore
 from titan_rl.controller.evaluations import Evaluations
 from titan_rl.controller.exact_versions import ExactVersions
-from titan_rl.controller.faults import check_stores_are_empty, release_samples
+from titan_rl.controller.faults import RELEASE_SECONDS, check_stores_are_empty, release_samples
 from titan_rl.controller.losses import Losses
-from titan_rl.controller.publications import EVALUATED, SERVED, Publications
+from titan_rl.controller.publications import SERVED, Publications
 from titan_rl.controller.records import RunSummary, StepRecords
 from titan_rl.controller.stages import make_filter, warm_up
 from titan_rl.controller.system import System
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport
-from titan_rl.errors import ActorGone, SamplesLost
+from titan_rl.errors import ActorGone, SamplesLost, TrainerStateLost
 from titan_rl.observability.activity import Activities, Watchdog
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
@@ -113,7 +113,7 @@ class TrainingLoop:
 
     async def run(self) -> RunSummary:
         """Do the whole run, or the rest of it. The final weights of the policy are the ones that were evaluated last.
-        Call `end` in any case, after what is to be saved is saved."""
+        Call `end` in any case, after what is to be saved is saved. After TrainerStateLost nothing is left to end."""
         system = self._system
         self._display.say(self._buffer.knobs.describe())
         stop_watching = self._watchdog.report_every(
@@ -122,6 +122,8 @@ class TrainingLoop:
         failures: tuple[BaseException, ...] = ()
         try:
             if self._restore_from is None:
+                if again := self._buffer.trainer_version.incarnation:  # the trainer's state was lost: it begins anew
+                    await system.trainer.restore(None, again)
                 await warm_up(system, self._display, self._activity)
                 await system.trainer.freeze_reference()
             else:
@@ -146,6 +148,12 @@ class TrainingLoop:
         for later in failures[1:]:
             _log.warning("failed after the first: %s", later)
         if failures:
+            if isinstance(failures[0], TrainerStateLost):  # another loop goes on: nothing of this one is in its way
+                await self.end(failed=True, seconds=None)
+                if self._checkpoints is not None:
+                    await self._checkpoints.written()
+                await self._evaluations.unpin()
+                await self._publications.drop()
             raise failures[0]
         return self.summary
 
@@ -162,8 +170,8 @@ class TrainingLoop:
         newest = await self._checkpoints.written()
         return f"titan-rl train --resume {newest.parent.parent} goes on from {newest.name}" if newest else ""
 
-    async def end(self, *, failed: bool) -> None:
-        """Release everything that the run still owns.
+    async def end(self, *, failed: bool, seconds: float | None = RELEASE_SECONDS) -> None:
+        """Release everything that the run still owns, if it has failed as far as that goes within `seconds`.
 
         Raises:
             SamplesLeaked: the run has not failed and trained all that it admitted, and yet stores hold samples.
@@ -172,7 +180,7 @@ class TrainingLoop:
             self._stepping.cancel()
             await asyncio.gather(self._stepping, return_exceptions=True)
         if failed or self._buffer.counts.active:  # some are left if it stops early, or goes on for fewer steps
-            await release_samples(self._system.rollouts, self._reports.values())
+            await release_samples(self._system.rollouts, self._reports.values(), seconds=seconds)
         else:
             await check_stores_are_empty(self._system.rollouts)
 
@@ -185,13 +193,7 @@ class TrainingLoop:
             f"going on after step {self._buffer.trainer_version.step} from {directory}: {len(self._reports)} finished "
             f"groups are kept, {self._buffer.counts.waiting} are played again"
         )
-        for older, holders in self.ledger.older.items():
-            publication = await self._publications.publish_again(directory, older, holders)
-            if EVALUATED in holders:
-                if not self._schedule.is_evaluated(older):
-                    await self._pull(publication)
-                    await self._evaluations.evaluate(older)
-                await self._publications.release(older, EVALUATED)
+        await self._evaluations.go_on(directory, self.ledger.older, self._pull)
 
     # The tasks.
 

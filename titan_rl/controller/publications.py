@@ -121,6 +121,12 @@ class Publications:
         self._holders[version].remove(holder)
         await self._free_if_unneeded(version)
 
+    async def drop(self) -> None:
+        """Free all of them, whoever holds them: generators keep what they have pulled."""
+        dropped, self._live, self._holders = [*self._live.values()], {}, {}
+        for publication in dropped:
+            await self._trainer.release(publication)
+
     async def _free_if_unneeded(self, version: PolicyVersion) -> None:
         if self._holders[version] or self._live[version] is self.newest:
             return

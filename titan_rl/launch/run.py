@@ -26,10 +26,11 @@ from rich.markup import escape
 
 from titan_rl.config import RunConfig
 from titan_rl.controller.checkpoint_files import Checkpoint, checkpoints
-from titan_rl.controller.checkpoints import Checkpoints, read_ledger
-from titan_rl.controller.faults import Announcer, FaultBoard, train_and_save
+from titan_rl.controller.checkpoints import Checkpoints, Ledger, new_ledger, read_ledger
+from titan_rl.controller.faults import Announcer, FaultBoard, Save, train_and_save
 from titan_rl.controller.loop import TrainingLoop
-from titan_rl.errors import ConfigError, Stopped
+from titan_rl.controller.system import System
+from titan_rl.errors import ConfigError, Stopped, TrainerStateLost
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch.process import StopSignals, hold_signals, log_to_file
 from titan_rl.launch.resume import CONFIG, SUMMARY, Resume, lock_run
@@ -199,18 +200,23 @@ async def _train(
     faults: FaultBoard,
     saved: list[str],
 ) -> TrainingLoop:
-    """Train and save; `saved` is told what."""
-    ledger = None if checkpoint is None else read_ledger(checkpoint.directory)
+    """Train and save; `saved` is told what. If the trainer's state is lost, go on from the newest checkpoint."""
     display = RunDisplay(steps=config.loop.steps, live=config.logging.progress, console=console)
-    metrics = MetricsWriter(
-        directory,
-        tensorboard=config.logging.tensorboard,
-        wandb_project=config.logging.wandb_project,
-        run_name=directory.name,
-        config=dataclasses.asdict(config),
-        keep_bytes=0 if ledger is None else ledger.metrics_bytes,
-        say=display.say,
-    )
+
+    def begin(incarnation: int = 0) -> tuple[Ledger, MetricsWriter]:
+        ledger = new_ledger(config, incarnation) if checkpoint is None else read_ledger(checkpoint.directory)
+        metrics = MetricsWriter(
+            directory,
+            tensorboard=config.logging.tensorboard,
+            wandb_project=config.logging.wandb_project,
+            run_name=directory.name,
+            config=dataclasses.asdict(config),
+            keep_bytes=ledger.metrics_bytes,
+            say=display.say,
+        )
+        return ledger, metrics
+
+    ledger, metrics = begin()
     try:
         with display:
             async with start(
@@ -221,31 +227,44 @@ async def _train(
                 on_mesh=display.mesh,
                 say=display.say,
             ) as system:
-                checkpoints = Checkpoints(directory, system, metrics=metrics, say=display.say)
-                loop = TrainingLoop(
-                    system,
-                    display=display,
-                    metrics=metrics,
-                    checkpoints=checkpoints if config.checkpoint.keep else None,
-                    ledger=ledger,
-                    restore_from=checkpoint and checkpoint.directory,
-                )
-
-                async def save_weights() -> str:
-                    if not loop.has_weights:
-                        return ""
-                    weights = directory / "checkpoint"
-                    saved.append(f"the weights after step {await system.trainer.save(weights)} are in {weights}")
-                    if not (directory / CONFIG).exists():  # somebody removed the run directory, which is there again
-                        write_config(directory, config)
-                    return saved[-1]
-
-                saves = {"the weights were": save_weights} if config.logging.save_final else {}
-                await train_and_save(loop, faults, saves | {"a last checkpoint was": loop.save}, display.say)
-                metrics.sync()
-                return loop
+                while True:
+                    checkpoints = Checkpoints(directory, system, metrics=metrics, say=display.say)
+                    loop = TrainingLoop(
+                        system,
+                        display=display,
+                        metrics=metrics,
+                        checkpoints=checkpoints if config.checkpoint.keep else None,
+                        ledger=ledger,
+                        restore_from=checkpoint and checkpoint.directory,
+                    )
+                    try:
+                        await train_and_save(loop, faults, _saves(loop, system, directory, saved), display.say)
+                        metrics.sync()
+                        return loop
+                    except TrainerStateLost as lost:
+                        metrics.close()
+                        checkpoint = await asyncio.to_thread(Resume(directory).begin, display.say)
+                        again = loop.ledger.buffer.trainer_version.step - (checkpoint.step if checkpoint else 0)
+                        display.say(f"the trainer's state is lost, {again} finished steps are done again: {lost}")
+                        ledger, metrics = begin(system.trainer.version.incarnation + 1)
     finally:
         metrics.close()
+
+
+def _saves(loop: TrainingLoop, system: System, directory: Path, saved: list[str]) -> dict[str, Save]:
+    """What is saved when the loop has ended; `saved` is told of the weights."""
+
+    async def save_weights() -> str:
+        if not loop.has_weights:
+            return ""
+        weights = directory / "checkpoint"
+        saved.append(f"the weights after step {await system.trainer.save(weights)} are in {weights}")
+        if not (directory / CONFIG).exists():  # somebody removed the run directory, which is there again
+            write_config(directory, system.config)
+        return saved[-1]
+
+    saves: dict[str, Save] = {"the weights were": save_weights} if system.config.logging.save_final else {}
+    return saves | {"a last checkpoint was": loop.save}
 
 
 def _conclude(
