@@ -127,6 +127,8 @@ def test_tensorboard_on_a_directory_that_was_removed_does_not_raise(tmp_path: Pa
     writer = MetricsWriter(tmp_path / "run", tensorboard=True)
     shutil.rmtree(tmp_path / "run")
     writer.write(1, {"train/loss": 0.5})
+    with pytest.raises(StorageError, match="1 lines of numbers cannot be written: .*No such file or directory"):
+        writer.sync()
     writer.close()
 
 

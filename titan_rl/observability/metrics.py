@@ -1,10 +1,10 @@
 """Numbers of a run: one JSON object per step in `metrics.jsonl`, the same in TensorBoard, W&B only when asked.
 
 A line is complete or absent: each is written at once, so a killed run keeps every finished step. `metrics.jsonl` is the
-record of a run. On a full disk the run says so, keeps the lines, goes on, and writes them with a later step. Ending
-there would lose more, since nothing else could be saved on that disk either. A run whose lines cannot be written at its
-end fails. TensorBoard and W&B only show what is in there: when one of them fails, the run says so once and goes on
-without it.
+record of a run. Where it cannot be written, because the disk is full or somebody removed the file, the run says so,
+keeps the lines and goes on; on a disk that has room again a later step writes them. Ending there would lose more, since
+nothing else could be saved either. A run whose lines cannot be written at its end fails. TensorBoard and W&B only show
+what is in there: when one of them fails, the run says so once and goes on without it.
 """
 
 from __future__ import annotations
@@ -128,13 +128,15 @@ class MetricsWriter:
         """Write these lines, after those that are not written yet: all or none."""
         with self._lock:
             self._unwritten += lines
-            before = os.fstat(self._file.fileno()).st_size
+            state = os.fstat(self._file.fileno())
             try:
+                if not state.st_nlink:  # the file was removed, and whatever is written to it is lost
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
                 if self._unwritten and self._file.write(self._unwritten) < len(self._unwritten):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError as error:
                 with contextlib.suppress(OSError):  # a device has no length
-                    os.ftruncate(self._file.fileno(), before)
+                    os.ftruncate(self._file.fileno(), state.st_size)
                 count = self._unwritten.count(b"\n")
                 raise StorageError(f"{self._path}: {count} lines of numbers cannot be written: {error}") from error
             self._unwritten = b""
