@@ -186,6 +186,20 @@ class FaultBoard:
         finally:
             await _cancelled(task)
 
+    async def unless_fatal(self, mesh: str, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work`, whatever ends the run meanwhile, unless it is the loss of this mesh. That is raised."""
+        task = asyncio.ensure_future(work)
+        try:
+            either: set[asyncio.Future[Any]] = {task, self._first}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and getattr(self._first.result(), "mesh", "") != mesh:
+                await asyncio.wait({task})
+            if not task.done():
+                raise self._first.result()
+            return task.result()
+        finally:
+            await _cancelled(task)
+
     def settle(self) -> TitanError | None:
         """Fix the result of the run: from now on faults change nothing.
 
@@ -280,7 +294,8 @@ async def train_and_save(
 
 async def _save(save: Save, faults: FaultBoard, *, seconds: float | None) -> str:
     # a run that has failed or is stopped waits for no replacement
-    saving = asyncio.ensure_future(save() if seconds is None else faults.unless_lost("trainer", save()))
+    work = faults.unless_fatal("trainer", save()) if seconds is None else faults.unless_lost("trainer", save())
+    saving = asyncio.ensure_future(work)
     hurry = asyncio.ensure_future(faults.hurry.wait())
     try:
         await asyncio.wait({saving, hurry}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
