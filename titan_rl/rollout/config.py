@@ -22,8 +22,15 @@ class EnvironmentConfig:
     up to 4 processes of a worker."""
     start_seconds: float = 300.0
     """Longest time the import and the construction of the environment may take, data sets included."""
+    memory_mib: int = 4096
+    """Memory that one process of user code, and each process that it starts, may allocate beyond what the environment
+    takes once it is made. A call that needs more fails, and only its rollout with it; a program gets a MemoryError. The
+    default holds a large test run, and not all of a host's memory. 0: no bound. Mapped files and shared memory are not
+    counted."""
 
     def __post_init__(self) -> None:
+        if self.memory_mib < 0:
+            raise ConfigError(f"environment.memory_mib must be 0 (no bound) or more, got {self.memory_mib}")
         for name in ("step_seconds", "start_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"environment.{name} must be positive, got {getattr(self, name)}")

@@ -38,6 +38,8 @@ DRAIN_SECONDS = 2.0
 """How long to wait for remaining output if another process holds the other end open."""
 MAX_LOG_LINE = 4096
 """Longer lines of output are logged in pieces."""
+LOG_SECONDS, LOG_BYTES = 10.0, 1 << 20
+"""So many bytes of output are logged in so many seconds; the rest is counted: endless output would fill the disk."""
 
 logger = logging.getLogger(__name__)
 
@@ -287,8 +289,18 @@ class _LogLines(asyncio.Protocol):
     def __init__(self, ended: asyncio.Event):
         self._ended = ended
         self._rest = b""
+        self._since = 0.0
+        self._logged = self._dropped = 0  # bytes since then
 
     def data_received(self, data: bytes) -> None:
+        now = asyncio.get_running_loop().time()
+        if now >= self._since + LOG_SECONDS:
+            self._say_dropped()
+            self._since, self._logged = now, 0
+        if self._logged >= LOG_BYTES:
+            self._dropped += len(data)
+            return
+        self._logged += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
         while len(self._rest) > MAX_LOG_LINE:
             lines.append(self._rest[:MAX_LOG_LINE])
@@ -296,7 +308,13 @@ class _LogLines(asyncio.Protocol):
         for line in lines:
             logger.info("%s", line.decode(errors="replace"))
 
+    def _say_dropped(self) -> None:
+        if self._dropped:
+            logger.warning("%d bytes of output were not logged: user code printed too much", self._dropped)
+        self._dropped = 0
+
     def connection_lost(self, error: Exception | None) -> None:
+        self._say_dropped()
         if self._rest:
             logger.info("%s", self._rest.decode(errors="replace"))
         self._ended.set()

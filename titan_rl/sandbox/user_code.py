@@ -4,6 +4,7 @@
 - An exception of user code fails only the call that raised it; `exit()` is an exception like any other.
 - Plain functions run one after the other, in the main thread and outside any event loop. Calls of `async def` functions
   run concurrently in one event loop, each under the time limit.
+- A process may allocate so much memory and no more. After a call that wanted more it ends: another one takes its place.
 - The process holds no state that cannot be made again: examples are only cached.
 """
 
@@ -14,12 +15,14 @@ import importlib
 import inspect
 import os
 import pickle
+import resource
 import select
 import socket
 import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from titan_rl.environments import SHORT_NAMES
@@ -30,6 +33,7 @@ from titan_rl.errors import TaskError
 from titan_rl.importing import describe, import_file, import_name
 from titan_rl.one_line import one_line
 from titan_rl.sandbox.wire import (
+    LARGEST_ANSWER,
     LONGEST_SHOWN,
     Answer,
     Call,
@@ -62,6 +66,8 @@ class UserCode:
             raise TaskError(f"rubric returned {type(self._rubric).__name__}, expected Rubric")
         self._tools = Toolbox(environment.tools())
         self._step_seconds = setup.step_seconds
+        self._memory_mib = setup.memory_mib
+        self._out_of_memory = False
         asynchronous = {
             CallKind.RESPOND: is_asynchronous(environment.respond),
             CallKind.CALL_TOOLS: self._tools.asynchronous,
@@ -81,6 +87,8 @@ class UserCode:
     def serve(self, connection: socket.socket) -> None:
         """Answer lists of calls until the worker closes the connection. An empty list ends the one before it early: its
         current call is slow, and the worker has sent the rest to another process."""
+        if self._memory_mib:
+            _bound_memory(self._memory_mib << 20)
         frames, more = Frames(), select.poll()
         more.register(connection, select.POLLIN)
         while data := connection.recv(1 << 20):
@@ -89,7 +97,7 @@ class UserCode:
                 asyncio.run(self._serve_together(connection, frames, lists))
             for calls in filter(None, lists):
                 for number, call in calls:
-                    connection.sendall(pack_frame(self._answer_plain(number, call)))
+                    self._send(connection, self._answer_plain(number, call))
                     if not lists[-1] or more.poll(0):
                         break
                 connection.sendall(pack_frame(None))
@@ -127,13 +135,22 @@ class UserCode:
         else:
             late = f"did not finish within {self._step_seconds:g} s" + ("" if task.done() else ", nor when cancelled")
             answer = Answer(number, failure=Failure(late, late, late + "\n", late=True))
-        connection.sendall(pack_frame(answer))
+        self._send(connection, answer)
+
+    def _send(self, connection: socket.socket, answer: Answer) -> None:
+        frame = pack_frame(answer)
+        if len(frame) > LARGEST_ANSWER:
+            much = f"answered {len(frame) >> 20} MiB; the bound is {LARGEST_ANSWER >> 20} MiB"
+            frame = pack_frame(Answer(answer.number, failure=Failure(much, much, much + "\n")))
+        connection.sendall(frame)
+        if self._out_of_memory:
+            os._exit(1)  # what it has allocated may never be freed
 
     def _answer_plain(self, number: int, call: Call) -> Answer:
         try:
             return Answer(number, run_plain(self._perform(call)))
         except BaseException as error:  # user code may raise anything, SystemExit and KeyboardInterrupt included
-            return Answer(number, failure=_failure(error))
+            return Answer(number, failure=self._failure(error))
 
     async def _answer(self, number: int, call: Call) -> Answer:
         try:
@@ -141,7 +158,16 @@ class UserCode:
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            return Answer(number, failure=_failure(error))
+            return Answer(number, failure=self._failure(error))
+
+    def _failure(self, error: BaseException) -> Failure:
+        self._out_of_memory |= isinstance(error, MemoryError)
+        description = describe(error)
+        if isinstance(error, MemoryError) and self._memory_mib:
+            description = f"needed more memory than environment.memory_mib ({self._memory_mib}): {description}"
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        return Failure(type(error).__name__ + where, description, "".join(traceback.format_exception(error)))
 
     async def _perform(self, call: Call) -> Any:
         if call.kind is CallKind.DEMONSTRATE:
@@ -181,10 +207,14 @@ async def _awaited(value):
     return await value
 
 
-def _failure(error: BaseException) -> Failure:
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return Failure(type(error).__name__ + where, describe(error), "".join(traceback.format_exception(error)))
+def _bound_memory(nbytes: int) -> None:
+    """Let this process allocate so many bytes more. Its private writable memory is bounded and not its address space,
+    of which Node and Java reserve more than they use."""
+    pages = int(Path("/proc/self/statm").read_text().split()[5])
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    bound = pages * resource.getpagesize() + nbytes
+    if most == resource.RLIM_INFINITY or bound < most:
+        resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
 
 
 def _transcript(conversation: Conversation) -> Transcript:

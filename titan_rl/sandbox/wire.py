@@ -20,6 +20,9 @@ from titan_rl.types import Endpoint, FinishReason, Message, Purpose, ToolSpec
 LONGEST_SHOWN = 160
 """Characters of a prompt, an answer or a reference answer that are displayed."""
 
+LARGEST_ANSWER = 16 << 20
+"""Bytes. A longer one fails its call: rendering it would hold up all rollouts of the worker."""
+
 _LENGTH = struct.Struct("<Q")
 
 
@@ -63,6 +66,8 @@ class EnvironmentSetup:
     start_seconds: float = 300.0
     slow_seconds: float = 0.25
     """If a call takes longer, the calls behind it go to another process."""
+    memory_mib: int = 0
+    """What a process of user code may allocate beyond what the host has; 0: no bound."""
     held_out: int = 0
     """Held-out prompts to ask for."""
     prompts: int = 0

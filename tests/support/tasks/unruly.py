@@ -10,6 +10,8 @@ from pathlib import Path
 
 from titan_rl.environments.base import Environment, EnvironmentReply, Example, GroupReward, Message, Reward, Rubric
 
+hoard = []
+
 
 def misbehave(how: str) -> None:
     match how:
@@ -26,6 +28,18 @@ def misbehave(how: str) -> None:
         case "print":
             print("a line on stdout")
             os.write(2, b"a line on stderr\n")
+        case "hog":
+            hoard.append(bytearray(1 << 30))
+        case "hoard":  # in small pieces, which it keeps
+            while True:
+                hoard.append(bytes(1 << 20))
+        case "a child hogs":
+            subprocess.run(["python3", "-c", "bytearray(1 << 30)"], check=True)
+        case "print for ever":
+            while True:
+                os.write(1, b"more\n" * 10_000)
+        case "shout":
+            raise ValueError("x" * (20 << 20))
         case "fork":  # keeps every inherited descriptor open for longer than a test may take
             if os.fork() == 0:
                 time.sleep(60)

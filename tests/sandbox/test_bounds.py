@@ -1,0 +1,62 @@
+"""User code that wants too much memory, prints or answers too much costs its own call and nothing else (20 s)."""
+
+import asyncio
+import logging
+import re
+
+import pytest
+from support.rollouts import UNRULY
+
+from titan_rl.errors import TaskError
+from titan_rl.sandbox import host_process
+from titan_rl.sandbox.sandbox import Sandbox
+from titan_rl.sandbox.wire import Call, CallKind, Conversation, EnvironmentSetup
+from titan_rl.types import FinishReason, Message, Purpose
+
+CONVERSATION = Conversation((Message("user", "0="), Message("assistant", "0")), (FinishReason.STOP,))
+
+
+async def scores(how: str, *, cls: str = "Unruly", prompts: int = 6, **settings) -> tuple[dict, int]:
+    """What becomes of the scores of some prompts of which number 3 misbehaves; and how many processes ended."""
+    kwargs = {"behaviour": {"3": how}}
+    sandbox = Sandbox(
+        EnvironmentSetup(name=f"{UNRULY}:{cls}", kwargs=kwargs, run_seed=5, imports=(UNRULY,), **settings)
+    )
+    try:
+        await sandbox.start()
+        calls = (Call(CallKind.SCORE, Purpose.TRAIN, prompt, CONVERSATION) for prompt in range(prompts))
+        outcomes = await asyncio.gather(*map(sandbox.call, calls), return_exceptions=True)
+        return dict(enumerate(outcomes)), sandbox.restarts
+    finally:
+        await sandbox.close()
+
+
+@pytest.mark.parametrize("how", ["hog", "hoard", "a child hogs"])
+@pytest.mark.parametrize("cls", ["Unruly", "UnrulyAsync"])
+async def test_a_call_that_wants_too_much_memory_costs_itself(how, cls):
+    outcomes, restarts = await scores(how, cls=cls, memory_mib=200)
+    wrong = outcomes.pop(3)
+    assert isinstance(wrong, TaskError)
+    if how == "a child hogs":
+        assert "returned non-zero exit status" in str(wrong)
+    else:
+        assert "score of train prompt 3: needed more memory than environment.memory_mib (200)" in str(wrong)
+        assert restarts == 1, "what it hoards goes with its process"
+    assert [reward for reward, _ in outcomes.values()] == [1.0] * 5
+
+
+async def test_an_answer_that_is_too_long_costs_its_call():
+    outcomes, _ = await scores("shout")
+    assert re.search(r"prompt 3: answered \d+ MiB; the bound is 16 MiB", str(outcomes.pop(3)))
+    assert [reward for reward, _ in outcomes.values()] == [1.0] * 5
+
+
+async def test_endless_output_is_logged_up_to_a_bound(caplog, monkeypatch):
+    monkeypatch.setattr(host_process, "LOG_BYTES", 1000)
+    caplog.set_level(logging.INFO, logger=host_process.__name__)
+    outcomes, _ = await scores("print for ever", step_seconds=1.0)
+    assert "prompt 3: did not finish within 1 s" in str(outcomes.pop(3))
+    assert [reward for reward, _ in outcomes.values()] == [1.0] * 5
+    said = [record.getMessage() for record in caplog.records if record.name == host_process.__name__]
+    assert sum(map(len, said)) < 1_000_000
+    assert any(re.fullmatch(r"\d+ bytes of output were not logged: user code printed too much", each) for each in said)
