@@ -29,6 +29,7 @@ ENDED_BY = {
     "actors/router_client.py:stream": "the completion of the same request, which ends as in `_generate`",
     "actors/trainer.py:run": "the calls before it; a stuck rank is found by its pulse; the caller has a bound",
     "controller/checkpoints.py:written": "calls with a bound, then the disk; a stopped run waits SAVE_SECONDS",
+    "controller/faults.py:unless_fatal": "the work, whose calls wait so long for a trainer that is replaced",
     "controller/faults.py:unless_lost": "the end of the mesh, or of the work, which has a bound",
     "controller/faults.py:watch": "any fault or signal",
     "controller/loop.py:_train": "the step, whose calls have a bound",
