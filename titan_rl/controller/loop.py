@@ -104,6 +104,7 @@ class TrainingLoop:
         self.has_weights = restore_from is None
         """Whether the trainer holds weights of this run: not while it is being restored."""
         self._stepping: asyncio.Future[None] | None = None  # the step that is under way, with its cut, or the last one
+        self._told: dict[str, str] = {}  # by generator: why it does not serve
         self._changed = asyncio.Event()
         self._losses = Losses(ledger, system.rollouts, say=display.say, changed=self._notify)
 
@@ -312,9 +313,11 @@ class TrainingLoop:
         publication, pull = await self._publications.taken(publication, self._pull, on_refused=self._warn)
         version = publication.version
         for name in self._system.generators:
-            self._display.mesh(name, pull.failures.get(name, f"sampling under {version}"))
-            if name in pull.failures and name not in (pinned, self._evaluations.pinned):
-                self._display.say(f"{name} does not serve {version}: {pull.failures[name]}")
+            failure = pull.failures.get(name, "")
+            self._display.mesh(name, failure or f"sampling under {version}")
+            if failure not in ("", self._told.get(name)) and name not in (pinned, self._evaluations.pinned):
+                self._display.say(f"{name} does not serve {version}: {failure}")
+            self._told[name] = failure
         # Only after the pull: otherwise the first generator with the version would get all groups that wait for it.
         self._published(version)
         if before is not None and not first:
