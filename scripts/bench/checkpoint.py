@@ -12,6 +12,10 @@ checkpoint has its name, with checksums and everything on disk, while nothing el
 `speed_while_written`: optimizer steps per second while one is being written ÷ without; `steps_lost` is what one
 checkpoint costs training, standing still included. The writing shares the cores of training.
 
+`copy_to_memcpy`: the copy in shared memory that follows every step, with its checksum, ÷ the warm memory copy.
+`copy_to_step`: the same ÷ a step of 64 tokens, which is little more than the optimizer; `tiny_copy_to_step` is that of
+copy4's policy ÷ a step on 256 samples. `read_to_memcpy`: until a rank has checked and read a copy.
+
 `resume_to_cold`: seconds from `--resume` to the end of the first optimizer step ÷ those of a new run of the same
 config, of real runs of a tiny policy, imports included.
 """
@@ -73,7 +77,10 @@ def measure_state(layers: int, repetitions: int, directory: Path) -> dict[str, f
     import torch
 
     from titan_rl.policy.models.tiny import make_tiny_policy
+    from titan_rl.policy.state_copies import StateCopies
     from titan_rl.policy.updater import PolicyUpdater
+    from titan_rl.types import PolicyVersion
+    from titan_rl.weights.segment_files import remove_segments_of
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     model = make_tiny_policy(dataclasses.replace(POLICY, layers=layers), directory / "policy")
@@ -84,6 +91,8 @@ def measure_state(layers: int, repetitions: int, directory: Path) -> dict[str, f
         policy.train_step(batch, plan)
     parameters = sum(shard.data.numel() for shard in policy.local_shards())
     source, target = torch.randn(3 * parameters), torch.randn(3 * parameters)
+    copies = StateCopies(owner_pid=os.getpid(), rank=0, ranks=1)
+    policy.copy_state(copies)
     run = directory / "run"
     timed: dict[str, list[float]] = {}
 
@@ -134,10 +143,15 @@ def measure_state(layers: int, repetitions: int, directory: Path) -> dict[str, f
         now["committed"] = seconds(lambda: finish(policy.step))
         prune(run, keep=0, newest=policy.step)
         now["step"] = seconds(lambda: [policy.train_step(batch, plan) for _ in range(STEPS)]) / STEPS
+        policy.copy_state(copies)
+        now["copy"] = seconds(lambda: policy.copy_state(copies))
+        now["read"] = seconds(lambda: policy.go_on_from_copy(copies, PolicyVersion(0, policy.step)))
         now["meanwhile"], now["written"], now["checkpoints"] = train_beside_writing()
         prune(run, keep=0, newest=policy.step)
         for name, value in now.items():
             timed.setdefault(name, []).append(value)
+
+    remove_segments_of(os.getpid())
 
     def median(value: Callable[[dict[str, float]], float]) -> float:
         rows = [dict(zip(timed, values, strict=True)) for values in zip(*timed.values(), strict=True)]
@@ -152,32 +166,59 @@ def measure_state(layers: int, repetitions: int, directory: Path) -> dict[str, f
         "bytes": 12 * parameters,
         **{
             f"seconds_{name}": median(lambda row, name=name: row[name])
-            for name in ("memcpy", "begin", "write", "committed", "step")
+            for name in ("memcpy", "begin", "write", "committed", "step", "copy", "read")
         },
         "seconds_step_meanwhile": median(lambda row: row["meanwhile"] / STEPS),
         "first_begin_to_memcpy": timed["begin"][0] / timed["memcpy"][0],
         "begin_to_memcpy": median(lambda row: row["begin"] / row["memcpy"]),
         "committed_to_write": median(lambda row: row["committed"] / row["write"]),
+        "copy_to_memcpy": median(lambda row: row["copy"] / row["memcpy"]),
+        "copy_to_step": median(lambda row: row["copy"] / row["step"]),
+        "read_to_memcpy": median(lambda row: row["read"] / row["memcpy"]),
         "speed_while_written": median(lambda row: 1 - lost(row) / row["written"]),
         "steps_lost": median(lambda row: (row["begin"] + lost(row) / row["checkpoints"]) / row["step"]),
     }
 
 
-def make_batch() -> SampleBatch:
+def measure_tiny(steps: int, directory: Path) -> dict[str, float]:
+    """In the process whose ranks `measure_state` has joined."""
+    from titan_rl.policy.models.tiny import make_tiny_policy
+    from titan_rl.policy.state_copies import StateCopies
+    from titan_rl.policy.updater import PolicyUpdater
+    from titan_rl.weights.segment_files import remove_segments_of
+
+    model = make_tiny_policy(TinyPolicyConfig(), directory / "tiny")
+    policy = PolicyUpdater(TrainerConfig(), model_path=model, temperature=1.0, total_steps=10_000, device="cpu", seed=0)
+    copies = StateCopies(owner_pid=os.getpid(), rank=0, ranks=1)
+    batch = make_batch(samples=256, vocabulary=13)
+    plan = policy.plan(batch)
+    timed = [
+        (seconds(lambda: policy.train_step(batch, plan)), seconds(lambda: policy.copy_state(copies)))
+        for _ in range(steps)
+    ][2:]
+    remove_segments_of(os.getpid())
+    return {
+        "tiny_seconds_step": statistics.median(step for step, _ in timed),
+        "tiny_seconds_copy": statistics.median(copy for _, copy in timed),
+        "tiny_copy_to_step": statistics.median(copy / step for step, copy in timed),
+    }
+
+
+def make_batch(samples: int = SAMPLES, vocabulary: int = 1000) -> SampleBatch:
     random = np.random.default_rng(0)
     mask = np.arange(TOKENS) >= TOKENS // 2
     return SampleBatch.of(
         TrainingSample(
             group_id=0,
             sample=sample,
-            token_ids=random.integers(2, 1000, TOKENS).astype(np.int32),
+            token_ids=random.integers(2, vocabulary, TOKENS).astype(np.int32),
             loss_mask=mask,
             logprobs=np.where(mask, -np.log(20_482), 0).astype(np.float32),
             versions=np.where(mask, 0, NO_VERSION).astype(np.int64),
             advantage=1.0 - 2 * (sample % 2),
             reward=0.0,
         )
-        for sample in range(SAMPLES)
+        for sample in range(samples)
     )
 
 
@@ -237,11 +278,17 @@ ROWS = {
     "seconds_write": "a plain write and fsync of as many bytes",
     "seconds_committed": "written, with checksums, on disk and named",
     "seconds_step": "a step of training",
+    "seconds_copy": "the copy in shared memory after it",
+    "seconds_read": "a successor checks and reads that copy",
+    "tiny_seconds_step": "a step of copy4's policy, 256 samples",
+    "tiny_seconds_copy": "the copy in shared memory after it, of copy4's policy",
     "seconds_step_meanwhile": "a step while checkpoints are being written",
     "seconds_cold_to_first_step": "a new run, to the end of its first step",
     "seconds_resume_to_first_step": "--resume, to the end of its first step",
 }
 UNITS = {
+    "seconds_copy": "copy_to_step",
+    "tiny_seconds_copy": "tiny_copy_to_step",
     "seconds_begin": "begin_to_memcpy",
     "seconds_committed": "committed_to_write",
     "seconds_resume_to_first_step": "resume_to_cold",
@@ -260,6 +307,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.directory) as temporary:
         if options.only != "resume":
             figures |= measure_state(options.layers, options.repetitions, Path(temporary))
+            figures |= measure_tiny(10 * options.repetitions, Path(temporary))
         if options.only != "state":
             figures |= measure_resume(options.rounds, Path(temporary))
     rows = [

@@ -153,3 +153,5 @@ async def test_a_rank_that_dies_costs_a_retry_and_no_bit(lossy: Lossy) -> None:
         await trained(trainer, 4)
         await trainer.push_model_state_dict()
     assert lossy.said == []
+    await trainer.close()
+    assert not list(DIRECTORY.glob(f"titan_rl-{os.getpid()}-*"))

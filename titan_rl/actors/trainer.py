@@ -275,6 +275,8 @@ class PolicyTrainer(ConnectedActor):
         """Free the shared memory, which would outlive the process."""
         if self._publisher is not None:
             self._publisher.close()
+        if self._copies is not None:
+            self._copies.remove()
 
     def _publish(self, version: PolicyVersion, shards: Iterable[TensorShard]) -> Publication:
         import torch
@@ -289,6 +291,7 @@ class PolicyTrainer(ConnectedActor):
             try:
                 self._ready().copy_state(self._copies, reference=reference)
             except StorageError as error:
+                self._copies.remove()
                 self._copies = None
                 return str(error)
         return ""

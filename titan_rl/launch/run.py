@@ -242,10 +242,11 @@ async def _train(
                         metrics.sync()
                         return loop
                     except TrainerStateLost as lost:
+                        display.say(f"the trainer's state is lost: {lost}")
                         metrics.close()
                         checkpoint = await asyncio.to_thread(Resume(directory).begin, display.say)
                         again = loop.ledger.buffer.trainer_version.step - (checkpoint.step if checkpoint else 0)
-                        display.say(f"the trainer's state is lost, {again} finished steps are done again: {lost}")
+                        display.say(f"{again} finished steps are done again")
                         ledger, metrics = begin(system.trainer.version.incarnation + 1)
     finally:
         metrics.close()

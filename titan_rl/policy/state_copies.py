@@ -27,7 +27,8 @@ from titan_rl.types import PolicyVersion
 from titan_rl.weights.segment_files import DIRECTORY, create_segment, free_bytes, map_segment, segment_path
 
 LARGEST_SHARE = 0.5
-"""Of the free shared memory that the copies of all ranks may take: publications and samples need some too."""
+"""Of the free shared memory that the copies of all ranks may take. What is left is at least as much, and publications
+need less: at most 4 bytes per parameter each, where copies take 24."""
 
 _REFERENCE = 2
 """The slot of the reference policy."""
@@ -87,6 +88,12 @@ class StateCopies:
         for slot, _, tensors in parts:
             for pieces, places, _ in _batches(tensors, self._mapped[slot]):
                 torch._foreach_copy_(pieces, places)
+
+    def remove(self) -> None:
+        """Nobody will need them."""
+        self._mapped.clear()
+        for path in self._paths:
+            path.unlink(missing_ok=True)
 
     def _make_room(self, missing: dict[int, int]) -> None:
         directory = self._paths[0].parent
