@@ -100,6 +100,10 @@ class SampleStoreFull(TitanError):
     """A sample store has no room for more samples, by its own bound or the host's. Nothing was stored."""
 
 
+class SharedMemoryFull(SampleStoreFull):
+    """The host has no room, which others may free."""
+
+
 class OwnershipError(TitanError):
     """A sample was released twice, or is unknown to its store. Nothing was changed."""
 

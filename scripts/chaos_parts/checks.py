@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -135,7 +136,8 @@ def state_of(checkpoint: Path) -> dict[str, bytes]:
         for name, entry in stored.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    read_state(tensors, checkpoint / "trainer")
+    with warnings.catch_warnings(action="ignore"):  # that this is a single process
+        read_state(tensors, checkpoint / "trainer")
     return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
 

@@ -130,9 +130,11 @@ def judge(faults: Sequence[Injected], log: Sequence[Line], steps: Iterable[float
     for fault, end in zip(faults, ends, strict=False):
         kind = KINDS[fault.fault.kind]
         after = [line for line in log if line.at >= fault.at - 0.001]
-        seen = f"lost {fault.mesh}: " if fault.mesh else kind.seen
-        if fault.detected is None and seen:
-            fault.detected = _seconds(fault, (line.at for line in after if seen in line.text))
+        lost = (f"lost {fault.mesh}: ", f"{fault.mesh} did not start again")  # it may be starting
+        seen = lost if fault.mesh else (kind.seen,)
+        if fault.detected is None and any(seen):
+            noticed = (line.at for line in after if any(text in line.text for text in seen))
+            fault.detected = _seconds(fault, noticed)
         if fault.recovered is None:
             back = (line.at for line in after if f"{fault.mesh} is back after" in line.text)
             since = max(fault.at + (fault.detected or 0.0), fault.until)

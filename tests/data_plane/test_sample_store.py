@@ -16,7 +16,7 @@ from sample_examples import bits, group_of, sample_of
 from titan_rl.data_plane.layout import encoded_size
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SampleStore, SharedMemorySource
-from titan_rl.errors import ConfigError, OwnershipError, SampleStoreFull
+from titan_rl.errors import ConfigError, OwnershipError, SampleStoreFull, SharedMemoryFull
 from titan_rl.types import TrainingSample
 
 
@@ -132,13 +132,16 @@ def test_a_put_beyond_the_bound_keeps_nothing_and_names_the_setting(tmp_path):
     put(store, group_of(4, 50))
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 def test_a_host_without_room_is_an_error_that_leaves_no_file(tmp_path, monkeypatch):
-    def full(descriptor, content):
-        raise OSError(28, "No space left on device")
+    store, opened = store_in(tmp_path), os.open
 
-    store = store_in(tmp_path)
-    monkeypatch.setattr(os, "write", full)
-    with pytest.raises(SampleStoreFull, match=r"do not fit in .* bytes are free .No space left on device."):
+    def full(path, *arguments):
+        os.close(opened(path, *arguments))
+        return opened("/dev/full", os.O_WRONLY)
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(SharedMemoryFull, match=r"do not fit in .* bytes are free .No space left on device."):
         put(store, [sample_of(10)])
     monkeypatch.undo()
     assert os.listdir(tmp_path) == []

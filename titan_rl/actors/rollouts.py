@@ -17,6 +17,7 @@ import dataclasses
 import itertools
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
@@ -29,7 +30,7 @@ from titan_rl.config import RunConfig
 from titan_rl.data_plane.layout import encoded_size
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport, SampleStore, SharedMemorySource, remove_files_of
-from titan_rl.errors import ActorFailed, ActorGone, GroupStopped
+from titan_rl.errors import ActorFailed, ActorGone, GroupStopped, SharedMemoryFull
 from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.rollout.report import GroupReport, GroupResult, report_of, unplayed
 from titan_rl.sandbox.wire import TaskInfo
@@ -40,6 +41,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+
+ROOM_SECONDS = 120.0
+"""How long a finished group waits for room in the host's shared memory; then the run ends."""
+_ROOM_PAUSE = 1.0
 
 _AWAY_FROM_LOOP = 1 << 20
 """From this many bytes, a group's samples are stored by a thread. Below it, the hand-over costs more than the copy."""
@@ -176,9 +181,18 @@ class RolloutWorker(StoreKeeper):
         for rollout in result.rollouts:
             if rollout.error:
                 _log.warning("%s sample %d: %s", request, rollout.sample, rollout.error)
-        if sum(encoded_size(len(sample.token_ids)) for sample in result.samples) < _AWAY_FROM_LOOP:
-            return self._stored(request, result)
-        return await asyncio.to_thread(self._stored, request, result)
+        aside = sum(encoded_size(len(sample.token_ids)) for sample in result.samples) >= _AWAY_FROM_LOOP
+        until = time.monotonic() + ROOM_SECONDS
+        while True:
+            try:
+                return (
+                    await asyncio.to_thread(self._stored, request, result) if aside else self._stored(request, result)
+                )
+            except SharedMemoryFull as error:
+                if time.monotonic() > until:
+                    raise
+                _log.warning("%s waits for room: %s", request, error)
+            await asyncio.sleep(_ROOM_PAUSE)
 
     def _stored(self, request: GroupRequest, result: GroupResult) -> GroupReport:
         refs = self._store.put(result.samples)

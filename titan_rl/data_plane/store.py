@@ -30,7 +30,7 @@ import numpy as np
 
 from titan_rl.data_plane.layout import decode, encode_into, encoded_size
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef, oldest_version_of
-from titan_rl.errors import ConfigError, OwnershipError, SampleError, SampleStoreFull, StorageError
+from titan_rl.errors import ConfigError, OwnershipError, SampleError, SampleStoreFull, SharedMemoryFull, StorageError
 from titan_rl.types import TrainingSample
 from titan_rl.weights.segment_files import DIRECTORY, remove_segments_of, segment_path
 
@@ -93,7 +93,8 @@ class SampleStore:
         """Store copies of these samples. The caller owns them and has to release them.
 
         Raises:
-            SampleStoreFull: the store's bound, or what the host has left.
+            SampleStoreFull: the store's bound does not allow it.
+            SharedMemoryFull: nor does what the host has left.
             OwnershipError: the store is closed.
             ConfigError: a store of this name and owner exists or existed.
             ValueError: a sample's array has another dtype than its type says.
@@ -313,23 +314,24 @@ def prefetched(
 
 def _write(path: Path, content: memoryview) -> None:
     """A new file with this content, or none."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError as error:
-        raise ConfigError(f"{path} exists: two sample stores have one name") from error
     nbytes = len(content)
     try:
-        while content:
-            content = content[os.write(descriptor, content) :]
+        with open(path, "xb", buffering=0, opener=_private) as file:
+            while content:
+                content = content[file.write(content) :]
+    except FileExistsError as error:
+        raise ConfigError(f"{path} exists: two sample stores have one name") from error
     except OSError as error:
-        path.unlink()
+        path.unlink(missing_ok=True)
         state = os.statvfs(path.parent)
-        raise SampleStoreFull(
+        raise SharedMemoryFull(
             f"{nbytes} bytes for samples do not fit in {path.parent}, where {state.f_bavail * state.f_frsize} bytes "
             f"are free ({error.strerror}); make it larger (containers: --shm-size) or keep fewer samples"
         ) from error
-    finally:
-        os.close(descriptor)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _read(first: SampleRef, buffer: memoryview) -> None:

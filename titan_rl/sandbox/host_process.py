@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,9 @@ REAP_SECONDS = 10.0
 """How long the kernel may take to end a killed process."""
 DRAIN_SECONDS = 2.0
 """How long to wait for remaining output if another process holds the other end open."""
+DESCRIPTOR_SECONDS = 60.0
+"""How long a process waits to be forked when its worker has used up its file descriptors."""
+_DESCRIPTOR_PAUSE = 1.0
 MAX_LOG_LINE = 4096
 """Longer lines of output are logged in pieces."""
 LOG_SECONDS, LOG_BYTES = 10.0, 1 << 20
@@ -150,10 +154,10 @@ class HostProcess:
         """A new process for user code.
 
         Raises:
-            TaskError: the host has ended.
+            TaskError: the host has ended, or there is no descriptor for the process.
         """
+        ours, theirs = await self._socket_pair()
         number = next(self._numbers)
-        ours, theirs = socket.socketpair()
         fork = ForkedProcess(number, self._kill_fork)
         fork.transport, _ = await self._loop.create_unix_connection(
             lambda: _Connection(lambda answers: fork.on_answers(answers), fork.connection_lost), sock=ours
@@ -169,6 +173,18 @@ class HostProcess:
                 raise TaskError(f"no process can be made for it: {error}") from error
             self._forks[number] = fork
         return fork
+
+    async def _socket_pair(self) -> tuple[socket.socket, socket.socket]:
+        """Waits while this process may open no more files: that is no fault of the user code."""
+        until = time.monotonic() + DESCRIPTOR_SECONDS
+        while True:
+            try:
+                return socket.socketpair()
+            except OSError as error:
+                if time.monotonic() > until:
+                    raise TaskError(f"no process can be made for it: {error}") from error
+                logger.warning("a process of user code waits: %s", error)
+            await asyncio.sleep(_DESCRIPTOR_PAUSE)
 
     async def stop(self, *, patient: bool = True) -> None:
         """End the host by closing its socket. It is killed if it does not end in time, or if `patient` is False. May be
