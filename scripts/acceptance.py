@@ -132,7 +132,7 @@ JOBS = (
     bench("generation", ratio_to_bare_engine=0.92, ratio_to_bare_engine_short=0.85),
     bench(
         "router",
-        at_most={"requests_to_the_dead": 0},
+        at_most={"requests_to_the_dead": 0, "seconds_until_a_spare_serves": 6.0},
         throughput_ratio_64=0.7,
         ratio_to_three_quarters_while_dead=0.95,
         ratio_to_before_once_replaced=0.95,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from titan_rl.config import RunConfig
-from titan_rl.errors import ActorFailed
+from titan_rl.errors import ActorFailed, ActorGone
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.launch.process import prepare_controller
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig
@@ -114,10 +114,13 @@ class Fleet:
         self.generators[name] = generator.rank0
         self.pids[name] = await generator.setup(seconds=SECONDS)
 
-    def router(self, name: str, config: RouterConfig, generators: int | None = None) -> RouterClient:
-        """One more router over the first `generators` of the fleet (None: all), in the routers' process."""
+    def router(
+        self, name: str, config: RouterConfig, generators: int | None = None, serving: int | None = None
+    ) -> RouterClient:
+        """One more router over the first `generators` of the fleet (None: all), in the routers' process; `serving` of
+        them serve, the others are spares."""
         behind = dict(list(self.generators.items())[:generators])
-        actor = self._router_mesh.spawn(name, GeneratorRouter, config, behind).slice(ranks=0)
+        actor = self._router_mesh.spawn(name, GeneratorRouter, config, behind, serving).slice(ranks=0)
         self._routers.append(RouterClient(actor, seconds=SECONDS))
         return self._routers[-1]
 
@@ -125,7 +128,8 @@ class Fleet:
         for router in self._routers:
             await router.close()
         for mesh in self._meshes.values():
-            await mesh.close()
+            with suppress(ActorGone):  # it was killed
+                await mesh.close()
 
 
 @asynccontextmanager
