@@ -301,6 +301,7 @@ class RolloutMesh:
         that is gone."""
         for play in self.playing.values():
             play.cancel()
+        self.store = ""  # from now on its samples are not lost, but over
         await self._calls.call(self._rollouts.start_seconds, RolloutWorker.close)
 
     def _gone(self, reason: str) -> None:
