@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from scripted_system import World, holding, plays
 
@@ -75,6 +77,17 @@ async def test_a_batch_that_could_not_be_read_in_time_is_played_again_with_all_t
         await run
     assert sorted(asked(world)) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     assert world.trainer.batches == [[0, 1, 2]] and world.rollouts.owned == {}
+
+
+async def test_workers_that_end_with_a_stopped_run_lose_nothing():
+    world = World(steps=2, staleness=1)
+    world.script.holds = holding("train")
+    async with world.running() as run:
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+    world.rollouts.lose()
+    assert "played again" not in world.printed and world.loop.summary.lost == 0
 
 
 async def test_lost_demonstrations_are_made_again():

@@ -177,6 +177,7 @@ class TrainingLoop:
         Raises:
             SamplesLeaked: the run has not failed and trained all that it admitted, and yet stores hold samples.
         """
+        self._losses.end()
         if self._stepping is not None:
             self._stepping.cancel()
             await asyncio.gather(self._stepping, return_exceptions=True)

@@ -36,6 +36,7 @@ class Losses:
         self._rollouts = rollouts
         self._say = say
         self._changed = changed
+        self._over = False
         rollouts.on_lost = self.of_store
 
     def of_player(self, group: Group, error: ActorGone) -> bool:
@@ -52,7 +53,9 @@ class Losses:
         lost = [
             group_id
             for group_id, report in self._reports.items()
-            if self._buffer[group_id].state is GroupState.FINISHED and not self._rollouts.holds(report.samples)
+            if not self._over
+            and self._buffer[group_id].state is GroupState.FINISHED
+            and not self._rollouts.holds(report.samples)
         ]
         for group_id in lost:
             del self._reports[group_id]
@@ -77,6 +80,10 @@ class Losses:
             self._lost(group_id)
         self.of_store(str(error))
         await self._rollouts.release(SampleBatch.concat(given_up))
+
+    def end(self) -> None:
+        """The run is over, and its workers end: nothing is played again."""
+        self._over = True
 
     def _lost(self, group_id: int) -> None:
         self._buffer.lost(group_id)
