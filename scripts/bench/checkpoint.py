@@ -94,6 +94,7 @@ def measure_state(layers: int, repetitions: int, directory: Path) -> dict[str, f
     copies = StateCopies(owner_pid=os.getpid(), rank=0, ranks=1)
     policy.copy_state(copies)
     run = directory / "run"
+    run.mkdir()
     timed: dict[str, list[float]] = {}
 
     def write_plainly() -> None:
