@@ -19,7 +19,8 @@ from support.rollouts import TASKS
 
 from titan_rl.actors.connection import bounded
 from titan_rl.actors.gateway import Gateway, GatewayMesh
-from titan_rl.actors.rollouts import Rollouts, RolloutWorker
+from titan_rl.actors.rollout_worker import RolloutWorker
+from titan_rl.actors.rollouts import Rollouts
 from titan_rl.config import RunConfig
 from titan_rl.errors import ActorGone, ConfigError
 from titan_rl.gateway.config import GatewayConfig

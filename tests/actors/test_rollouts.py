@@ -20,7 +20,8 @@ from scripted_router import VERSION, ScriptedRouter
 from support.meshes import mesh_plan
 
 from titan_rl.actors.connection import bounded
-from titan_rl.actors.rollouts import Rollouts, RolloutWorker
+from titan_rl.actors.rollout_worker import RolloutWorker
+from titan_rl.actors.rollouts import Rollouts
 from titan_rl.config import RunConfig
 from titan_rl.config_registry import copy4
 from titan_rl.data_plane.config import DataPlaneConfig

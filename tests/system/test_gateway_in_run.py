@@ -1,5 +1,5 @@
 """A gateway inside a run (60 s on a free machine): a script that uses OpenAI's client plays every rollout of a whole
-run; rollouts' keys work while the gateway lives, and its death ends the run.
+run; rollouts' keys work while the gateway lives, and another one takes its place.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from leftovers import (
 
 from titan_rl.actors.gateway import GatewayClient
 from titan_rl.config_registry import copy4
-from titan_rl.controller.faults import FaultBoard
-from titan_rl.errors import ActorFailed
+from titan_rl.errors import ActorGone
 from titan_rl.launch.start import start
 from titan_rl.rollout.turns import RolloutRequest
 from titan_rl.types import PolicyVersion
@@ -68,7 +67,9 @@ class Played(Copy):
 """
 
 
-async def test_programs_play_in_a_run_whose_weights_they_sample_and_which_ends_with_its_gateway(tmp_path: Path) -> None:
+async def test_programs_play_in_a_run_whose_weights_they_sample_also_after_its_gateway_died(
+    tmp_path: Path,
+) -> None:
     recipe = copy4()
     task = tmp_path / "played.py"
     task.write_text(PLAYED)
@@ -77,10 +78,11 @@ async def test_programs_play_in_a_run_whose_weights_they_sample_and_which_ends_w
         environment=dataclasses.replace(recipe.environment, name=f"{task}:Played"),
         generator=dataclasses.replace(recipe.generator, count=1, engine="simulated"),
     )
-    board = FaultBoard()
-    async with start(config, log_directory=tmp_path / "logs", faults=board) as system:
+    said: asyncio.Queue[str] = asyncio.Queue()
+    async with start(config, log_directory=tmp_path / "logs", say=said.put_nowait) as system:
+        assert system.gateway is not None
         await system.router.pull_model_state_dict(await system.trainer.push_model_state_dict())
-        sessions = GatewayClient(system.gateway, seconds=0)  # of waiting for another gateway
+        sessions = GatewayClient(system.gateway.actor, seconds=300)
         group = system.train_group(3, PolicyVersion(0, 0))
         request = RolloutRequest(session_id="s", group=group, sample=1, max_turns=2, max_sampled_tokens=0)
         endpoint = await sessions.open(request)
@@ -92,9 +94,16 @@ async def test_programs_play_in_a_run_whose_weights_they_sample_and_which_ends_w
         assert record.failure == ""
         assert set(call.completion.versions.tolist()) == {PolicyVersion(0, 0).encode()}
 
+        lost = await sessions.open(dataclasses.replace(request, session_id="lost"))
         os.kill(system.pids["gateway"][0], signal.SIGKILL)
-        with pytest.raises(ActorFailed, match="gateway"):
-            await board.watch(asyncio.Event().wait())
-        with pytest.raises(ActorFailed, match="gateway"):
-            await sessions.open(request)
+        while not (await said.get()).startswith("gateway is back"):
+            pass
+        sessions.replace(system.gateway.actor)
+        with pytest.raises(ActorGone, match="rollout lost was lost with its gateway"):
+            await sessions.close("lost")
+        again = await sessions.open(request)
+        assert again.base_url == lost.base_url, "clients know the address"
+        client = openai.AsyncOpenAI(base_url=again.base_url, api_key=again.api_key)
+        await client.completions.create(model=again.model, prompt="12=", temperature=0.1)
+        assert len((await sessions.close("s")).turns) == 1
     assert not list(Path("/dev/shm").glob(f"titan_rl-{os.getpid()}-*"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from titan_rl.actors.gateway import GatewayMesh
 from titan_rl.actors.generator import GeneratorMesh
 from titan_rl.actors.rollouts import Rollouts
 from titan_rl.actors.router_client import RouterClient
@@ -25,8 +25,8 @@ class System:
     rollouts: Rollouts
     generators: dict[str, GeneratorMesh]
     """By name. A lost generator is removed."""
-    gateway: Any = None
-    """Handle of the `Gateway` actor; None where no program plays."""
+    gateway: GatewayMesh | None = None
+    """None where no program plays."""
     pids: dict[str, list[int]] = field(default_factory=dict)
     """Process ids by mesh."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from titan_rl.actors.gateway import Gateway, GatewayMesh
 from titan_rl.actors.generator import Generator, GeneratorMesh
-from titan_rl.actors.rollouts import RolloutWorker
+from titan_rl.actors.rollout_worker import RolloutWorker
 from titan_rl.actors.router import GeneratorRouter
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.actors.trainer import PolicyTrainer

@@ -81,7 +81,7 @@ async def start(config: RunConfig, **options: Unpack[Options]) -> AsyncIterator[
             router=meshes.router,
             rollouts=meshes.rollouts,
             generators=meshes.generators,
-            gateway=meshes.gateway and meshes.gateway.actor,
+            gateway=meshes.gateway,
             pids=meshes.pids,
         )
 

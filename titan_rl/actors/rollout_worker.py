@@ -1,0 +1,192 @@
+"""`RolloutWorker`: one process that plays groups of rollouts and stores their samples until they have been trained.
+
+A worker gets completions from the router and runs all user code in a child process. A group stays on one worker from
+its first request to its last sample. Every requested group is answered once: with its report, or with the error that
+ended it. Only a reported group has samples in the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from typing import Any, ParamSpec, TypeVar
+
+from titan_rl.actors.connection import served
+from titan_rl.actors.gateway import GatewayClient
+from titan_rl.actors.router_client import RouterClient
+from titan_rl.actors.sample_stores import StoreKeeper
+from titan_rl.config import RunConfig
+from titan_rl.data_plane.layout import encoded_size
+from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.data_plane.store import HeldReport, SampleStore, SharedMemorySource
+from titan_rl.errors import ActorFailed, ActorGone, GroupStopped, RequestLost, SharedMemoryFull
+from titan_rl.rollout.group_runner import GroupRunner
+from titan_rl.rollout.report import GroupReport, GroupResult, report_of
+from titan_rl.sandbox.wire import TaskInfo
+from titan_rl.types import Completion, GenerationRequest, GroupRequest
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+ROOM_SECONDS = 120.0
+"""How long a finished group waits for room in the host's shared memory; then the run ends."""
+_ROOM_PAUSE = 1.0
+
+_AWAY_FROM_LOOP = 1 << 20
+"""From this many bytes, a group's samples are stored by a thread. Below it, the hand-over costs more than the copy."""
+
+
+class RolloutWorker(StoreKeeper):
+    """Endpoints: `setup`, `use`, `run_group`, `stop_groups`, `release`, `take_over`, `held`, `expose`, `withdraw`,
+    `close`."""
+
+    def __init__(
+        self, config: RunConfig, *, mesh: str, model_path: str, imports: tuple[str, ...], owner_pid: int
+    ) -> None:
+        """
+        Args:
+            mesh: name of the worker's mesh.
+            owner_pid: process that the names of shared-memory files carry; once it is dead, a later run removes them.
+        """
+        super().__init__(
+            SampleStore(
+                f"{mesh}.{os.getpid()}",
+                owner_pid=owner_pid,
+                max_bytes=config.data_plane.store_mib << 20,
+            )
+        )
+        self._config = config
+        self._mesh = mesh
+        self._runner = GroupRunner(
+            config.environment,
+            config.rollout,
+            model_path=model_path,
+            run_seed=config.seed,
+            max_model_len=config.generator.max_model_len,
+            held_out=config.evaluation.prompts,
+            prompts=config.loop.prompts,
+            imports=imports,
+        )
+        self._router: RouterClient | None = None
+        self._gateway: GatewayClient | None = None
+        self._playing: set[asyncio.Task[GroupResult]] = set()
+
+    @served
+    async def setup(self, router: Any, gateway: Any) -> tuple[int, str, TaskInfo]:
+        """Start the child process that runs user code.
+
+        Args:
+            router: handle of the `GeneratorRouter`.
+            gateway: handle of the `Gateway`; None: there is none.
+
+        Returns:
+            This process's id, the name of its store, and what the environment says about itself.
+        """
+        placement = self._config.placement
+        self._router = RouterClient(router, seconds=placement.start_seconds, who=self._mesh)
+        if gateway is not None:
+            self._gateway = GatewayClient(gateway, seconds=placement.start_seconds)
+        return os.getpid(), self._store.name, await self._runner.start(self._gateway)
+
+    @served
+    async def use(self, router: Any, gateway: Any) -> None:
+        """Ask these actors from now on. None: the one before."""
+        if router is not None and self._router is not None:
+            self._router.replace(router)
+        if gateway is not None and self._gateway is not None:
+            self._gateway.replace(gateway)
+
+    @served
+    async def run_group(self, request: GroupRequest) -> GroupReport:
+        """Play one group. It starts before the first await, so that a `stop_groups` right behind this call stops it.
+
+        Raises:
+            GroupStopped: `stop_groups` ended it.
+            TitanError: another error ended it. None of its samples are stored.
+        """
+        task = self._begin(request)
+        try:
+            return await self._report(request, await task)
+        except asyncio.CancelledError:
+            raise GroupStopped(f"{request} was stopped") from None
+
+    @served
+    async def stop_groups(self) -> None:
+        """Stop every running group. Each is reported as stopped, unless its last rollout had already ended."""
+        for task in self._playing:
+            task.cancel()
+
+    @served
+    async def release(self, ids: tuple[int, ...]) -> HeldReport:
+        """Free samples for their owner. Returns what the store still holds."""
+        self._store.release(ids)
+        return self._store.held()
+
+    @served
+    async def take_over(self, samples: SampleBatch) -> SampleBatch:
+        """Store copies of samples that lie in files; returns references to them. The caller owns them."""
+
+        def copy() -> SampleBatch:
+            return SampleBatch.of(self._store.put(SharedMemorySource().fetch(samples)))
+
+        return await asyncio.to_thread(copy)
+
+    @served
+    async def held(self) -> HeldReport:
+        """What the store holds now."""
+        return self._store.held()
+
+    @served
+    async def close(self) -> None:
+        """End the child process; remove the store."""
+        await self._runner.close()
+        if self._router is not None:
+            await self._router.disconnect()
+        if (held := self._store.close()).samples:
+            _log.info("given up at the end: %s", held)
+
+    def _begin(self, request: GroupRequest) -> asyncio.Task[GroupResult]:
+        if self._router is None:
+            raise ActorFailed("the rollout worker was called before setup")
+        router = self._router
+        sessions: set[str] = set()
+
+        async def generate(asked: GenerationRequest) -> Completion:
+            if asked.session_id is not None:
+                sessions.add(asked.session_id)
+            try:
+                return await router.generate(asked)
+            except RequestLost as error:  # a fault of engines has no reward: the group is played again
+                raise ActorGone(str(error)) from error
+
+        task = asyncio.get_running_loop().create_task(self._runner.run_group(request, generate))
+        self._playing.add(task)
+        task.add_done_callback(self._playing.discard)
+        task.add_done_callback(lambda _: router.end_sessions(sessions))
+        return task
+
+    async def _report(self, request: GroupRequest, result: GroupResult) -> GroupReport:
+        """Store and report a finished group's samples: both or neither. `stop_groups` no longer reaches it."""
+        for rollout in result.rollouts:
+            if rollout.error:
+                _log.warning("%s sample %d: %s", request, rollout.sample, rollout.error)
+        aside = sum(encoded_size(len(sample.token_ids)) for sample in result.samples) >= _AWAY_FROM_LOOP
+        until = time.monotonic() + ROOM_SECONDS
+        while True:
+            try:
+                return (
+                    await asyncio.to_thread(self._stored, request, result) if aside else self._stored(request, result)
+                )
+            except SharedMemoryFull as error:
+                if time.monotonic() > until:
+                    raise
+                _log.warning("%s waits for room: %s", request, error)
+            await asyncio.sleep(_ROOM_PAUSE)
+
+    def _stored(self, request: GroupRequest, result: GroupResult) -> GroupReport:
+        refs = self._store.put(result.samples)
+        return report_of(request, result, refs)
