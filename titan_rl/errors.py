@@ -121,8 +121,8 @@ class TrainingError(TitanError):
 
 
 class TrainerStateLost(TitanError):
-    """The trainer died and was replaced, but its weights and optimizer are lost: no copy in memory is usable. The run
-    goes on from its newest checkpoint, or from the beginning."""
+    """The trainer died and was replaced, but its weights and optimizer are lost: no copy in memory is usable. Or older
+    weights are lost that groups in flight need. The run goes on from its newest checkpoint, or from the beginning."""
 
 
 class TaskError(TitanError):

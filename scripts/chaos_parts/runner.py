@@ -96,6 +96,7 @@ class _Runner:
         self._size = -1
         self._moved = time.time()
         self._process: subprocess.Popen[bytes]
+        self._not_before = 0  # step; passing troubles let several faults come due
         self._injecting: tuple[Fault, Future[Hit]] | None = None
         self._retry_until = self._next_try = 0.0
         self._passing: tuple[Injected, Hit] | None = None
@@ -122,7 +123,7 @@ class _Runner:
         if (code := self._process.poll()) is not None:
             return self._start_again(code) if code else None
         if self._left and self._injecting is None and self._passing is None and time.time() >= self._next_try:
-            if self._stepped and max(self._outcome.finished) >= self._left[0].step:
+            if self._stepped and max(self._outcome.finished) >= max(self._left[0].step, self._not_before):
                 self._begin(self._left.pop(0))
         if time.time() > self._moved + STALL_SECONDS:
             os.kill(self._process.pid, signal.SIGUSR1)  # it logs what it waits for
@@ -220,6 +221,8 @@ class _Runner:
                 self._say(f"left out: {fault.kind}: {error}")
             return
         self._retry_until = 0.0
+        if self._left:
+            self._not_before = max(self._outcome.finished) + (self._left[0].step - fault.step) // 2
         injected = Injected(fault=fault, what=hit.what, at=hit.at, mesh=hit.mesh)
         self._outcome.injected.append(injected)
         if hit.undo is not None:

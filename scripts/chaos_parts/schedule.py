@@ -115,6 +115,8 @@ class Injected:
     """Seconds after it."""
     recovered: float | None = None
     """Seconds after it."""
+    known_until: float = float("inf")
+    """When the controller ended that would have noticed it."""
     steps_redone: int = 0
     groups_redone: int = 0
 
@@ -127,9 +129,11 @@ def judge(faults: Sequence[Injected], log: Sequence[Line], steps: Iterable[float
     caller has filled in already stays."""
     finished = sorted(steps)
     ends = (*(each.at for each in faults[1:]), float("inf"))
-    for fault, end in zip(faults, ends, strict=False):
+    for place, (fault, end) in enumerate(zip(faults, ends, strict=False)):
         kind = KINDS[fault.fault.kind]
-        after = [line for line in log if line.at >= fault.at - 0.001]
+        restart = (each.at for each in faults[place + 1 :] if each.fault.kind in ENDS_CONTROLLER)
+        fault.known_until = next(restart, float("inf"))
+        after = [line for line in log if fault.at - 0.001 <= line.at <= fault.known_until]
         lost = (f"lost {fault.mesh}: ", f"{fault.mesh} did not start again")  # it may be starting
         seen = lost if fault.mesh else (kind.seen,)
         if fault.detected is None and any(seen):
@@ -147,7 +151,13 @@ def _seconds(fault: Injected, moments: Iterator[float]) -> float | None:
     return None if first is None else max(0.0, first - fault.at)
 
 
+NOTICE_SECONDS = 15.0
+"""A controller that ends sooner after a fault need not have noticed it."""
+
+
 def must_be_detected(fault: Injected) -> bool:
+    if fault.known_until < fault.at + NOTICE_SECONDS:
+        return False
     return bool(fault.mesh or KINDS[fault.fault.kind].seen or fault.fault.kind in ENDS_CONTROLLER)
 
 

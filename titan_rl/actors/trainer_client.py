@@ -104,7 +104,7 @@ class Trainer:
             try:
                 await self._all(self._call(self._start_seconds, PolicyTrainer.go_on, self.version))
             except CheckpointError as error:
-                self._state_lost = f"no copy of {self.version} is usable: {error}"
+                self._state_lost = f"the trainer's state is lost: no copy of {self.version} is usable: {error}"
         self._gone = ""
         self._lifeline.replaced()
         for publication in adopted:

@@ -6,6 +6,9 @@
 
 Several versions are served at once. A generator changes over when nobody needs its version, or when another generator
 serves it too: a rolling drain, which keeps the fleet busy.
+
+If no generator can load a publication (its bytes were damaged), the run goes back to its newest checkpoint: the trainer
+may be steps ahead of it.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Protocol
 
 from titan_rl.controller.publications import EVALUATED, SERVED, Publications
 from titan_rl.controller.system import System
+from titan_rl.errors import TrainerStateLost, WeightsError
 from titan_rl.observability.activity import Activities
 from titan_rl.scheduling.group_buffer import GroupBuffer
 from titan_rl.types import PolicyVersion
@@ -45,6 +49,7 @@ class ExactVersions:
         self._publications = publications
         self._system = system
         self._activity = activity
+        self._first_step = buffer.trainer_version.step
 
     async def serve(self, until: Until, over: Callable[[], bool], tasks: asyncio.TaskGroup) -> None:
         """Consumes the versions that are needed. Waits for a change of them. Produces pulls. On failure: the run."""
@@ -72,7 +77,12 @@ class ExactVersions:
 
     async def _pull(self, publication: Publication) -> None:
         with self._activity("pull", version=publication.version):
-            await self._system.router.serve_beside(publication)
+            try:
+                await self._system.router.serve_beside(publication)
+            except WeightsError as error:
+                if self._buffer.trainer_version.step == self._first_step:
+                    raise  # it would come to this again
+                raise TrainerStateLost(f"{error}; the trainer has gone on and cannot publish it again") from error
 
     def _needed(self) -> set[PolicyVersion]:
         newest = self._buffer.published_version

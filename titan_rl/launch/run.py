@@ -242,7 +242,7 @@ async def _train(
                         metrics.sync()
                         return loop
                     except TrainerStateLost as lost:
-                        display.say(f"the trainer's state is lost: {lost}")
+                        display.say(f"going back to the newest checkpoint: {lost}")
                         metrics.close()
                         checkpoint = await asyncio.to_thread(Resume(directory).begin, display.say)
                         again = loop.ledger.buffer.trainer_version.step - (checkpoint.step if checkpoint else 0)

@@ -81,13 +81,18 @@ def save_publication(publication: Publication, directory: Path) -> None:
     """Write a live publication to a new directory, for `shards_of_files`.
 
     Raises:
-        WeightsError: the publication is gone.
+        WeightsError: the publication is gone, or is not as it was published.
         StorageError: it could not be written.
     """
     file = directory / "model.safetensors"
+    tensors = dict(make_reader(publication).tensors(publication))
+    expected = _expected(publication.manifest)
+    for name, tensor in tensors.items():
+        if shard_fingerprint(tensor, tensor.shape, (0,) * tensor.ndim) != expected[name].fingerprint:
+            raise WeightsError(f"{publication.channel} {publication.version}: {name} is not what was published")
     try:
         directory.mkdir(parents=True)
-        save_file(dict(make_reader(publication).tensors(publication)), file)
+        save_file(tensors, file)
     except (OSError, SafetensorError) as error:
         raise StorageError(f"{file} could not be written: {error}") from error
 
