@@ -121,7 +121,8 @@ class Injected:
     groups_redone: int = 0
 
 
-REDONE = re.compile(r"group \d+ is played again")
+GROUPS_REDONE = re.compile(r"groups? (\d+(?:, \d+)*)(?: \(.*?\))? (?:is|were finished and are) played again")
+STEPS_REDONE = re.compile(r"\b(\d+) finished steps are done again")
 
 
 def judge(faults: Sequence[Injected], log: Sequence[Line], steps: Iterable[float]) -> None:
@@ -143,7 +144,10 @@ def judge(faults: Sequence[Injected], log: Sequence[Line], steps: Iterable[float
             back = (line.at for line in after if f"{fault.mesh} is back after" in line.text)
             since = max(fault.at + (fault.detected or 0.0), fault.until)
             fault.recovered = _seconds(fault, back if fault.mesh else (at for at in finished if at > since))
-        fault.groups_redone = sum(bool(REDONE.search(line.text)) for line in after if line.at < end)
+        before = [line.text for line in after if line.at < end]
+        groups, steps_again = (filter(None, map(each.search, before)) for each in (GROUPS_REDONE, STEPS_REDONE))
+        fault.groups_redone = sum(len(found[1].split(",")) for found in groups)
+        fault.steps_redone += sum(int(found[1]) for found in steps_again)
 
 
 def _seconds(fault: Injected, moments: Iterator[float]) -> float | None:

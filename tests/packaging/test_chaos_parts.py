@@ -66,13 +66,16 @@ def test_a_lost_mesh_is_detected_and_over_when_the_log_says_so_of_that_mesh_afte
             (0.5, "lost generator1: earlier"),
             (1.2, "lost generator0: another one"),
             (1.5, "lost generator1: killed"),
-            (3.0, "group 7 is played again: its worker was lost"),
+            (3.0, "[actor=<root>] group 7 (running, admitted at v3) is played again: its worker was lost"),
+            (3.1, "groups 8, 9 were finished and are played again: rollout1 is gone"),
+            (3.2, "[actor=<root>] 4 finished steps are done again"),
             (9.0, "generator1 is back after 7.5 s"),
             (28.0, "lost generator1: it has made no progress for 8 s"),
         ),
         [AT + 2.0, AT + 30.0],
     )
-    assert (killed.detected, killed.recovered, killed.groups_redone) == (0.5, 8.0, 1)
+    assert (killed.detected, killed.recovered) == (0.5, 8.0)
+    assert (killed.groups_redone, killed.steps_redone) == (3, 4)
     assert (again.detected, again.recovered, again.groups_redone) == (8.0, None, 0)
 
 
@@ -88,6 +91,13 @@ def test_a_killed_controller_is_detected_when_its_processes_are_gone_and_no_step
     killed.detected = 0.25
     judge([killed], [], [AT + 1.1, AT + 20.0])
     assert (killed.detected, killed.recovered) == (0.25, 19.0)
+
+
+def test_a_controller_that_ends_soon_after_a_fault_need_not_have_noticed_it() -> None:
+    stopped, killed = fault("generator stopped", 1.0, "generator1"), fault("controller killed", 3.0)
+    judge([stopped, killed], log((20.0, "lost generator1: it hangs again")), [AT + 30.0])
+    assert (stopped.detected, must_be_detected(stopped)) == (None, False)
+    assert must_be_detected(killed)
 
 
 def test_faults_that_a_run_need_not_notice_are_those_that_take_nothing_from_it() -> None:
