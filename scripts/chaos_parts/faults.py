@@ -106,10 +106,10 @@ class Attack:
         controller: its process id.
         mark: of its processes.
         run: its directory.
-        noticed: whether the run has noticed the damage since a moment; asked while damage is tried.
+        noticed: when the run first logged a text since a moment; asked while damage is tried.
     """
 
-    def __init__(self, controller: int, mark: str, run: Path, noticed: Callable[[str, float], bool]) -> None:
+    def __init__(self, controller: int, mark: str, run: Path, noticed: Callable[[str, float], float | None]) -> None:
         self._controller = controller
         self._mark = mark
         self._run = run
@@ -186,10 +186,10 @@ class Attack:
         """Damage publications while they are being written, until one is noticed: some are read before that."""
         until, first = time.monotonic() + DAMAGE_SECONDS, time.time()
         ends: dict[Path, bytes] = {}
-        hit: Hit | None = None
+        hits: list[Hit] = []
         while time.monotonic() < until:
-            if not Path(f"/proc/{self._controller}").exists() and hit is not None:
-                return hit  # it could not live with it
+            if hits and not Path(f"/proc/{self._controller}").exists():
+                return hits[-1]  # it could not live with it
             for path in self._segments("policy-"):
                 with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:
                     size = file.seek(0, os.SEEK_END)
@@ -198,10 +198,10 @@ class Attack:
                     if ends.setdefault(path, end) != end:  # the last tensor is there, so all are
                         ends[path] = end
                         _flip_in(file, size // 2)
-                        hit = Hit(f"{path.name} was damaged", at=time.time())
+                        hits.append(Hit(f"{path.name} was damaged"))
                         time.sleep(0.5)
-                        if self._noticed(seen, first):
-                            return hit
+                        if (noticed := self._noticed(seen, first)) is not None:
+                            return [hit for hit in hits if hit.at <= noticed][-1]
             time.sleep(0.0005)
         raise LookupError("no publication could be damaged before it was read")
 

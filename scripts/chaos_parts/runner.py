@@ -236,9 +236,9 @@ class _Runner:
             hit.undo()
             injected.until = time.time()
 
-    def _logged(self, text: str, since: float) -> bool:
-        log = self._outcome.run / "logs" / "controller.log"
-        return any(text in line.text for line in read_log(log.read_text()) if line.at >= since)
+    def _logged(self, text: str, since: float) -> float | None:
+        log = read_log((self._outcome.run / "logs" / "controller.log").read_text())
+        return next((line.at for line in log if line.at >= since and text in line.text), None)
 
     # What it says.
 

@@ -1,0 +1,37 @@
+"""A short disturbed run and its undisturbed twin, as scripts/chaos.py makes them; about 3 minutes on two free cores."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from leftovers import REPOSITORY
+
+KINDS = (
+    "controller killed",
+    "gateway killed",
+    "generator killed",
+    "publication damaged",
+    "rollout worker killed",
+    "router killed",
+    "sample damaged",
+    "trainer rank killed",
+)
+SMALL = (
+    *("--seed", "1", "--minutes", "1.8", "--every", "5", "--deterministic"),
+    *(word for kind in KINDS for word in ("--only", kind)),
+    *("--generator.engine", "simulated", "--generator.count", "2", "--environment.kwargs.every", "13"),
+    *("--loop.groups-per-step", "4", "--rollout.samples-per-group", "4"),
+)
+
+
+@pytest.mark.timeout(1200)
+def test_a_disturbed_run_comes_out_as_if_nothing_was() -> None:
+    command = [sys.executable, "scripts/chaos.py", *SMALL]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=1100)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert figures["bitwise_equal"] is True and figures["lost"] == 0
+    assert figures["faults"] >= len(KINDS) - 1  # a publication may be read before it can be damaged
