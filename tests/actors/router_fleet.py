@@ -43,12 +43,13 @@ def request(
 class Fleet:
     """A router over scripted generators, all serving v0."""
 
-    def __init__(self, config: RouterConfig, count: int = 2, serving: int | None = None) -> None:
+    def __init__(
+        self, config: RouterConfig, count: int = 2, serving: int | None = None, awaited: tuple[str, ...] = ()
+    ) -> None:
         self.generators: list[Any] = [_scripted() for _ in range(count)]
         handles = {f"g{index}": handle for index, handle in enumerate(self.generators)}
-        self.router = RouterClient(
-            this_proc().spawn(f"router{next(_serial)}", GeneratorRouter, config, handles, serving), seconds=SECONDS
-        )
+        actor = this_proc().spawn(f"router{next(_serial)}", GeneratorRouter, config, handles, serving, awaited)
+        self.router = RouterClient(actor, seconds=SECONDS)
         self._clients: dict[asyncio.Task[Completion], RouterClient] = {}
 
     async def __aenter__(self) -> Fleet:

@@ -9,7 +9,7 @@ import numpy as np
 
 from titan_rl.actors.connection import served
 from titan_rl.actors.requests import RequestServer
-from titan_rl.errors import GeneratorFailed, WeightsError
+from titan_rl.errors import ActorGone, GeneratorFailed, WeightsError
 from titan_rl.types import NO_VERSION, Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import Manifest, Publication, PullReport
 
@@ -145,7 +145,7 @@ class ScriptedGenerator(RequestServer):
         if self._failures:
             self._failures -= 1
             if self._fatal:
-                raise GeneratorFailed("it was killed in its pull")
+                raise ActorGone("it was killed in its pull")
             self._answer(list(self._live), FinishReason.ABORT, self._progress)
             raise WeightsError("lm_head.weight is not what was published")
         flying = len(self._live)

@@ -31,6 +31,33 @@ async def test_requests_wait_for_the_replacement_of_the_last_generator() -> None
         assert (status.state, status.served, status.failed, status.last_error) == ("serving", 2, 0, "")
 
 
+@pytest.mark.parametrize("exact", [False, True])
+async def test_a_router_that_replaces_one_waits_for_generators_that_are_replaced_too(exact: bool) -> None:
+    fleet = Fleet(RouterConfig(), count=0, awaited=("g0",))
+    fleet.generators.append(None)
+    wanted = fleet.router.serve_beside(publication(1)) if exact else fleet.router.pull_model_state_dict(publication(1))
+    pull = asyncio.create_task(wanted)
+    with pytest.raises(GeneratorFailed, match="g0 cannot be unpinned: it is dead"):
+        await fleet.router.unpin("g0")  # whoever pinned it asks the router before
+    assert not pull.done()
+    await fleet.replace(0)
+    await asyncio.wait_for(pull, SECONDS)
+    assert await fleet.states() == ["serving"]
+    await fleet.router.close()
+
+
+async def test_a_generator_that_dies_on_its_way_back_is_not_taken_for_the_router(draining: Fleet) -> None:
+    name = await draining.router.pin(PolicyVersion(0, 0))
+    index = int(name.removeprefix("g"))
+    await draining.on(index, "hold_pulls")
+    unpin = asyncio.create_task(draining.router.unpin(name))
+    await draining.on(index, "wait_for_pull")
+    await draining.on(index, "fail_pulls", 1, True)
+    await draining.on(index, "release_pulls")
+    with pytest.raises(GeneratorFailed, match=f"{name} did not come back: it was killed in its pull"):
+        await asyncio.wait_for(unpin, SECONDS)
+
+
 async def test_nothing_that_a_dead_generator_still_says_reaches_its_replacement(swapping: Fleet) -> None:
     lost, kept = swapping.generate(request("lost")), swapping.generate(request("kept"))
     await swapping.live(0, 1)

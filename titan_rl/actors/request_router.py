@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,11 +49,18 @@ class RoutedGenerator:
 class RequestRouter(RequestServer):
     """Endpoints: `generate_many`, `abort`, `end_sessions`, `client_lost`."""
 
-    def __init__(self, config: RouterConfig, generators: dict[str, Any], serving: int | None = None) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        generators: dict[str, Any],
+        serving: int | None = None,
+        awaited: Collection[str] = (),
+    ) -> None:
         """
         Args:
             generators: name → handle of rank 0 of that generator. They may have served another router before.
             serving: generators in service; the others are spares. None: all are.
+            awaited: names of further ones that are being replaced and will join.
         """
         super().__init__()
         self._config = config
@@ -71,6 +78,8 @@ class RequestRouter(RequestServer):
         self._generators: dict[str, RoutedGenerator] = {}
         for name, rank0 in generators.items():
             self._join(name, rank0)
+        for name in awaited:
+            self._fleet.awaited(name)
         self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()  # set at the next change of what `_until` may wait for
         self._tasks: set[asyncio.Task[None]] = set()

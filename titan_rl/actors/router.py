@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from titan_rl.actors.connection import served
 from titan_rl.actors.generator import Generator
 from titan_rl.actors.request_router import RequestRouter, RoutedGenerator
 from titan_rl.actors.requests import is_gone
-from titan_rl.errors import CallTimeout, GeneratorFailed, TitanError, WeightsError
+from titan_rl.errors import ActorGone, CallTimeout, GeneratorFailed, TitanError, WeightsError
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.generator import GeneratorState, GeneratorStatus
 from titan_rl.types import PolicyVersion
@@ -33,9 +33,15 @@ class GeneratorRouter(RequestRouter):
     """Endpoints: those of `RequestRouter`, `setup`, `pull_model_state_dict`, `serve_beside`, `retire`, `sleep`,
     `wake_up`, `pin`, `unpin`, `fleet_status`, `generator_joined`, `generator_lost`, `generator_left_out`, `close`."""
 
-    def __init__(self, config: RouterConfig, generators: dict[str, Any], serving: int | None = None) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        generators: dict[str, Any],
+        serving: int | None = None,
+        awaited: Collection[str] = (),
+    ) -> None:
         """See `RequestRouter`."""
-        super().__init__(config, generators, serving)
+        super().__init__(config, generators, serving, awaited)
         self._publications: dict[PolicyVersion, Publication] = {}  # of the versions that are wanted
 
     # Weights.
@@ -101,7 +107,10 @@ class GeneratorRouter(RequestRouter):
         """Take a generator out of service until `wake_up`. Its requests continue elsewhere. Returns the bytes freed."""
         self._fleet.sleep(name)
         self._advance()
-        return await self._generators[name].client.connection.call(None, Generator.sleep)
+        try:
+            return await self._generators[name].client.connection.call(None, Generator.sleep)
+        except ActorGone as error:  # which a caller would take for the end of this router
+            raise GeneratorFailed(f"{name} did not fall asleep: {error}") from error
 
     @served
     async def wake_up(self, name: str) -> PullReport:
@@ -140,6 +149,8 @@ class GeneratorRouter(RequestRouter):
         outcome = generator.outcome
         if outcome is None:
             raise GeneratorFailed(f"{name} did not come back: {health.reason or health.state}")
+        if isinstance(outcome, ActorGone):  # which a caller would take for the end of this router
+            raise GeneratorFailed(f"{name} did not come back: {outcome}")
         if isinstance(outcome, TitanError):
             raise outcome
         return outcome

@@ -233,6 +233,10 @@ class Fleet:
         if full:
             self.move(name, _ASLEEP)
 
+    def awaited(self, name: str) -> None:
+        """A generator is dead, or not up yet, and will join: nothing that it could serve is given up before."""
+        self._generators[name] = GeneratorHealth(name, state=_DEAD, reason="it is being replaced")
+
     def died(self, name: str, reason: str) -> None:
         """The generator is dead, and a spare takes its place. Unless it is `left_out`, a replacement will come.
         Idempotent: the first reason is kept."""
