@@ -57,7 +57,7 @@ class Parts:
 
     def gateway(self, config: GatewayConfig) -> Any:
         settings = {"renderer": "symbols", "renderer_kwargs": {}, "max_model_len": 64}
-        return self._spawn("gateway", Gateway, config, self.router, model_path=self._model_path, **settings)
+        return self._spawn("gateway", Gateway, config, model_path=self._model_path, **settings)
 
     async def end(self, gateway: GatewayMesh, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
@@ -91,7 +91,7 @@ async def parts(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Parts
 async def test_rollouts_of_a_killed_gateway_are_lost_whatever_their_programs_made_of_it(parts: Parts) -> None:
     config = GatewayConfig(port=0, rollout_keys=True)
     gateway = GatewayMesh(parts.gateway(config))
-    (pid,) = await gateway.setup(seconds=SECONDS)
+    (pid,) = await gateway.setup(parts.router, seconds=SECONDS)
     url = gateway.url
     rollouts = await parts.worker(gateway)
     await parts.route("hold")
@@ -102,7 +102,7 @@ async def test_rollouts_of_a_killed_gateway_are_lost_whatever_their_programs_mad
     early = asyncio.create_task(rollouts.run_group(group(2)))
     await rollouts.held()  # the worker has begun it
     gateway.replace(parts.gateway(config))
-    await gateway.setup(seconds=SECONDS)
+    await gateway.setup(parts.router, seconds=SECONDS)
     assert gateway.url == url
     await rollouts.workers[0].use(parts.router, gateway.actor)
     with pytest.raises(ActorGone):
@@ -115,6 +115,24 @@ async def test_rollouts_of_a_killed_gateway_are_lost_whatever_their_programs_mad
     await rollouts.workers[0].close()
 
 
+async def test_a_gateway_that_is_told_of_its_router_again_keeps_its_open_requests(parts: Parts) -> None:
+    await parts.provisioner.stop("gateway")
+    await parts.provisioner.stop("rollout")
+    gateway = GatewayMesh(parts.gateway(GatewayConfig(port=0, rollout_keys=True)))
+    await gateway.setup(parts.router, seconds=SECONDS)
+    rollouts = await parts.worker(gateway)
+    await parts.route("hold")
+    play = asyncio.create_task(rollouts.run_group(group(3)))
+    await parts.route("wait_for_requests", PROGRAMS)
+    await gateway.use(parts.router)
+    await rollouts.workers[0].use(parts.router, gateway.actor)
+    await parts.route("let_go")
+    report = await play
+    assert report.first_error == "" and report.samples.trained_tokens == 8 * PROGRAMS
+    await rollouts.release(report.samples)
+    await rollouts.workers[0].close()
+
+
 @pytest.mark.parametrize("rollout_keys", [True, False])
 async def test_where_its_port_was_taken_a_gateway_of_rollouts_takes_another_one(
     parts: Parts, rollout_keys: bool
@@ -122,17 +140,17 @@ async def test_where_its_port_was_taken_a_gateway_of_rollouts_takes_another_one(
     config = GatewayConfig(port=0, rollout_keys=rollout_keys)
     await parts.provisioner.stop("gateway")
     gateway = GatewayMesh(parts.gateway(config))
-    (pid,) = await gateway.setup(seconds=SECONDS)
+    (pid,) = await gateway.setup(parts.router, seconds=SECONDS)
     url = gateway.url
     await parts.end(gateway, pid)
     with socket.create_server(("127.0.0.1", urlsplit(url).port or 0)):
         gateway.replace(parts.gateway(config))
         if rollout_keys:
-            await gateway.setup(seconds=SECONDS)
+            await gateway.setup(parts.router, seconds=SECONDS)
             assert gateway.url != url
         else:
             with pytest.raises(ConfigError, match="Address already in use"):
-                await gateway.setup(seconds=SECONDS)
+                await gateway.setup(parts.router, seconds=SECONDS)
     if not rollout_keys:
-        await gateway.setup(seconds=SECONDS)
+        await gateway.setup(parts.router, seconds=SECONDS)
         assert gateway.url == url

@@ -36,7 +36,6 @@ class Gateway(ConnectedActor):
     def __init__(
         self,
         config: GatewayConfig,
-        router: Any,
         *,
         model_path: str,
         renderer: str,
@@ -46,14 +45,12 @@ class Gateway(ConnectedActor):
     ) -> None:
         """
         Args:
-            router: handle of a `GeneratorRouter`.
             model_path: directory with the tokenizer of the served policy.
             renderer, renderer_kwargs: as in `RolloutConfig`.
             max_model_len: of the generators.
             run_seed: the run's seed; only rollouts sample by it.
         """
         self._config = config
-        self._router = router
         self._model_path = model_path
         self._renderer = (renderer, renderer_kwargs)
         self._max_model_len = max_model_len
@@ -62,10 +59,11 @@ class Gateway(ConnectedActor):
         self._server: GatewayServer | None = None
 
     @served
-    async def setup(self, port: int) -> tuple[int, str]:
+    async def setup(self, router: Any, port: int) -> tuple[int, str]:
         """Listen. Returns this process's id and the URL, without `/v1`.
 
         Args:
+            router: handle of a `GeneratorRouter`.
             port: of the gateway that this one replaces; 0: it is the first. Clients know that port. Where every rollout
                 is told the address, another one will do if it is taken.
 
@@ -80,7 +78,7 @@ class Gateway(ConnectedActor):
         name, settings = self._renderer
         renderer = make_renderer(name, self._model_path, settings)
         policy = ServedPolicy(name=self._config.model, renderer=renderer, max_model_len=self._max_model_len)
-        self._fleet = RouterClient(self._router, seconds=STATUS_SECONDS, who="gateway")
+        self._fleet = RouterClient(router, seconds=STATUS_SECONDS, who="gateway")
         config = replace(self._config, port=port or self._config.port)
         try:
             self._server = GatewayServer(config, self._fleet, policy, run_seed=self._run_seed)
@@ -147,6 +145,7 @@ class GatewayMesh:
         """Handle of the actor, for rollout workers."""
         self.url = ""
         """Without `/v1`; known after `setup`."""
+        self._asks: Any = None  # a router
         self._calls = Connection(self.actor, what="gateway.{}")
 
     def replace(self, mesh: Any) -> None:
@@ -158,16 +157,19 @@ class GatewayMesh:
         """The gateway is gone or will be killed, with the sessions of its rollouts."""
         self._calls.lose(reason)
 
-    async def setup(self, *, seconds: float) -> list[int]:
+    async def setup(self, router: Any, *, seconds: float) -> list[int]:
         """Start to listen, where the gateway before listened; returns the process id."""
-        pid, self.url = await self._calls.call(seconds, Gateway.setup, urlsplit(self.url).port or 0)
+        self._asks = router
+        pid, self.url = await self._calls.call(seconds, Gateway.setup, router, urlsplit(self.url).port or 0)
         return [pid]
 
     async def use(self, router: Any) -> None:
-        """Let the gateway ask this router from now on. One that is gone is told nothing: its successor is made with
-        it."""
-        with suppress(ActorGone):
-            await self._calls.call(STATUS_SECONDS, Gateway.use, router)
+        """Let the gateway ask this router from now on, if it does not already: it would send its open requests again.
+        One that is gone is told nothing: its successor hears of it in `setup`. One that hangs will be gone."""
+        if router is not self._asks:
+            self._asks = router
+            with suppress(ActorGone):
+                await self._calls.call(None, Gateway.use, router)
 
     async def end(self) -> None:
         """Wait until the gateway is closed. Raises ActorFailed if it ends by itself or its process is gone."""

@@ -97,8 +97,9 @@ class RolloutMesh:
         that is gone is told nothing: its successor hears of them in `setup`."""
         before, self._asks = self._asks, (router, gateway)
         changed = [new if new is not old else None for new, old in zip(self._asks, before, strict=True)]
-        with suppress(ActorGone):
-            await self._call(RolloutWorker.use, *changed)
+        if any(changed):
+            with suppress(ActorGone):
+                await self._call(RolloutWorker.use, *changed)
 
     async def run_group(self, request: GroupRequest) -> GroupReport:
         """See `Rollouts.run_group`."""

@@ -116,6 +116,7 @@ def describe(plan: MeshPlan, meshes: Meshes) -> MeshSpec:
                     "config": config.router_settings(),
                     "generators": {name: generator.rank0 for name, generator in meshes.generators.items()},
                     "serving": config.generator.count,
+                    "awaited": meshes.awaited,
                 },
                 client=lambda actor: RouterClient(actor, seconds=start_seconds, who="controller"),
                 setup=lambda router: router.setup(),
@@ -127,7 +128,6 @@ def describe(plan: MeshPlan, meshes: Meshes) -> MeshSpec:
                 actor=Gateway,
                 arguments=lambda: {
                     "config": meshes.gateway_config,
-                    "router": meshes.router.actor,
                     "model_path": model_path,
                     "renderer": config.rollout.renderer,
                     "renderer_kwargs": config.rollout.renderer_kwargs,
@@ -135,7 +135,7 @@ def describe(plan: MeshPlan, meshes: Meshes) -> MeshSpec:
                     "run_seed": config.seed,
                 },
                 client=GatewayMesh,
-                setup=lambda gateway: gateway.setup(seconds=start_seconds),
+                setup=lambda gateway: gateway.setup(meshes.router.actor, seconds=start_seconds),
                 doing="listening",
                 end=lambda gateway: gateway.end(),
             )

@@ -120,6 +120,12 @@ class Meshes:
     def gateway(self) -> GatewayMesh | None:
         return self.clients.get("gateway")
 
+    @property
+    def awaited(self) -> tuple[str, ...]:
+        """Generators that are lost and being replaced."""
+        gone = (name for name in self._specs if kind_of(name) == "generator" and name not in self.generators)
+        return tuple(name for name in gone if name not in self._left_out)
+
     # Up and down.
 
     @property
@@ -139,7 +145,12 @@ class Meshes:
         Raises:
             TitanError: a part did not start.
         """
-        await asyncio.gather(*map(self._set_up, names))
+
+        async def each(name: str) -> None:
+            await self._set_up(name)
+            await self._update(name)  # the router, or the gateway, may have been replaced meanwhile
+
+        await asyncio.gather(*map(each, names))
 
     async def close(self) -> None:
         """Close everything: first the gateway, which takes calls, then the other meshes, then every process."""
