@@ -136,6 +136,16 @@ async def test_a_run_that_is_done_waits_for_the_successor_of_a_trainer_that_dies
     assert run.said == ["the weights after step 2 are in checkpoint"]
 
 
+async def test_nor_does_it_wait_for_one_that_will_not_come():
+    run = await at("save")
+    run.faults.ready("trainer", lambda fault: None)
+    await run.hear(TRAINER_DIED)
+    run.faults.given_up(MeshFailed("trainer failed 6 times in a row", "trainer"))
+    with pytest.raises(MeshFailed, match="6 times"):
+        await asyncio.wait_for(run.task, 5)
+    assert "the weights were not saved: trainer failed 6 times in a row" in run.said
+
+
 async def test_a_rank_that_dies_before_the_weights_are_saved_fails_the_run_and_they_are_saved():
     run = await at("save")
     await run.hear(WORKER_DIED)

@@ -118,6 +118,11 @@ class FaultBoard:
         self._lost.pop(mesh, None)
         self._on_lost[mesh] = lambda fault: None
 
+    def given_up(self, fault: MeshFailed) -> None:
+        """The mesh failed so often that it is not replaced any more: that ends the run."""
+        self._on_lost.pop(fault.mesh, None)
+        self._end(fault)
+
     def report(self, fault: TitanError) -> None:
         """Report a fault. Thread-safe. Only the first fatal fault ends the run; later ones follow from it. A fault that
         comes after the event loop has closed is dropped."""

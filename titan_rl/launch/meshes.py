@@ -33,7 +33,7 @@ from titan_rl.actors.router_client import RouterClient
 from titan_rl.actors.trainer_client import Trainer
 from titan_rl.config import RunConfig
 from titan_rl.controller.faults import LOST_WITH, FaultBoard, Restarts, kind_of
-from titan_rl.errors import ActorFailed, ActorGone, CallTimeout, MeshFailed, TitanError
+from titan_rl.errors import ActorGone, CallTimeout, MeshFailed, TitanError
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch.mesh_specs import MeshClient, describe
 from titan_rl.launch.placement import detect_host, plan
@@ -303,7 +303,7 @@ class Meshes:
         if name in fleet and placement.too_few_generators == "wait":
             return False
         least = f"; placement.least_generators is {placement.least_generators}" if name in fleet else ""
-        self.faults.report(ActorFailed(f"{times}: {fault}{least}"))
+        self.faults.given_up(MeshFailed(f"{times}: {fault}{least}", name))
         return True
 
     def _work(self, work: Coroutine[Any, Any, None]) -> None:
