@@ -266,3 +266,21 @@ async def test_requests_are_served_though_every_pull_is_overtaken() -> None:
             await fleet.on(0, "wait_for_pull")
         await fleet.on(0, "release_pulls")
         await asyncio.gather(*pulls)
+
+
+@pytest.mark.parametrize("held", [False, True])
+async def test_where_the_trainer_goes_on_from_an_earlier_state_older_weights_are_served(held: bool) -> None:
+    async with Fleet(RouterConfig(), count=1) as fleet:
+        if held:
+            await fleet.on(0, "hold_pulls")
+        newer = fleet.pull(7)
+        if held:
+            await fleet.on(0, "wait_for_pull")
+        else:
+            await newer
+        await fleet.router.start_over()
+        pull = fleet.pull(5)
+        await fleet.on(0, "release_pulls")
+        assert (await pull).reports["g0"].version == PolicyVersion(0, 5)
+        await asyncio.gather(newer, return_exceptions=True)
+        assert await fleet.on(0, "pulls") == ["v0", "v7", "v5"]

@@ -27,7 +27,7 @@ from titan_rl.controller.records import RunSummary
 from titan_rl.controller.system import System
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
 from titan_rl.data_plane.store import HeldReport
-from titan_rl.errors import GeneratorNotServing, OwnershipError, TrainingError
+from titan_rl.errors import GeneratorNotServing, OwnershipError, TrainingError, WeightsError
 from titan_rl.observability.progress import RunDisplay
 from titan_rl.policy.config import TrainerConfig, WarmupConfig
 from titan_rl.rollout.report import GroupReport, RolloutReport
@@ -112,15 +112,22 @@ class ScriptedRouter:
     def __init__(self, script: Script) -> None:
         self.script = script
         self.serving: PolicyVersion | None = None
+        self.target: PolicyVersion | None = None
         self.pinned: PolicyVersion | None = None
         self.failures: dict[str, str] = {}
         """Of every pull."""
 
     async def pull_model_state_dict(self, publication: Publication) -> FleetPull:
+        if self.target is not None and publication.version < self.target:
+            raise WeightsError(f"pull refused: {publication.version} is older than {self.target}")
+        self.target = publication.version
         await self.script.gate(f"pull {publication.version}")
         self.serving = publication.version
         failures = {"generator1": "it is pinned"} if self.pinned is not None else {}
         return FleetPull(version=publication.version, reports={}, failures=failures | self.failures)
+
+    async def start_over(self) -> None:
+        self.target = None
 
     async def pin(self, version: PolicyVersion) -> str:
         await self.script.gate(f"pin {version}")

@@ -72,6 +72,18 @@ async def test_a_generator_that_was_pinned_is_free_again(tmp_path: Path) -> None
     assert "evaluate v2" in world.script.cancelled
 
 
+async def test_a_version_that_was_being_evaluated_then_is_evaluated_though_newer_ones_were_served(
+    tmp_path: Path,
+) -> None:
+    world = World(steps=6, staleness=2, every=2, max_live=3, directory=tmp_path, checkpoint_every=3)
+    world.script.holds = lambda gate: gate == "evaluate v2"
+    await lost(world, "train 5")
+    world.script.holds = lambda gate: False
+    world.begin(tmp_path, restore=True)
+    assert (await world.run()).steps == 6
+    assert {"publish v2 again", "pull v1.3"} <= set(world.script.events)
+
+
 async def test_a_checkpoint_that_is_being_written_comes_to_its_end_first(tmp_path: Path) -> None:
     world = World(steps=6, directory=tmp_path, checkpoint_every=2)
     world.script.holds = holding("write")

@@ -30,8 +30,9 @@ _log = logging.getLogger(__name__)
 
 
 class GeneratorRouter(RequestRouter):
-    """Endpoints: those of `RequestRouter`, `setup`, `pull_model_state_dict`, `serve_beside`, `retire`, `sleep`,
-    `wake_up`, `pin`, `unpin`, `fleet_status`, `generator_joined`, `generator_lost`, `generator_left_out`, `close`."""
+    """Endpoints: those of `RequestRouter`, `setup`, `pull_model_state_dict`, `serve_beside`, `retire`, `start_over`,
+    `sleep`, `wake_up`, `pin`, `unpin`, `fleet_status`, `generator_joined`, `generator_lost`, `generator_left_out`,
+    `close`."""
 
     def __init__(
         self,
@@ -101,6 +102,11 @@ class GeneratorRouter(RequestRouter):
         kept = (*self._fleet.wanted, self._fleet.target)
         self._publications = {each: it for each, it in self._publications.items() if each in kept}
         self._advance()
+
+    @served
+    async def start_over(self) -> None:
+        """The versions that were requested are of no use any more; the next ones may be older."""
+        self._fleet.start_over()
 
     @served
     async def sleep(self, name: str) -> int:

@@ -160,6 +160,11 @@ class RouterClient(RequestClient):
         self._wanted.pop(version, None)
         await self._call(GeneratorRouter.retire, version)
 
+    async def start_over(self) -> None:
+        """The trainer goes on from an earlier state: what the fleet is asked for next may be older than what was."""
+        self._wanted = {}
+        await self._call(GeneratorRouter.start_over)
+
     async def sleep(self, generator: str) -> int:
         """Take a generator out of service; returns the bytes it freed."""
         return await self._call(GeneratorRouter.sleep, generator)

@@ -155,6 +155,7 @@ class TrainingLoop:
                     await self._checkpoints.written()
                 await self._evaluations.unpin()
                 await self._publications.drop()
+                await self._system.router.start_over()
             raise failures[0]
         return self.summary
 

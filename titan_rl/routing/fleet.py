@@ -132,6 +132,13 @@ class Fleet:
         for health in self:
             health.failures = 0
 
+    def start_over(self) -> None:
+        """The trainer goes on from an earlier state: what is requested next may be older than what was. Until then
+        everybody serves what they serve."""
+        self.target, self.wanted = None, []
+        for health in self:
+            health.reached = NEVER
+
     def retire(self, version: PolicyVersion) -> None:
         """A version need not be served any more."""
         self.wanted = [each for each in self.wanted if each != version]
@@ -188,7 +195,8 @@ class Fleet:
         it again: assign waiting requests before that."""
         health = self[name]
         self._ended(health)
-        health.must_wake, health.failures, health.reached = False, 0, version
+        before = self.target is None or version > self.target  # it was requested before `start_over`
+        health.must_wake, health.failures, health.reached = False, 0, NEVER if before else version
         self.move(name, _SERVING, version=version)
 
     def failed(self, name: str, reason: str) -> None:
