@@ -16,7 +16,7 @@ import numpy as np
 from openai import AsyncOpenAI
 
 from titan_rl.chat.renderer import SymbolRenderer
-from titan_rl.config import RunConfig
+from titan_rl.config import PlacementConfig, RunConfig
 from titan_rl.gateway.app import build_app
 from titan_rl.gateway.callers import ApiKeys
 from titan_rl.gateway.calls import Fleet, ServedPolicy
@@ -54,7 +54,12 @@ ADD = {
 
 @asynccontextmanager
 async def served(
-    *, generators: int, gateway: GatewayConfig | None = None, length: int = LENGTH, engine: str = ENGINE
+    *,
+    generators: int,
+    gateway: GatewayConfig | None = None,
+    length: int = LENGTH,
+    engine: str = ENGINE,
+    placement: PlacementConfig | None = None,
 ) -> AsyncIterator[Serving]:
     config = RunConfig(
         policy=PolicyConfig(
@@ -62,6 +67,7 @@ async def served(
         ),
         generator=GeneratorConfig(count=generators, engine=engine, max_model_len=length, max_num_batched_tokens=length),
         trainer=TrainerConfig(max_tokens_per_microbatch=length),
+        placement=placement or PlacementConfig(),
     )
     async with serve(config, gateway or GatewayConfig(port=0, model=MODEL)) as up:
         yield up

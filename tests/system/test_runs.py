@@ -46,7 +46,7 @@ def test_a_task_of_ones_own_runs_under_torchrun_and_leaves_a_checkpoint_that_sco
     assert all(line["train/logprob_difference_max"] <= 2e-5 for line in trained)
     assert list((directory / "tensorboard").iterdir())
     logs = {path.name for path in (directory / "logs").iterdir()}
-    assert {"controller.log", "trainer.log", "generator0.log", "router.log", "rollout.log"} <= logs
+    assert {"controller.log", "trainer.log", "generator0.log", "router.log", "rollout0.log"} <= logs
 
     assert_checkpoint_scores_like_the_policy(directory / "checkpoint")
 
