@@ -9,7 +9,7 @@ from router_books import LEFT, LIVE, WAITING
 from router_driver import RouterDriver
 from routing_examples import V0, V1, V2, V3, request
 
-from titan_rl.errors import GeneratorFailed, GeneratorNotServing, WeightsError
+from titan_rl.errors import GeneratorNotServing, WeightsError
 from titan_rl.routing.generator import GeneratorState
 from titan_rl.routing.strategies import LeastLoaded
 from titan_rl.types import PolicyVersion
@@ -52,13 +52,15 @@ def test_requests_wait_while_all_are_syncing_and_then_go_through() -> None:
     assert driver.callers["r0"].place == LEFT
 
 
-def test_requests_fail_at_once_when_all_are_dead() -> None:
+def test_requests_wait_while_all_are_dead_and_fail_once_no_replacement_is_to_come() -> None:
     driver = router(1)
     driver.pull(V1)
     driver.arrive([request("r0")])
     driver.begin_pull("g0")
     driver.end_pull("g0", "died")
     driver.arrive([request("r1")])
+    assert {caller.place for caller in driver.callers.values()} == {WAITING}
+    driver.leave_out("g0")
     assert {caller.place for caller in driver.callers.values()} == {LEFT}
     assert all(pull.done for pull in driver.pulls)
 
@@ -253,28 +255,6 @@ def test_stragglers_of_a_drain_go_on_elsewhere() -> None:
     driver.drain_deadline("g0")
     assert driver.can_begin("g0")
     assert [driver.dispatcher.in_flight(name) for name in ("g0", "g1")] == [0, 2]
-
-
-def test_a_generator_that_dies_in_its_drain_has_nothing_to_pull() -> None:
-    driver = router(2, max_syncing=1)
-    driver.arrive([request("r0")])
-    driver.pull(V1)
-    driver.lose(driver.live_on("g0"), fatal=True)
-    with pytest.raises(GeneratorFailed, match="g0 was to pull, but died before that: killed"):
-        driver.fleet.pulling("g0")
-    assert states(driver) == ["dead", "syncing"], "its place among the closed is free"
-    driver.become_quiet()
-    assert states(driver) == ["dead", "serving"]
-
-
-def test_a_pull_that_ends_well_after_its_generator_died_does_not_bring_it_back() -> None:
-    driver = router(2, mode="hot_swap")
-    driver.arrive([request("r0")])
-    driver.pull(V1)
-    driver.begin_pull("g0")
-    driver.lose(driver.live_on("g0"), fatal=True)
-    driver.end_pull("g0", "verified")
-    assert states(driver) == ["dead", "serving"]
 
 
 def test_a_sleeping_generator_takes_no_requests_and_no_weights_until_it_is_woken() -> None:

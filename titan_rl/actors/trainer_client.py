@@ -200,12 +200,16 @@ class Trainer:
 
     async def restore(self, directory: Path | None, incarnation: int) -> None:
         """Go on as this incarnation from the state in `directory`, which any layout of ranks has written. None: from
-        the policy as it was loaded, which is what ranks hold whose state is lost.
+        the policy as it was loaded, which is what new ranks hold; ranks that have trained are replaced.
 
         Raises:
             CheckpointError: it cannot be read, or is of another policy.
         """
+        trained = not (self._as_loaded or self._state_lost)
         self.version, self._as_loaded, self._state_lost = PolicyVersion(incarnation, 0), True, ""
+        if trained and directory is None:
+            self.lose("the run starts over")
+            self._on_hung("trainer: the run starts over, with new ranks")
         answers = await self._again(
             self._call(self._start_seconds, PolicyTrainer.restore, str(directory or ""), incarnation)
         )

@@ -116,7 +116,11 @@ class FaultBoard:
         """Its old processes are gone and reported; what is reported from now on is about new ones. Until they are
         `ready`, only `unless_lost` hears of it."""
         self._lost.pop(mesh, None)
-        self._on_lost[mesh] = lambda fault: None
+        self._on_lost[mesh] = _nobody
+
+    def is_replaced_now(self, mesh: str) -> bool:
+        """Whether its new processes are being set up."""
+        return self._on_lost.get(mesh) is _nobody
 
     def given_up(self, fault: MeshFailed) -> None:
         """The mesh failed so often that it is not replaced any more: that ends the run."""
@@ -240,6 +244,10 @@ class Announcer:
             self._say(text)
 
 
+def _nobody(fault: MeshFailed) -> None:
+    """Is told of what is lost while it starts again: whoever sets it up hears of it by `unless_lost`."""
+
+
 async def _cancelled(task: asyncio.Future[Any]) -> None:
     if not task.done():
         task.cancel()
@@ -299,6 +307,8 @@ async def train_and_save(
 
 async def _save(save: Save, faults: FaultBoard, *, seconds: float | None) -> str:
     # a run that has failed or is stopped waits for no replacement
+    if seconds is not None and faults.is_replaced_now("trainer"):
+        raise TrainingError("the trainer was just being replaced")
     work = faults.unless_fatal("trainer", save()) if seconds is None else faults.unless_lost("trainer", save())
     saving = asyncio.ensure_future(work)
     hurry = asyncio.ensure_future(faults.hurry.wait())

@@ -265,6 +265,8 @@ class Meshes:
                 _log.warning("%s did not start again", name, exc_info=error)
                 fault = MeshFailed(f"{name} did not start again: {error}", name)
                 restarts.died(0.0)
+        if name not in self._up:
+            return  # lost again
         await self._introduce(name)
         self.say(f"{name} is back after {time.monotonic() - lost:.1f} s")
 

@@ -199,11 +199,14 @@ class Provisioner:
 
     def _ended(self, mesh: str, process: str, code: int | None) -> None:
         """Called from the thread that waited for the process."""
+        concerned = self._meshes.get(mesh)
         if code is not None:
             how = ending_in_words(code)
         else:
             with self._more_words:
                 self._more_words.wait_for(lambda: mesh in self._words, MONARCH_SECONDS)
+            if self._meshes.get(mesh) is not concerned:
+                return  # it was stopped meanwhile, and another one may have its name
             how = f"ended: {self._words.get(mesh, 'nobody saw its exit status')}"
         _log.error("fault: %s %s", process, how)
         self._on_fault(MeshFailed(f"{process} {how}", mesh))
