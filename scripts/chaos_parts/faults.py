@@ -52,7 +52,7 @@ class Hit:
     at: float = field(default_factory=time.time)
     mesh: str = ""
     undo: Callable[[], None] | None = None
-    """Takes it back after `WHILE_SECONDS`."""
+    """Takes it back after `WHILE_SECONDS` or more."""
 
 
 def marked(mark: str) -> list[int]:
@@ -221,7 +221,7 @@ class Attack:
         disk = self._run / "checkpoints"
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "chaos", str(disk)], check=True)
         return Hit(
-            f"{disk} is on a full disk for {WHILE_SECONDS:g} s",
+            f"{disk} is on a full disk for {WHILE_SECONDS:g} s or more",
             undo=lambda: void(subprocess.run(["umount", "-l", str(disk)], check=True)),
         )
 
@@ -235,7 +235,7 @@ class Attack:
             directory.unlink()
             aside.rename(directory)
 
-        return Hit(f"{directory} is a file for {WHILE_SECONDS:g} s", undo=undo)
+        return Hit(f"{directory} is a file for {WHILE_SECONDS:g} s or more", undo=undo)
 
     def _use_up_descriptors(self, victim: Process) -> Hit:
         before = resource.prlimit(victim.pid, resource.RLIMIT_NOFILE)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from chaos_parts.faults import MARK, WHILE_SECONDS, Attack, Hit, listening_ports, marked
-from chaos_parts.schedule import ENDS_CONTROLLER, Fault, Injected, read_log
+from chaos_parts.schedule import ENDS_CONTROLLER, KINDS, Fault, Injected, read_log
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOK_SECONDS = 0.02
@@ -118,7 +118,7 @@ class _Runner:
         self._read_steps()
         if self._injecting is not None and self._injecting[1].done():
             self._note_hit()
-        if self._passing is not None and time.time() > self._passing[0].at + WHILE_SECONDS:
+        if self._passing is not None and self._has_passed(self._passing[0]):
             self._take_back()
         if (code := self._process.poll()) is not None:
             return self._start_again(code) if code else None
@@ -129,6 +129,12 @@ class _Runner:
             os.kill(self._process.pid, signal.SIGUSR1)  # it logs what it waits for
             time.sleep(2.0)
             raise RunFailed(f"no step was finished for {STALL_SECONDS:g} s after {self._last()}{self._tail()}")
+
+    def _has_passed(self, injected: Injected) -> bool:
+        """What is only noticed by who needs it, such as a full disk, goes on until then, unless it is the last."""
+        lasts, seen = time.time() - injected.at, KINDS[injected.fault.kind].seen
+        noticed = not seen or not self._left or self._logged(seen, injected.at) is not None
+        return lasts > WHILE_SECONDS and (noticed or lasts > NOTHING_TO_HIT_SECONDS)
 
     # Starts and ends.
 

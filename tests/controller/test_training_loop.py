@@ -294,8 +294,7 @@ async def test_a_generator_that_does_not_take_new_weights_is_named_once_while_th
     world = World(steps=2)
     world.router.failures = {"generator0": "fingerprints differ"}
     await world.run()
-    assert world.printed.count("generator0 does not serve v0: fingerprints differ") == 1
-    assert world.printed.count("does not serve") == 1
+    assert world.printed.count("does not serve") == world.printed.count("does not serve v0: fingerprints differ") == 1
 
 
 async def test_a_filter_that_raises_ends_the_run_with_its_error(tmp_path):
