@@ -23,6 +23,7 @@ ENDED_BY = {
     "actors/generator.py:_outcome": "the engine loop answers, or fails the generator; a hang is found by its pulse",
     "actors/request_router.py:_until": "every request that ends; `_end` fails the router",
     "actors/requests.py:_stopped": "the engine answers a request that is given up; a hang is found by its pulse",
+    "actors/rollout_worker.py:run_group": "a group whose environments have time limits; its requests have one too",
     "actors/rollouts.py:run_group": "a call to a worker, which ends with its process; environments have time limits",
     "actors/rollouts.py:setup": "a call with a bound of its own",
     "actors/router_client.py:_generate": "`router.request_seconds`; a lost router is replaced and asked again",
