@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import time
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from titan_rl.actors.connection import served
 from titan_rl.actors.gateway import GatewayClient
@@ -26,9 +26,6 @@ from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.rollout.report import GroupReport, GroupResult, report_of
 from titan_rl.sandbox.wire import TaskInfo
 from titan_rl.types import Completion, GenerationRequest, GroupRequest
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 

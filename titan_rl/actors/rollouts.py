@@ -33,13 +33,6 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-ROOM_SECONDS = 120.0
-"""How long a finished group waits for room in the host's shared memory; then the run ends."""
-_ROOM_PAUSE = 1.0
-
-_AWAY_FROM_LOOP = 1 << 20
-"""From this many bytes, a group's samples are stored by a thread. Below it, the hand-over costs more than the copy."""
-
 
 class RolloutMesh:
     """One worker, or the one that replaces it, as the controller sees it. A worker that is lost takes the samples of
