@@ -55,6 +55,8 @@ KINDS: dict[str, Kind] = {
 
 NEEDS_MOUNT = {"shared memory full", "disk full"}
 ENDS_CONTROLLER = {kind for kind in KINDS if kind.startswith("controller")}
+LASTING = {kind for kind, each in KINDS.items() if each.seen.startswith("no checkpoint")}
+"""These go on until somebody notices."""
 
 
 class Fault(NamedTuple):
@@ -75,6 +77,8 @@ def schedule(seed: int, steps: int, every: int, kinds: Iterable[str] = KINDS) ->
         if not left:
             left = stream.sample(names, len(names))
         jitter = stream.randint(-(every // 4), every // 4)
+        if place + every > steps - every // 2 and left[-1] in LASTING:  # it could outlast the run
+            left.sort(key=lambda kind: kind not in LASTING)
         faults.append(Fault(min(place + jitter, steps - every // 2), left.pop(), stream.random()))
     return faults
 
