@@ -77,6 +77,16 @@ def leave(main: Callable[[], object]) -> NoReturn:
         os._exit(code)
 
 
+OWNER = "TITAN_RL_OWNER"
+"""Variable with a process id; see `owner_pid`."""
+
+
+def owner_pid() -> int:
+    """The process whose death makes the files in this host's shared memory rubbish: the controller on its own host, its
+    agent on every other one. A process that nobody told of an owner is its own."""
+    return int(os.environ.get(OWNER, os.getpid()))
+
+
 RENDEZVOUS = "TITAN_RL_RENDEZVOUS"
 """Variable with the path of the file where the ranks of a mesh meet: a new one each time, in a private directory."""
 

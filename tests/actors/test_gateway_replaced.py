@@ -67,7 +67,7 @@ class Parts:
     async def worker(self, gateway: GatewayMesh) -> Rollouts:
         config = RunConfig(environment=EnvironmentConfig(name=f"{TASKS / 'careless.py'}:Careless"))
         rollouts = Rollouts(workers=1, start_seconds=SECONDS, step_seconds=SECONDS)
-        settings = {"mesh": "rollout0", "model_path": self._model_path, "imports": (), "owner_pid": os.getpid()}
+        settings = {"mesh": "rollout0", "model_path": self._model_path, "imports": ()}
         rollouts.workers[0].replace(self._spawn("rollout", RolloutWorker, config, **settings))
         await rollouts.workers[0].setup(self.router, gateway.actor)
         return rollouts

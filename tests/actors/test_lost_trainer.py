@@ -66,7 +66,6 @@ class Lossy:
             total_steps=10,
             device="cpu",
             seed=0,
-            owner_pid=os.getpid(),
             copies=True,
         )
 

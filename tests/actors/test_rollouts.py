@@ -113,7 +113,6 @@ async def workers(config: RunConfig, model_path: Path, number: int) -> AsyncIter
                 "mesh": f"rollout{worker}",
                 "model_path": str(model_path),
                 "imports": (),
-                "owner_pid": os.getpid(),
             }
             return provisioner.spawn(plan).spawn("rollout", RolloutWorker, config, **settings)
 

@@ -5,7 +5,6 @@ against it and publishes. About 20 s.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 
 import numpy as np
@@ -102,7 +101,6 @@ async def trainer(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Tra
             total_steps=10,
             device="cpu",
             seed=0,
-            owner_pid=os.getpid(),
             copies=True,
         )
         handle = Trainer(mesh, config, start_seconds=BOUND, step_seconds=BOUND)

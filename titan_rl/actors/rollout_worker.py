@@ -22,6 +22,7 @@ from titan_rl.data_plane.layout import encoded_size
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport, SampleStore, SharedMemorySource
 from titan_rl.errors import ActorFailed, ActorGone, GroupStopped, RequestLost, SharedMemoryFull
+from titan_rl.processes import owner_pid
 from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.rollout.report import GroupReport, GroupResult, report_of
 from titan_rl.sandbox.wire import TaskInfo
@@ -41,18 +42,15 @@ class RolloutWorker(StoreKeeper):
     """Endpoints: `setup`, `use`, `run_group`, `stop_groups`, `release`, `take_over`, `held`, `expose`, `withdraw`,
     `close`."""
 
-    def __init__(
-        self, config: RunConfig, *, mesh: str, model_path: str, imports: tuple[str, ...], owner_pid: int
-    ) -> None:
+    def __init__(self, config: RunConfig, *, mesh: str, model_path: str, imports: tuple[str, ...]) -> None:
         """
         Args:
             mesh: name of the worker's mesh.
-            owner_pid: process that the names of shared-memory files carry; once it is dead, a later run removes them.
         """
         super().__init__(
             SampleStore(
                 f"{mesh}.{os.getpid()}",
-                owner_pid=owner_pid,
+                owner_pid=owner_pid(),
                 max_bytes=config.data_plane.store_mib << 20,
             )
         )

@@ -26,6 +26,7 @@ from titan_rl.data_plane.store import write_samples
 from titan_rl.errors import CheckpointError, StorageError, TrainingError
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.packing import PackingPlan
+from titan_rl.processes import owner_pid
 from titan_rl.types import PolicyVersion, TrainingSample
 from titan_rl.weights.config import WeightsConfig
 from titan_rl.weights.manifest import Publication, TensorShard
@@ -104,7 +105,6 @@ class PolicyTrainer(ConnectedActor):
         total_steps: int,
         device: str,
         seed: int,
-        owner_pid: int,
         copies: bool,
     ) -> None:
         """
@@ -112,7 +112,6 @@ class PolicyTrainer(ConnectedActor):
             served_dtype: dtype that generators compute with; weights are published in it.
             temperature: sampling temperature of the generators.
             total_steps: length of the learning-rate schedule.
-            owner_pid: process that the names of shared-memory files carry; once it is dead, a later run removes them.
             copies: keep a copy of the state in shared memory, from which the ranks after these go on.
         """
         self._config = config
@@ -123,7 +122,6 @@ class PolicyTrainer(ConnectedActor):
         self._total_steps = total_steps
         self._device = device
         self._seed = seed
-        self._owner_pid = owner_pid
         self._rank = int(current_rank().rank)
         self._updater: PolicyUpdater | None = None
         self._publisher: ChannelPublisher | None = None
@@ -157,10 +155,10 @@ class PolicyTrainer(ConnectedActor):
         )
         self._updater.incarnation = incarnation
         if self._keeps_copies:
-            self._copies = StateCopies(owner_pid=self._owner_pid, rank=self._rank, ranks=self._config.ranks)
+            self._copies = StateCopies(owner_pid=owner_pid(), rank=self._rank, ranks=self._config.ranks)
         group = dist.group.WORLD if self._config.ranks > 1 else None
         self._publisher = make_publisher(
-            self._weights, channel=CHANNEL, owner_pid=self._owner_pid, rank=self._rank, group=group
+            self._weights, channel=CHANNEL, owner_pid=owner_pid(), rank=self._rank, group=group
         )
         self._publisher.adopt(published)
         _log.info("trainer rank %d is ready after %.1f s", self._rank, time.monotonic() - started)

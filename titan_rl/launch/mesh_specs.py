@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -63,7 +62,7 @@ class MeshSpec:
 def describe(plan: MeshPlan, meshes: Meshes) -> MeshSpec:
     """The description of the mesh with this plan, among these meshes."""
     config, device, name = meshes.config, meshes.placement.device, plan.name
-    model_path, owner_pid = str(meshes.model_path), os.getpid()
+    model_path = str(meshes.model_path)
     start_seconds, step_seconds = config.placement.start_seconds, config.placement.step_seconds
 
     match kind_of(name):
@@ -80,7 +79,6 @@ def describe(plan: MeshPlan, meshes: Meshes) -> MeshSpec:
                     "total_steps": config.loop.steps,
                     "device": device,
                     "seed": config.seed,
-                    "owner_pid": owner_pid,
                     "copies": config.checkpoint.in_memory,
                 },
                 client=lambda actor: Trainer(
@@ -154,7 +152,6 @@ def describe(plan: MeshPlan, meshes: Meshes) -> MeshSpec:
                     "mesh": name,
                     "model_path": model_path,
                     "imports": meshes.imports,
-                    "owner_pid": owner_pid,
                 },
                 client=client,
                 setup=lambda worker: worker.setup(meshes.router.actor, meshes.gateway and meshes.gateway.actor),

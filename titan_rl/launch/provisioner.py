@@ -30,7 +30,7 @@ from titan_rl.errors import ActorFailed, MeshFailed
 from titan_rl.launch.child import ProcessWatch
 from titan_rl.launch.placement import TORCHRUN_VARIABLES, MeshPlan
 from titan_rl.launch.process import prepare_process, scratch_directory
-from titan_rl.processes import RENDEZVOUS, ending_in_words
+from titan_rl.processes import OWNER, RENDEZVOUS, ending_in_words
 
 STOP_SECONDS = 20.0
 """Bound on stopping one mesh; past it its processes are killed."""
@@ -142,6 +142,7 @@ class Provisioner:
                 "LOCAL_RANK": str(rank) if plan.devices[rank] is None else "0",
                 "WORLD_SIZE": str(ranks),
                 "LOCAL_WORLD_SIZE": str(ranks),
+                OWNER: str(os.getpid()),
                 RENDEZVOUS: str(files.with_suffix(".rendezvous")),
             }
             arguments = ["-m", "titan_rl.launch.child", str(os.getpid()), str(births), plan.name, str(rank)]
