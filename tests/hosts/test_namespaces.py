@@ -1,0 +1,146 @@
+"""Hosts in network namespaces: what each has of its own, what a cut link does, and that nothing is left."""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.namespaces import Host, Hosts, skip_reason
+
+pytestmark = pytest.mark.skipif(bool(skip_reason()), reason=skip_reason())
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with Hosts(2, shared_memory=1 << 20) as hosts:
+        yield hosts
+
+
+def says(host: Host, command: str) -> str:
+    process = host.run(["sh", "-c", command], stdout=subprocess.PIPE, text=True)
+    return process.communicate()[0].strip()
+
+
+def test_each_host_has_its_own_address_name_and_shared_memory(hosts: Hosts) -> None:
+    for host in hosts:
+        assert f"inet {host.address}/24" in says(host, f"ip address show {host.interface}")
+        assert says(host, "cat /proc/sys/kernel/hostname") == host.name
+    assert len({host.address for host in hosts} | {host.name for host in hosts}) == 4
+    says(hosts[0], "echo here > /dev/shm/file")
+    assert says(hosts[0], "cat /dev/shm/file; df --output=size /dev/shm | tail -1").split() == ["here", "1024"]
+    assert says(hosts[1], "ls /dev/shm") == ""
+    assert not Path("/dev/shm/file").exists()
+
+
+def test_a_host_sees_only_its_own_processes(hosts: Hosts) -> None:
+    sleeper = hosts[0].run(["sleep", "inf"])
+    assert "sleep" in says(hosts[0], "cat /proc/[0-9]*/comm")
+    assert "sleep" not in says(hosts[1], "cat /proc/[0-9]*/comm")
+    assert int(says(hosts[0], "echo $$")) < 20
+    sleeper.terminate()
+    assert sleeper.wait() == -signal.SIGTERM
+
+
+def test_orphans_are_reaped(hosts: Hosts) -> None:
+    says(hosts[0], "sleep 0.01 >/dev/null &")
+    while "sleep" in says(hosts[0], "cat /proc/[0-9]*/comm"):
+        pass
+
+
+_ECHO = """
+import socket, sys
+server = socket.create_server((sys.argv[1], 7000))
+print("listening", flush=True)
+connection, _ = server.accept()
+while data := connection.recv(100):
+    connection.sendall(data)
+"""
+
+_CLIENT = """
+import socket, sys
+connection = socket.create_connection((sys.argv[1], 7000))
+connection.settimeout(0.3)
+for line in sys.stdin:
+    try:
+        if line.strip():
+            connection.sendall(line.encode())
+        print(connection.recv(100).decode().strip() or "closed", flush=True)
+    except TimeoutError:
+        print("silence", flush=True)
+"""
+
+
+def test_a_cut_host_is_silent_until_its_link_is_mended_and_a_killed_one_closes(hosts: Hosts) -> None:
+    near, far = hosts
+    server = far.run([sys.executable, "-S", "-c", _ECHO, far.address], stdout=subprocess.PIPE)
+    assert server.stdout.readline() == b"listening\n"
+    client = near.run(
+        [sys.executable, "-S", "-c", _CLIENT, far.address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    )
+
+    def sends(text: str) -> str:
+        client.stdin.write(f"{text}\n")
+        return client.stdout.readline().strip()
+
+    assert sends("one") == "one"
+    far.cut()
+    assert sends("two") == "silence"
+    far.mend()
+    while (answer := sends("")) == "silence":  # until TCP sends again
+        pass
+    assert answer == "two"
+    far.kill()
+    assert server.returncode == -signal.SIGKILL
+    assert sends("") == "closed"
+    assert "python" not in says(far, "cat /proc/[0-9]*/comm")
+    client.stdin.close()
+
+
+def test_a_limited_host_sends_no_faster(hosts: Hosts) -> None:
+    hosts[1].limit(8_000_000)
+    qdisc = says(hosts[1], f"tc qdisc show dev {hosts[1].interface}")
+    assert "tbf" in qdisc and "rate 8Mbit" in qdisc
+
+
+_OWNER = """
+import sys
+from tests.hosts.namespaces import Hosts
+hosts = Hosts(2)
+print(hosts[1].run(["sleep", "inf"]).pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_no_process_outlives_a_killed_owner() -> None:
+    owner = subprocess.Popen([sys.executable, "-c", _OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = os.pidfd_open(int(owner.stdout.readline()))
+    owner.kill()
+    assert select.select([process], [], [], 60)[0]
+    os.close(process)
+    owner.communicate()
+
+
+def test_nothing_is_left_after_the_block() -> None:
+    before = _resources()
+    with Hosts(2) as hosts:
+        process = hosts[1].run(["sleep", "inf"])
+        assert _resources() != before
+    assert process.returncode == -signal.SIGKILL
+    assert _resources() == before
+
+
+def _resources() -> tuple[object, ...]:
+    own = Path("/proc/self")
+    mounts = (own / "mounts").read_text()
+    return len(list((own / "fd").iterdir())), threading.active_count(), mounts, socket.if_nameindex()
