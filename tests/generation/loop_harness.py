@@ -29,6 +29,7 @@ SWAPS = (
     ("untied", "bfloat16", "packed"),
 )
 """Engines that take new weights: whether the head is tied, dtype, linear layers."""
+SWAPS_OF_CI = (SWAPS[0], SWAPS[-1])
 
 
 def make_request(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loop_harness import SWAPS
+from loop_harness import SWAPS, SWAPS_OF_CI
 from rank_processes import run_on_ranks
 from torch import Tensor
 from vllm.platforms import current_platform
@@ -28,22 +28,35 @@ def facts(tiny_models: dict[str, str]) -> Facts:
 
 
 @pytest.fixture(scope="module")
+def other_swaps(tiny_models: dict[str, str]) -> Facts:
+    return run_on_ranks("vllm_engine_scenario:other_swaps", 1, models=tiny_models)[0]
+
+
+@pytest.fixture
+def of(swap: Swap, request: pytest.FixtureRequest) -> Facts:
+    """What was found of this swap."""
+    return request.getfixturevalue("facts" if swap in SWAPS_OF_CI else "other_swaps")["-".join(swap)]
+
+
+@pytest.fixture(scope="module")
 def engine(facts: Facts) -> Facts:
     return facts["one_engine"]
 
 
-@pytest.mark.parametrize("swap", SWAPS, ids="-".join)
+@pytest.mark.parametrize(
+    "swap",
+    [pytest.param(swap, marks=() if swap in SWAPS_OF_CI else pytest.mark.acceptance) for swap in SWAPS],
+    ids="-".join,
+)
 class TestNewWeights:
-    def test_an_engine_with_new_weights_is_exactly_a_fresh_engine(self, facts: Facts, swap: Swap) -> None:
-        of = facts["-".join(swap)]
+    def test_an_engine_with_new_weights_is_exactly_a_fresh_engine(self, of: Facts) -> None:
         assert of["swapped"] == of["fresh"], "tokens, their logprobs and prompt logprobs, to the last bit"
         assert of["before"]["prompt"] != of["fresh"]["prompt"], "otherwise this compares nothing"
 
-    def test_every_served_tensor_is_what_was_loaded(self, facts: Facts, swap: Swap) -> None:
-        assert facts["-".join(swap)]["wrong_after_load"] == []
+    def test_every_served_tensor_is_what_was_loaded(self, of: Facts) -> None:
+        assert of["wrong_after_load"] == []
 
-    def test_a_cache_that_is_not_dropped_mixes_old_kv_in(self, facts: Facts, swap: Swap) -> None:
-        of = facts["-".join(swap)]
+    def test_a_cache_that_is_not_dropped_mixes_old_kv_in(self, of: Facts) -> None:
         assert of["stale_logprobs"] != of["fresh"]["logprobs"]["long"]
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import llvmlite.binding  # noqa: F401 (under numba; vLLM's search for kernels stumbles over it)
 import torch
-from loop_harness import PROMPT, SWAPS, make_request
+from loop_harness import PROMPT, SWAPS, SWAPS_OF_CI, make_request
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams as VllmSamplingParams
@@ -277,6 +277,17 @@ def everything(models: dict[str, str]) -> dict[str, Any]:
     facts["one_engine"] = one_engine(paths["tied_a"], paths["tied_b"])
     facts["skipped"] = skipped_tensor(paths["untied_a"], paths["untied_b"])
     facts["stale_copy"] = stale_copy(paths["tied_a"], paths["tied_b"])
-    for tying, dtype, linear in SWAPS:
-        facts[f"{tying}-{dtype}-{linear}"] = swap_equals_fresh(paths[f"{tying}_a"], paths[f"{tying}_b"], dtype, linear)
-    return facts
+    return facts | swaps(models, SWAPS_OF_CI)
+
+
+def other_swaps(models: dict[str, str]) -> dict[str, Any]:
+    return swaps(models, [swap for swap in SWAPS if swap not in SWAPS_OF_CI])
+
+
+def swaps(models: dict[str, str], which: Iterable[tuple[str, str, str]]) -> dict[str, Any]:
+    return {
+        f"{tying}-{dtype}-{linear}": swap_equals_fresh(
+            Path(models[f"{tying}_a"]), Path(models[f"{tying}_b"]), dtype, linear
+        )
+        for tying, dtype, linear in which
+    }

@@ -12,10 +12,13 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Collection, Mapping
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from titan_rl.processes import RENDEZVOUS
 
@@ -69,6 +72,29 @@ def run_scenarios(scenarios: list[Scenario], directory: Path) -> list[list[Any]]
         [pickle.loads((directory / f"{number}.{rank}.pkl").read_bytes()) for rank in range(scenario.ranks)]
         for number, scenario in enumerate(scenarios)
     ]
+
+
+def cells(matrix: Collection[Any], ci: Collection[Any]) -> list[Any]:
+    """Parameters of a test, in their order; those that CI does not run belong to the acceptance list."""
+    return [pytest.param(cell, marks=() if cell in ci else pytest.mark.acceptance) for cell in matrix]
+
+
+class Results(dict[Any, list[Any]]):
+    """What each rank of a scenario returned, by its name. The ranks start once for all scenarios of CI, when the first
+    one is looked up, and once more for the others."""
+
+    def __init__(self, scenarios: Mapping[Any, Scenario], ci: Collection[Any], directory: Path) -> None:
+        self._rest = [
+            {name: scenario for name, scenario in scenarios.items() if (name in ci) is in_ci} for in_ci in (True, False)
+        ]
+        self._directory = directory
+
+    def __missing__(self, name: Any) -> list[Any]:
+        directory = self._directory / f"start {len(self._rest)}"
+        directory.mkdir()
+        scenarios = self._rest.pop(0)
+        self.update(zip(scenarios, run_scenarios(list(scenarios.values()), directory), strict=True))
+        return self[name]
 
 
 def main(rank: int, plan: Path) -> None:

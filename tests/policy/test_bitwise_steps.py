@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bitwise_scenarios import STEPS
-from policy_ranks import Scenario, run_scenarios
+from policy_ranks import Results, Scenario, cells
 from policy_scenarios import assemble
 
 from titan_rl.policy.config import TinyPolicyConfig
@@ -27,49 +27,49 @@ NEAR = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
-    """By dtype and way: `weights` before any step ("start") or after all, and the `reports` of rank 0."""
+def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """By dtype and way: `weights` before any step ("start") or after all, and the `reports` of each rank."""
     directory = tmp_path_factory.mktemp("steps")
     model = str(make_tiny_policy(TinyPolicyConfig(), directory / "policy"))
-    cells = {(dtype, way): ways for dtype in NEAR for way, ways in {"start": (1, {"steps": 0}), **WAYS}.items()}
-    scenarios = [
-        Scenario(
+    scenarios = {
+        (dtype, way): Scenario(
             "train_steps",
             ranks,
             {"model_path": model, "data_parallel": ranks, "dtype": dtype, **kwargs},
             module="bitwise_scenarios",
         )
-        for (dtype, _), (ranks, kwargs) in cells.items()
-    ]
-    results = run_scenarios(scenarios, directory)
-    return {
-        cell: {"weights": assemble([rank["weights"] for rank in ranks]), "reports": ranks[0]["reports"]}
-        for cell, ranks in zip(cells, results, strict=True)
+        for dtype in NEAR
+        for way, (ranks, kwargs) in {"start": (1, {"steps": 0}), **WAYS}.items()
     }
+    return Results(scenarios, {name for name in scenarios if name[0] == "float32"}, directory)
 
 
-def flat(weights: dict[str, np.ndarray]) -> np.ndarray:
+def flat(ranks: list[dict[str, Any]]) -> np.ndarray:
+    weights = assemble([rank["weights"] for rank in ranks])
     return np.concatenate([weights[name].ravel() for name in sorted(weights)])
 
 
-@pytest.mark.parametrize("dtype", NEAR)
+every_dtype = pytest.mark.parametrize("dtype", cells(NEAR, ci=["float32"]))
+
+
+@every_dtype
 @pytest.mark.parametrize(
     ("way", "same"),
     [("one again", "one"), ("one, torch's deterministic operations only", "one"), ("two again", "two")],
 )
 def test_the_same_batches_give_bitwise_the_same_weights_and_reports(
-    found: dict[tuple[str, str], Any], dtype: str, way: str, same: str
+    found: Results, dtype: str, way: str, same: str
 ) -> None:
     again, first = found[dtype, way], found[dtype, same]
-    np.testing.assert_array_equal(flat(again["weights"]), flat(first["weights"]))
-    assert again["reports"] == first["reports"] and len(first["reports"]) == STEPS
-    assert not np.array_equal(flat(first["weights"]), flat(found[dtype, "start"]["weights"]))
+    np.testing.assert_array_equal(flat(again), flat(first))
+    assert again[0]["reports"] == first[0]["reports"] and len(first[0]["reports"]) == STEPS
+    assert not np.array_equal(flat(first), flat(found[dtype, "start"]))
 
 
-@pytest.mark.parametrize("dtype", NEAR)
+@every_dtype
 @pytest.mark.parametrize("way", ["two", "one, samples in another order"])
-def test_another_order_of_additions_stays_near(found: dict[tuple[str, str], Any], dtype: str, way: str) -> None:
-    one = flat(found[dtype, "one"]["weights"])
-    change = one - flat(found[dtype, "start"]["weights"])
-    difference = flat(found[dtype, way]["weights"]) - one
+def test_another_order_of_additions_stays_near(found: Results, dtype: str, way: str) -> None:
+    one = flat(found[dtype, "one"])
+    change = one - flat(found[dtype, "start"])
+    difference = flat(found[dtype, way]) - one
     assert np.sqrt(np.mean(difference**2)) < NEAR[dtype] * np.sqrt(np.mean(change**2))

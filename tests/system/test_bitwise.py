@@ -1,6 +1,7 @@
 """`deterministic = true` end to end: trainer, router and vLLM generators, six steps, down to the last bit.
 
-Each run is real and takes 20 to 40 s on two free cores.
+All of it belongs to the acceptance list; in CI test_deterministic_async and test_synchronous_is_staleness_0 compare
+runs. Each run is real and takes 20 to 40 s on two free cores.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import pytest
 from bitwise_loop import Asking, Outcome, small_run, train
 
+pytestmark = pytest.mark.acceptance
 Dtype = Literal["float32", "bfloat16"]
 _known: dict[tuple[Dtype, int], Outcome] = {}
 
@@ -18,18 +20,11 @@ _known: dict[tuple[Dtype, int], Outcome] = {}
 async def one_generator(dtype: Dtype, directory: Path, *, seed: int = 0) -> Outcome:
     """What every other run is compared with: one generator of one rank, everything asked at once. Run once."""
     if (dtype, seed) not in _known:
-        _known[dtype, seed] = await train(small_run(seed, dtype, count=1), directory / "one")
+        _known[dtype, seed] = one = await train(small_run(seed, dtype, count=1), directory / "one")
+        assert one.weights != one.start, "otherwise nothing was trained"
     return _known[dtype, seed]
 
 
-async def test_two_generators_train_bitwise_the_weights_of_one(tmp_path: Path) -> None:
-    one = await one_generator("float32", tmp_path)
-    two = await train(small_run(0, "float32", count=2), tmp_path / "two", "two at a time")
-    assert two == one
-    assert one.weights != one.start, "otherwise nothing was trained"
-
-
-@pytest.mark.acceptance
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("generator", "asking"),
@@ -51,7 +46,6 @@ async def test_the_run_does_not_depend_on_how_its_tokens_are_sampled(
     assert await train(small_run(0, dtype, **generator), tmp_path / "other", asking) == one
 
 
-@pytest.mark.acceptance
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_another_seed_is_another_run(dtype: Dtype, tmp_path: Path) -> None:
     one = await one_generator(dtype, tmp_path)

@@ -111,6 +111,7 @@ def test_however_often_and_early_ctrl_c_is_pressed_the_clean_up_is_complete(tmp_
     assert phase != "step " or (directory / "metrics.jsonl").read_text().count("train/loss") >= 1
 
 
+@pytest.mark.acceptance  # in CI: a generator that is not to be replaced, and scripted runs whose trainer died
 def test_the_weights_of_a_trainer_that_is_not_to_be_replaced_are_lost(tmp_path: Path) -> None:
     run = start_run(*ENDLESS, "--placement.restarts", "0", runs=tmp_path)
     wait_for_line(run, "step ")

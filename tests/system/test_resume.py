@@ -1,6 +1,7 @@
 """A deterministic run that is killed anywhere, and goes on, ends bit for bit as the one that was not.
 
-Each run is real and takes 15 to 40 s on two free cores.
+All of it belongs to the acceptance list; in CI test_chaos kills a deterministic controller at one moment, and
+test_resume_runs another one. Each run is real and takes 15 to 40 s on two free cores.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from killed_run import POINTS
 KILLED_RUN = Path(__file__).with_name("killed_run.py")
 DELAYS = Path(__file__).with_name("delays.py")
 STEPS = 7
-SAMPLE = ("mid-checkpoint",)
-"""The point of CI; the others belong to the acceptance list."""
 TURNS = {"after an admission": 9, "mid-generation": 22, "after a finish": 21, "after a decision": 40, "mid-batch": 15}
 """Of points that come more often than once a step: well into the run."""
 
@@ -104,10 +103,8 @@ def killed(directory: Path, point: str, turn: int, staleness: int, *more: str) -
 CASES = [(point, staleness) for point in POINTS for staleness in (2, 0) if (point, staleness) != ("mid-pull", 0)]
 
 
-@pytest.mark.parametrize(
-    ("point", "staleness"),
-    [pytest.param(*case, marks=() if case[0] in SAMPLE and case[1] else pytest.mark.acceptance) for case in CASES],
-)
+@pytest.mark.acceptance
+@pytest.mark.parametrize(("point", "staleness"), CASES)
 def test_a_killed_run_goes_on_bit_for_bit(whole: Any, tmp_path: Path, point: str, staleness: int) -> None:
     left = killed(tmp_path, point, TURNS.get(point, 2), staleness)
     goes_on(left)
