@@ -1,8 +1,7 @@
 """What becomes of requests at the router: `Dispatcher` decides which generator serves which, and this class sends them.
 
 Every accepted request is answered once: whole, stitched from several attempts, interrupted, or failed with the cause.
-Every change of who may serve ends with a call of `_advance`, which also starts the changes of weights that can begin
-(`GeneratorRouter`).
+Every change of who may serve ends with a call of `_advance`.
 
 If a generator dies or goes stale, its requests continue on another one from the tokens they have. If several generators
 die under one request, only that request fails. A generator that joins takes the place of a dead one of its name;
@@ -82,7 +81,6 @@ class RequestRouter(RequestServer):
             self._fleet.awaited(name)
         self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()  # set at the next change of what `_until` may wait for
-        self._tasks: set[asyncio.Task[None]] = set()
         self._ended: TitanError | None = None  # why the router accepts nothing any more
 
     def take(self, requests: Sequence[GenerationRequest]) -> None:
@@ -197,23 +195,11 @@ class RequestRouter(RequestServer):
         generator.client.fail(error)
         self._advance()
 
-    async def _sync(self, generator: RoutedGenerator) -> None:
-        """Change the weights of one generator. Cancelled when it dies."""
-        raise NotImplementedError
-
     def _advance(self) -> None:
-        """Call this after every change of who may serve. It first assigns waiting requests, so that a generator that
-        was just verified serves them however fast versions follow each other; then it starts the syncs that can
-        begin."""
-        if self._ended is not None:
-            return
-        self._send(self._dispatcher.reconsider(self._now()))
-        for name in self._fleet.startable(self._dispatcher.load):
-            generator = self._generators[name]
-            task = generator.sync = asyncio.get_running_loop().create_task(self._sync(generator))
-            self._tasks.add(task)
-            task.add_done_callback(self._finished)
-        self._tell()
+        """Call this after every change of who may serve, to assign the requests that wait for it."""
+        if self._ended is None:
+            self._send(self._dispatcher.reconsider(self._now()))
+            self._tell()
 
     def _tell(self) -> None:
         self._changed.set()
@@ -240,11 +226,6 @@ class RequestRouter(RequestServer):
         except Exception as error:
             _log.exception("the router itself failed")
             self._end(ActorFailed(f"router: {type(error).__name__}: {error}"))
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            self._or_end(task.result)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

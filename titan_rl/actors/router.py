@@ -44,6 +44,7 @@ class GeneratorRouter(RequestRouter):
         """See `RequestRouter`."""
         super().__init__(config, generators, serving, awaited)
         self._publications: dict[PolicyVersion, Publication] = {}  # of the versions that are wanted
+        self._syncs: set[asyncio.Task[None]] = set()
 
     # Weights.
 
@@ -161,6 +162,21 @@ class GeneratorRouter(RequestRouter):
             raise outcome
         return outcome
 
+    def _advance(self) -> None:
+        """Requests first, so that a generator that was just verified serves those that wait however fast versions
+        follow each other; then the changes of weights that can begin."""
+        super()._advance()
+        for name in () if self._ended is not None else self._fleet.startable(self._dispatcher.load):
+            generator = self._generators[name]
+            task = generator.sync = asyncio.get_running_loop().create_task(self._sync(generator))
+            self._syncs.add(task)
+            task.add_done_callback(self._synced)
+
+    def _synced(self, task: asyncio.Task[None]) -> None:
+        self._syncs.discard(task)
+        if not task.cancelled():
+            self._or_end(task.result)
+
     async def _sync(self, generator: RoutedGenerator) -> None:
         """Change the weights of one generator: drain it, pull, let it serve again. Cancelled when it dies."""
         loop = asyncio.get_running_loop()
@@ -262,8 +278,8 @@ class GeneratorRouter(RequestRouter):
     async def close(self) -> None:
         """Send nothing more. Open requests fail, and the generators stop them."""
         self._end(GeneratorFailed("the router was closed"))
-        for task in list(self._tasks):
+        for task in self._syncs:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._syncs, return_exceptions=True)
         for generator in self._generators.values():
             await generator.client.disconnect()
