@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from titan_rl.data_plane.sample_batch import SampleBatch
@@ -160,10 +160,7 @@ class FaultBoard:
         if self._first.done():
             work.close()
             raise self._first.result()
-        task = asyncio.ensure_future(work)
-        try:
-            either: set[asyncio.Future[Any]] = {task, self._first}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        async with _until_either(work, self._first) as task:
             if not task.done() and not isinstance(self._first.result(), Stopped):
                 await asyncio.wait({task}, timeout=FAULT_GRACE_SECONDS)
             if not task.done():
@@ -175,8 +172,6 @@ class FaultBoard:
             except Exception as error:
                 self._announce(error)
                 raise
-        finally:
-            await _cancelled(task)
 
     async def unless_lost(self, mesh: str, work: Coroutine[Any, Any, T]) -> T:
         """Run `work`, which needs every process of this mesh. If the mesh is lost, raise its fault instead of waiting
@@ -185,29 +180,19 @@ class FaultBoard:
         if end.done():
             work.close()
             raise end.result()
-        task = asyncio.ensure_future(work)
-        try:
-            either: set[asyncio.Future[Any]] = {task, end}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        async with _until_either(work, end) as task:
             if not task.done():
                 raise end.result()
             return task.result()
-        finally:
-            await _cancelled(task)
 
     async def unless_fatal(self, mesh: str, work: Coroutine[Any, Any, T]) -> T:
         """Run `work`, whatever ends the run meanwhile, unless it is the loss of this mesh. That is raised."""
-        task = asyncio.ensure_future(work)
-        try:
-            either: set[asyncio.Future[Any]] = {task, self._first}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        async with _until_either(work, self._first) as task:
             if not task.done() and getattr(self._first.result(), "mesh", "") != mesh:
                 await asyncio.wait({task})
             if not task.done():
                 raise self._first.result()
             return task.result()
-        finally:
-            await _cancelled(task)
 
     def settle(self) -> TitanError | None:
         """Fix the result of the run: from now on faults change nothing.
@@ -248,10 +233,17 @@ def _nobody(fault: MeshFailed) -> None:
     """Is told of what is lost while it starts again: whoever sets it up hears of it by `unless_lost`."""
 
 
-async def _cancelled(task: asyncio.Future[Any]) -> None:
-    if not task.done():
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+@contextlib.asynccontextmanager
+async def _until_either(work: Coroutine[Any, Any, T], end: asyncio.Future[Any]) -> AsyncIterator[asyncio.Future[T]]:
+    """Begins when `work` or `end` is done, with the task of `work`, which is cancelled after the block."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task, end}, return_when=asyncio.FIRST_COMPLETED)
+        yield task
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
 
 SAVE_SECONDS = 120.0
