@@ -219,15 +219,17 @@ def test_more_ranks_than_cores_are_warned_of_and_start(capsys, started):
 LARGE = "--recipe copy4 --policy.tiny.dim 1024 --policy.tiny.layers 16 --policy.tiny.ffn 3072".split()
 LONG = "--recipe copy4 --policy.tiny.max_length 65536 --generator.max_model_len 65536".split()
 LONG += "--trainer.max_tokens_per_microbatch 65536 --generator.max_num_batched_tokens 65536".split()
+NO_COPIES = ("--checkpoint.in_memory", "false")
 
 
 @pytest.mark.parametrize(
     ("arguments", "mib", "said", "code"),
     [
         (LARGE, 64, "/dev/shm has 64 MiB free, and the run needs", 2),
-        ([*LARGE, "--weights.transport", "rdma"], 64, "", 0),
-        (LONG, 64, "warning: /dev/shm has 64 MiB free, and the run may need 273", 0),
-        (["--recipe", "copy4"], 4, "", 0),
+        ([*LARGE, "--weights.transport", "rdma", *NO_COPIES], 64, "", 0),
+        ([*LONG, *NO_COPIES], 64, "warning: /dev/shm has 64 MiB free, and the run may need 273", 0),
+        (LARGE, 2000, "3,601 MiB of copies (checkpoint.in_memory)", 0),
+        (["--recipe", "copy4"], 8, "", 0),
     ],
 )
 def test_shared_memory_that_is_too_small_is_refused_with_numbers(

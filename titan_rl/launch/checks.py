@@ -48,6 +48,8 @@ OPEN_FILES, OPEN_FILES_PER_PROCESS = 128, 8
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_COPIED_BYTES = 24
+"""Of a parameter: two copies of the float32 weight and AdamW's two moments."""
 MIB = 1 << 20
 
 
@@ -184,21 +186,29 @@ def _shape(config: RunConfig, host: HostFacts, shape: Qwen3Shape) -> Iterator[Pr
 
 
 def _shared_memory(config: RunConfig, host: HostFacts, shape: Qwen3Shape, *, serving: bool) -> Iterator[Problem]:
-    """Whether /dev/shm has room for publications and samples."""
+    """Whether /dev/shm has room for publications, samples and copies of the trainer's state. A run goes on without the
+    copies."""
     weights, rollout = config.weights_settings(), config.rollout
-    one = sum(map(math.prod, shape.tensor_shapes().values())) * _ITEM_BYTES[config.generator.dtype]
+    parameters = sum(map(math.prod, shape.tensor_shapes().values()))
+    one = parameters * _ITEM_BYTES[config.generator.dtype]
     live = 1 if serving else weights.max_live if weights.transport == "shared_memory" else 0
-    most = 0  # bytes of samples
+    most = copies = 0  # bytes
     if not serving:
+        if config.checkpoint.in_memory:
+            copies = parameters * (_COPIED_BYTES + (4 if config.trainer.kl.coefficient else 0))
         in_flight = config.knobs().slots * rollout.samples_per_group
         most = in_flight * encoded_size(config.generator.max_model_len)
         most = min(most, rollout.workers * config.data_plane.store_mib * MIB)
-    for samples, verb, severity in ((0, "needs", Severity.ABSENT), (most, "may need", Severity.WARNING)):
-        if host.shared_memory and live * one + samples > host.shared_memory:
+    publications = f"{live} publications (weights.max_live) of {one / MIB:,.0f} MiB"
+    others = f", {copies / MIB:,.0f} MiB of copies (checkpoint.in_memory) and {most / MIB:,.0f} MiB of samples"
+    for more, what, verb, severity in (
+        (0, publications, "needs", Severity.ABSENT),
+        (copies + most, publications + others, "may need", Severity.WARNING),
+    ):
+        if host.shared_memory and (needed := live * one + more) > host.shared_memory:
             yield Problem(
                 sentence=f"/dev/shm has {host.shared_memory / MIB:,.0f} MiB free, and the run {verb} "
-                f"{(live * one + samples) / MIB:,.0f}: {live} publications (weights.max_live) of {one / MIB:,.0f} MiB "
-                f"and {samples / MIB:,.0f} MiB of samples; make it larger (containers: --shm-size)",
+                f"{needed / MIB:,.0f}: {what}; make it larger (containers: --shm-size)",
                 severity=severity,
             )
             return
