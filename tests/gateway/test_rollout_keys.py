@@ -12,7 +12,7 @@ from support.gateway import ADD, MODEL, ScriptedFleet, app_over, http_client, po
 from support.sessions import rendered_anew
 
 from titan_rl.chat.renderer import SymbolRenderer
-from titan_rl.errors import GeneratorFailed, RequestError, RolloutOver
+from titan_rl.errors import GeneratorFailed, RequestError, RequestLost, RolloutOver
 from titan_rl.gateway.callers import RolloutKeys
 from titan_rl.types import Endpoint, FinishReason, Message
 
@@ -280,6 +280,19 @@ async def test_a_failure_of_an_engine_is_told_and_recorded(renderer, stream):
     record = await gateway.keys.close("s")
     assert "generator0 died" in record.failure
     assert len(record.turns) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_rollout_under_which_generators_died_is_lost_though_its_program_went_on(renderer, stream):
+    gateway = Gateway(renderer, RequestLost("2 generators died under it"), "2$")
+    client = (await gateway.open()).with_options(max_retries=0)
+    with pytest.raises(openai.InternalServerError, match="2 generators died"):
+        await ask(client, user("1"), stream=stream)
+    await ask(client, user("1"))
+    with pytest.raises(RequestLost):
+        await gateway.keys.close("s")
+    with pytest.raises(RolloutOver):
+        await gateway.keys.close("s")
 
 
 async def test_a_bug_of_ours_is_not_the_programs_fault(renderer):

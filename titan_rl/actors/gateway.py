@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from titan_rl.actors.connection import ConnectedActor, Connection, Lifeline, served
 from titan_rl.actors.router_client import RouterClient
-from titan_rl.errors import ActorFailed, ActorGone, ConfigError, RolloutOver
+from titan_rl.errors import ActorFailed, ActorGone, ConfigError, RequestLost, RolloutOver
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.rollout.turns import RolloutRecord, RolloutRequest
 from titan_rl.types import Endpoint
@@ -187,8 +187,9 @@ class GatewayMesh:
 class GatewayClient:
     """`RolloutGateway` by calls to a `Gateway` actor, or to the one that replaces it.
 
-    Sessions end with their gateway: `idle` and `close` then raise ActorGone. An end that nobody tells this process of,
-    it hears of with the replacement, so no call has a bound of its own.
+    Sessions end with their gateway: `idle` and `close` then raise ActorGone, and `close` also if too many generators
+    died under a request of the session. An end that nobody tells this process of, it hears of with the replacement, so
+    no call has a bound of its own.
     """
 
     def __init__(self, gateway: Any, *, seconds: float) -> None:
@@ -219,3 +220,5 @@ class GatewayClient:
             return await call
         except RolloutOver as error:  # it was opened at a gateway before this one
             raise ActorGone(f"rollout {session_id} was lost with its gateway") from error
+        except RequestLost as error:
+            raise ActorGone(f"rollout {session_id} was lost: {error}") from error

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from titan_rl.errors import GatewayClosing, RequestError, RolloutOver, TaskError, TitanError
+from titan_rl.errors import GatewayClosing, RequestError, RequestLost, RolloutOver, TaskError, TitanError
 from titan_rl.gateway.calls import Call, Chat, Choice, ServedPolicy
 from titan_rl.gateway.responses import ApiError
 from titan_rl.generation.engine import validate_request
@@ -157,7 +157,10 @@ class RolloutKeys(ApiKeys):
         """See `RolloutGateway`. Raises RolloutOver where there is none."""
         caller = self._open(session_id)
         del self._by_id[session_id], self._by_key[caller.key_digest]
-        return caller.close(RolloutOver("the rollout has ended; the call was aborted"))
+        record = caller.close(RolloutOver("the rollout has ended; the call was aborted"))
+        if caller.lost is not None:
+            raise caller.lost
+        return record
 
     def caller(self, authorization: str) -> Caller | None:
         # Looked up by digest, so that timing reveals nothing about existing keys.
@@ -183,6 +186,8 @@ class RolloutCaller(Caller):
     def __init__(self, request: RolloutRequest, policy: ServedPolicy, *, run_seed: int, key_digest: bytes) -> None:
         super().__init__(policy)
         self.key_digest = key_digest
+        self.lost: RequestLost | None = None
+        """Why the rollout is to be played again, whatever its program made of it."""
         self._turns = Turns(request, policy.renderer, run_seed=run_seed, max_model_len=policy.max_model_len)
         self._open_calls = 0
         self._quiet = asyncio.Event()  # there is no open call, or there will be no more
@@ -228,7 +233,9 @@ class RolloutCaller(Caller):
         self._turns.answered(choice.completion, choice.message, stopped=choice.stopped)
 
     def failed(self, error: Exception) -> None:
-        if not isinstance(error, (ApiError, RecursionError, RequestError, TaskError)):  # those are the program's own
+        if isinstance(error, RequestLost):
+            self.lost = error
+        elif not isinstance(error, (ApiError, RecursionError, RequestError, TaskError)):  # those are the program's own
             self._turns.failed(f"{type(error).__name__}: {error}")
 
     def dropped(self, requests: Sequence[GenerationRequest]) -> None:

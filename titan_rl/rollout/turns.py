@@ -170,7 +170,11 @@ class RolloutGateway(Protocol):
         ...
 
     async def close(self, session_id: str) -> RolloutRecord:
-        """Close the session: abort its open calls and refuse its key from now on."""
+        """Close the session: abort its open calls and refuse its key from now on.
+
+        Raises:
+            RequestLost, ActorGone: the rollout is lost and is to be played again.
+        """
         ...
 
 
