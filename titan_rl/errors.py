@@ -187,5 +187,10 @@ class StalenessViolation(TitanError):
     """A token is older than the proven bound allows, or than its group asked for: a bug. The run ends."""
 
 
+class OutcomeChanged(TitanError):
+    """A group of a deterministic run was played again and ended otherwise than before, which later groups rely on. The
+    run ends; from a checkpoint it is played again."""
+
+
 class NothingToTrain(TitanError):
     """So many groups in a row could not teach anything that the run stops; says why they could not."""

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from scripted_system import World, holding, plays
 
-from titan_rl.errors import ActorGone, SamplesLost, TaskError
+from titan_rl.errors import ActorGone, OutcomeChanged, SamplesLost, TaskError
 from titan_rl.scheduling.group import MAX_ATTEMPTS
 
 GONE = ActorGone("rollout0.run_group: the process or actor is gone")
@@ -47,6 +47,18 @@ async def test_a_group_under_which_every_worker_dies_fails_with_the_reason_and_a
     assert [request for request in asked(world) if request[0] == 1] == [(1, attempt) for attempt in range(MAX_ATTEMPTS)]
     assert world.trainer.batches == [[0, 2]]
     assert world.metrics.written[-2][1]["groups/failed"] == 1
+    assert "rollout0.run_group: the process or actor is gone" in world.printed
+
+
+async def test_a_deterministic_run_ends_by_name_where_a_group_that_it_counted_on_cannot_be_played_again():
+    world = World(steps=1, groups=2, deterministic=True)
+    world.script.holds = lambda gate: gate == "play 1"
+    for attempt in range(1, MAX_ATTEMPTS):
+        world.script.errors[f"play 0 again {attempt}"] = [GONE]
+    async with world.running() as run:
+        world.rollouts.lose()
+        with pytest.raises(OutcomeChanged, match="group 0 was lost after later groups"):
+            await run
     assert "rollout0.run_group: the process or actor is gone" in world.printed
 
 

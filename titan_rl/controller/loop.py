@@ -229,9 +229,9 @@ class TrainingLoop:
                 report = unplayed(request, error)
         if not report.samples.trained_tokens:
             await self._system.rollouts.release(report.samples)
+            self.records.failed(report)
             self._buffer.failed(group.group_id)
             lesson = Lesson(Untrainable.FAILED if report.first_error else Untrainable.EMPTY, report.first_error)
-            self.records.failed(report)
         elif refusal := self._filter(report):
             await self._system.rollouts.release(report.samples)
             self._buffer.filtered(group.group_id)

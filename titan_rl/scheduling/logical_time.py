@@ -19,6 +19,7 @@ Pure. Samples are held longer than in other runs: of up to (2·S + 2)·P groups.
 
 from __future__ import annotations
 
+from titan_rl.errors import OutcomeChanged
 from titan_rl.scheduling.config import Knobs
 
 
@@ -53,12 +54,15 @@ class LogicalTime:
         """A group has ended. One that was lost after its decision ends again, and in the same way.
 
         Raises:
-            ValueError: it was decided to be trainable, and is not now.
+            OutcomeChanged: it was decided to be trainable, and is not now.
         """
         if group_id >= self._decided:
             self._ended[group_id] = trainable
         elif not trainable:
-            raise ValueError(f"group {group_id} was decided to be trainable")
+            raise OutcomeChanged(
+                f"group {group_id} was lost after later groups had been admitted because it could be trained, and now "
+                "it cannot; a deterministic run cannot go on without it, but --resume plays it again"
+            )
 
     def decide(self) -> int | None:
         """Decide the next group, by id; None: it has not ended yet."""
