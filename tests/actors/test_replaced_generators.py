@@ -38,7 +38,9 @@ async def test_a_router_that_replaces_one_waits_for_generators_that_are_replaced
     wanted = fleet.router.serve_beside(publication(1)) if exact else fleet.router.pull_model_state_dict(publication(1))
     pull = asyncio.create_task(wanted)
     with pytest.raises(GeneratorFailed, match="g0 cannot be unpinned: it is dead"):
-        await fleet.router.unpin("g0")  # whoever pinned it asks the router before
+        await fleet.router.unpin("g0")  # whoever pinned it asked the router before
+    with pytest.raises(GeneratorFailed, match="g1 cannot be unpinned: it is left out"):
+        await fleet.router.unpin("g1")
     assert not pull.done()
     await fleet.replace(0)
     await asyncio.wait_for(pull, SECONDS)

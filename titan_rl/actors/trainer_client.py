@@ -33,6 +33,8 @@ T = TypeVar("T")
 RankCall = Callable[[int, int], Coroutine[Any, Any, T]]
 """Makes a call to one rank: `call(rank, sequence number)`."""
 
+WARM_UP = "; before the first RL step the trainer's state is copied only once the warm-up is over"
+
 NEWS_SECONDS = 1.0
 """How long the news that a rank is gone may take. Another rank that was in a collective with it fails at once."""
 
@@ -104,7 +106,8 @@ class Trainer:
             try:
                 await self._all(self._call(self._start_seconds, PolicyTrainer.go_on, self.version))
             except CheckpointError as error:
-                self._state_lost = f"the trainer's state is lost: no copy of {self.version} is usable: {error}"
+                why = f"no copy of {self.version} is usable: {error}"
+                self._state_lost = f"the trainer's state is lost: {why}{'' if self.version.step else WARM_UP}"
         self._gone = ""
         self._lifeline.replaced()
         for publication in adopted:

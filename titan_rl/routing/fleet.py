@@ -325,11 +325,11 @@ class Fleet:
         """End the pin: the generator comes back through a verified pull of the target (`startable`).
 
         Raises:
-            GeneratorNotServing: it is not pinned.
+            GeneratorNotServing: it is not pinned. It may be unknown: left out before this router was there.
         """
-        health = self[name]
-        if health.state is not _PINNED:
-            raise GeneratorNotServing(f"{name} cannot be unpinned: it is {health.state}")
+        health = self._generators.get(name)
+        if health is None or health.state is not _PINNED:
+            raise GeneratorNotServing(f"{name} cannot be unpinned: it is {health.state if health else 'left out'}")
         health.failures, health.reached = 0, NEVER
         self.move(name, _SYNCING)
 
