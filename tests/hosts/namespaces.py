@@ -4,8 +4,8 @@
         worker = hosts[1].run([sys.executable, "worker.py", hosts[1].address])
         hosts[1].cut()
 
-- A host has its own address, interface, loopback, ports, host name, process ids, /proc and /dev/shm. Its other files
-  are this machine's, like a file system that all hosts share.
+- A host has its own address, interface, loopback, ports, host name, process ids, /proc and /dev/shm. It knows the names
+  of all. Its other files are this machine's, like a file system that all hosts share.
 - The hosts reach each other through one bridge and nothing else: neither this process, nor the internet, nor the hosts
   of another `Hosts`, which has the same addresses.
 - Nothing outlives this process, even if it is killed: the namespaces have no names, and the first process of each host
@@ -33,6 +33,9 @@ _NEWNS, _NEWUTS, _NEWIPC, _NEWPID, _NEWNET = 0x00020000, 0x04000000, 0x08000000,
 _FIRST_PROCESS = """
 mount --make-rprivate /
 mount -t proc proc /proc
+mount -t tmpfs names /dev/shm
+echo "$1" > /dev/shm/hosts
+mount --bind /dev/shm/hosts /etc/hosts
 mount -t tmpfs -o size=$0,mode=1777 shm /dev/shm
 echo up
 exec env --ignore-signal=CHLD cat  # so the kernel reaps the orphans that this process adopts
@@ -53,9 +56,9 @@ class Hosts(Sequence["Host"]):
         self._switch = _Network()
         self._hosts: list[Host] = []
         try:
-            self._switch("ip link add bridge type bridge", "ip link set bridge up")
+            self._switch("ip", "link add bridge type bridge", "link set bridge up")
             for number in range(1, count + 1):
-                self._hosts.append(Host(number, self._switch, shared_memory))
+                self._hosts.append(Host(number, count, self._switch, shared_memory))
         except BaseException:
             self.close()
             raise
@@ -87,23 +90,26 @@ class Host:
 
     interface = "net0"
 
-    def __init__(self, number: int, switch: _Network, shared_memory: int) -> None:
+    def __init__(self, number: int, count: int, switch: _Network, shared_memory: int) -> None:
         self.name = f"host{number}"
         self.address = f"10.77.0.{number}"
         self._switch = switch
         self._port = f"port{number}"
-        self._shared_memory = shared_memory
+        names = ["127.0.0.1 localhost", *(f"10.77.0.{other} host{other}" for other in range(1, count + 1))]
+        self._first_command = ["sh", "-e", "-c", _FIRST_PROCESS, str(shared_memory), "\n".join(names)]
         self._network = _Network()
         self._processes: list[subprocess.Popen[Any]] = []
         try:
             switch(
-                f"ip link add {self._port} type veth peer name {self.interface} netns {self._network.path}",
-                f"ip link set {self._port} master bridge up",
+                "ip",
+                f"link add {self._port} type veth peer name {self.interface} netns {self._network.path}",
+                f"link set {self._port} master bridge up",
             )
             self._network(
-                "ip link set lo up",
-                f"ip address add {self.address}/24 dev {self.interface}",
-                f"ip link set {self.interface} up",
+                "ip",
+                "link set lo up",
+                f"address add {self.address}/24 dev {self.interface}",
+                f"link set {self.interface} up",
             )
             self._boot()
         except BaseException:
@@ -131,18 +137,18 @@ class Host:
     def cut(self) -> None:
         """Pull the cable. What the host sends or should receive is lost without an error; within the host its address
         still works."""
-        self._switch(f"ip link set {self._port} down")
+        self._switch("ip", f"link set {self._port} down")
 
     def mend(self) -> None:
         """Plug the cable in again."""
-        self._switch(f"ip link set {self._port} up")
+        self._switch("ip", f"link set {self._port} up")
 
     def limit(self, bits_per_second: int) -> None:
         """Limit what this host sends to all others together, and what it receives, to so many bits per second each."""
         burst = max(1 << 17, bits_per_second // 800)  # bytes; 10 ms, and more than the largest packet
         queue = f"tbf rate {bits_per_second}bit burst {burst} latency 50ms"
-        self._network(f"tc qdisc replace dev {self.interface} root {queue}")
-        self._switch(f"tc qdisc replace dev {self._port} root {queue}")
+        self._network("tc", f"qdisc replace dev {self.interface} root {queue}")
+        self._switch("tc", f"qdisc replace dev {self._port} root {queue}")
 
     def close(self) -> None:
         self._halt()
@@ -151,9 +157,8 @@ class Host:
     def _boot(self) -> None:
         self._resident = ThreadPoolExecutor(1, thread_name_prefix=self.name)
         self._resident.submit(self._move_in).result()
-        command = ["sh", "-e", "-c", _FIRST_PROCESS, str(self._shared_memory)]
         self._first = self._resident.submit(
-            subprocess.Popen, command, cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            subprocess.Popen, self._first_command, cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ).result()
         if self._first.stdout.readline() != b"up\n":
             raise OSError(f"{self.name} did not start: its first process could not mount its file systems")
@@ -186,10 +191,10 @@ class _Network:
         _call(_libc.unshare, _NEWNET)
         return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
 
-    def __call__(self, *commands: str) -> None:
-        """Run commands in it."""
-        for command in commands:
-            self._thread.submit(subprocess.run, command.split(), check=True).result()
+    def __call__(self, program: str, *commands: str) -> None:
+        """Run commands of `ip` or `tc` in it."""
+        batch = "\n".join(commands)
+        self._thread.submit(subprocess.run, [program, "-batch", "-"], input=batch, text=True, check=True).result()
 
     def close(self) -> None:
         self._thread.shutdown()

@@ -32,6 +32,9 @@ def test_each_host_has_its_own_address_name_and_shared_memory(hosts: Hosts) -> N
     for host in hosts:
         assert f"inet {host.address}/24" in says(host, f"ip address show {host.interface}")
         assert says(host, "cat /proc/sys/kernel/hostname") == host.name
+        assert [says(host, f"getent hosts {other.name}").split() for other in hosts] == [
+            [other.address, other.name] for other in hosts
+        ]
     assert len({host.address for host in hosts} | {host.name for host in hosts}) == 4
     says(hosts[0], "echo here > /dev/shm/file")
     assert says(hosts[0], "cat /dev/shm/file; df --output=size /dev/shm | tail -1").split() == ["here", "1024"]
