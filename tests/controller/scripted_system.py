@@ -126,6 +126,12 @@ class ScriptedRouter:
         failures = {"generator1": "it is pinned"} if self.pinned is not None else {}
         return FleetPull(version=publication.version, reports={}, failures=failures | self.failures)
 
+    async def serve_beside(self, publication: Publication) -> None:
+        await self.script.gate(f"serve {publication.version}")
+
+    async def retire(self, version: PolicyVersion) -> None:
+        await self.script.gate(f"retire {version}")
+
     async def start_over(self) -> None:
         self.target = None
 
@@ -181,7 +187,7 @@ class ScriptedRollouts:
         self.started.append(request)
         again = f" again {request.attempt}" if request.attempt else ""
         what = "demonstrate" if request.purpose is Purpose.DEMONSTRATE else "play"
-        served = self.router.serving
+        served = request.exact_version or self.router.serving
         await self.script.gate(f"{what} {request.group_id}{again}")
         rewards = self.outcome(request)
         refs = [self._ref(request, served, index, reward) for index, reward in enumerate(rewards)]
@@ -197,7 +203,8 @@ class ScriptedRollouts:
         """Evaluations only."""
         version = requests[0].min_version
         await self.script.gate(f"evaluate {version}")
-        served = self.router.pinned if requests[0].pinned_to else self.router.serving
+        exact, pinned = requests[0].exact_version, requests[0].pinned_to
+        served = exact or (self.router.pinned if pinned else self.router.serving)
         assert served is not None
         self.evaluated_at.append((version, served))
         return [

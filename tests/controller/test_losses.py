@@ -39,6 +39,21 @@ async def test_a_group_whose_worker_is_gone_is_played_again_under_its_id_by_the_
     assert world.rollouts.owned == {} and world.loop.summary.lost == 2
 
 
+async def test_groups_of_a_version_that_is_not_served_yet_take_no_place_from_older_ones_that_are_played_again():
+    world = World(steps=4, staleness=1, deterministic=True)
+    world.script.holds = lambda gate: gate == "serve v1" or gate.startswith("play")
+    async with world.running() as run:
+        await world.script.open(*plays([0, 1]))  # step 1 is trained, v1 is published
+        assert "serve v1" in world.script.held and set(asked(world)) == {(group, 0) for group in range(4)}
+        world.script.errors["play 2"] = [GONE]
+        await world.script.open("play 2")
+        assert asked(world)[-1] == (2, 1), "it is played again, and nothing of v1 was begun before"
+        await world.script.open("serve v1")
+        assert set(asked(world)[5:]) == {(4, 0), (5, 0)}
+        await finish(world)
+        await run
+
+
 async def test_a_group_under_which_every_worker_dies_fails_with_the_reason_and_another_takes_its_place():
     world = World(steps=1)
     for attempt in range(MAX_ATTEMPTS):

@@ -4,6 +4,9 @@
 - A publication lives while a group that it played is active: if the group's samples are lost, the same version plays
   it again.
 
+- A group is played only while its version is served. One that waits for its version would hold a place in its rollout
+  worker that an older group needs, whose end that version waits for.
+
 Several versions are served at once. A generator changes over when nobody needs its version, or when another generator
 serves it too: a rolling drain, which keeps the fleet busy.
 
@@ -21,6 +24,7 @@ from titan_rl.controller.publications import EVALUATED, SERVED, Publications
 from titan_rl.controller.system import System
 from titan_rl.errors import TrainerStateLost, WeightsError
 from titan_rl.observability.activity import Activities
+from titan_rl.scheduling.group import Group
 from titan_rl.scheduling.group_buffer import GroupBuffer
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Publication
@@ -42,31 +46,40 @@ class ExactVersions:
         buffer: GroupBuffer,
         publications: Publications,
         system: System,
-        *,
         activity: Activities,
+        changed: Callable[[], None],
     ) -> None:
+        """
+        Args:
+            changed: called when one more version is served.
+        """
         self._buffer = buffer
         self._publications = publications
         self._system = system
         self._activity = activity
+        self._changed = changed
         self._first_step = buffer.trainer_version.step
+        self._asked: set[PolicyVersion] = set()
+        self._served: set[PolicyVersion] = set()
+
+    def startable(self) -> tuple[Group, ...]:
+        """Groups whose rollouts are to be started, oldest first."""
+        return tuple(group for group in self._buffer.waiting() if group.min_version in self._served)
 
     async def serve(self, until: Until, over: Callable[[], bool], tasks: asyncio.TaskGroup) -> None:
         """Consumes the versions that are needed. Waits for a change of them. Produces pulls. On failure: the run."""
-        served = {self._buffer.published_version}  # or being pulled
 
         def changed() -> bool:
-            return self._needed() != served
+            return self._needed() != self._asked
 
         while await until("fleet", lambda: "a group that needs another version", changed, over):
-            needed = self._needed()
-            for version in needed - served:
+            before, self._asked = self._asked, self._needed()
+            self._served &= self._asked
+            for version in self._asked - before - self._served:
                 tasks.create_task(self._pull(self._publications[version]))
-            for version in served - needed:
+            for version in before - self._asked:
                 await self._system.router.retire(version)
-            served.clear()
-            served |= needed
-        for version in served:  # so that nobody waits for a version whose groups were stopped
+        for version in self._asked:  # so that nobody waits for a version whose groups were stopped
             await self._system.router.retire(version)
 
     async def release(self, until: Until, over: Callable[[], bool]) -> None:
@@ -83,6 +96,9 @@ class ExactVersions:
                 if self._buffer.trainer_version.step == self._first_step:
                     raise  # it would come to this again
                 raise TrainerStateLost(f"{error}; the trainer has gone on and cannot publish it again") from error
+        if publication.version in self._asked:  # it may have been retired meanwhile
+            self._served.add(publication.version)
+            self._changed()
 
     def _needed(self) -> set[PolicyVersion]:
         newest = self._buffer.published_version

@@ -98,9 +98,9 @@ class TrainingLoop:
             record=self.records.evaluation,
             warn=self._warn,
         )
-        self._exact: ExactVersions | None = None
-        if self._buffer.knobs.exact_versions:
-            self._exact = ExactVersions(self._buffer, self._publications, system, activity=self._activity)
+        exact = ExactVersions(self._buffer, self._publications, system, self._activity, self._notify)
+        self._exact = exact if self._buffer.knobs.exact_versions else None
+        self._startable = exact.startable if self._exact else self._buffer.waiting
         self.has_weights = restore_from is None
         """Whether the trainer holds weights of this run: not while it is being restored."""
         self._stepping: asyncio.Future[None] | None = None  # the step that is under way, with its cut, or the last one
@@ -204,9 +204,14 @@ class TrainingLoop:
         """Consumes the stream of prompts. Waits for a free slot, or a group to be played again. Woken by the publisher
         and by groups that are filtered, fail or are lost. Produces a rollout task per group. On failure: the run."""
         playing: set[asyncio.Task[None]] = set()
-        while await self._until("data", lambda: "a free slot", self._something_to_start, self._schedule.all_trained):
+        while await self._until(
+            "data",
+            lambda: "a free slot",
+            lambda: self._startable() or self._schedule.admissible(),
+            self._schedule.all_trained,
+        ):
             self._buffer.admit(self._schedule.admissible())
-            for group in self._buffer.waiting():
+            for group in self._startable():
                 task = tasks.create_task(self._rollout(self._buffer.start(group.group_id)))
                 playing.add(task)
                 task.add_done_callback(playing.discard)
@@ -218,9 +223,8 @@ class TrainingLoop:
         one that is filtered or failed. If what plays it is gone, it is played again. On failure of all generators: the
         run."""
         with self._activity("rollout", group=group.group_id, attempt=group.attempt):
-            request = self._system.train_group(
-                group.group_id, group.min_version, exact=self._exact is not None, attempt=group.attempt
-            )
+            exact, attempt = self._exact is not None, group.attempt
+            request = self._system.train_group(group.group_id, group.min_version, exact=exact, attempt=attempt)
             try:
                 report = await self._system.rollouts.run_group(request)
             except ActorGone as error:  # its worker, or the gateway of its programs
@@ -388,13 +392,9 @@ class TrainingLoop:
                         return None
         return value
 
-    def _notify(self) -> None:
-        """Wake all waiting tasks after a change."""
+    def _notify(self) -> None:  # wakes all waiting tasks after a change
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def _something_to_start(self) -> bool:
-        return bool(self._buffer.waiting() or self._schedule.admissible())
 
     def _warn(self, what: str) -> None:
         self._display.say(what, logging.WARNING)
