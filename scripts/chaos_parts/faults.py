@@ -197,9 +197,10 @@ class Attack:
                     end = file.read()
                     if ends.setdefault(path, end) != end:  # the last tensor is there, so all are
                         ends[path] = end
-                        _flip_in(file, size // 2)
-                        hits.append(Hit(f"{path.name} was damaged"))
-                        time.sleep(0.5)
+                        if not hits or self._noticed(seen, first) is None:  # what comes after that stays sound
+                            _flip_in(file, size // 2)
+                            hits.append(Hit(f"{path.name} was damaged"))
+                            time.sleep(0.5)
                         if (noticed := self._noticed(seen, first)) is not None:
                             return [hit for hit in hits if hit.at <= noticed][-1]
             time.sleep(0.0005)

@@ -58,7 +58,6 @@ class ExactVersions:
         self._system = system
         self._activity = activity
         self._changed = changed
-        self._first_step = buffer.trainer_version.step
         self._asked: set[PolicyVersion] = set()
         self._served: set[PolicyVersion] = set()
 
@@ -93,8 +92,6 @@ class ExactVersions:
             try:
                 await self._system.router.serve_beside(publication)
             except WeightsError as error:
-                if self._buffer.trainer_version.step == self._first_step:
-                    raise  # it would come to this again
                 raise TrainerStateLost(f"{error}; the trainer has gone on and cannot publish it again") from error
         if publication.version in self._asked:  # it may have been retired meanwhile
             self._served.add(publication.version)
