@@ -148,23 +148,21 @@ def publication(device: str) -> Finding:
     from titan_rl.weights.config import WeightsConfig
     from titan_rl.weights.manifest import TensorShard
     from titan_rl.weights.publisher import make_publisher
-    from titan_rl.weights.puller import WeightPuller
+    from titan_rl.weights.puller import make_reader, verify
 
     policy = updater(device)
-    publisher = make_publisher(WeightsConfig(), channel="gpucheck", owner_pid=os.getpid(), rank=0, group=None)
+    publisher = make_publisher(WeightsConfig(), channel="gpucheck", rank=0, group=None)
     try:
         settings: dict[str, Any] = {"dtype": torch.bfloat16, "aliases": policy.aliases}
         published = publisher.publish(PolicyVersion(0, 0), policy.local_shards(), **settings)
-        puller = WeightPuller()
-        served = {name: tensor.to(device) for name, tensor in puller.tensors(published)}
+        served = {name: tensor.to(device) for name, tensor in make_reader(published).tensors(published)}
         served |= {alias: served[name] for alias, name in policy.aliases}
 
         def whole(name: str) -> TensorShard:
             shape = tuple(served[name].shape)
             return TensorShard(name=name, data=served[name], global_shape=shape, offset=(0,) * len(shape))
 
-        puller.verify(published, map(whole, served), None)
-        puller.close()
+        verify(published, map(whole, served), None)
     finally:
         publisher.close()
     return Finding("works", f"{len(served)} tensors are what was published")

@@ -1,6 +1,6 @@
 """How long new weights take from a trainer into a running vLLM engine, in units of one warm copy of the same bytes.
 
-    python scripts/bench/weight_sync.py [--repetitions 15] [--transports shared_memory filesystem rdma]
+    python scripts/bench/weight_sync.py [--repetitions 15] [--transports shared_memory filesystem]
 
 Each policy is measured in a process of its own with the environment of a generator: trainer-side tensors (float32,
 one rank), a publisher, a reader and a real vLLM engine, one thread. Every repetition decodes a few steps of a batch,
@@ -21,8 +21,6 @@ What bounds each transport:
   over the bytes for fingerprints, the publisher's on bytes that are still in the cache, and vLLM's loader.
 - Filesystem: a file per version is a fresh file, so the kernel finds and fills new pages on each publish and maps them
   on each load. With a real disk behind it, its speed once the page cache is full.
-- RDMA, here over TCP: Monarch's transport, which copies several times on each side and shares the cores with the
-  engine. The fetch is a part of the generator's pause.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ POLICIES = {
     ),
     "3M": TinyPolicyConfig(dim=256, layers=4, heads=8, kv_heads=4, head_dim=32, ffn=768),
 }
-TRANSPORTS = ("shared_memory", "filesystem", "rdma")
+TRANSPORTS = ("shared_memory", "filesystem")
 WARM_UP = 3
 """Repetitions that are not counted: both slots are made in them."""
 FLOAT32_BYTES = 4
@@ -122,7 +120,7 @@ class Stopwatch:
 
 def measure(config: TinyPolicyConfig, transports: Sequence[str], repetitions: int, cache: Path) -> dict[str, Measured]:
     """By transport, all with one engine."""
-    from parts.weight_transports import make_trainer
+    from parts.weight_transports import Trainer
 
     from titan_rl.generation.vllm.engine import VllmEngine
     from titan_rl.policy.models.tiny import make_tiny_policy
@@ -131,7 +129,7 @@ def measure(config: TinyPolicyConfig, transports: Sequence[str], repetitions: in
     measured = {}
     try:
         for number, transport in enumerate(transports):
-            trainer = make_trainer(transport, config, cache)
+            trainer = Trainer(transport, config, cache)
             first = 1 + number * (WARM_UP + repetitions)
             try:
                 measured[transport] = _measure_one(engine, trainer, range(first, first + WARM_UP + repetitions))
@@ -150,8 +148,7 @@ def _measure_one(engine: VllmEngine, trainer: Trainer, steps: range) -> Measured
 
     publication, _ = trainer.publish(steps[0])
     trainer.release(publication.version)
-    # Two readers: what one fetched for the copies alone must not spare the engine's own the way.
-    copying, loading = make_reader(publication), make_reader(publication)
+    reader = make_reader(publication)
     engine_like = {entry.name: torch.zeros(entry.shape) for entry in publication.manifest.entries}
     parameters = sum(tensor.numel() for tensor in engine_like.values())
     source, target = torch.randn(parameters), torch.randn(parameters)
@@ -164,7 +161,7 @@ def _measure_one(engine: VllmEngine, trainer: Trainer, steps: range) -> Measured
         publication, seconds = trainer.publish(step)
         timed.seconds["publish"].append(seconds)
         with timed("load"):
-            engine.load_weights(loading.tensors(publication), version)
+            engine.load_weights(reader.tensors(publication), version)
         with timed("drop_cache"):
             engine.drop_cache()
         with timed("verify"):
@@ -175,7 +172,7 @@ def _measure_one(engine: VllmEngine, trainer: Trainer, steps: range) -> Measured
         # The copies alone go through the same memory: the publication is verified by now, and released below.
         timed.seconds["copy_in"].append(trainer.copy_in(publication))
         with timed("copy_out"):
-            for name, view in copying.tensors(publication):
+            for name, view in reader.tensors(publication):
                 engine_like[name].copy_(view)
         trainer.release(version)
     return Measured(parameters, {row: values[WARM_UP:] for row, values in timed.seconds.items()})

@@ -67,9 +67,7 @@ class MortalFleet:
         self._event_loop = asyncio.get_running_loop()
         self._ends: dict[str, asyncio.Event] = {}
         self.provisioner = Provisioner(log_directory=str(scratch), imports=(), on_fault=self._on_fault)
-        self.publisher = SharedMemoryPublisher(
-            channel="policy", owner_pid=os.getpid(), rank=0, group=None, max_live=2, directory=scratch
-        )
+        self.publisher = SharedMemoryPublisher(channel="policy", rank=0, group=None, max_live=2, directory=scratch)
         self.generators = {
             name: GeneratorMesh(self._spawn(name), name, ranks=1)
             for name in (f"generator{index}" for index in range(count))

@@ -113,9 +113,7 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
     policy = TinyPolicyConfig(max_length=2 * LONG)
     model = make_tiny_policy(policy, scratch)
     os.mkfifo(model / faulty_engines.GATE)
-    publisher = SharedMemoryPublisher(
-        channel="policy", owner_pid=os.getpid(), rank=0, group=None, max_live=2, directory=scratch
-    )
+    publisher = SharedMemoryPublisher(channel="policy", rank=0, group=None, max_live=2, directory=scratch)
     shards = [
         TensorShard(name=name, data=tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.ndim)
         for name, tensor in load_file(model / "model.safetensors").items()

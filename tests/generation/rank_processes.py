@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.generation.config import generator_environment
-from titan_rl.processes import RENDEZVOUS
+from titan_rl.processes import OWNER, RENDEZVOUS
 
 BOUND = 240.0
 """Seconds after which a scenario fails."""
@@ -34,6 +34,7 @@ def run_on_ranks(function: str, ranks: int, *, deterministic: bool = False, **ar
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(ranks),
                 RENDEZVOUS: str(Path(scratch) / "rendezvous"),
+                OWNER: str(os.getpid()),
                 "PYTHONPATH": os.pathsep.join([str(here.parents[1]), str(here)]),
             }
             log = open(Path(scratch) / f"{rank}.log", "w+")  # noqa: SIM115 (lives as long as the process)

@@ -106,7 +106,7 @@ class Loop:
         self._reader = SharedMemoryReader()
         self._scratch = tempfile.TemporaryDirectory()
         self._publisher = SharedMemoryPublisher(
-            channel="policy", owner_pid=os.getpid(), rank=0, group=None, max_live=64, directory=Path(self._scratch.name)
+            channel="policy", rank=0, group=None, max_live=64, directory=Path(self._scratch.name)
         )
         self._published: dict[str, Publication] = {}
         self._steps = 0

@@ -14,6 +14,7 @@ from loop_harness import PROMPT, make_request
 from titan_rl.errors import GeneratorNotServing, WeightsError
 from titan_rl.types import Completion, GenerationRequest, Piece
 from titan_rl.weights.manifest import Publication
+from titan_rl.weights.segment_files import segment_at
 
 if TYPE_CHECKING:
     from vllm_loop_scenario import Loop
@@ -145,7 +146,7 @@ def corrupted_publications(this: Loop) -> dict[str, dict[str, Any]]:
 
 def flip_a_byte(publication: Publication) -> Publication:
     entry = publication.manifest.entries[len(publication.manifest.entries) // 2]
-    with open(publication.location, "r+b") as segment:
+    with open(segment_at(publication.location), "r+b") as segment:
         segment.seek(entry.offset + entry.nbytes // 2)
         (byte,) = segment.read(1)
         segment.seek(-1, os.SEEK_CUR)
@@ -154,7 +155,7 @@ def flip_a_byte(publication: Publication) -> Publication:
 
 
 def truncate(publication: Publication) -> Publication:
-    os.truncate(publication.location, publication.manifest.nbytes // 2)
+    os.truncate(segment_at(publication.location), publication.manifest.nbytes // 2)
     return publication
 
 

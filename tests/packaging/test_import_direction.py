@@ -117,14 +117,10 @@ def is_config(module: str) -> bool:
     return module.rpartition(".")[2] == "config"
 
 
-def is_rdma(module: str) -> bool:
-    return inside(module, "weights", "data_plane") and "rdma" in module.rpartition(".")[2]
-
-
 @pytest.mark.parametrize(
     ("library", "allowed"),
     [
-        ("monarch", lambda module: inside(module, "actors", "launch") or is_rdma(module)),
+        ("monarch", lambda module: inside(module, "actors", "launch")),
         ("vllm", lambda module: module.startswith("titan_rl.generation.vllm")),
         ("torchtitan", lambda module: inside(module, "policy")),
     ],

@@ -21,6 +21,8 @@ ENDED_BY = {
     "actors/connection.py:connect": "the client says when it leaves; of one that died the task stays, idle",
     "actors/gateway.py:_of_session": "a call to the gateway: the idle time or the end of the rollout, or its process",
     "actors/generator.py:_outcome": "the engine loop answers, or fails the generator; a hang is found by its pulse",
+    "actors/relay.py:arrived": "the transfer of the chunk, whose calls have a bound; if it fails, so does this",
+    "actors/relay.py:bring": "the transfer, whose calls have a bound, or the publication that takes its place",
     "actors/request_router.py:_until": "every request that ends; `_end` fails the router",
     "actors/requests.py:_stopped": "the engine answers a request that is given up; a hang is found by its pulse",
     "actors/rollout_worker.py:run_group": "a group whose environments have time limits; its requests have one too",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -42,9 +41,7 @@ class RealFleet:
         self.pids: dict[str, list[int]] = {}
         """Process ids of each generator's ranks."""
         self._tensors = load_file(model_path / "model.safetensors")
-        self._publisher = SharedMemoryPublisher(
-            channel=f"test{id(self)}", owner_pid=os.getpid(), rank=0, group=None, max_live=8
-        )
+        self._publisher = SharedMemoryPublisher(channel=f"test{id(self)}", rank=0, group=None, max_live=8)
 
     def publish(self, step: int) -> Publication:
         """Weights that are different for every step and the same for the same step."""

@@ -18,6 +18,7 @@ from titan_rl.launch.start import start
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
 from titan_rl.weights.manifest import Publication
+from titan_rl.weights.segment_files import segment_at
 
 STEPS = 2
 
@@ -36,7 +37,7 @@ def small() -> RunConfig:
 def damage(publication: Publication) -> None:
     """Flip one bit of one tensor."""
     entry = publication.manifest.entries[len(publication.manifest.entries) // 2]
-    with open(publication.location, "r+b") as segment:
+    with open(segment_at(publication.location), "r+b") as segment:
         segment.seek(entry.offset)
         byte = segment.read(1)[0]
         segment.seek(entry.offset)

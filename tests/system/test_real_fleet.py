@@ -16,6 +16,7 @@ from real_fleet import RealFleet, real_fleet, request
 from titan_rl.errors import WeightsError
 from titan_rl.routing.config import RouterConfig
 from titan_rl.types import Completion, FinishReason, PolicyVersion
+from titan_rl.weights.segment_files import segment_at
 
 RANKS = [1, pytest.param(2, marks=pytest.mark.acceptance)]
 
@@ -57,7 +58,7 @@ async def test_a_rolling_drain_keeps_the_service_up_and_versions_apart(tensor_pa
         # Damaged weights are never served, and what runs meanwhile is not disturbed.
         publication = fleet.publish(2)
         entry = publication.manifest.entries[len(publication.manifest.entries) // 2]
-        with open(publication.location, "r+b") as segment:
+        with open(segment_at(publication.location), "r+b") as segment:
             segment.seek(entry.offset + 1)
             byte = segment.read(1)
             segment.seek(entry.offset + 1)

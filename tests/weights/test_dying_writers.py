@@ -1,4 +1,4 @@
-"""One of two writers is killed in the middle of a publication (4 s on free cores); with RDMA: test_rdma_ranks.py."""
+"""One of two writers is killed in the middle of a publication (4 s on free cores)."""
 
 import os
 import pickle
@@ -13,6 +13,7 @@ import torch
 from transport_examples import ALIASES, copied, publisher_of, same_bytes, whole_shards
 from transport_scenarios import V1, V2, policy
 
+from titan_rl.processes import OWNER
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Publication
 from titan_rl.weights.puller import make_reader
@@ -25,6 +26,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """By transport: v1's publication, rank 0's result, and what the writers left behind. All of them have ended."""
     scratch = tmp_path_factory.mktemp("dying")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment[OWNER] = str(os.getpid())
     command = [sys.executable, str(Path(__file__).with_name("dying_writers.py")), str(scratch), *TRANSPORTS]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -14,20 +14,19 @@ import torch
 from transport_examples import copied, same_bytes, weights, whole_shards
 
 from titan_rl.errors import ConfigError, WeightsError
+from titan_rl.processes import OWNER
 from titan_rl.types import PolicyVersion
 from titan_rl.weights import publisher as publishing
 from titan_rl.weights.fingerprint import shard_fingerprint
 from titan_rl.weights.manifest import TensorShard
-from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segments
+from titan_rl.weights.segment_files import remove_segments_of, segment_at, sweep_dead_segments
 from titan_rl.weights.shared_memory import SharedMemoryPublisher, SharedMemoryReader
 
 V1, V2 = PolicyVersion(0, 1), PolicyVersion(0, 2)
 
 
-def publisher_in(directory: Path, *, max_live: int = 2, owner_pid: int = 4242) -> SharedMemoryPublisher:
-    return SharedMemoryPublisher(
-        channel="policy", owner_pid=owner_pid, rank=0, group=None, max_live=max_live, directory=directory
-    )
+def publisher_in(directory: Path, *, max_live: int = 2) -> SharedMemoryPublisher:
+    return SharedMemoryPublisher(channel="policy", rank=0, group=None, max_live=max_live, directory=directory)
 
 
 @pytest.fixture
@@ -250,7 +249,7 @@ def test_closing_removes_the_files_and_ends_publishing_while_views_stay_valid(di
 
 def test_a_reader_refuses_a_file_shorter_than_its_manifest_says(directory: Path) -> None:
     publication = publisher_in(directory).publish(V1, whole_shards(weights(1)), dtype=torch.float32)
-    os.truncate(publication.location, 4096)
+    os.truncate(segment_at(publication.location), 4096)
     with pytest.raises(WeightsError, match="holds 4096 bytes"):
         SharedMemoryReader().tensors(publication)
 
@@ -260,7 +259,7 @@ def test_a_file_that_was_cut_short_after_it_was_mapped_is_an_error_and_kills_nob
     publication = publisher_in(directory).publish(V1, whole_shards(weights(0)), dtype=torch.float32)
     reader = SharedMemoryReader()
     copied(reader.tensors(publication))
-    os.truncate(publication.location, left)
+    os.truncate(segment_at(publication.location), left)
     with pytest.raises(WeightsError, match="policy v1"):
         copied(reader.tensors(publication))
 
@@ -278,11 +277,17 @@ def test_sweeping_removes_the_files_of_dead_owners_only(directory: Path) -> None
     assert sweep_dead_segments(directory) == []
 
 
-def test_the_files_of_one_owner_can_be_removed_by_another_process(directory: Path) -> None:
-    publisher_in(directory, owner_pid=11).publish(V1, whole_shards(weights(1)), dtype=torch.float32)
-    other = publisher_in(directory, owner_pid=12).publish(V1, whole_shards(weights(1)), dtype=torch.float32)
+def test_a_publication_has_one_location_and_a_file_of_each_hosts_owner(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them can be removed by another process."""
+    locations = set()
+    for owner in ("11", "12"):
+        monkeypatch.setenv(OWNER, owner)
+        published = publisher_in(directory).publish(V1, whole_shards(weights(1)), dtype=torch.float32)
+        locations.add(published.location)
     assert [path.name for path in remove_segments_of(11, directory)] == ["titan_rl-11-policy-0"]
-    assert [str(path) for path in directory.iterdir()] == [other.location]
+    assert list(directory.iterdir()) == [segment_at(*locations)]
 
 
 def test_file_names_need_neither_torch_nor_numba() -> None:
@@ -292,4 +297,4 @@ def test_file_names_need_neither_torch_nor_numba() -> None:
 
 def test_a_channel_is_a_plain_word(directory: Path) -> None:
     with pytest.raises(ConfigError, match="a/b"):
-        SharedMemoryPublisher(channel="a/b", owner_pid=1, rank=0, group=None, max_live=1, directory=directory)
+        SharedMemoryPublisher(channel="a/b", rank=0, group=None, max_live=1, directory=directory)

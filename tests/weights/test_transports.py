@@ -1,7 +1,5 @@
-"""What holds for every transport, in one process (6 s); several ranks: test_weight_ranks.py and test_rdma_ranks.py."""
+"""What holds for every transport, in one process (6 s); several ranks: test_weight_ranks.py."""
 
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,30 +22,26 @@ from titan_rl.weights.config import WeightsConfig
 from titan_rl.weights.filesystem import WEIGHTS
 from titan_rl.weights.fingerprint import combined_fingerprint
 from titan_rl.weights.manifest import Publication, TensorShard
-from titan_rl.weights.publisher import ChannelPublisher, make_publisher
-from titan_rl.weights.puller import WeightPuller, make_reader, scheme
+from titan_rl.weights.publisher import make_publisher
+from titan_rl.weights.puller import WeightPuller, make_reader, scheme, verify
+from titan_rl.weights.segment_files import segment_at
 
 V1, V2 = PolicyVersion(0, 1), PolicyVersion(0, 2)
 
 
 @pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest) -> Iterator[str]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "No ibverbs")  # that TCP takes its place is what is tested here
-        yield request.param
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 def part_of(data: torch.Tensor, first: int, length: int) -> TensorShard:
     return TensorShard(name="t", data=data, global_shape=(length,), offset=(first,))
 
 
-def overwrite(publisher: ChannelPublisher, publication: Publication) -> None:
+def overwrite(publication: Publication) -> None:
     """Change one byte of the tensor `big` where it was published."""
     entry = next(entry for entry in publication.manifest.entries if entry.name == "big")
-    if scheme(publication) == "rdma":
-        publisher._slots[0].content[8000] ^= 1  # type: ignore[attr-defined]
-        return
-    start, path = 0, Path(publication.location)
+    start, path = 0, segment_at(publication.location)
     if scheme(publication) == "file":
         path = Path(publication.location.removeprefix("file:")) / WEIGHTS
         start = path.stat().st_size - publication.manifest.nbytes
@@ -75,7 +69,7 @@ def test_a_reader_sees_exactly_what_was_published_version_after_version(transpor
 def test_all_transports_publish_the_same_version(tmp_path: Path) -> None:
     published = [publish(publisher_of(each, tmp_path), 1, weights(1)) for each in TRANSPORTS]
     assert len({combined_fingerprint(publication.manifest) for publication in published}) == 1
-    assert [scheme(publication) for publication in published] == ["", "file", "rdma"]
+    assert [scheme(publication) for publication in published] == ["shm", "file"]
 
 
 def test_two_channels_know_nothing_of_each_other(transport: str, tmp_path: Path) -> None:
@@ -115,11 +109,11 @@ def test_a_channel_holds_max_live_versions_and_names_them(transport: str, tmp_pa
 def test_a_byte_that_is_damaged_on_the_way_is_found(transport: str, tmp_path: Path) -> None:
     publisher = publisher_of(transport, tmp_path)
     publication = publish(publisher, 1, weights(1))
-    overwrite(publisher, publication)
+    overwrite(publication)
     engine, puller = Engine(), WeightPuller()
     engine.load(puller.tensors(publication))
     with pytest.raises(WeightsError, match="policy v1 is not what the engine computes with: big is not what was pub"):
-        puller.verify(publication, engine.served_shards(), None)
+        verify(publication, engine.served_shards(), None)
 
 
 def test_what_was_damaged_on_its_way_is_read_anew(transport: str, tmp_path: Path) -> None:
@@ -129,12 +123,12 @@ def test_what_was_damaged_on_its_way_is_read_anew(transport: str, tmp_path: Path
     first = publish(publisher, 1, weights(1))
     engine.load((name, tensor.zero_()) for name, tensor in puller.tensors(first))
     with pytest.raises(WeightsError, match="is not what was published"):
-        puller.verify(first, engine.served_shards(), None)
+        verify(first, engine.served_shards(), None)
     publisher.release(V1)
     again = publish(publisher, 1, weights(1))
     assert again.manifest == first.manifest
     engine.load(puller.tensors(again))
-    assert puller.verify(again, engine.served_shards(), None) == combined_fingerprint(again.manifest)
+    assert verify(again, engine.served_shards(), None) == combined_fingerprint(again.manifest)
 
 
 def test_files_are_what_safetensors_reads_and_outlive_their_publisher(tmp_path: Path) -> None:
@@ -190,7 +184,7 @@ def test_a_file_shorter_than_its_manifest_says_is_refused(tmp_path: Path) -> Non
 
 def test_the_config_chooses_the_publisher_and_the_publication_the_reader(transport: str, tmp_path: Path) -> None:
     config = config_of(transport, tmp_path)
-    publisher = make_publisher(config, channel="chosen", owner_pid=4242, rank=0, group=None)
+    publisher = make_publisher(config, channel="chosen", rank=0, group=None)
     try:
         publication = publish(publisher, 1, weights(1))  # type: ignore[arg-type]
         assert same_bytes(copied(make_reader(publication).tensors(publication)), weights(1))

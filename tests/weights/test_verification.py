@@ -43,9 +43,8 @@ def whole(name: str, data: Tensor, *, counted: bool = True) -> TensorShard:
 def publish(directory: Path, step: int) -> Publication:
     generator = torch.Generator().manual_seed(step)
     shards = [whole(name, torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()]
-    publisher = SharedMemoryPublisher(
-        channel="policy", owner_pid=step, rank=0, group=None, max_live=1, directory=directory
-    )
+    (directory / str(step)).mkdir()
+    publisher = SharedMemoryPublisher(channel="policy", rank=0, group=None, max_live=1, directory=directory / str(step))
     return publisher.publish(PolicyVersion(0, step), shards, dtype=torch.float32, aliases=((HEAD, EMBEDDING),))
 
 

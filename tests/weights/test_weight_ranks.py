@@ -10,7 +10,7 @@ import pytest
 import torch
 from weight_scenarios import EMBEDDING, HEAD, NORM, ROW_CUT, SHAPES, policy
 
-from titan_rl.processes import RENDEZVOUS
+from titan_rl.processes import OWNER, RENDEZVOUS
 from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint
 from titan_rl.weights.shared_memory import SharedMemoryReader
 
@@ -25,7 +25,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     output = tmp_path_factory.mktemp("results") / "rank"
     root = Path(__file__).resolve().parents[2]
     environment = os.environ | {"OMP_NUM_THREADS": "1", RENDEZVOUS: str(directory / "rendezvous")}
-    environment |= {"WORLD_SIZE": "2", "PYTHONPATH": str(root)}
+    environment |= {"WORLD_SIZE": "2", "PYTHONPATH": str(root), OWNER: str(os.getpid())}
     command = [sys.executable, str(Path(__file__).with_name("weight_scenarios.py")), str(directory), str(output)]
     processes = [
         subprocess.Popen(

@@ -15,10 +15,9 @@ from titan_rl.weights.config import WeightsConfig
 from titan_rl.weights.filesystem import FilesystemPublisher
 from titan_rl.weights.manifest import Publication, TensorShard
 from titan_rl.weights.publisher import ChannelPublisher
-from titan_rl.weights.rdma import RdmaPublisher
 from titan_rl.weights.shared_memory import SharedMemoryPublisher
 
-TRANSPORTS = ("shared_memory", "filesystem", "rdma")
+TRANSPORTS = ("shared_memory", "filesystem")
 EMBEDDING, HEAD, SCALE, EMPTY = "model.embed_tokens.weight", "lm_head.weight", "scale", "empty"
 SHAPES = {
     "model.norm.weight": (7,),
@@ -55,10 +54,8 @@ def publisher_of(
     """As `make_publisher`, with everything below `directory`."""
     common = {"channel": channel, "rank": rank, "group": group, "max_live": max_live}
     if transport == "shared_memory":
-        return SharedMemoryPublisher(owner_pid=1, directory=directory, **common)  # type: ignore[arg-type]
-    if transport == "filesystem":
-        return FilesystemPublisher(directory=directory / "files", **common)  # type: ignore[arg-type]
-    return RdmaPublisher(**common)  # type: ignore[arg-type]
+        return SharedMemoryPublisher(directory=directory, **common)  # type: ignore[arg-type]
+    return FilesystemPublisher(directory=directory / "files", **common)  # type: ignore[arg-type]
 
 
 def config_of(transport: str, directory: Path) -> WeightsConfig:

@@ -29,7 +29,7 @@ from titan_rl.weights import publisher as publishing
 from titan_rl.weights.fingerprint import combined_fingerprint
 from titan_rl.weights.manifest import Publication, TensorShard
 from titan_rl.weights.publisher import ChannelPublisher
-from titan_rl.weights.puller import WeightPuller
+from titan_rl.weights.puller import WeightPuller, verify
 
 CUT_SHAPES = {name: shape for name, shape in SHAPES.items() if name != SCALE} | {"one_row": (1, 3), "odd": (5, 7)}
 V1, V2, V3 = (PolicyVersion(0, step) for step in (1, 2, 3))
@@ -91,7 +91,7 @@ def _read(puller: WeightPuller, publication: Publication, rank: int, step: int) 
         ("TP 1", Engine(shapes=CUT_SHAPES), None),
     ):
         engine.load(puller.tensors(publication))
-        results[name] = exact and puller.verify(publication, engine.served_shards(), group) == expected
+        results[name] = exact and verify(publication, engine.served_shards(), group) == expected
     dist.barrier()  # nobody closes what another one reads
     return results
 

@@ -63,9 +63,7 @@ def error_of(call: Any) -> str:
 
 
 def publisher_in(directory: Path, rank: int, channel: str) -> SharedMemoryPublisher:
-    return SharedMemoryPublisher(
-        channel=channel, owner_pid=1, rank=rank, group=dist.group.WORLD, max_live=2, directory=directory
-    )
+    return SharedMemoryPublisher(channel=channel, rank=rank, group=dist.group.WORLD, max_live=2, directory=directory)
 
 
 def two_writers(rank: int, directory: Path) -> dict[str, Publication]:

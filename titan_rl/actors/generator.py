@@ -15,7 +15,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +23,10 @@ from typing import Any, TypeVar
 
 from monarch.actor import current_rank
 
-from titan_rl.actors.connection import ConnectedActor, Connection, served
+from titan_rl.actors.connection import ConnectedActor, Connection, Lifeline, served
+from titan_rl.actors.relay import WeightRelay
 from titan_rl.actors.requests import RequestServer
-from titan_rl.errors import GeneratorFailed, TitanError
+from titan_rl.errors import ActorGone, GeneratorFailed, TitanError, WeightsError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.types import Completion, GenerationRequest, Piece
@@ -38,6 +39,9 @@ FAREWELL_SECONDS = 1.0
 """How long a failed rank stays alive. Monarch sends in the background and cannot be asked to flush: if the process
 ended at once, the router would hear of an exit code and not of its cause."""
 
+RELAY_SECONDS = 60.0
+"""How long a pull waits for another relay when that of its host is gone."""
+
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
@@ -45,9 +49,13 @@ _log = logging.getLogger(__name__)
 
 class Generator(RequestServer):
     """One rank. Endpoints of rank 0: `generate_many`, `abort`, `pull_model_state_dict`, `sleep`, `wake_up`; of every
-    rank: `setup`, `pulse`, `close`."""
+    rank: `setup`, `use_relay`, `pulse`, `close`."""
 
-    def __init__(self, mesh: str, config: GeneratorConfig, *, model_path: str, device: str) -> None:
+    def __init__(self, mesh: str, config: GeneratorConfig, *, model_path: str, device: str, relay: Any = None) -> None:
+        """
+        Args:
+            relay: handle of the `WeightRelay` of this host. None: publications are here without one.
+        """
         super().__init__()
         self._name = mesh
         self._config = config
@@ -55,6 +63,9 @@ class Generator(RequestServer):
         self._device = device
         self._rank = int(current_rank().rank)
         self._rank0: Connection | None = None
+        self._relay = None if relay is None else _relay(relay)
+        self._relays = Lifeline(seconds=RELAY_SECONDS)
+        self._refused: Publication | None = None  # what came to this host is not what was published
         self._loop: EngineLoop | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._failure: TitanError | None = None  # why this generator can serve no more
@@ -109,7 +120,7 @@ class Generator(RequestServer):
         Raises:
             WeightsError: the engine does not compute with what was published; it serves nothing now.
         """
-        report = await self._outcome(self._running().pull(publication, go_back=go_back))
+        report = await self._pulled(publication, lambda: self._running().pull(publication, go_back=go_back))
         _log.info("serving %s: %s", report.version, report)
         return report
 
@@ -133,9 +144,17 @@ class Generator(RequestServer):
             GeneratorNotServing: it is falling asleep.
             WeightsError: the engine does not compute with what was published; it serves nothing now.
         """
-        report = await self._outcome(self._running().wake_up(publication))
+        report = await self._pulled(publication, lambda: self._running().wake_up(publication))
         _log.info("awake, serving %s: %s", report.version, report)
         return report
+
+    @served
+    async def use_relay(self, relay: Any) -> None:
+        """Call this relay from now on; the one before, if there was one, is gone."""
+        if self._relay is None:
+            self._relay = _relay(relay)
+        self._relay.replace(relay)
+        self._relays.replaced()
 
     @served
     async def pulse(self) -> int:
@@ -154,6 +173,24 @@ class Generator(RequestServer):
             await self._outcome(self._loop.close())
         error = GeneratorFailed(f"{self._name} was closed")
         self.answer([], [(request_id, error) for request_id in self.live()])
+
+    async def _pulled(self, publication: Publication, pull: Callable[[], Future[PullReport]]) -> PullReport:
+        """Bring the weights to this host while the engine goes on, then pull them."""
+        self._running()
+        asked_at = time.monotonic()
+        if (relay := self._relay) is not None:
+            again = publication == self._refused
+            try:
+                await self._relays.again(lambda: relay.call(None, WeightRelay.bring, publication, again=again))
+            except ActorGone as gone:  # which a caller would take for the end of this generator
+                raise WeightsError(f"{publication.channel} {publication.version} did not come: {gone}") from gone
+        seconds = time.monotonic() - asked_at
+        try:
+            report = await self._outcome(pull())
+        except WeightsError:
+            self._refused = publication
+            raise
+        return replace(report, seconds_waited=seconds + report.seconds_waited)
 
     def _running(self) -> EngineLoop:
         if self._failure is not None:
@@ -229,6 +266,10 @@ class Generator(RequestServer):
             _log.error("%s rank %d ends: %s", self._name, self._rank, cause)
             logging.shutdown()
             os._exit(FATAL_EXIT_CODE)
+
+
+def _relay(actor: Any) -> Connection:
+    return Connection(actor, what="{} of this host's relay")
 
 
 class GeneratorMesh:

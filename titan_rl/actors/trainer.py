@@ -7,7 +7,6 @@ their numbers. So all ranks enter their collectives in the same order, even if m
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import functools
 import logging
 import os
@@ -58,8 +57,7 @@ class CallQueue:
         self._turns: dict[int, asyncio.Future[None]] = {}
 
     async def run(self, sequence: int, work: Callable[[], T]) -> T:
-        """Run `work` after all calls with a smaller number and return its result. It runs in the caller's context,
-        because Monarch's memory transfers need an actor's context.
+        """Run `work` after all calls with a smaller number and return its result.
 
         Raises:
             TrainingError: the number was used before.
@@ -74,7 +72,7 @@ class CallQueue:
             await self._turns[sequence]
             del self._turns[sequence]
         # Queue the work before the turn passes on: the thread runs calls in the order in which they are queued here.
-        running = loop.run_in_executor(self._thread, contextvars.copy_context().run, work)
+        running = loop.run_in_executor(self._thread, work)
         self._next += 1
         if (waiting := self._turns.get(self._next)) is not None:
             waiting.set_result(None)
@@ -157,9 +155,7 @@ class PolicyTrainer(ConnectedActor):
         if self._keeps_copies:
             self._copies = StateCopies(owner_pid=owner_pid(), rank=self._rank, ranks=self._config.ranks)
         group = dist.group.WORLD if self._config.ranks > 1 else None
-        self._publisher = make_publisher(
-            self._weights, channel=CHANNEL, owner_pid=owner_pid(), rank=self._rank, group=group
-        )
+        self._publisher = make_publisher(self._weights, channel=CHANNEL, rank=self._rank, group=group)
         self._publisher.adopt(published)
         _log.info("trainer rank %d is ready after %.1f s", self._rank, time.monotonic() - started)
         return os.getpid()

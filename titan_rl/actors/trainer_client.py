@@ -11,8 +11,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -74,6 +76,7 @@ class Trainer:
         self._lifeline = Lifeline(seconds=start_seconds)
         self._stores: dict[str, Any] | None = None
         self._published: dict[PolicyVersion, Publication] = {}
+        self._serials = itertools.count(1)
         self.version = PolicyVersion(0, 0)
         """Incarnation and finished RL steps, as far as the answers tell."""
         self._as_loaded = True  # nothing was trained or restored
@@ -295,8 +298,9 @@ class Trainer:
         return await asyncio.gather(*(call(rank, sequence) for rank in range(len(self._ranks))))
 
     def _note(self, answers: list[Publication]) -> Publication:
-        self._published[answers[0].version] = answers[0]
-        return answers[0]
+        publication = replace(answers[0], serial=next(self._serials))
+        self._published[publication.version] = publication
+        return publication
 
     def _tell(self, why: str) -> None:
         if why:

@@ -20,7 +20,7 @@ from titan_rl.generation.lockstep import DecisionChannel, Lockstep, SoloChannel
 from titan_rl.importing import import_name
 from titan_rl.types import Completion, GenerationRequest, Piece
 from titan_rl.weights.manifest import Publication
-from titan_rl.weights.puller import WeightPuller
+from titan_rl.weights.puller import WeightPuller, verify
 from titan_rl.wire import pack
 
 _MESSAGE_BYTES = 2048
@@ -49,7 +49,7 @@ def make_engine_loop(
     puller = WeightPuller()
 
     def check(publication: Publication, engine: Engine) -> int:
-        return puller.verify(publication, engine.served_shards(), gloo.group if gloo is not None else None)
+        return verify(publication, engine.served_shards(), gloo.group if gloo is not None else None)
 
     def make_lockstep() -> Lockstep:
         return Lockstep(

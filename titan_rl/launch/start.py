@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -165,6 +164,6 @@ def _publish(config: RunConfig, model_path: Path) -> Publication:
     from titan_rl.weights.publisher import publish_checkpoint
     from titan_rl.weights.shared_memory import SharedMemoryPublisher
 
-    publisher = SharedMemoryPublisher(channel="policy", owner_pid=os.getpid(), rank=0, group=None, max_live=1)
+    publisher = SharedMemoryPublisher(channel="policy", rank=0, group=None, max_live=1)
     dtype = getattr(torch, config.generator.dtype)
     return publish_checkpoint(model_path, publisher, dtype=dtype)

@@ -13,10 +13,9 @@ class WeightsConfig:
     """How new weights travel from the trainer mesh to the generators. Generators need none of these settings: a
     publication says where it is."""
 
-    transport: Literal["shared_memory", "filesystem", "rdma"] = "shared_memory"
-    """`shared_memory`: every trainer rank writes its own shard into one mapping, no gather; one host.
-    `rdma`: every trainer rank keeps its shard in its memory, generators on any host fetch it through Monarch (RDMA
-    where the host has it, TCP otherwise). `filesystem`: one safetensors file per version in `directory`, which all
+    transport: Literal["shared_memory", "filesystem"] = "shared_memory"
+    """`shared_memory`: every trainer rank writes its own shard into one mapping, no gather; generators of other hosts
+    read a copy that their host's relay brings. `filesystem`: one safetensors file per version in `directory`, which all
     trainer ranks and generators must see; slowest, and the one that other programs can read."""
     directory: str = ""
     """Where `filesystem` keeps its versions, as `directory/channel/version/`; needed for it and used by nothing else.

@@ -138,9 +138,6 @@ class FilesystemReader:
         content = _content(publication)
         return ((entry.name, entry_view(content, entry)) for entry in publication.manifest.entries)
 
-    def close(self) -> None:
-        """Nothing is held: a mapping goes with its last view."""
-
 
 def _runs(shape: tuple[int, ...], global_shape: tuple[int, ...], offset: tuple[int, ...]) -> tuple[Iterator[int], int]:
     """A box's contiguous runs in the whole tensor: the first element of each, and how many elements each has."""

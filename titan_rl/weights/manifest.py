@@ -73,7 +73,9 @@ class Publication:
     version: PolicyVersion
     manifest: Manifest
     location: str
-    """For the transport to read: a path in shared memory, or another scheme's (`file:`, `rdma:`)."""
+    """For the transport to read: `shm:` (see `segment_files`) or `file:`; the same on every host."""
+    serial: int = 0
+    """Of two publications at one location, the one with the larger number was made later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,8 +126,8 @@ class ChannelPublisher(ABC):
         return Publication(channel=self._channel, version=version, manifest=manifest, location=location)
 
     def adopt(self, publications: Iterable[Publication]) -> None:
-        """Take over what the ranks before left live, to release it: readers find it as it was, unless it lay in their
-        memory. Call it on all ranks, before anything is published."""
+        """Take over what the ranks before left live, to release it: readers find it as it was. Call it on all
+        ranks, before anything is published."""
         self._live = {each.version: self._slot_of(each, slot) for slot, each in enumerate(publications)}
 
     def release(self, version: PolicyVersion) -> None:
@@ -201,14 +201,11 @@ class ChannelPublisher(ABC):
         return sums
 
 
-def make_publisher(
-    config: WeightsConfig, *, channel: str, owner_pid: int, rank: int, group: ProcessGroup | None
-) -> ChannelPublisher:
-    """This rank's publisher of a channel; with `rdma` an actor's context must be current.
+def make_publisher(config: WeightsConfig, *, channel: str, rank: int, group: ProcessGroup | None) -> ChannelPublisher:
+    """This rank's publisher of a channel.
 
     Args:
         channel: names the policy among those that are published; a plain word.
-        owner_pid: process whose death makes files in shared memory rubbish.
         rank: of this process in `group`.
         group: the trainer's ranks; its backend must take CPU tensors. None: one rank.
 
@@ -220,15 +217,11 @@ def make_publisher(
         case "shared_memory":
             from titan_rl.weights.shared_memory import SharedMemoryPublisher
 
-            return SharedMemoryPublisher(owner_pid=owner_pid, **common)
+            return SharedMemoryPublisher(**common)
         case "filesystem":
             from titan_rl.weights.filesystem import FilesystemPublisher
 
             return FilesystemPublisher(directory=Path(config.directory), **common)
-        case "rdma":
-            from titan_rl.weights.rdma import RdmaPublisher
-
-            return RdmaPublisher(**common)
 
 
 def publish_checkpoint(directory: Path, publisher: ChannelPublisher, *, dtype: torch.dtype) -> Publication:

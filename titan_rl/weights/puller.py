@@ -2,7 +2,7 @@
 
 A reader is chosen by where the publication is:
 
-    /dev/shm/…   shared memory of this host        file:/…   a directory        rdma:…   memory of other processes
+    shm:/…   shared memory of this host        file:/…   a directory
 
 Weights are served only after `verify`. It reads the memory that the engine's layers use after the load, so it finds a
 skipped tensor, a stale copy of a tied one, or a byte damaged on the way. All ranks come to the same result: either
@@ -11,7 +11,6 @@ every rank returns the same number or every rank raises.
 
 from __future__ import annotations
 
-import contextvars
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -50,31 +49,21 @@ class WeightReader(Protocol):
             WeightsError: the publication is gone, or shorter than its manifest says.
         """
 
-    def close(self) -> None:
-        """Let go of everything; tensors that somebody still holds keep their memory."""
-
 
 def scheme(publication: Publication) -> str:
-    """ "file", "rdma", or "" for a path in shared memory."""
-    before, colon, _ = publication.location.partition(":")
-    return before if colon and not before.startswith("/") else ""
+    """Which transport published it: "shm" or "file"."""
+    return publication.location.partition(":")[0]
 
 
 def make_reader(publication: Publication) -> WeightReader:
-    """A reader of publications of this one's scheme; for `rdma:` an actor's context must be current."""
-    match scheme(publication):
-        case "file":
-            from titan_rl.weights.filesystem import FilesystemReader
+    """A reader of publications of this one's scheme."""
+    if scheme(publication) == "file":
+        from titan_rl.weights.filesystem import FilesystemReader
 
-            return FilesystemReader()
-        case "rdma":
-            from titan_rl.weights.rdma import RdmaReader
+        return FilesystemReader()
+    from titan_rl.weights.shared_memory import SharedMemoryReader
 
-            return RdmaReader()
-        case _:
-            from titan_rl.weights.shared_memory import SharedMemoryReader
-
-            return SharedMemoryReader()
+    return SharedMemoryReader()
 
 
 def save_publication(publication: Publication, directory: Path) -> None:
@@ -98,35 +87,17 @@ def save_publication(publication: Publication, directory: Path) -> None:
 
 
 class WeightPuller:
-    """Reads publications of any transport, and verifies what was loaded from them.
-
-    Belongs to one thread. Make it where an actor's context is current, which `rdma:` publications need.
-    """
+    """Reads publications of any transport. Belongs to one thread."""
 
     def __init__(self) -> None:
-        self._context = contextvars.copy_context()
         self._readers: dict[str, WeightReader] = {}
 
     def tensors(self, publication: Publication) -> Iterator[tuple[str, Tensor]]:
         """What an engine must load to compute with this publication; see `WeightReader.tensors`."""
         where = scheme(publication)
         if where not in self._readers:
-            self._readers[where] = self._context.run(make_reader, publication)
+            self._readers[where] = make_reader(publication)
         return self._readers[where].tensors(publication)
-
-    def verify(self, publication: Publication, served: Iterable[TensorShard], group: ProcessGroup | None) -> int:
-        """See `verify`. Collective. After a refusal the next pull reads everything again."""
-        try:
-            return verify(publication, served, group)
-        except WeightsError:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Let go of everything that was read."""
-        for reader in self._readers.values():
-            reader.close()
-        self._readers.clear()
 
 
 def verify(publication: Publication, served: Iterable[TensorShard], group: ProcessGroup | None) -> int:

@@ -1,8 +1,12 @@
 """The files behind shared memory: how they are named, and how those of dead owners are removed.
 
-A file outlives a killed process, so its name carries the process id of its owner. The start of a run removes the
-files whose owner is gone. Only names of the exact pattern are ever touched. Standard library only: the
-controller calls this without loading torch.
+A file outlives a killed process, so its name carries the process id of its owner (`processes.owner_pid`). The start of
+a run removes the files whose owner is gone. Only names of the exact pattern are ever touched. Standard library only:
+the controller calls this without loading torch.
+
+A publication is on several hosts, each of which has an owner. So its location leaves the owner out:
+
+    shm:/dev/shm/policy-0     is, where process 4711 owns the files,     /dev/shm/titan_rl-4711-policy-0
 """
 
 from __future__ import annotations
@@ -14,8 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from titan_rl.errors import ConfigError, StorageError
+from titan_rl.processes import owner_pid
 
 DIRECTORY = Path("/dev/shm")
+_SCHEME = "shm:"
 _PATTERN = re.compile(r"titan_rl-(?P<owner>\d+)-(?P<channel>[A-Za-z0-9_.]+)-(?P<slot>\d+)")
 _CHANNEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
 
@@ -23,6 +29,17 @@ _CHANNEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
 def segment_path(directory: Path, owner_pid: int, channel: str, slot: int) -> Path:
     """Where a publication slot of a channel lives. Raises ConfigError for a channel that is no plain word."""
     return directory / f"titan_rl-{owner_pid}-{check_channel(channel)}-{slot}"
+
+
+def segment_location(directory: Path, channel: str, slot: int) -> str:
+    """Of a publication: the same on every host. Raises ConfigError for a channel that is no plain word."""
+    return f"{_SCHEME}{directory}/{check_channel(channel)}-{slot}"
+
+
+def segment_at(location: str) -> Path:
+    """This host's file of a publication."""
+    path = Path(location.removeprefix(_SCHEME))
+    return path.with_name(f"titan_rl-{owner_pid()}-{path.name}")
 
 
 def check_channel(channel: str) -> str:
@@ -53,16 +70,30 @@ def create_segment(path: Path, nbytes: int) -> None:
         os.close(descriptor)
 
 
-def map_segment(path: Path) -> tuple[mmap.mmap, os.stat_result]:
-    """The whole file as memory, and what it was then. Raises FileNotFoundError, also for an empty one."""
+Identity = tuple[int, int, int]
+"""Device, inode and size of a file: they change when its name gets another file, or when it is cut."""
+
+
+def map_segment(path: Path) -> tuple[mmap.mmap, Identity]:
+    """The whole file as memory, and what it was then: reading past the end of a file that was cut kills the process.
+    Raises FileNotFoundError, also for an empty file."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         state = os.fstat(descriptor)
         if not state.st_size:
             raise FileNotFoundError(f"{path} is empty")
-        return mmap.mmap(descriptor, state.st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE), state
+        return mmap.mmap(descriptor, state.st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE), _identity(state)
     finally:
         os.close(descriptor)
+
+
+def identity_of(path: Path) -> Identity:
+    """Raises FileNotFoundError."""
+    return _identity(path.stat())
+
+
+def _identity(state: os.stat_result) -> Identity:
+    return state.st_dev, state.st_ino, state.st_size
 
 
 def free_bytes(directory: Path) -> int:

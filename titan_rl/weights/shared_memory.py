@@ -6,7 +6,6 @@ rest of what holds is in `publisher`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,15 @@ from titan_rl.errors import StorageError, WeightsError
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Publication, TensorEntry, TensorShard
 from titan_rl.weights.publisher import ALIGNMENT, ChannelPublisher, Layout, Put, box_view, entry_view
-from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_segment, segment_path
+from titan_rl.weights.segment_files import (
+    DIRECTORY,
+    Identity,
+    create_segment,
+    identity_of,
+    map_segment,
+    segment_at,
+    segment_location,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,7 +36,6 @@ class SharedMemoryPublisher(ChannelPublisher):
     """See `ChannelPublisher`; all ranks are on this host.
 
     Args:
-        owner_pid: process whose death makes the files rubbish (see `segment_files`).
         rank: rank 0 makes and removes the files.
         directory: of the files.
     """
@@ -38,21 +44,20 @@ class SharedMemoryPublisher(ChannelPublisher):
         self,
         *,
         channel: str,
-        owner_pid: int,
         rank: int,
         group: ProcessGroup | None,
         max_live: int,
         directory: Path = DIRECTORY,
     ) -> None:
         super().__init__(channel=channel, rank=rank, group=group, max_live=max_live)
-        self._paths = [segment_path(directory, owner_pid, channel, slot) for slot in range(max_live)]
+        self._locations = [segment_location(directory, channel, slot) for slot in range(max_live)]
         self._mapped: dict[int, Tensor] = {}  # slot -> its bytes
 
     def _open(
         self, what: str, version: PolicyVersion, slot: int, layout: Layout, shards: Sequence[TensorShard]
     ) -> None:
         """Map the slot; made or replaced first where it is missing or too small (on all ranks alike)."""
-        mapped, path = self._mapped.get(slot), self._paths[slot]
+        mapped, path = self._mapped.get(slot), segment_at(self._locations[slot])
         nbytes = max(layout.nbytes, ALIGNMENT)  # an empty file cannot be mapped
         if mapped is None or mapped.numel() < nbytes:
             self._mapped.pop(slot, None)
@@ -65,24 +70,24 @@ class SharedMemoryPublisher(ChannelPublisher):
         return lambda row, rows: target[row : row + len(rows)].copy_(rows)
 
     def _seal(self, what: str, version: PolicyVersion, slot: int) -> str:
-        return str(self._paths[slot])
+        return self._locations[slot]
 
     def _slot_of(self, publication: Publication, slot: int) -> int:
-        return self._paths.index(Path(publication.location))
+        return self._locations.index(publication.location)
 
     def _give_back(self) -> None:
         """Mappings of readers stay valid."""
         self._mapped.clear()
         if self._rank == 0:
-            for path in self._paths:
-                path.unlink(missing_ok=True)
+            for location in self._locations:
+                segment_at(location).unlink(missing_ok=True)
 
 
 class SharedMemoryReader:
     """A generator rank's end: zero-copy views of what was published on this host."""
 
     def __init__(self) -> None:
-        self._mapped: dict[str, _Mapping] = {}
+        self._mapped: dict[Path, _Mapping] = {}
 
     def tensors(self, publication: Publication) -> Iterator[tuple[str, Tensor]]:
         """See `WeightReader`. Views of the publication itself; a recycled segment keeps its mapping.
@@ -93,18 +98,14 @@ class SharedMemoryReader:
         content = self._content(publication)
         return ((entry.name, entry_view(content, entry)) for entry in publication.manifest.entries)
 
-    def close(self) -> None:
-        """Let go of all mappings; views that somebody still holds keep theirs."""
-        self._mapped.clear()
-
     def _content(self, publication: Publication) -> Tensor:
-        path = Path(publication.location)
-        mapping = self._mapped.get(publication.location)
+        path = segment_at(publication.location)
+        mapping = self._mapped.get(path)
         try:
-            if mapping is None or mapping.identity != _identity(os.stat(path)):
+            if mapping is None or mapping.identity != identity_of(path):
                 # A name with another file behind it: the publisher was started again, or needed more room.
-                self._mapped = {name: kept for name, kept in self._mapped.items() if os.path.exists(name)}
-                mapping = self._mapped[publication.location] = _map(path)
+                self._mapped = {name: kept for name, kept in self._mapped.items() if name.exists()}
+                mapping = self._mapped[path] = _map(path)
         except FileNotFoundError as error:
             raise WeightsError(f"{publication.channel} {publication.version} is gone: there is no {path}") from error
         if mapping.content.numel() < publication.manifest.nbytes:
@@ -118,8 +119,7 @@ class SharedMemoryReader:
 @dataclass(frozen=True, slots=True)
 class _Mapping:
     content: Tensor  # [bytes] uint8
-    identity: tuple[int, int, int]
-    """Device, inode and size of the mapped file: they change when the name gets another file, or the file is cut."""
+    identity: Identity
 
 
 def _create(path: Path, nbytes: int) -> None:
@@ -130,11 +130,6 @@ def _create(path: Path, nbytes: int) -> None:
 
 
 def _map(path: Path) -> _Mapping:
-    mapped, state = map_segment(path)
+    mapped, identity = map_segment(path)
     # The tensor keeps the mapping alive; it goes with the last view.
-    return _Mapping(torch.frombuffer(mapped, dtype=torch.uint8), _identity(state))
-
-
-def _identity(state: os.stat_result) -> tuple[int, int, int]:
-    """See `_Mapping.identity`. Reading a mapping past the end of its file kills the process."""
-    return state.st_dev, state.st_ino, state.st_size
+    return _Mapping(torch.frombuffer(mapped, dtype=torch.uint8), identity)

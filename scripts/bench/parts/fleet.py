@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -57,7 +56,7 @@ class Checkpoint:
         from titan_rl.weights.manifest import TensorShard
         from titan_rl.weights.shared_memory import SharedMemoryPublisher
 
-        self._publisher = SharedMemoryPublisher(channel="policy", owner_pid=os.getpid(), rank=0, group=None, max_live=2)
+        self._publisher = SharedMemoryPublisher(channel="policy", rank=0, group=None, max_live=2)
         self._shards = [
             TensorShard(name=name, data=tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.ndim)
             for name, tensor in load_file(model_path / "model.safetensors").items()

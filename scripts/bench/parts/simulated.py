@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-import os
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -129,9 +128,7 @@ class SimulatedTrainer:
         from titan_rl.weights.shared_memory import SharedMemoryPublisher
 
         self._dtype = torch.float32
-        self._publisher = SharedMemoryPublisher(
-            channel="simulated", owner_pid=os.getpid(), rank=0, group=None, max_live=3
-        )
+        self._publisher = SharedMemoryPublisher(channel="simulated", rank=0, group=None, max_live=3)
         self._shards = [
             TensorShard(name=name, data=tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.ndim)
             for name, tensor in load_file(model_path / "model.safetensors").items()

@@ -1,0 +1,53 @@
+"""The relays of test_relay.py, which need no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from titan_rl.actors import relay as relaying
+from titan_rl.actors.connection import served
+from titan_rl.actors.relay import WeightRelay
+from titan_rl.processes import OWNER
+
+ELEMENTS = 1_500_000
+CHUNKS = -(-4 * ELEMENTS // relaying.LEAST_CHUNK_BYTES)
+
+
+class SpiedRelay(WeightRelay):
+    """Counts the chunks that it hands on, and holds chunks back if it is told to."""
+
+    def __init__(self, host: str, owner: int) -> None:
+        os.environ[OWNER] = str(owner)
+        super().__init__(host)
+        self._handed = 0
+        self._held_from = CHUNKS
+        self._released = asyncio.Event()
+
+    @served
+    async def arrived(self, token: int, chunk: int) -> None:
+        if chunk >= self._held_from:
+            await self._released.wait()
+        await WeightRelay.arrived.answer(self, token, chunk)
+        self._handed += 1
+
+    @served
+    async def hold(self, first: int) -> None:
+        """Chunks from the first on."""
+        self._held_from = first
+        self._released.clear()
+
+    @served
+    async def release(self) -> None:
+        self._held_from = CHUNKS
+        self._released.set()
+
+    @served
+    async def handed(self) -> int:
+        """Since the last time that it was asked."""
+        handed, self._handed = self._handed, 0
+        return handed
+
+    @served
+    async def be_patient(self, seconds: int) -> None:
+        relaying.PATIENCE_SECONDS = seconds

@@ -1,0 +1,371 @@
+"""`WeightRelay`: brings publications into the shared memory of its host, each one once, from the relays of other hosts.
+
+    generator ── bring(publication) ──▶ relay of its host ── open, arrived(chunk) ──▶ its parents (`weights.fanout`)
+    generator ◀─ it is in this host's segment ── relay ◀── bytes of the chunk, past all mailboxes ── parents' segments
+
+- A relay hands on a chunk as soon as it has the whole of it. On a trainer's host it brings nothing and hands on what
+  the trainer wrote.
+- If a parent is gone or late, the rest of its chunks comes from a trainer's host. What is here is not fetched again.
+- A slot is written again only for a publication that was made later in the same place (`Publication.serial`). Before
+  the trainer could make that one, the former was released: no generator needs it any more. Whoever still reads it, in a
+  pull that comes late or as a child of this relay, gets a mixture, and refuses it when it verifies. An earlier
+  publication than that in the slot is refused.
+- A new file gets its name when it is whole, so a relay that dies leaves none that is half new under a name that
+  generators read. The relay after it makes new files.
+- A read that was given up may still write. So a chunk is read into memory of its own, and copied from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import mmap
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from monarch.rdma import RDMABuffer
+
+from titan_rl.actors.connection import ConnectedActor, Connection, served
+from titan_rl.errors import ActorGone, WeightsError
+from titan_rl.observability.waits import waiting
+from titan_rl.weights.fanout import Parents, parents
+from titan_rl.weights.manifest import Publication
+from titan_rl.weights.segment_files import Identity, create_segment, identity_of, map_segment, segment_at
+
+LEAST_CHUNK_BYTES, MOST_CHUNKS = 256 << 10, 512
+"""A publication has so many chunks that the hops of a few of them do not count, and so few that a message for each does
+not count either."""
+
+READS = 3
+"""Chunks that are fetched from one parent at a time: while one is on the link, others are asked for and stored."""
+
+PATIENCE_SECONDS = 10
+SLOWEST_BYTES_PER_SECOND = 10 << 20
+"""A parent is late if a chunk has not come after the patience and the time that all chunks in flight take at this
+speed. Monarch says nothing of a host that dies while its memory is read."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """A publication in a segment of this host, whole or on its way."""
+
+    publication: Publication
+    token: int
+    file: Path
+    """The segment; under another name than the publication's until it is whole for the first time."""
+    identity: Identity
+    memory: mmap.mmap
+    handles: list[RDMABuffer]
+    """Of the chunks, for other hosts."""
+    here: list[asyncio.Future[None]]
+    """By chunk: done when it is here, or when it will not come."""
+    bringing: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.publication.channel} {self.publication.version}"
+
+    @property
+    def chunk_bytes(self) -> int:
+        return _chunk_bytes(self.publication.manifest.nbytes)
+
+    def chunk(self, index: int) -> slice:
+        start = index * self.chunk_bytes
+        return slice(start, min(start + self.chunk_bytes, self.publication.manifest.nbytes))
+
+    def missing(self, tree: int) -> deque[int]:
+        """Chunks of a tree that are still to come."""
+        return deque(chunk for chunk in range(tree, len(self.here), 2) if not self.here[chunk].done())
+
+    def fail(self, error: Exception) -> None:
+        """What is not here will not come."""
+        for future in self.here:
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # somebody may have waited, or nobody
+
+
+class WeightRelay(ConnectedActor):
+    """One per host. Endpoints: `use`, `bring`; for other relays `open`, `arrived`."""
+
+    def __init__(self, host: str) -> None:
+        """
+        Args:
+            host: name of the host that this relay is on.
+        """
+        self._host = host
+        self._relays: dict[str, tuple[int, Connection]] = {}
+        self._sources: tuple[str, ...] = ()
+        self._parents: Parents = {}
+        self._slots: dict[str, _Slot] = {}  # by location
+        self._preparing = asyncio.Lock()
+        self._tokens = itertools.count()
+
+    @served
+    async def use(self, relays: Mapping[str, tuple[int, Any]], sources: Sequence[str]) -> int:
+        """Take these hosts' relays for the others from now on. Returns this process's id.
+
+        Args:
+            relays: by host, this one's among them and in the same order everywhere: how often its relay was replaced,
+                and the handle of the one that is there now.
+            sources: the trainer's hosts.
+        """
+        for host, (life, relay) in relays.items():
+            if host not in self._relays:
+                self._relays[host] = life, Connection(relay, what=f"{{}} of the relay on {host}")
+            elif self._relays[host][0] != life:
+                connection = self._relays[host][1]
+                connection.replace(relay)
+                self._relays[host] = life, connection
+        for host in self._relays.keys() - relays.keys():
+            self._relays.pop(host)[1].lose(f"{host} has left")
+        self._sources = tuple(sources)
+        self._parents = parents(self._sources, tuple(relays))
+        return os.getpid()
+
+    @served
+    async def bring(self, publication: Publication, *, again: bool = False) -> None:
+        """Returns when this host has the whole publication in its shared memory. Callers share one transfer.
+
+        Args:
+            again: what is here is not what was published: fetch everything anew, from a trainer's host.
+
+        Raises:
+            WeightsError: it cannot be had: it is gone, or no host that has it answers.
+            StorageError: there is no room for it.
+        """
+        if self._host in self._sources:
+            return
+        slot = await self._slot_of(publication)
+        task = self._go_on(slot, again=again)
+        with waiting(lambda: f"{slot.name}, of which {sum(each.done() for each in slot.here)} chunks are here"):
+            await asyncio.wait({task})
+        if task.cancelled():
+            raise WeightsError(f"{slot.name} is gone")
+        task.result()
+
+    @served
+    async def open(self, publication: Publication) -> tuple[int, list[RDMABuffer]]:
+        """Let another relay read this publication, which comes here too if it is not here.
+
+        Returns:
+            A token for `arrived`, and a handle on each chunk, to be read when it has arrived.
+        """
+        slot = await self._slot_of(publication)
+        if self._host not in self._sources:
+            self._go_on(slot)
+        return slot.token, slot.handles
+
+    @served
+    async def arrived(self, token: int, chunk: int) -> None:
+        """Returns when a chunk of an opened publication is here. Raises WeightsError if it will not come."""
+        slot = next((each for each in self._slots.values() if each.token == token), None)
+        if slot is None:
+            raise WeightsError("it is gone: a later publication has its place")
+        await asyncio.wait({slot.here[chunk]})
+        slot.here[chunk].result()
+
+    async def _slot_of(self, publication: Publication) -> _Slot:
+        async with self._preparing:
+            before = self._slots.get(publication.location)
+            if before is not None:
+                if before.publication == publication:
+                    return before
+                if before.publication.serial > publication.serial:
+                    name = f"{publication.channel} {publication.version}"
+                    raise WeightsError(f"{name} is gone: on {self._host} {before.name} has its place")
+                before.fail(WeightsError(f"{before.name} is gone: a later publication has its place"))
+                if before.bringing is not None:
+                    before.bringing.cancel()
+            slot = await asyncio.to_thread(self._prepare, publication, before)
+            self._slots[publication.location] = slot
+            loop = asyncio.get_running_loop()
+            slot.here = [loop.create_future() for _ in slot.handles]
+            if self._host in self._sources:
+                for future in slot.here:
+                    future.set_result(None)
+            return slot
+
+    def _prepare(self, publication: Publication, before: _Slot | None) -> _Slot:
+        """Memory for a publication, that of the one before it if it can be. In a thread, because Monarch does not
+        register memory in an event loop."""
+        name, nbytes = f"{publication.channel} {publication.version}", publication.manifest.nbytes
+        file = segment_at(publication.location)
+        if self._host not in self._sources:
+            if before is not None and _is_at(before.file, before.identity) and len(before.memory) >= nbytes:
+                file = before.file
+            else:
+                file = _unfinished(file)
+                create_segment(file, max(nbytes, 1))
+        if before is not None and _is_at(file, before.identity):
+            memory, identity = before.memory, before.identity
+        else:
+            try:
+                memory, identity = map_segment(file)
+            except FileNotFoundError as error:
+                raise WeightsError(f"{name} is gone: there is no {file}") from error
+        if len(memory) < nbytes:
+            raise WeightsError(f"{name}: {file} holds {len(memory)} bytes, its manifest says {nbytes}")
+        slot = _Slot(publication, next(self._tokens), file, identity, memory, [], [])
+        if before is not None and memory is before.memory and nbytes == before.publication.manifest.nbytes:
+            slot.handles = before.handles
+            return slot
+        view = memoryview(memory)
+        slot.handles = [RDMABuffer(view[slot.chunk(chunk)]) for chunk in range(math.ceil(nbytes / slot.chunk_bytes))]
+        for handle in before.handles if before is not None else ():
+            handle.drop()
+        return slot
+
+    def _go_on(self, slot: _Slot, *, again: bool = False) -> asyncio.Task[None]:
+        """The transfer of what is missing, or the one that was made."""
+        task = slot.bringing
+        if task is not None and (not task.done() or not (again or task.cancelled() or task.exception())):
+            return task
+        loop = asyncio.get_running_loop()
+        for chunk, future in enumerate(slot.here):
+            if future.done() and (again or future.exception()):
+                slot.here[chunk] = loop.create_future()
+        slot.bringing = loop.create_task(self._bring(slot, again=again))
+        slot.bringing.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may have waited
+        return slot.bringing
+
+    async def _bring(self, slot: _Slot, *, again: bool) -> None:
+        of_tree = self._parents.get(self._host)
+        try:
+            if of_tree is None:
+                raise WeightsError(f"the relay of {self._host} was not told where {slot.name} comes from")
+            holders = [self._sources if again else dict.fromkeys((parent, *self._sources)) for parent in of_tree]
+            try:
+                async with asyncio.TaskGroup() as trees:
+                    for tree in (0, 1):
+                        trees.create_task(self._take_from_any(slot, tree, holders[tree]))
+            except ExceptionGroup as group:
+                raise group.exceptions[0] from None
+            if slot.file != (final := segment_at(slot.publication.location)):
+                os.replace(slot.file, final)
+                slot.file = final
+        except Exception as error:
+            slot.fail(error)
+            raise
+
+    async def _take_from_any(self, slot: _Slot, tree: int, holders: Mapping[str, Any] | Sequence[str]) -> None:
+        """Fetch what is missing of a tree's chunks from the first of these hosts, and what that one does not give from
+        the next."""
+        reasons = []
+        for holder in holders:
+            if not slot.missing(tree):
+                return
+            try:
+                await self._take(slot, tree, holder)
+                return
+            except Exception as error:  # whatever is raised about a process that is gone
+                causes = error.exceptions if isinstance(error, ExceptionGroup) else [error]
+                reasons.append(f"{holder}: {type(causes[0]).__name__}: {str(causes[0]).partition(chr(10))[0]}")
+                _log.warning("%s does not come from %s", slot.name, reasons[-1])
+        raise WeightsError(f"{slot.name} did not come to {self._host}: {'; '.join(reasons)}")
+
+    async def _take(self, slot: _Slot, tree: int, holder: str) -> None:
+        """Fetch what is missing of a tree's chunks from this host, some at a time."""
+        if holder not in self._relays:
+            raise WeightsError("there is no such host")
+        call = self._relays[holder][1].call
+        token, handles = await call(_bound(slot.publication.manifest.nbytes), WeightRelay.open, slot.publication)
+        seconds = _bound(2 * READS * slot.chunk_bytes)
+        missing = slot.missing(tree)
+
+        async def take() -> None:
+            buffer = memoryview(bytearray(slot.chunk_bytes))
+            while missing:
+                index = missing.popleft()
+                await call(seconds, WeightRelay.arrived, token, index)
+                chunk = slot.chunk(index)
+                size = chunk.stop - chunk.start
+                part = buffer if size == len(buffer) else buffer[:size]
+                async with asyncio.timeout(seconds):
+                    await handles[index].read_into(part, timeout=seconds)
+                if slot.here[index].done():  # it will not come any more: the memory is another publication's
+                    return
+                slot.memory[chunk] = part
+                slot.here[index].set_result(None)
+
+        with waiting(lambda: f"{len(missing)} more chunks of {slot.name} from {holder}"):
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(READS):
+                    tasks.create_task(take())
+
+
+class RelayMesh:
+    """The relay of one host, and those that replace it. Belongs to one event loop."""
+
+    def __init__(self, mesh: Any, host: str) -> None:
+        """
+        Args:
+            mesh: handle of its actors, of which there is one.
+            host: its name.
+        """
+        self.actor = mesh.slice(ranks=0)
+        """Handle of the actor, for generators."""
+        self.host = host
+        self.life = 0
+        """How often it was replaced."""
+        self._calls = Connection(self.actor, what=f"{{}} of the relay on {host}")
+
+    def replace(self, mesh: Any) -> None:
+        """From now on the relay of this mesh is called."""
+        self.actor = mesh.slice(ranks=0)
+        self.life += 1
+        self._calls.replace(self.actor)
+
+    def lose(self, reason: str) -> None:
+        """The relay is gone or will be killed. What it had brought is brought again."""
+        self._calls.lose(reason)
+
+    async def setup(self, relays: Sequence[RelayMesh], sources: Sequence[str], *, seconds: float | None) -> list[int]:
+        """Tell the relay of all others; returns its process id. See `WeightRelay.use`."""
+        handles = {relay.host: (relay.life, relay.actor) for relay in relays}
+        return [await self._calls.call(seconds, WeightRelay.use, handles, sources)]
+
+    async def use(self, relays: Sequence[RelayMesh], sources: Sequence[str]) -> None:
+        """Tell the relay that the others have changed. One that is gone is told nothing: its successor hears of it in
+        `setup`. One that hangs will be gone."""
+        with suppress(ActorGone):
+            await self.setup(relays, sources, seconds=None)
+
+    async def pulse(self) -> list[int]:
+        """How often the relay has answered. The caller sets the time limit."""
+        return [await self._calls.call(None, WeightRelay.pulse)]
+
+    async def close(self) -> None:
+        """The segments are removed with all files of the host's owner."""
+
+
+def _chunk_bytes(nbytes: int) -> int:
+    """The same on every host."""
+    return max(LEAST_CHUNK_BYTES, -(-nbytes // MOST_CHUNKS))
+
+
+def _bound(nbytes: int) -> int:
+    """Seconds, for so many bytes."""
+    return PATIENCE_SECONDS + nbytes // SLOWEST_BYTES_PER_SECOND
+
+
+def _unfinished(final: Path) -> Path:
+    """A name that nobody reads and every sweep knows."""
+    before, _, slot = final.name.rpartition("-")
+    return final.with_name(f"{before}.part-{slot}")
+
+
+def _is_at(file: Path, identity: Identity) -> bool:
+    try:
+        return identity_of(file) == identity
+    except FileNotFoundError:
+        return False
