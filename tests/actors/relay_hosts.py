@@ -43,6 +43,11 @@ class RelayHosts:
             self.relays[host] = RelayMesh(self._spawn(host), host)
         await self._tell()
 
+    def spawn(self, host: str, name: str, actor: Any, *args: Any, **options: Any) -> Any:
+        """An actor in a process on that host; its constructor takes the host's owner first."""
+        mesh = self._provisioner.spawn(mesh_plan(name, beside=__file__))
+        return mesh.spawn(name, actor, self._owners[host].pid, *args, **options)
+
     async def replace(self, host: str) -> None:
         """Another relay, after the one of this host was killed."""
         await self._provisioner.stop(host, kill=True)
@@ -98,8 +103,7 @@ class RelayHosts:
         return _On(self._owners[host].pid)
 
     def _spawn(self, host: str) -> Any:
-        mesh = self._provisioner.spawn(mesh_plan(host, beside=__file__))
-        return mesh.spawn(host, SpiedRelay, host, self._owners[host].pid)
+        return self.spawn(host, host, SpiedRelay, host)
 
     async def _tell(self) -> None:
         relays = list(self.relays.values())

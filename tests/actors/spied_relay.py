@@ -17,16 +17,18 @@ CHUNKS = -(-4 * ELEMENTS // relaying.LEAST_CHUNK_BYTES)
 class SpiedRelay(WeightRelay):
     """Counts the chunks that it hands on, and holds chunks back if it is told to."""
 
-    def __init__(self, host: str, owner: int) -> None:
+    def __init__(self, owner: int, host: str) -> None:
         os.environ[OWNER] = str(owner)
         super().__init__(host)
         self._handed = 0
         self._held_from = CHUNKS
         self._released = asyncio.Event()
+        self._holds = asyncio.Event()
 
     @served
     async def arrived(self, token: int, chunk: int) -> None:
         if chunk >= self._held_from:
+            self._holds.set()
             await self._released.wait()
         await WeightRelay.arrived.answer(self, token, chunk)
         self._handed += 1
@@ -36,6 +38,12 @@ class SpiedRelay(WeightRelay):
         """Chunks from the first on."""
         self._held_from = first
         self._released.clear()
+        self._holds.clear()
+
+    @served
+    async def holds(self) -> None:
+        """Returns when somebody waits for a chunk that is held back."""
+        await self._holds.wait()
 
     @served
     async def release(self) -> None:

@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -104,6 +104,7 @@ class PolicyTrainer(ConnectedActor):
         device: str,
         seed: int,
         copies: bool,
+        hosts: Sequence[str] = (),
     ) -> None:
         """
         Args:
@@ -111,6 +112,7 @@ class PolicyTrainer(ConnectedActor):
             temperature: sampling temperature of the generators.
             total_steps: length of the learning-rate schedule.
             copies: keep a copy of the state in shared memory, from which the ranks after these go on.
+            hosts: of every rank, by rank, where there are several.
         """
         self._config = config
         self._weights = weights
@@ -120,6 +122,7 @@ class PolicyTrainer(ConnectedActor):
         self._total_steps = total_steps
         self._device = device
         self._seed = seed
+        self._hosts = hosts
         self._rank = int(current_rank().rank)
         self._updater: PolicyUpdater | None = None
         self._publisher: ChannelPublisher | None = None
@@ -155,7 +158,9 @@ class PolicyTrainer(ConnectedActor):
         if self._keeps_copies:
             self._copies = StateCopies(owner_pid=owner_pid(), rank=self._rank, ranks=self._config.ranks)
         group = dist.group.WORLD if self._config.ranks > 1 else None
-        self._publisher = make_publisher(self._weights, channel=CHANNEL, rank=self._rank, group=group)
+        self._publisher = make_publisher(
+            self._weights, channel=CHANNEL, rank=self._rank, group=group, hosts=self._hosts
+        )
         self._publisher.adopt(published)
         _log.info("trainer rank %d is ready after %.1f s", self._rank, time.monotonic() - started)
         return os.getpid()

@@ -201,13 +201,16 @@ class ChannelPublisher(ABC):
         return sums
 
 
-def make_publisher(config: WeightsConfig, *, channel: str, rank: int, group: ProcessGroup | None) -> ChannelPublisher:
+def make_publisher(
+    config: WeightsConfig, *, channel: str, rank: int, group: ProcessGroup | None, hosts: Sequence[str] = ()
+) -> ChannelPublisher:
     """This rank's publisher of a channel.
 
     Args:
         channel: names the policy among those that are published; a plain word.
         rank: of this process in `group`.
         group: the trainer's ranks; its backend must take CPU tensors. None: one rank.
+        hosts: of every rank, by rank, where there are several.
 
     Raises:
         ConfigError: a channel that is no plain word.
@@ -217,7 +220,7 @@ def make_publisher(config: WeightsConfig, *, channel: str, rank: int, group: Pro
         case "shared_memory":
             from titan_rl.weights.shared_memory import SharedMemoryPublisher
 
-            return SharedMemoryPublisher(**common)
+            return SharedMemoryPublisher(hosts=hosts, **common)
         case "filesystem":
             from titan_rl.weights.filesystem import FilesystemPublisher
 

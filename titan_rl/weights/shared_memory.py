@@ -1,4 +1,6 @@
-"""Publishes weights in shared memory of one host: all ranks write their shards into one mapping, generators read views.
+"""Publishes weights in shared memory: all ranks of a host write their shards into one mapping, generators read views.
+
+A trainer over several hosts ends a publication with the same bytes in a segment of each (`exchange`).
 
 Segments are recycled. A fresh one costs the time of eight copies, because the kernel has to find and clear it. The
 rest of what holds is in `publisher`.
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from titan_rl.errors import StorageError, WeightsError
 from titan_rl.types import PolicyVersion
+from titan_rl.weights.exchange import HostExchange
 from titan_rl.weights.manifest import Publication, TensorEntry, TensorShard
 from titan_rl.weights.publisher import ALIGNMENT, ChannelPublisher, Layout, Put, box_view, entry_view
 from titan_rl.weights.segment_files import (
@@ -33,11 +36,11 @@ if TYPE_CHECKING:
 
 
 class SharedMemoryPublisher(ChannelPublisher):
-    """See `ChannelPublisher`; all ranks are on this host.
+    """See `ChannelPublisher`.
 
     Args:
-        rank: rank 0 makes and removes the files.
-        directory: of the files.
+        hosts: of every rank, by rank, where there are several; the first rank of a host makes and removes its files.
+        directory: of the files, on every host.
     """
 
     def __init__(
@@ -47,9 +50,13 @@ class SharedMemoryPublisher(ChannelPublisher):
         rank: int,
         group: ProcessGroup | None,
         max_live: int,
+        hosts: Sequence[str] = (),
         directory: Path = DIRECTORY,
     ) -> None:
         super().__init__(channel=channel, rank=rank, group=group, max_live=max_live)
+        self._is_first = rank == (hosts.index(hosts[rank]) if hosts else 0)
+        self._exchange = HostExchange(rank, self._ranks, hosts) if len(set(hosts)) > 1 else None
+        self._opened: tuple[Layout, Sequence[TensorShard]] | None = None
         self._locations = [segment_location(directory, channel, slot) for slot in range(max_live)]
         self._mapped: dict[int, Tensor] = {}  # slot -> its bytes
 
@@ -57,11 +64,12 @@ class SharedMemoryPublisher(ChannelPublisher):
         self, what: str, version: PolicyVersion, slot: int, layout: Layout, shards: Sequence[TensorShard]
     ) -> None:
         """Map the slot; made or replaced first where it is missing or too small (on all ranks alike)."""
+        self._opened = layout, shards
         mapped, path = self._mapped.get(slot), segment_at(self._locations[slot])
         nbytes = max(layout.nbytes, ALIGNMENT)  # an empty file cannot be mapped
         if mapped is None or mapped.numel() < nbytes:
             self._mapped.pop(slot, None)
-            self._ranks.together(what, lambda: _create(path, nbytes) if self._rank == 0 else None)
+            self._ranks.together(what, lambda: _create(path, nbytes) if self._is_first else None)
             self._mapped[slot] = self._ranks.together(what, lambda: _map(path).content)
 
     def _place(self, slot: int, shard: TensorShard, entry: TensorEntry) -> Put:
@@ -70,6 +78,11 @@ class SharedMemoryPublisher(ChannelPublisher):
         return lambda row, rows: target[row : row + len(rows)].copy_(rows)
 
     def _seal(self, what: str, version: PolicyVersion, slot: int) -> str:
+        if self._exchange is not None:
+            assert self._opened is not None
+            layout, written = self._opened
+            self._exchange.complete(what, self._mapped[slot], layout.entries, written)
+        self._opened = None
         return self._locations[slot]
 
     def _slot_of(self, publication: Publication, slot: int) -> int:
@@ -78,7 +91,7 @@ class SharedMemoryPublisher(ChannelPublisher):
     def _give_back(self) -> None:
         """Mappings of readers stay valid."""
         self._mapped.clear()
-        if self._rank == 0:
+        if self._is_first:
             for location in self._locations:
                 segment_at(location).unlink(missing_ok=True)
 
