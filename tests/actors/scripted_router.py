@@ -9,6 +9,7 @@ import numpy as np
 
 from titan_rl.actors.connection import served
 from titan_rl.actors.requests import RequestServer
+from titan_rl.errors import TitanError
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion
 
 VERSION = PolicyVersion(0, 3)
@@ -56,6 +57,12 @@ class ScriptedRouter(RequestServer):
         self._holding = False
         held, self._held = self._held, {}
         self.answer([sampled(request) for request in held.values()])
+
+    @served
+    async def fail(self, error: TitanError) -> None:
+        """What is held back fails."""
+        held, self._held = self._held, {}
+        self.answer([], [(request_id, error) for request_id in held])
 
     @served
     async def wait_for_requests(self, count: int) -> None:

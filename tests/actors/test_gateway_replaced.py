@@ -1,4 +1,4 @@
-"""A gateway that is killed under the programs of a rollout worker, and the one that takes its place (15 s)."""
+"""A gateway, or generators, that die under the programs of a rollout worker, and what takes their place (15 s)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from titan_rl.actors.gateway import Gateway, GatewayMesh
 from titan_rl.actors.rollout_worker import RolloutWorker
 from titan_rl.actors.rollouts import Rollouts
 from titan_rl.config import RunConfig
-from titan_rl.errors import ActorGone, ConfigError
+from titan_rl.errors import ActorGone, ConfigError, RequestLost
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.policy.config import TinyPolicyConfig
@@ -88,7 +88,7 @@ async def parts(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Parts
         await provisioner.stop_all()
 
 
-async def test_rollouts_of_a_killed_gateway_are_lost_whatever_their_programs_made_of_it(parts: Parts) -> None:
+async def test_rollouts_under_which_a_part_died_are_lost_whatever_their_programs_made_of_it(parts: Parts) -> None:
     config = GatewayConfig(port=0, rollout_keys=True)
     gateway = GatewayMesh(parts.gateway(config))
     (pid,) = await gateway.setup(parts.router, seconds=SECONDS)
@@ -108,8 +108,14 @@ async def test_rollouts_of_a_killed_gateway_are_lost_whatever_their_programs_mad
     with pytest.raises(ActorGone):
         await play
 
+    await parts.route("wait_for_requests", 2 * PROGRAMS)  # those of the killed one are still there
+    await parts.route("fail", RequestLost("2 generators died under it"))
+    with pytest.raises(ActorGone, match="was lost: 2 generators died under it"):
+        await early
+
     await parts.route("let_go")
-    for report in [await early, await rollouts.run_group(group(1, attempt=1))]:
+    for attempted in (group(1, attempt=1), group(2, attempt=1)):
+        report = await rollouts.run_group(attempted)
         assert report.first_error == "" and report.samples.trained_tokens == 8 * PROGRAMS
         await rollouts.release(report.samples)
     await rollouts.workers[0].close()
