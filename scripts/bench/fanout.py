@@ -13,8 +13,8 @@ them at once, as their generators call it. Three ways:
 A link's bound is the time of one copy over one link. `*_egress_copies`: bytes that left the trainer's host, all headers
 included, by those of the publication. `most_egress_copies`: the same of the host that sent most. Direct and relay get a
 publication of a quarter of the size, because they take so long. `simulated_*`: the same schedule for so many hosts on a
-simulated clock (`weights.fanout.seconds`), in bounds, with the chunks of a large publication, at one second per copy and
-1 ms per hop.
+simulated clock (`weights.fanout.seconds`), in bounds, with the chunks of a large publication, at one second per copy
+and 1 ms per hop.
 """
 
 from __future__ import annotations

@@ -117,6 +117,12 @@ class ConnectedActor(Actor):
 
     _pulses = 0
 
+    async def _handle_undeliverable_message(self, message: object) -> bool:
+        """A message to a host or a process that is gone is lost: whoever waits for an answer hears of it otherwise.
+        Monarch's default fails the actor that sent it."""
+        _log.info("a message could not be delivered: %s", message)
+        return True
+
     @served
     async def pulse(self) -> int:
         """A number that grows while this actor makes progress. The default shows that its event loop lives."""

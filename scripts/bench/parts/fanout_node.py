@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from titan_rl.actors import relay
 from titan_rl.actors.connection import served
 from titan_rl.actors.relay import WeightRelay
 from titan_rl.processes import OWNER
@@ -19,6 +20,7 @@ from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_segmen
 class Node(WeightRelay):
     def __init__(self, host: str) -> None:
         os.environ.pop(OWNER, None)  # several may share a host, each with files of its own
+        relay.PATIENCE_SECONDS = 120  # the ways that are compared with the trees are slower than any bound
         super().__init__(host)
         self._published = 0
 
