@@ -46,7 +46,7 @@ not count either."""
 READS = 3
 """Chunks that are fetched from one parent at a time: while one is on the link, others are asked for and stored."""
 
-PATIENCE_SECONDS = 30
+PATIENCE_SECONDS = 10
 SLOWEST_BYTES_PER_SECOND = 10 << 20
 """A parent is late if a chunk has not come after the patience and the time that all chunks in flight take at this
 speed. That a parent is gone, calls to it tell sooner; that its memory cannot be read any more, nothing tells."""
