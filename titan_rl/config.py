@@ -37,7 +37,26 @@ LONGEST_NAME = 200
 
 @dataclass(kw_only=True, slots=True)
 class PlacementConfig:
-    """Devices and threads of the meshes, and what happens when one is lost."""
+    """Hosts, devices and threads of the meshes, and what happens when one is lost."""
+
+    hosts: tuple[str, ...] = ()
+    """ADDRESS:PORT of each worker (`titan-rl worker`) to use besides this host. This host is `host0`; they are `host1`,
+    `host2`, … in this order. torchrun sets it."""
+    trusted_network: bool = False
+    """With other hosts, ports are opened that run any code for whoever reaches them. Say `true` if only people whom you
+    trust can."""
+    trainer: tuple[str, ...] = ()
+    """Hosts that share the trainer's ranks evenly; empty: as few as have room. All must see `logging.directory`."""
+    generators: tuple[str, ...] = ()
+    """Hosts of the generators, spares too. Each generator is on one of them; empty: any host."""
+    rollouts: tuple[str, ...] = ()
+    """Hosts of the rollout workers; empty: any host."""
+    router: str = "host0"
+    """Host of the router."""
+    gateway: str = "host0"
+    """Host of the gateway."""
+    host_seconds: float = 10.0
+    """A host that answers nothing for so long is lost, with everything on it."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: cuda when this host has a CUDA device, else cpu."""
@@ -66,7 +85,7 @@ class PlacementConfig:
         for name, least in (("threads", 1), ("spares", 0), ("restarts", 0), ("least_generators", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"placement.{name} must be at least {least}, got {getattr(self, name)}")
-        for name in ("start_seconds", "step_seconds", "hang_seconds"):
+        for name in ("start_seconds", "step_seconds", "hang_seconds", "host_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"placement.{name} must be positive, got {getattr(self, name)}")
 

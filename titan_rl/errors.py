@@ -159,6 +159,10 @@ class MeshFailed(ActorGone):
         return self.args[1]
 
 
+class HostLost(TitanError):
+    """A host does not answer."""
+
+
 class StorageError(TitanError):
     """A file of the run could not be written: the disk is full, or its directory was removed."""
 

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import logging
 import os
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
 
@@ -37,6 +39,25 @@ def die_with(parent_pid: int, with_signal: signal.Signals = signal.SIGKILL) -> N
     process_control(_PR_SET_PDEATHSIG, with_signal)
     if os.getppid() != parent_pid:
         sys.exit("the parent died while its child process started")
+
+
+_F_SETSIG = 10
+
+
+def die_with_owner(life: str) -> None:
+    """Have the kernel kill this process when no process has the named pipe `life` open for writing any more. If there
+    is none now, this process ends."""
+    try:
+        pipe = os.open(life, os.O_RDONLY | os.O_NONBLOCK)  # stays open
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(pipe, _F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
+        os.read(pipe, 1)  # an end of file, unless there is a writer
+    except BlockingIOError:
+        return
+    except OSError:  # no file any more
+        pass
+    sys.exit("the owner died while its process started")
 
 
 def ending_in_words(code: int) -> str:
@@ -77,6 +98,9 @@ def leave(main: Callable[[], object]) -> NoReturn:
         os._exit(code)
 
 
+HOST = "TITAN_RL_HOST"
+"""Variable with the name of this process's host in its run."""
+
 OWNER = "TITAN_RL_OWNER"
 """Variable with a process id; see `owner_pid`."""
 
@@ -88,19 +112,45 @@ def owner_pid() -> int:
 
 
 RENDEZVOUS = "TITAN_RL_RENDEZVOUS"
-"""Variable with the path of the file where the ranks of a mesh meet: a new one each time, in a private directory."""
+"""Variable with the place where the ranks of a mesh meet, a new one each time: the path of a file in a private
+directory; for ranks on several hosts the IP address of rank 0's host, and after `open_rendezvous` `tcp://ADDRESS:PORT`."""
+
+_store: Any = None  # of rank 0, of a mesh over several hosts
+
+
+def open_rendezvous() -> str:
+    """On rank 0, before `join_world` on any rank: open the place where ranks on several hosts meet, on one network
+    interface and a free port.
+
+    Returns:
+        What every rank must set RENDEZVOUS to.
+    """
+    global _store
+    if "/" in (place := os.environ[RENDEZVOUS]):
+        return place
+    import torch.distributed as dist
+
+    with socket.create_server((place, 0)) as server:
+        port = server.getsockname()[1]
+        _store = dist.TCPStore(place, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+    return f"tcp://{place}:{port}"
 
 
 def join_world(backend: str) -> None:
     """Start the default process group of torch.distributed, if there is none, without a port.
 
-    RANK, WORLD_SIZE and, for more than one rank, RENDEZVOUS must be in the environment. The ranks meet over a file,
-    because torch's usual store is a TCP server of rank 0 that listens on every interface and serves anyone.
+    RANK, WORLD_SIZE and, for more than one rank, RENDEZVOUS must be in the environment. The ranks of one host meet over
+    a file, because torch's usual store is a TCP server of rank 0 that listens on every interface and serves anyone.
     """
     import torch.distributed as dist
 
     if dist.is_initialized():
         return
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.HashStore() if ranks == 1 else dist.FileStore(os.environ[RENDEZVOUS], ranks)
+    place = os.environ.get(RENDEZVOUS, "")
+    if place.startswith("tcp://"):
+        address, port = place.removeprefix("tcp://").split(":")
+        store = _store or dist.TCPStore(address, int(port))
+    else:
+        store = dist.HashStore() if ranks == 1 else dist.FileStore(place, ranks)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)

@@ -22,7 +22,8 @@ from titan_rl.config_registry import RECIPES, load_recipe
 from titan_rl.controller.checkpoint_files import checkpoints
 from titan_rl.errors import ConfigError
 from titan_rl.launch.checks import Problem, Severity, check_run
-from titan_rl.launch.placement import TORCHRUN_VARIABLES, HostFacts, describe, detect_host, devices_needed, plan
+from titan_rl.launch.host_facts import HostFacts, detect_host
+from titan_rl.launch.placement import TORCHRUN_VARIABLES, describe, devices_needed, plan
 from titan_rl.launch.process import prepare_controller
 from titan_rl.launch.resume import (
     CONFIG,

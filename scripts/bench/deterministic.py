@@ -24,7 +24,8 @@ from parts.table import print_report
 from titan_rl.actors.connection import bounded, served
 from titan_rl.config import RunConfig
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.launch.placement import detect_host, plan
+from titan_rl.launch.host_facts import detect_host
+from titan_rl.launch.placement import plan
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.launch.start import model_directory
 from titan_rl.policy.config import PolicyConfig
@@ -92,7 +93,7 @@ async def measure(pairs: int) -> dict[tuple[str, str, bool], list[float]]:
             name = f"{dtype}-{deterministic}"
             place = dataclasses.replace(plan(config, detect_host()).mesh("generator0"), name=name)
             mesh = provisioner.spawn(place).spawn(name, OneEngine, settings, str(model_directory(config)))
-            engines[dtype, deterministic] = mesh.slice(ranks=0)
+            engines[dtype, deterministic] = mesh[0]
         await asyncio.gather(
             *(bounded(each.setup.call_one(), what="setup", seconds=SECONDS) for each in engines.values())
         )

@@ -120,7 +120,7 @@ async def bare_engines(up: Fleet) -> dict[str, Any]:
         place = dataclasses.replace(up.places["generator0"], name=f"bare-{linear}")
         settings = dataclasses.replace(up.config.generator, linear=linear)
         mesh = up.provisioner.spawn(place).spawn("bare", BareEngine, settings, str(up.model_path))
-        handles[name] = mesh.slice(ranks=0)
+        handles[name] = mesh[0]
     await asyncio.gather(
         *(bounded(each.setup.call_one(), what="bare.setup", seconds=SECONDS) for each in handles.values())
     )

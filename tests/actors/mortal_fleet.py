@@ -22,7 +22,8 @@ from titan_rl.config import RunConfig
 from titan_rl.errors import ActorFailed, MeshFailed
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.engine import simulated_token
-from titan_rl.launch.placement import detect_host, plan
+from titan_rl.launch.host_facts import detect_host
+from titan_rl.launch.placement import plan
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
@@ -69,8 +70,7 @@ class MortalFleet:
         self.provisioner = Provisioner(log_directory=str(scratch), imports=(), on_fault=self._on_fault)
         self.publisher = SharedMemoryPublisher(channel="policy", rank=0, group=None, max_live=2, directory=scratch)
         self.generators = {
-            name: GeneratorMesh(self._spawn(name), name, ranks=1)
-            for name in (f"generator{index}" for index in range(count))
+            name: GeneratorMesh(self._spawn(name), name) for name in (f"generator{index}" for index in range(count))
         }
         self.router = RouterClient(self._spawn("router"), seconds=SECONDS)
         self.pids: dict[str, int] = {}
@@ -124,7 +124,7 @@ class MortalFleet:
         mesh = self.provisioner.spawn(self._plan.mesh(name))
         if name == "router":
             handles = {each: generator.rank0 for each, generator in self.generators.items()}
-            return mesh.spawn(name, GeneratorRouter, RouterConfig(), handles).slice(ranks=0)
+            return mesh.spawn(name, GeneratorRouter, RouterConfig(), handles)[0]
         return mesh.spawn(name, Generator, name, self._config.generator, model_path=str(self._model), device="cpu")
 
     async def _set_up(self, name: str) -> None:

@@ -53,7 +53,7 @@ class Parts:
     def __init__(self, provisioner: Provisioner, model_path: Path) -> None:
         self.provisioner = provisioner
         self._model_path = str(model_path)
-        self.router = self._spawn("router", ScriptedRouter).slice(ranks=0)
+        self.router = self._spawn("router", ScriptedRouter)
 
     def gateway(self, config: GatewayConfig) -> Any:
         settings = {"renderer": "symbols", "renderer_kwargs": {}, "max_model_len": 64}
@@ -76,7 +76,7 @@ class Parts:
         await bounded(getattr(self.router, endpoint).call_one(*args), what=endpoint, seconds=SECONDS)
 
     def _spawn(self, name: str, actor: type[Any], *args: Any, **settings: Any) -> Any:
-        return self.provisioner.spawn(mesh_plan(name, beside=__file__)).spawn(name, actor, *args, **settings)
+        return self.provisioner.spawn(mesh_plan(name, beside=__file__)).spawn(name, actor, *args, **settings)[0]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

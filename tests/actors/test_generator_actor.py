@@ -25,7 +25,8 @@ from titan_rl.actors.router_client import RouterClient
 from titan_rl.config import RunConfig
 from titan_rl.errors import ActorFailed, GeneratorFailed, GeneratorNotServing, RequestError, WeightsError
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.launch.placement import detect_host, plan
+from titan_rl.launch.host_facts import detect_host
+from titan_rl.launch.placement import plan
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
@@ -61,7 +62,7 @@ class One:
 
     def __init__(self, name: str, mesh: Any, ranks: int) -> None:
         self.name = name
-        self.mesh = GeneratorMesh(mesh, name, ranks=ranks)
+        self.mesh = GeneratorMesh(mesh, name)
         self.client = RouterClient(self.mesh.rank0, seconds=UNREPLACED, name=name)
         self.pids: list[int] = []
 

@@ -61,13 +61,18 @@ class Heard:
         here = Path(__file__).resolve().parent
         paths = os.pathsep.join([str(here), str(here.parents[1])])
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **variables}
-        place = MeshPlan(name=name, env=(environment,) * ranks, devices=(None,) * ranks, positions=("",) * ranks)
+        place = MeshPlan(
+            name=name,
+            hosts=("host0",) * ranks,
+            env=(environment,) * ranks,
+            devices=(None,) * ranks,
+            positions=("",) * ranks,
+        )
         self.mesh = self.provisioner.spawn(place)
-        self.actor = self.mesh.spawn(name, Named)
+        self.ranks = self.mesh.spawn(name, Named)
 
     async def pids(self) -> list[int]:
-        values = await bounded(self.actor.pid.call(), what="pid", seconds=SECONDS)
-        return [pid for _, pid in values.items()]
+        return [await bounded(rank.pid.call_one(), what="pid", seconds=SECONDS) for rank in self.ranks]
 
     async def next(self) -> str:
         return str(await asyncio.wait_for(self.news.get(), SECONDS))
@@ -95,7 +100,7 @@ async def test_every_end_is_told_once_with_its_rank_and_its_cause(tmp_path: Path
 
 
 async def leave(heard: Heard, rank: int, code: int) -> None:
-    await heard.actor.slice(ranks=rank).leave.call_one(code)
+    await heard.ranks[rank].leave.call_one(code)
 
 
 @pytest.mark.asyncio

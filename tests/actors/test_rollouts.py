@@ -101,11 +101,7 @@ class Workers:
 async def workers(config: RunConfig, model_path: Path, number: int) -> AsyncIterator[Workers]:
     provisioner = Provisioner(log_directory="", imports=(), on_fault=lambda fault: None)
     try:
-        router = (
-            provisioner.spawn(mesh_plan(f"router{number}", beside=__file__))
-            .spawn("router", ScriptedRouter)
-            .slice(ranks=0)
-        )
+        router = provisioner.spawn(mesh_plan(f"router{number}", beside=__file__)).spawn("router", ScriptedRouter)[0]
 
         def spawn(worker: int) -> Any:
             plan = mesh_plan(f"rollout{next(serial)}", beside=__file__)
@@ -114,7 +110,7 @@ async def workers(config: RunConfig, model_path: Path, number: int) -> AsyncIter
                 "model_path": str(model_path),
                 "imports": (),
             }
-            return provisioner.spawn(plan).spawn("rollout", RolloutWorker, config, **settings)
+            return provisioner.spawn(plan).spawn("rollout", RolloutWorker, config, **settings)[0]
 
         up = Workers(spawn, router)
         await asyncio.gather(*map(up.start, range(2)))

@@ -9,7 +9,8 @@ import pytest
 
 from titan_rl import train
 from titan_rl.config import RunConfig
-from titan_rl.launch.placement import TORCHRUN_VARIABLES, HostFacts
+from titan_rl.launch.host_facts import HostFacts
+from titan_rl.launch.placement import TORCHRUN_VARIABLES
 
 TASK = '''
 from titan_rl.config import RunConfig

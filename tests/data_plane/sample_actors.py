@@ -11,7 +11,7 @@ import numpy as np
 from sample_examples import bits
 
 from titan_rl.actors.connection import ConnectedActor, served
-from titan_rl.actors.sample_stores import RdmaSource, StoreKeeper
+from titan_rl.actors.sample_stores import AnyHostSource, StoreKeeper
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SampleStore, prefetched
 from titan_rl.errors import SampleError
@@ -57,7 +57,7 @@ class Fetcher(ConnectedActor):
 
     @served
     async def attach(self, stores: dict[str, Any]) -> None:
-        self._source = RdmaSource(stores)
+        self._source = AnyHostSource(stores)
 
     @served
     async def bits(self, batch: SampleBatch) -> list[tuple[object, ...]]:

@@ -33,12 +33,10 @@ async def scenario() -> dict[str, Any]:
     seen: dict[str, Any] = {}
     try:
         keepers = {
-            name: provisioner.spawn(mesh_plan(name, beside=__file__))
-            .spawn(name, Keeper, name, os.getpid())
-            .slice(ranks=0)
+            name: provisioner.spawn(mesh_plan(name, beside=__file__)).spawn(name, Keeper, name, os.getpid())[0]
             for name in ("far", "other")
         }
-        fetcher = provisioner.spawn(mesh_plan("fetcher", beside=__file__)).spawn("fetcher", Fetcher).slice(ranks=0)
+        fetcher = provisioner.spawn(mesh_plan("fetcher", beside=__file__)).spawn("fetcher", Fetcher)[0]
         await ask(fetcher, "attach", keepers)
         stored = {"far": FAR, "other": OTHER}
         refs = {name: await ask(keepers[name], "put", SampleBatch.of(samples)) for name, samples in stored.items()}

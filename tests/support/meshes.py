@@ -14,4 +14,10 @@ def mesh_plan(name: str, ranks: int = 1, *, beside: str) -> MeshPlan:
     """Processes on this host, of one thread each, that find the modules beside the file `beside`."""
     paths = [str(Path(beside).resolve().parent), str(TESTS), str(TESTS.parent)]
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    return MeshPlan(name=name, env=(environment,) * ranks, devices=(None,) * ranks, positions=("",) * ranks)
+    return MeshPlan(
+        name=name,
+        hosts=("host0",) * ranks,
+        env=(environment,) * ranks,
+        devices=(None,) * ranks,
+        positions=("",) * ranks,
+    )

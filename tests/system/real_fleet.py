@@ -19,7 +19,8 @@ from titan_rl.actors.router_client import RouterClient
 from titan_rl.config import RunConfig
 from titan_rl.errors import ActorFailed, MeshFailed
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.launch.placement import detect_host, plan
+from titan_rl.launch.host_facts import detect_host
+from titan_rl.launch.placement import plan
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.launch.start import model_directory
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig
@@ -99,14 +100,13 @@ async def real_fleet(router: RouterConfig, *, tensor_parallel: int = 1) -> Async
                     name, Generator, name, config.generator, model_path=str(model_path), device="cpu"
                 ),
                 name,
-                ranks=tensor_parallel,
             )
             for name in ("generator0", "generator1")
         }
         rank0 = {name: generator.rank0 for name, generator in generators.items()}
         ready = await asyncio.gather(*(generator.setup(seconds=SECONDS) for generator in generators.values()))
-        actor = provisioner.spawn(meshes["router"]).spawn("router", GeneratorRouter, router, rank0)
-        fleet = RealFleet(RouterClient(actor.slice(ranks=0), seconds=SECONDS), generators, model_path)
+        [actor] = provisioner.spawn(meshes["router"]).spawn("router", GeneratorRouter, router, rank0)
+        fleet = RealFleet(RouterClient(actor, seconds=SECONDS), generators, model_path)
         for name, pids in zip(generators, ready, strict=True):
             fleet.pids[name] = pids
         await fleet.pull(0)

@@ -140,18 +140,18 @@ class Gateway(ConnectedActor):
 class GatewayMesh:
     """The gateway, or the one that replaces it, as its owner sees it."""
 
-    def __init__(self, mesh: Any) -> None:
-        self.actor = mesh.slice(ranks=0)
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
         """Handle of the actor, for rollout workers."""
         self.url = ""
         """Without `/v1`; known after `setup`."""
         self._asks: Any = None  # a router
         self._calls = Connection(self.actor, what="gateway.{}")
 
-    def replace(self, mesh: Any) -> None:
-        """From now on the gateway of this mesh is called."""
-        self.actor = mesh.slice(ranks=0)
-        self._calls.replace(self.actor)
+    def replace(self, actor: Any) -> None:
+        """From now on this gateway is called."""
+        self.actor = actor
+        self._calls.replace(actor)
 
     def lose(self, reason: str) -> None:
         """The gateway is gone or will be killed, with the sessions of its rollouts."""

@@ -21,8 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from monarch.actor import current_rank
-
 from titan_rl.actors.connection import ConnectedActor, Connection, Lifeline, served
 from titan_rl.actors.relay import WeightRelay
 from titan_rl.actors.requests import RequestServer
@@ -61,7 +59,7 @@ class Generator(RequestServer):
         self._config = config
         self._model_path = Path(model_path)
         self._device = device
-        self._rank = int(current_rank().rank)
+        self._rank = int(os.environ["RANK"])
         self._rank0: Connection | None = None
         self._relay = None if relay is None else _relay(relay)
         self._relays = Lifeline(seconds=RELAY_SECONDS)
@@ -275,14 +273,14 @@ def _relay(actor: Any) -> Connection:
 class GeneratorMesh:
     """All ranks of one generator as one object. Belongs to one event loop."""
 
-    def __init__(self, mesh: Any, name: str, *, ranks: int) -> None:
+    def __init__(self, actors: Sequence[Any], name: str) -> None:
         """
         Args:
-            mesh: handle of all ranks.
+            actors: handle of each rank.
         """
-        self.rank0 = mesh.slice(ranks=0)
+        self.rank0 = actors[0]
         """Handle of the rank that takes requests and pulls, for the router."""
-        self.ranks = [Connection(mesh.slice(ranks=rank), what=f"{name}.{{}} of rank {rank}") for rank in range(ranks)]
+        self.ranks = [Connection(actor, what=f"{name}.{{}} of rank {rank}") for rank, actor in enumerate(actors)]
 
     async def setup(self, *, seconds: float) -> list[int]:
         """Build the engine on every rank; returns their process ids. The first rank that fails ends the wait, while the
@@ -294,11 +292,11 @@ class GeneratorMesh:
         for rank in self.ranks:
             rank.lose(reason)
 
-    def replace(self, mesh: Any) -> None:
+    def replace(self, actors: Sequence[Any]) -> None:
         """From now on these are its ranks. `setup` follows."""
-        self.rank0 = mesh.slice(ranks=0)
-        for rank, connection in enumerate(self.ranks):
-            connection.replace(mesh.slice(ranks=rank))
+        self.rank0 = actors[0]
+        for connection, actor in zip(self.ranks, actors, strict=True):
+            connection.replace(actor)
 
     async def pulse(self) -> list[int]:
         """See `Generator.pulse`; of every rank. The caller sets the time limit."""

@@ -13,7 +13,6 @@ import asyncio
 import dataclasses
 import itertools
 import logging
-import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
@@ -21,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 from titan_rl.actors.connection import Connection, Lifeline, ServedMethod
 from titan_rl.actors.rollout_worker import RolloutWorker
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.data_plane.store import HeldReport, remove_files_of
+from titan_rl.data_plane.store import HeldReport, channel_of
 from titan_rl.errors import ActorFailed, ActorGone
 from titan_rl.rollout.report import GroupReport, unplayed
 from titan_rl.sandbox.wire import TaskInfo
@@ -52,15 +51,16 @@ class RolloutMesh:
         self.playing: dict[GroupKey, asyncio.Task[GroupReport]] = {}
         self._rollouts = rollouts
         self._asks: tuple[Any, Any] = (None, None)  # router and gateway
-        self._left = ""  # the store of the worker before
+        self.channel = ""
+        """Of the files that the worker before has left."""
         self._releases: set[asyncio.Task[Any]] = set()
         self._calls = Connection(None, what=f"{name}.{{}}", on_lost=self._gone)
         self._calls.lose("it was not started")
 
-    def replace(self, mesh: Any) -> None:
-        """From now on the one worker of this mesh is called. It plays once it is set up."""
+    def replace(self, actor: Any) -> None:
+        """From now on this one worker is called. It plays once it is set up."""
         self._gone("it was replaced")
-        self.actor = mesh.slice(ranks=0)
+        self.actor = actor
         self._calls.replace(self.actor)
 
     def lose(self, reason: str) -> None:
@@ -76,9 +76,6 @@ class RolloutMesh:
             router: handle of the `GeneratorRouter`.
             gateway: handle of the `Gateway`; None: there is none.
         """
-        if left := self._left:
-            self._left = ""
-            remove_files_of(left, owner_pid=os.getpid())
         self._asks = (router, gateway)
         call = self._calls.call(self._rollouts.start_seconds, RolloutWorker.setup, router, gateway)
         pid, self.store, info = await call
@@ -142,7 +139,7 @@ class RolloutMesh:
 
     def _gone(self, reason: str) -> None:
         if self.store:
-            self._left, self.store = self.store, ""
+            self.channel, self.store = channel_of(self.store), ""
             self._rollouts.on_lost(f"{self.name} is gone with the samples that it held: {reason}")
 
     def _disown(self, play: asyncio.Task[GroupReport]) -> None:

@@ -1,4 +1,5 @@
-"""Samples out of stores on any host, through Monarch: RDMA where the hosts have it, TCP otherwise.
+"""Samples out of stores on any host: shared memory on the same host, through Monarch from others (RDMA where the hosts
+have it, TCP otherwise).
 
     reader ── expose(ids) ──▶ store: a copy of the samples, registered      reader ◀── the bytes, past all mailboxes ──
     reader ── withdraw ─────▶ store: the copy is gone
@@ -21,7 +22,7 @@ from monarch.rdma import RDMABuffer
 from titan_rl.actors.connection import ConnectedActor, Connection, ServedMethod, served
 from titan_rl.data_plane.layout import decode
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.data_plane.store import SampleStore
+from titan_rl.data_plane.store import SampleStore, SharedMemorySource
 from titan_rl.errors import SampleError
 from titan_rl.types import TrainingSample
 
@@ -63,20 +64,21 @@ class StoreKeeper(ConnectedActor):
         await asyncio.to_thread(lambda: handle.drop().get(timeout=FETCH_SECONDS))
 
 
-class RdmaSource:
+class AnyHostSource:
     """A `SampleSource` that reads stores wherever they are.
 
     Make it in an actor's event loop; its threads then call the stores through that loop, and Monarch's transfers need
     that actor's context.
 
     Args:
-        stores: handles of `StoreKeeper`s by the names of their stores.
+        stores: handles of `StoreKeeper`s on other hosts, by the names of their stores. Any other store is on this one.
     """
 
     def __init__(self, stores: Mapping[str, Any]) -> None:
         self._stores = {name: Connection(keeper, what=f"{{}} of store {name}") for name, keeper in stores.items()}
         self._loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()
+        self._here = SharedMemorySource()
 
     def fetch(self, batch: SampleBatch) -> tuple[TrainingSample, ...]:
         """See `SampleSource`. Must not be called in an event loop."""
@@ -87,7 +89,9 @@ class RdmaSource:
             positions.setdefault(ref.store, []).append(position)
         found: dict[int, TrainingSample] = {}
         for store, places in positions.items():
-            found.update(zip(places, self._fetch_from(store, batch.select(places)), strict=True))
+            theirs = batch.select(places)
+            samples = self._fetch_from(store, theirs) if store in self._stores else self._here.fetch(theirs)
+            found.update(zip(places, samples, strict=True))
         return tuple(found[position] for position in range(len(batch)))
 
     def _fetch_from(self, store: str, batch: SampleBatch) -> list[TrainingSample]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
-from monarch.actor import current_rank
 
 from titan_rl.actors.connection import ConnectedActor, ServedMethod, served
 from titan_rl.data_plane.sample_batch import SampleBatch
@@ -25,7 +24,7 @@ from titan_rl.data_plane.store import write_samples
 from titan_rl.errors import CheckpointError, StorageError, TrainingError
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.packing import PackingPlan
-from titan_rl.processes import owner_pid
+from titan_rl.processes import HOST, RENDEZVOUS, open_rendezvous, owner_pid
 from titan_rl.types import PolicyVersion, TrainingSample
 from titan_rl.weights.config import WeightsConfig
 from titan_rl.weights.manifest import Publication, TensorShard
@@ -123,7 +122,7 @@ class PolicyTrainer(ConnectedActor):
         self._device = device
         self._seed = seed
         self._hosts = hosts
-        self._rank = int(current_rank().rank)
+        self._rank = int(os.environ["RANK"])
         self._updater: PolicyUpdater | None = None
         self._publisher: ChannelPublisher | None = None
         self._keeps_copies = copies
@@ -131,13 +130,20 @@ class PolicyTrainer(ConnectedActor):
         self._copied: tuple[TrainingSample, ...] = ()  # for the checkpoint that is being written
         self.calls = CallQueue(rank=self._rank)
 
+    @served
+    async def open_rendezvous(self) -> str:
+        """See `processes.open_rendezvous`."""
+        return await asyncio.to_thread(open_rendezvous)
+
     @in_order
-    def setup(self, incarnation: int, published: tuple[Publication, ...]) -> int:
+    def setup(self, incarnation: int, published: tuple[Publication, ...], rendezvous: str) -> int:
         """Build the model, load its weights, make the optimizer. Returns this process's id.
 
         Args:
             published: what the ranks before these left live.
+            rendezvous: what rank 0 has opened.
         """
+        os.environ[RENDEZVOUS] = rendezvous
         # Imported here: the controller imports this module and has no use for torch.
         import torch.distributed as dist
 
@@ -166,11 +172,12 @@ class PolicyTrainer(ConnectedActor):
         return os.getpid()
 
     @served
-    async def attach_stores(self, sequence: int, stores: dict[str, Any]) -> None:
-        """Fetch samples through Monarch from these workers; `stores` maps a store's name to its worker."""
-        from titan_rl.actors.sample_stores import RdmaSource
+    async def attach_stores(self, sequence: int, stores: dict[str, tuple[str, Any]]) -> None:
+        """Fetch samples from these stores: by name, the host and the handle of the worker."""
+        from titan_rl.actors.sample_stores import AnyHostSource
 
-        source = RdmaSource(stores)
+        here = os.environ.get(HOST)
+        source = AnyHostSource({name: worker for name, (host, worker) in stores.items() if host != here})
         await self.calls.run(sequence, lambda: setattr(self._ready(), "samples", source))
 
     @in_order

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +46,7 @@ class Trainer:
 
     def __init__(
         self,
-        mesh: Any,
+        actors: Sequence[Any],
         config: TrainerConfig,
         *,
         start_seconds: float,
@@ -56,6 +56,7 @@ class Trainer:
     ) -> None:
         """
         Args:
+            actors: handle of each rank.
             start_seconds: bound on `setup` and `restore`, and on the time until ranks that are gone are replaced.
             step_seconds: bound on any other call.
             on_hung: told of a call that was not answered within its bound. Its ranks, stuck in a collective, are of no
@@ -63,9 +64,7 @@ class Trainer:
             say: told once if there is no room for copies of the state.
         """
         self._config = config
-        self._ranks = [
-            Connection(mesh.slice(ranks=rank), what=f"trainer.{{}} of rank {rank}") for rank in range(config.ranks)
-        ]
+        self._ranks = [Connection(actor, what=f"trainer.{{}} of rank {rank}") for rank, actor in enumerate(actors)]
         self._start_seconds = start_seconds
         self._step_seconds = step_seconds
         self._on_hung = on_hung
@@ -74,7 +73,7 @@ class Trainer:
         self._gone = ""  # why there are no ranks to call
         self._lost = asyncio.Event()
         self._lifeline = Lifeline(seconds=start_seconds)
-        self._stores: dict[str, Any] | None = None
+        self._stores: dict[str, tuple[str, Any]] | None = None
         self._published: dict[PolicyVersion, Publication] = {}
         self._serials = itertools.count(1)
         self.version = PolicyVersion(0, 0)
@@ -91,17 +90,18 @@ class Trainer:
             rank.lose(self._gone)
         self._lost.set()
 
-    def replace(self, mesh: Any) -> None:
+    def replace(self, actors: Sequence[Any]) -> None:
         """From now on these ranks are called, once they are set up."""
-        for number, rank in enumerate(self._ranks):
-            rank.replace(mesh.slice(ranks=number))
+        for rank, actor in zip(self._ranks, actors, strict=True):
+            rank.replace(actor)
         self._sequence = 0
         self._lost.clear()
 
     async def setup(self) -> list[int]:
         """Build the policy on every rank, and bring it to where the ranks before were; returns their process ids."""
         adopted, setup = tuple(self._published.values()), PolicyTrainer.setup
-        self.pids = await self._all(self._call(self._start_seconds, setup, self.version.incarnation, adopted))
+        place = await self._ranks[0].call(self._start_seconds, PolicyTrainer.open_rendezvous)
+        self.pids = await self._all(self._call(self._start_seconds, setup, self.version.incarnation, adopted, place))
         if self._stores is not None:
             await self._all(self._call(self._step_seconds, PolicyTrainer.attach_stores, self._stores))
         self._state_lost = ""
@@ -118,8 +118,8 @@ class Trainer:
                 await self.release(publication)
         return self.pids
 
-    async def attach_stores(self, stores: dict[str, Any]) -> None:
-        """Let every rank fetch samples through Monarch from these workers; `stores` maps store names to workers."""
+    async def attach_stores(self, stores: dict[str, tuple[str, Any]]) -> None:
+        """Let every rank fetch samples from these stores: by name, the host and the handle of the worker."""
         self._stores = stores
         await self._again(self._call(self._step_seconds, PolicyTrainer.attach_stores, stores), needs_state=False)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from titan_rl.errors import ConfigError
 
@@ -12,9 +11,6 @@ from titan_rl.errors import ConfigError
 class DataPlaneConfig:
     """Samples stay in the rollout worker that made them until they are trained."""
 
-    transport: Literal["shared_memory", "rdma"] = "shared_memory"
-    """How trainer ranks fetch samples. `shared_memory`: workers and trainer on one host. `rdma`: any hosts, through
-    Monarch (RDMA where the host has it, TCP otherwise)."""
     store_mib: int = 1024
     """Shared memory that one rollout worker may fill with samples; about 60 thousand tokens per MiB. A run whose
     samples do not fit ends with an error that says so."""

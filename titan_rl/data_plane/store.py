@@ -32,7 +32,7 @@ from titan_rl.data_plane.layout import decode, encode_into, encoded_size
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef, oldest_version_of
 from titan_rl.errors import ConfigError, OwnershipError, SampleError, SampleStoreFull, SharedMemoryFull, StorageError
 from titan_rl.types import TrainingSample
-from titan_rl.weights.segment_files import DIRECTORY, remove_segments_of, segment_path
+from titan_rl.weights.segment_files import DIRECTORY, segment_path
 
 DEFAULT_MAX_BYTES = 1 << 30
 """About 60 million tokens."""
@@ -87,7 +87,7 @@ class SampleStore:
         self._files = 0
         self._next_id = 0
         self._closed = False
-        segment_path(directory, owner_pid, _channel(name), 0)  # refuses a name that no file can have
+        segment_path(directory, owner_pid, channel_of(name), 0)  # refuses a name that no file can have
 
     def put(self, samples: Sequence[TrainingSample]) -> tuple[SampleRef, ...]:
         """Store copies of these samples. The caller owns them and has to release them.
@@ -203,7 +203,7 @@ class SampleStore:
                     f"and the bound is {self._max_bytes} (data_plane.store_mib)"
                 )
             self._nbytes += nbytes
-            path = segment_path(self._directory, self._owner_pid, _channel(self.name), self._files)
+            path = segment_path(self._directory, self._owner_pid, channel_of(self.name), self._files)
             self._files += 1
             first = self._next_id
             self._next_id += samples
@@ -225,12 +225,8 @@ class SampleStore:
             raise OwnershipError(f"sample store {self.name} is closed")
 
 
-def remove_files_of(store: str, *, owner_pid: int, directory: Path = DIRECTORY) -> None:
-    """Remove what a store has left whose process is gone."""
-    remove_segments_of(owner_pid, directory, channel=_channel(store))
-
-
-def _channel(store: str) -> str:
+def channel_of(store: str) -> str:
+    """Of its files in shared memory, see `segment_files`."""
     return f"samples.{store}"
 
 

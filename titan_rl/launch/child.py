@@ -1,12 +1,14 @@
-"""The processes of a mesh: the program that each runs, and the controller's watch over their start, stops and end.
+"""The processes of a mesh: the program that each runs, and the watch over their start, stops and end on their host.
 
-    python -m titan_rl.launch.child CONTROLLER_PID PIPE MESH RANK
+    python -m titan_rl.launch.child LIFE BIRTHS SPAWN MESH RANK
 
-- A process first makes the kernel kill it when the controller dies, and tells its process id through the pipe. Then it
-  runs Monarch's main module. Monarch alone would only do the former, and only after half a second of imports, in which
-  a killed controller would leave an orphan. So this module imports only the standard library.
-- From then on a thread of the controller waits for the process in the kernel, so that its end is known within
-  milliseconds, whatever the event loops are doing.
+- LIFE and BIRTHS are named pipes of the watch's process: the controller, or the agent of another host. The kernel kills
+  the process when the watch's process ends, whatever either is doing. Monarch alone would end it later, and not while
+  it starts. So this module imports only the standard library.
+- A process tells its process id through BIRTHS, and then runs Monarch's main module. From then on a thread of the watch
+  waits for it in the kernel, so that its end is known within milliseconds, whatever the event loops are doing.
+- SPAWN names one start of a mesh, and is never used again. A process that tells its birth after the end of its spawn is
+  killed.
 - Each end is reported once, with rank, process id and exit status. The thread waits without reaping; Monarch reaps the
   processes and is sometimes faster. Then the kernel still has the exit status from Linux 6.15 on, not before.
 - A stopped process (SIGSTOP, a debugger's detach, Ctrl-Z) has not ended. The stop is reported, and the watch goes on.
@@ -26,10 +28,11 @@ import signal
 import struct
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from titan_rl.processes import answering, die_with, leave
+from titan_rl.processes import answering, die_with_owner, leave
 
 _log = logging.getLogger(__name__)
 
@@ -42,88 +45,112 @@ _EXIT_MILLISECONDS = 1000
 """How long a process of a stopped mesh may take to exit, and the kernel to end a killed one."""
 
 
+@dataclass(slots=True)
+class _Spawn:
+    """The processes of one start of a mesh."""
+
+    living: dict[int, int] = field(default_factory=dict)  # descriptor by process id
+    ended: int = 0
+    expected: bool = False
+    over: bool = False
+
+
 class ProcessWatch:
-    """Makes `pipe`, into which the processes write their ids. Both callbacks are called from threads.
+    """The watch over all processes of one host. Makes the pipes LIFE and BIRTHS. Callbacks are called from threads.
 
     Args:
-        mesh: name of the mesh, for messages.
-        on_end: called with the name of the ended process and its exit code (negative: a signal; None: not known).
+        directory: of the pipes; private to this process.
+        on_end: called with the spawn, the name of the ended process and its exit code (negative: a signal; None: not
+            known).
         on_stop: called with a sentence when a process was stopped or goes on.
     """
 
     def __init__(
-        self,
-        mesh: str,
-        pipe: Path,
-        *,
-        on_end: Callable[[str, int | None], None],
-        on_stop: Callable[[str], None],
+        self, directory: Path, *, on_end: Callable[[str, str, int | None], None], on_stop: Callable[[str], None]
     ) -> None:
-        self._mesh = mesh
+        self.life, self.births = directory / "life", directory / "births"
         self._on_end = on_end
         self._on_stop = on_stop
         self._lock = threading.Lock()
-        self._living: dict[int, int] = {}  # descriptor by process id
-        self._ended = 0
-        self._expected = False
-        os.mkfifo(pipe)
-        self._pipe = os.open(pipe, os.O_RDWR)  # for writing too: without a writer every read would be an end of file
-        threading.Thread(target=self._take_births, name=f"{mesh} births", daemon=True).start()
+        self._spawns: dict[str, _Spawn] = {}
+        for pipe in (self.life, self.births):
+            os.mkfifo(pipe)
+        # for both ends: without a writer every read would be an end of file
+        self._pipe = os.open(self.births, os.O_RDWR)
+        reading = os.open(self.life, os.O_RDONLY | os.O_NONBLOCK)  # without a reader it could not be opened
+        self._life = os.open(self.life, os.O_WRONLY)  # for as long as this process lives
+        os.close(reading)
+        threading.Thread(target=self._take_births, name="births", daemon=True).start()
 
-    @property
-    def any_ended(self) -> bool:
-        """Whether a process has ended, reported or not."""
-        with self._lock:
-            return self._ended > 0 or any(_has_ended(descriptor) for descriptor in self._living.values())
+    def any_ended(self, spawn: str) -> bool:
+        """Whether a process of this spawn has ended, reported or not."""
+        with self._of(spawn) as mine:
+            return mine.ended > 0 or any(_has_ended(descriptor) for descriptor in mine.living.values())
 
-    def expect_ends(self) -> None:
+    def expect_ends(self, spawn: str) -> None:
         """Report no ends from now on: the processes are about to be stopped. Processes stopped by SIGSTOP are
         continued, because they could not exit otherwise."""
-        self._expected = True
-        with self._lock:
-            for descriptor in self._living.values():
+        with self._of(spawn) as mine:
+            mine.expected = True
+            for descriptor in mine.living.values():
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(descriptor, signal.SIGCONT)
 
-    def kill(self, after_milliseconds: int = 0) -> None:
+    def kill(self, spawn: str, after_milliseconds: int = 0) -> None:
         """Kill processes that still live then, and return when they are gone. Reports no ends from now on. May take
         seconds."""
-        self._expected = True
-        with self._lock:
-            for descriptor in self._living.values():
-                if not _poll(descriptor, select.POLLIN, after_milliseconds):
-                    with contextlib.suppress(ProcessLookupError):
-                        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-                    _poll(descriptor, select.POLLIN, _EXIT_MILLISECONDS)
+        with self._of(spawn) as mine:
+            mine.expected = True
+            living = {pid: os.dup(descriptor) for pid, descriptor in mine.living.items()}
+        for descriptor in living.values():
+            if not _poll(descriptor, select.POLLIN, after_milliseconds):
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                _poll(descriptor, select.POLLIN, _EXIT_MILLISECONDS)
+            os.close(descriptor)
 
-    def end(self) -> None:
-        """Stop watching. Kills processes that still live."""
-        self.kill(_EXIT_MILLISECONDS)
+    def end(self, spawn: str) -> None:
+        """The spawn is over. Kills processes that still live, and those that tell their birth later."""
+        with self._of(spawn) as mine:
+            mine.over = True
+        self.kill(spawn, _EXIT_MILLISECONDS)
+
+    def close(self) -> None:
+        """Nothing is watched any more. Processes that still live die."""
         os.write(self._pipe, b"\n")
+        os.close(self._life)
+
+    @contextlib.contextmanager
+    def _of(self, spawn: str) -> Iterator[_Spawn]:
+        with self._lock:
+            yield self._spawns.setdefault(spawn, _Spawn())
 
     def _take_births(self) -> None:
         with open(self._pipe, "rb") as births:
             for line in births:
                 if line == b"\n":
                     return
-                rank, pid = map(int, line.split())
-                name = f"{self._mesh} rank {rank} (pid {pid})"
+                spawn, mesh, rank, pid = line.decode().split()
+                name = f"{mesh} rank {rank} (pid {pid})"
                 try:
-                    with self._lock:
-                        self._living[pid] = os.pidfd_open(pid)
-                        answering.add(self._living[pid])
+                    with self._of(spawn) as mine:
+                        descriptor = mine.living[int(pid)] = os.pidfd_open(int(pid))
+                        answering.add(descriptor)
+                        if mine.over:
+                            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                 except ProcessLookupError:
-                    self._ended += 1
-                    self._tell_end(name, None)
+                    self._tell_end(spawn, name, int(pid), None)
                     continue
-                threading.Thread(target=self._wait, args=(name, pid), name=name, daemon=True).start()
+                waiting = threading.Thread(target=self._wait, args=(spawn, name, int(pid)), name=name, daemon=True)
+                waiting.start()
 
-    def _wait(self, name: str, pid: int) -> None:
-        descriptor = self._living[pid]
+    def _wait(self, spawn: str, name: str, pid: int) -> None:
+        with self._of(spawn) as mine:
+            descriptor = mine.living[pid]
         try:
             kind, status = _next_news(descriptor, os.WSTOPPED)
             while kind == os.CLD_STOPPED:
-                if not self._expected:
+                if not mine.expected:
                     what = f"{name} was stopped by {signal.Signals(status).name}; waiting until it goes on"
                     _tell(self._on_stop, what)
                 kind, status = _next_news(descriptor, os.WCONTINUED)
@@ -132,17 +159,19 @@ class ProcessWatch:
                     _tell(self._on_stop, f"{name} goes on")
                     kind, status = _next_news(descriptor, os.WSTOPPED)
             code: int | None = status if kind == os.CLD_EXITED else -status
-        except ChildProcessError:  # Monarch was faster
+        except ChildProcessError:  # Monarch was faster, or it is the child of another process: the host's worker
+            _poll(descriptor, select.POLLIN, None)
             code = _exit_code(descriptor)
-        with self._lock:
-            self._ended += 1
-            answering.discard(descriptor)
-            os.close(self._living.pop(pid))
-        self._tell_end(name, code)
+        self._tell_end(spawn, name, pid, code)
 
-    def _tell_end(self, name: str, code: int | None) -> None:
-        if not self._expected:
-            _tell(self._on_end, name, code)
+    def _tell_end(self, spawn: str, name: str, pid: int, code: int | None) -> None:
+        with self._of(spawn) as mine:
+            mine.ended += 1
+            if (descriptor := mine.living.pop(pid, None)) is not None:
+                answering.discard(descriptor)
+                os.close(descriptor)
+        if not mine.expected:
+            _tell(self._on_end, spawn, name, code)
 
 
 def _tell(listener: Callable[..., None], *news: object) -> None:
@@ -163,7 +192,7 @@ def _has_ended(pidfd: int) -> bool:
     return bool(_poll(pidfd, select.POLLIN, 0))
 
 
-def _poll(descriptor: int, events: int, milliseconds: int) -> list[tuple[int, int]]:
+def _poll(descriptor: int, events: int, milliseconds: int | None) -> list[tuple[int, int]]:
     poll = select.poll()
     poll.register(descriptor, events)
     return poll.poll(milliseconds)
@@ -185,23 +214,23 @@ MONARCH_MAIN = "monarch._src.actor.bootstrap_main"
 """What `monarch.actor.default_bootstrap_cmd()` runs; a test compares."""
 
 
-def announce(pipe: str, rank: str) -> None:
-    """Tell the controller this rank's process id. If nobody reads the pipe any more, this process ends."""
+def announce(births: str, *words: str) -> None:
+    """Tell the watch this process's id. If nobody reads the pipe any more, this process ends."""
     try:
-        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        descriptor = os.open(births, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:  # no reader, or no file any more
-        sys.exit("the mesh was stopped while its process started")
-    os.write(descriptor, f"{rank} {os.getpid()}\n".encode())
+        sys.exit("the owner died while its process started")
+    os.write(descriptor, f"{' '.join(words)} {os.getpid()}\n".encode())
     os.close(descriptor)
 
 
 def main() -> None:
-    controller_pid, pipe, mesh, rank = sys.argv[1:]
-    die_with(int(controller_pid))
+    life, births, spawn, mesh, rank = sys.argv[1:]
+    die_with_owner(life)
     from titan_rl.observability.waits import answer_signals  # only now: it imports asyncio
 
     answer_signals(f"{mesh} rank {rank}")
-    announce(pipe, rank)  # from now on it may be asked
+    announce(births, spawn, mesh, rank)  # from now on it may be asked
     # `leave` skips the teardown of the interpreter: with torch it takes 1 to 10 s, and the controller waits for it.
     leave(functools.partial(runpy.run_module, MONARCH_MAIN, run_name="__main__", alter_sys=True))
 

@@ -28,8 +28,8 @@ class MeshClient(Protocol):
         """The actors are gone: open calls fail, and so do later ones until `replace`."""
         ...
 
-    def replace(self, actor: Any) -> None:
-        """From now on these actors are called."""
+    def replace(self, actors: Any) -> None:
+        """From now on these actors are called, or this one (see `MeshSpec.client`)."""
         ...
 
     async def pulse(self) -> list[int]:
@@ -50,7 +50,8 @@ class MeshSpec:
     arguments: Callable[[], dict[str, Any]]
     """Makes the arguments of the actor's constructor, with the current handles of other meshes."""
     client: Callable[[Any], Any]
-    """Makes the client, a `MeshClient`, from the handle of all actors."""
+    """Makes the client, a `MeshClient`, from the handle of each rank's actor; of a mesh that does not compute, from the
+    handle of its only one."""
     setup: Callable[[Any], Awaitable[list[int]]]
     """Sets the mesh up through its client; returns its process ids."""
     doing: str
@@ -81,8 +82,8 @@ def describe(plan: MeshPlan, meshes: Meshes) -> MeshSpec:
                     "seed": config.seed,
                     "copies": config.checkpoint.in_memory,
                 },
-                client=lambda actor: Trainer(
-                    actor,
+                client=lambda actors: Trainer(
+                    actors,
                     config.trainer,
                     start_seconds=start_seconds,
                     step_seconds=step_seconds,
@@ -102,7 +103,7 @@ def describe(plan: MeshPlan, meshes: Meshes) -> MeshSpec:
                     "model_path": model_path,
                     "device": device,
                 },
-                client=lambda actor: GeneratorMesh(actor, name, ranks=plan.ranks),
+                client=lambda actors: GeneratorMesh(actors, name),
                 setup=lambda generator: generator.setup(seconds=start_seconds),
                 doing="building the engine",
             )

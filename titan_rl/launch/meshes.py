@@ -33,10 +33,11 @@ from titan_rl.actors.router_client import RouterClient
 from titan_rl.actors.trainer_client import Trainer
 from titan_rl.config import RunConfig
 from titan_rl.controller.faults import LOST_WITH, FaultBoard, Restarts, kind_of
-from titan_rl.errors import ActorGone, CallTimeout, MeshFailed, TitanError
+from titan_rl.errors import ActorGone, CallTimeout, ConfigError, MeshFailed, TitanError
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.launch.mesh_specs import MeshClient, describe
-from titan_rl.launch.placement import detect_host, plan
+from titan_rl.launch.hosts import AttachedHost, Host, listen_for
+from titan_rl.launch.mesh_specs import MeshClient, MeshSpec, describe
+from titan_rl.launch.placement import Placement, plan
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.launch.start import model_directory
 from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segments
@@ -71,13 +72,10 @@ class Meshes:
             serving: serve a checkpoint, without trainer and rollout workers.
             imports, log_directory, faults, on_mesh, say: see `start.Options`.
 
-        Raises:
-            ConfigError: this host cannot hold the placement.
         """
         self.config = config
         self.gateway_config = gateway
         self.imports = imports
-        self.placement = plan(config, detect_host(), serving=serving)
         self.model_path = model_directory(config)
         """Hugging Face directory that trainer and generators load."""
         self.faults = FaultBoard() if faults is None else faults
@@ -94,14 +92,19 @@ class Meshes:
         self.pids: dict[str, list[int]] = {}
         self._on_mesh = on_mesh
         self.say = say
+        self.placement: Placement
+        self._serving = serving
+        self._log_directory = log_directory
         self._provisioner = Provisioner(
             log_directory=str(log_directory) if log_directory is not None else "",
             imports=imports,
             on_fault=self.faults.report,
             on_stop=say,
+            address=listen_for(config.placement.hosts),
         )
-        self._specs = {plan.name: describe(plan, self) for plan in self.placement.meshes}
-        self._restarts = {name: Restarts(config.placement.restarts) for name in self._specs}
+        self._specs: dict[str, MeshSpec] = {}
+        self._restarts: dict[str, Restarts] = {}
+        self._room = asyncio.Event()  # set when a host joins
         self._left_out: set[str] = set()
         self._begun: set[str] = set()  # meshes whose set-up has begun
         self._up: dict[str, float] = {}  # those that are up, and since when
@@ -132,6 +135,23 @@ class Meshes:
     def names(self) -> list[str]:
         """Names of all meshes in the order of their start: each uses handles of those before it."""
         return list(self._specs)
+
+    async def place(self) -> None:
+        """Attach the hosts of the config, and place the meshes on them.
+
+        Raises:
+            HostLost: a host does not answer.
+            ConfigError: the hosts cannot hold the placement, or one lacks something.
+        """
+        where = self.config.placement
+        await self._provisioner.attach(*where.hosts, silent_seconds=where.host_seconds, on_lost=self._host_lost)
+        self._place()
+        await asyncio.gather(*(self._check(host) for host in self.hosts.values() if isinstance(host, AttachedHost)))
+
+    @property
+    def hosts(self) -> dict[str, Host]:
+        """Those that are not lost, by name."""
+        return self._provisioner.hosts
 
     def spawn(self) -> None:
         """Start the processes and actors of all meshes. Does not wait for them."""
@@ -164,13 +184,41 @@ class Meshes:
         await self._provisioner.stop_all()
         remove_segments_of(os.getpid())
 
+    def _place(self) -> None:
+        """Place what has no place yet, or has lost it. Raises ConfigError if there is no room."""
+        facts = [host.facts for host in self.hosts.values()]
+        before = getattr(self, "placement", None)
+        self.placement = plan(self.config, *facts, serving=self._serving, kept=before)
+        for mesh in self.placement.meshes:
+            if mesh.name not in self._specs or self._specs[mesh.name].plan is not mesh:
+                self._specs[mesh.name] = describe(mesh, self)
+            self._restarts.setdefault(mesh.name, Restarts(self.config.placement.restarts))
+
+    async def _check(self, host: AttachedHost) -> None:
+        """Whether a host has what its processes need. Raises ConfigError."""
+        if (tiny := self.config.policy.tiny) is not None:
+            await host.make_policy(tiny, self.model_path)
+        needed = [str(self.model_path), *self.imports]
+        saves = "trainer" in self._specs and host.name in self._specs["trainer"].plan.hosts
+        if saves and self._log_directory is not None:
+            needed.append(str(self._log_directory.parent))
+        if missing := await host.missing(tuple(needed)):
+            raise ConfigError(
+                f"{host.label} has no {', '.join(missing)}: put it there, at the same path"
+                f"{', on a file system that all hosts of the trainer share' if saves else ''}"
+            )
+
+    def _host_lost(self, host: Host) -> None:
+        self.say(host.lost)
+
     def _spawn(self, name: str) -> None:
         spec = self._specs[name]
         self._on_mesh(name, "starting processes")
-        actor = self._provisioner.spawn(spec.plan).spawn(name, spec.actor, **spec.arguments())
+        ranks = self._provisioner.spawn(spec.plan).spawn(name, spec.actor, **spec.arguments())
+        actors = ranks if spec.plan.computes else ranks[0]
         if name in self.clients:
-            return self.clients[name].replace(actor)
-        client = self.clients[name] = spec.client(actor)
+            return self.clients[name].replace(actors)
+        client = self.clients[name] = spec.client(actors)
         if isinstance(client, GeneratorMesh):
             self.generators[name] = client
 
@@ -250,7 +298,7 @@ class Meshes:
         self._lose(fault)
         while True:
             self._begun.discard(name)
-            await self._provisioner.stop(name, kill=True)
+            await self._provisioner.stop(name, kill=True, remove=getattr(self.clients[name], "channel", ""))
             if restarts.exhausted and self._given_up(fault):
                 return
             if restarts.pause:
@@ -258,6 +306,7 @@ class Meshes:
                 await asyncio.sleep(restarts.pause)
             self.faults.starts_again(name)
             try:
+                self._place()
                 self._spawn(name)
                 await self.faults.unless_lost(name, self._set_up(name))
                 break
@@ -281,8 +330,14 @@ class Meshes:
                 await asyncio.gather(*map(self._update, self._up))
             case "rollout":
                 await self._update(name)
-                if self.placement.sample_transport == "rdma":
-                    await self.trainer.attach_stores(self.rollouts.stores)
+                await self.attach_stores()
+
+    async def attach_stores(self) -> None:
+        """Let trainer ranks read the samples on other hosts than theirs."""
+        if len(self.hosts) > 1:
+            where = {worker.store: self._specs[worker.name].plan.hosts[0] for worker in self.rollouts.workers}
+            handles = self.rollouts.stores
+            await self.trainer.attach_stores({store: (where[store], handles[store]) for store in handles})
 
     async def _update(self, name: str) -> None:
         """Give a mesh the handles that it calls."""

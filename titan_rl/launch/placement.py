@@ -1,9 +1,11 @@
-"""Which process of which mesh runs on which device: a pure function of the run config and the host's resources.
+"""Which process of which mesh runs on which host and device: a pure function of the run config and the hosts.
 
 Always true of a `Placement`:
 
 - Mesh names are unique: `trainer`, `generator0`, `generator1`, …, `router`, `rollout0`, …, and `gateway` where the task
   defines `play`; where a checkpoint is served, generators, `router` and `gateway`. The last generators are spares.
+  With several hosts each has a `relay0`, `relay1`, …, which brings new weights there.
+- Only the trainer spans hosts, with equal shares of its ranks in the order of the hosts.
 - On CUDA every rank of the trainer and of the generators sees exactly one device, and no two ranks see the same one.
   No other process sees a device, and on CPU none does: a stray `.cuda()` fails instead of taking memory from a rank.
 - The environment of a rank is complete before its Python starts. Variables that torchrun left in the controller's
@@ -16,20 +18,17 @@ from __future__ import annotations
 
 import os
 import re
-import resource
-import shutil
-import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from titan_rl.config import RunConfig
+from titan_rl.config import PlacementConfig, RunConfig
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import Environment
 from titan_rl.errors import ConfigError
 from titan_rl.generation.config import generator_environment
 from titan_rl.importing import import_name
+from titan_rl.launch.host_facts import HostFacts
 
 Device = Literal["cpu", "cuda"]
 
@@ -54,9 +53,6 @@ SUPERVISION_ENVIRONMENT = {
   together.
 - No process dies because another one died. By default a process exits (code 1, without a message) if it cannot return
   an answer within 30 s to a sender that is dead, even if nobody waits for that answer."""
-
-_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Set for ranks that compute: they listen for each other on the loopback interface only."""
 
 TORCHRUN_VARIABLES = (
     "RANK",
@@ -84,38 +80,23 @@ with TORCHELASTIC_USE_AGENT_STORE rank 0 of a mesh would wait for torchrun's sto
 _DETERMINISTIC_TRAINER = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Set for trainer ranks on CUDA in deterministic mode: torch refuses matrix products without it."""
 
-_NVIDIA_SMI_SECONDS = 30.0
-"""A driver that is still initialising answers within seconds. One that hangs must not block the command line."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostFacts:
-    """What this host offers to a run."""
-
-    cpus: int
-    """CPUs that this process may use."""
-    cuda_devices: tuple[int, ...] = ()
-    """Device indices as `CUDA_VISIBLE_DEVICES` takes them; empty if that variable hides all of them."""
-    memory: int = 0
-    """Bytes available without swapping; 0: unknown."""
-    shared_memory: int = 0
-    """Bytes free in /dev/shm; 0: unknown."""
-    open_files: int = 0
-    """Hard limit of a process; 0: unknown."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshPlan:
-    """One mesh: `ranks` processes on this host."""
+    """One mesh of `ranks` processes."""
 
     name: str
+    hosts: tuple[str, ...]
+    """Per rank, the name of its host; ranks of one host follow each other."""
     env: tuple[dict[str, str], ...]
-    """Per rank, what to set before Python starts. The rendezvous (RANK, WORLD_SIZE, …) is not in it: its file
-    is named when the mesh is spawned."""
+    """Per rank, what to set before Python starts. The rendezvous (RANK, WORLD_SIZE, …) is not in it: it is known
+    when the mesh is spawned."""
     devices: tuple[int | None, ...]
     """Per rank, the CUDA device; None: CPU."""
     positions: tuple[str, ...]
     """Per rank, its place in the parallelism, for people."""
+    computes: bool = False
+    """Whether it is one of the trainer's or of a generator's."""
 
     @property
     def ranks(self) -> int:
@@ -129,8 +110,6 @@ class Placement:
     device: Device
     """Device of trainer and generators."""
     meshes: tuple[MeshPlan, ...]
-    sample_transport: Literal["shared_memory", "rdma"] = "shared_memory"
-    """How trainer ranks fetch samples from rollout workers."""
 
     def mesh(self, name: str) -> MeshPlan:
         return next(mesh for mesh in self.meshes if mesh.name == name)
@@ -140,10 +119,10 @@ class Placement:
         return sum(mesh.ranks for mesh in self.meshes)
 
 
-def resolve_device(config: RunConfig, host: HostFacts) -> Device:
+def resolve_device(config: RunConfig, *hosts: HostFacts) -> Device:
     """`placement.device` with `auto` decided."""
     if config.placement.device == "auto":
-        return "cuda" if host.cuda_devices else "cpu"
+        return "cuda" if any(host.cuda_devices for host in hosts) else "cpu"
     return config.placement.device
 
 
@@ -163,53 +142,117 @@ def plays(config: RunConfig) -> bool:
     return getattr(task, "play", Environment.play) is not Environment.play
 
 
-def plan(config: RunConfig, host: HostFacts, *, serving: bool = False) -> Placement:
-    """Place the run on one host.
+class _Room:
+    """What is left of the hosts while meshes are placed."""
+
+    def __init__(self, device: Device, hosts: Sequence[HostFacts], where: PlacementConfig) -> None:
+        self.hosts = {host.name: host for host in hosts}
+        self._where = where
+        self._free = {host.name: list(host.cuda_devices) for host in hosts} if device == "cuda" else {}
+        self._computing = dict.fromkeys(self.hosts, 0)  # ranks
+        self._others = dict.fromkeys(self.hosts, 0)  # processes
+
+    def take(self, host: str, *, computes: bool, device: int | None = None) -> int | None:
+        """Place a process; returns its device.
+
+        Args:
+            device: the one that it has already.
+        """
+        if not computes:
+            self._others[host] += 1
+            return None
+        self._computing[host] += 1
+        if not self._free:
+            return None
+        device = self._free[host][0] if device is None else device
+        self._free[host].remove(device)
+        return device
+
+    def for_trainer(self, ranks: int, tensor_parallel: int) -> list[str]:
+        """Hosts that share the ranks: as few as have room, if the config names none. Raises ConfigError."""
+        named = self._where.trainer
+        names = self._named("trainer", named)
+        for count in [len(named)] if named else range(1, len(names) + 1):
+            found = self._with_room(names, ranks // count)
+            if len(found) >= count and ranks % (count * tensor_parallel) == 0:
+                return sorted(found[:count], key=names.index)
+        raise ConfigError(
+            f"placement.trainer: {ranks} ranks (trainer.data_parallel, trainer.tensor_parallel) cannot be shared "
+            f"evenly among {', '.join(names)}: whole tensor-parallel groups on each, and on CUDA a device for each rank"
+        )
+
+    def for_generator(self, ranks: int) -> list[str]:
+        """The emptiest host. Raises ConfigError."""
+        if found := self._with_room(self._named("generators", self._where.generators), ranks):
+            return found[:1]
+        raise ConfigError(f"placement.generators: no host has {ranks} CUDA devices left for one generator")
+
+    def for_other(self, setting: str, names: Sequence[str]) -> list[str]:
+        """The emptiest host for a process that does not compute. Raises ConfigError."""
+        return [min(self._named(setting, names), key=lambda name: self._others[name])]
+
+    def _named(self, setting: str, names: Sequence[str]) -> list[str]:
+        """Hosts that a setting names; all, if it names none."""
+        for name in names:
+            if name not in self.hosts:
+                raise ConfigError(f"placement.{setting}: there is no {name}; there are {', '.join(self.hosts)}")
+        return list(names or self.hosts)
+
+    def _with_room(self, names: Sequence[str], ranks: int) -> list[str]:
+        """Those with room for so many ranks that compute, the emptiest first."""
+        if self._free:
+            fit = [name for name in names if len(self._free[name]) >= ranks]
+            return sorted(fit, key=lambda name: -len(self._free[name]))
+        return sorted(names, key=lambda name: self._computing[name] / self.hosts[name].cpus)
+
+
+def plan(config: RunConfig, *hosts: HostFacts, serving: bool = False, kept: Placement | None = None) -> Placement:
+    """Place the run.
 
     Args:
+        hosts: the controller's first.
         serving: there is a gateway, and neither trainer nor rollout workers.
+        kept: the placement so far: its meshes stay where they are if their hosts are still there.
 
     Raises:
-        ConfigError: CUDA is wanted and the host has fewer devices than ranks that need one, or the task cannot be
-            imported.
+        ConfigError: a mesh does not fit on any host, says by how much; or a host is named that does not exist, or the
+            task cannot be imported.
     """
-    device = resolve_device(config, host)
-    free: list[int | None] = []
-    if device == "cuda":
-        needed = devices_needed(config, serving=serving)
-        if needed > len(host.cuda_devices):
-            trainer_share = "" if serving else f"trainer {config.trainer.ranks}, "
-            fleet = config.generator.count + config.placement.spares
-            raise ConfigError(
-                f"the run needs {needed} CUDA devices ({trainer_share}generators "
-                f"{fleet} x {config.generator.tensor_parallel}) and this host has "
-                f'{len(host.cuda_devices) or "none"}; placement.device = "cpu" needs none'
-            )
-        free.extend(host.cuda_devices)
-
-    threads = str(config.placement.threads)
+    device, where = resolve_device(config, *hosts), config.placement
+    room = _Room(device, hosts, where)
+    _refuse_too_few_devices(config, device, hosts, serving=serving)
+    trainer, ranks, threads = config.trainer, config.generator.tensor_parallel, str(where.threads)
     common = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **SUPERVISION_ENVIRONMENT}
+    meshes = {mesh.name: mesh for mesh in kept.meshes if room.hosts.keys() >= set(mesh.hosts)} if kept else {}
+    for mesh in meshes.values():
+        for host, taken in zip(mesh.hosts, mesh.devices, strict=True):
+            room.take(host, computes=mesh.computes, device=taken)
+    names: list[str] = []  # in the order of their start
 
-    def mesh(name: str, positions: list[str], extra: Mapping[str, str], *, computes: bool) -> MeshPlan:
-        devices = tuple(free.pop(0) if computes and free else None for _ in positions)
+    def place(
+        name: str, find: Callable[[], Sequence[str]], positions: Sequence[str] = ("-",), **variables: str
+    ) -> None:
+        """`find` gives the hosts of the mesh, which share its ranks."""
+        names.append(name)
+        if name in meshes:
+            return
+        found, computes = find(), name.startswith(("trainer", "generator"))
+        chosen = [host for host in found for _ in range(len(positions) // len(found))]
+        devices = tuple(room.take(host, computes=computes) for host in chosen)
         env = tuple(
             {
                 **common,
-                **(_LOOPBACK if computes else {}),
-                **extra,
+                **(_interface(room.hosts[host].interface if len(found) > 1 else "lo") if computes else {}),
+                **variables,
                 "CUDA_VISIBLE_DEVICES": "" if index is None else str(index),
             }
-            for index in devices
+            for host, index in zip(chosen, devices, strict=True)
         )
-        return MeshPlan(name=name, env=env, devices=devices, positions=tuple(positions))
+        hosts_of_ranks, places = tuple(chosen), tuple(positions)
+        meshes[name] = MeshPlan(
+            name=name, hosts=hosts_of_ranks, env=env, devices=devices, positions=places, computes=computes
+        )
 
-    trainer, generator = config.trainer, config.generator
-    deterministic = config.generator_settings().deterministic
-    engine = generator_environment(device, threads=config.placement.threads, deterministic=deterministic)
-    if device == "cpu":
-        # otherwise vLLM pins its threads to cores of its own choice, the same ones in every process
-        engine["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    meshes: list[MeshPlan] = []
     if not serving:
         positions = [
             f"fsdp {shard}/{trainer.data_parallel}, tp {rank}/{trainer.tensor_parallel}"
@@ -217,39 +260,67 @@ def plan(config: RunConfig, host: HostFacts, *, serving: bool = False) -> Placem
             for rank in range(trainer.tensor_parallel)
         ]
         extra = _DETERMINISTIC_TRAINER if config.trainer_settings().deterministic and device == "cuda" else {}
-        meshes.append(mesh("trainer", positions, extra, computes=True))
-    for number in range(generator.count + config.placement.spares):
-        spare = "spare, " if number >= generator.count else ""
-        positions = [f"{spare}tp {rank}/{generator.tensor_parallel}" for rank in range(generator.tensor_parallel)]
-        meshes.append(mesh(f"generator{number}", positions, engine, computes=True))
-    meshes.append(mesh("router", ["-"], {}, computes=False))
+        place("trainer", lambda: room.for_trainer(trainer.ranks, trainer.tensor_parallel), positions, **extra)
+    engine = generator_environment(
+        device, threads=where.threads, deterministic=config.generator_settings().deterministic
+    )
+    if device == "cpu":
+        # otherwise vLLM pins its threads to cores of its own choice, the same ones in every process
+        engine["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    for number in range(config.generator.count + where.spares):
+        spare = "spare, " if number >= config.generator.count else ""
+        positions = [f"{spare}tp {rank}/{ranks}" for rank in range(ranks)]
+        place(f"generator{number}", lambda: room.for_generator(ranks), positions, **engine)
+    for there in room.hosts if len(hosts) > 1 else ():
+        place(f"relay{there.removeprefix('host')}", lambda there=there: [there])  # type: ignore[misc]
+    place("router", lambda: room.for_other("router", [where.router]))
     if serving or plays(config):
-        meshes.append(mesh("gateway", ["-"], {}, computes=False))
-    if not serving:
-        for number in range(config.rollout.workers):
-            # its tokenizer is used on both sides of a fork
-            extra = {"TOKENIZERS_PARALLELISM": "false"}
-            meshes.append(mesh(f"rollout{number}", ["-"], extra, computes=False))
-    return Placement(
-        device=device,
-        sample_transport=config.data_plane.transport,
-        meshes=tuple(meshes),
+        place("gateway", lambda: room.for_other("gateway", [where.gateway]))
+    for number in range(0 if serving else config.rollout.workers):
+        # its tokenizer is used on both sides of a fork
+        variables = {"TOKENIZERS_PARALLELISM": "false"}
+        place(f"rollout{number}", lambda: room.for_other("rollouts", where.rollouts), **variables)
+    return Placement(device=device, meshes=tuple(meshes[name] for name in names))
+
+
+def _refuse_too_few_devices(config: RunConfig, device: Device, hosts: Sequence[HostFacts], *, serving: bool) -> None:
+    needed, there = devices_needed(config, serving=serving), sum(len(host.cuda_devices) for host in hosts)
+    if device == "cpu" or needed <= there:
+        return
+    trainer_share = "" if serving else f"trainer {config.trainer.ranks}, "
+    fleet = config.generator.count + config.placement.spares
+    raise ConfigError(
+        f"the run needs {needed} CUDA devices ({trainer_share}generators "
+        f"{fleet} x {config.generator.tensor_parallel}) and "
+        f"{'this host has' if len(hosts) == 1 else f'these {len(hosts)} hosts have'} "
+        f'{there or "none"}; placement.device = "cpu" needs none'
     )
 
 
-def describe(placement: Placement, host: HostFacts) -> list[str]:
+def _interface(name: str) -> dict[str, str]:
+    """Ranks that compute listen for each other on this interface only."""
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+
+
+def describe(placement: Placement, *hosts: HostFacts) -> list[str]:
     """The placement as lines of text: a table of all processes, then the variables they start with."""
-    memory = f", {host.memory / 2**30:.1f} GiB of memory available" if host.memory else ""
-    lines = [
-        f"placement: {placement.processes} processes on {placement.device} "
-        f"(host: {host.cpus} CPUs{memory}, {len(host.cuda_devices) or 'no'} CUDA devices)",
-        "",
-    ]
-    rows = [("mesh", "rank", "device", "threads", "position")]
+    several = len(hosts) > 1
+    lines = [f"placement: {placement.processes} processes on {placement.device}"]
+    for host in hosts:
+        memory = f", {host.memory / 2**30:.1f} GiB of memory available" if host.memory else ""
+        name = f"{host.name} at {host.address}" if several else "host"
+        lines.append(f"({name}: {host.cpus} CPUs{memory}, {len(host.cuda_devices) or 'no'} CUDA devices)")
+    if not several:
+        lines = [" ".join(lines)]
+    lines.append("")
+    rows = [(*(("host",) if several else ()), "mesh", "rank", "device", "threads", "position")]
     for mesh in placement.meshes:
-        for rank, (env, device, position) in enumerate(zip(mesh.env, mesh.devices, mesh.positions, strict=True)):
+        for rank, (host_name, env, device, position) in enumerate(
+            zip(mesh.hosts, mesh.env, mesh.devices, mesh.positions, strict=True)
+        ):
             where = "cpu" if device is None else f"cuda:{device}"
-            rows.append((mesh.name, str(rank), where, env["OMP_NUM_THREADS"], position))
+            cells = (mesh.name, str(rank), where, env["OMP_NUM_THREADS"], position)
+            rows.append((host_name, *cells) if several else cells)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += ["", "environment"]
@@ -272,52 +343,3 @@ def _shared_environment(placement: Placement) -> dict[str, dict[str, str]]:
         if own:
             shared.setdefault(own, []).append(name)
     return {"every process": common, **{", ".join(names): dict(own) for own, names in shared.items()}}
-
-
-def detect_host(environ: Mapping[str, str] = os.environ) -> HostFacts:
-    """Detect this host's resources without torch: from `/proc`, the scheduler, and `nvidia-smi` if it is installed."""
-    shared = os.statvfs("/dev/shm")
-    memory = re.search(r"^MemAvailable:\s+(\d+) kB$", _read(Path("/proc/meminfo")), re.MULTILINE)
-    return HostFacts(
-        cpus=len(os.sched_getaffinity(0)),
-        cuda_devices=visible_devices(_nvidia_smi(), environ.get("CUDA_VISIBLE_DEVICES")),
-        memory=int(memory[1]) * 1024 if memory else 0,
-        shared_memory=shared.f_bavail * shared.f_frsize,
-        open_files=max(0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),  # -1: no limit
-    )
-
-
-def visible_devices(listing: str, visible: str | None) -> tuple[int, ...]:
-    """Indices of the devices that a process may use, in its order.
-
-    Args:
-        listing: output of `nvidia-smi -L`, lines such as `GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-4f…)`.
-        visible: `CUDA_VISIBLE_DEVICES`, of indices or (beginnings of) UUIDs; None: not set. As in CUDA itself, the
-            first entry that names no device ends the list.
-    """
-    uuids = {int(index): uuid for index, uuid in re.findall(r"^GPU (\d+): .*\(UUID: (\S+)\)", listing, re.MULTILINE)}
-    if visible is None:
-        return tuple(uuids)
-    devices: list[int] = []
-    for entry in filter(None, (entry.strip() for entry in visible.split(","))):
-        named = [index for index, uuid in uuids.items() if entry == str(index) or uuid.startswith(entry)]
-        if len(named) != 1 or named[0] in devices:
-            break
-        devices.append(named[0])
-    return tuple(devices)
-
-
-def _nvidia_smi() -> str:
-    """Output of `nvidia-smi -L`; empty if there is no driver or it does not answer, so that no device can be used."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ""
-    try:
-        result = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return result.stdout if result.returncode == 0 else ""
-
-
-def _read(file: Path) -> str:
-    return file.read_text() if file.exists() else ""

@@ -1,4 +1,4 @@
-"""Spawns and stops meshes of processes. The only module that knows where processes come from.
+"""Spawns and stops meshes of processes on the hosts of a run.
 
 Every mesh has its own environment, set before Python starts, its own rendezvous file and its own log files, new at each
 spawn.
@@ -14,23 +14,22 @@ import asyncio
 import functools
 import itertools
 import logging
-import os
-import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
-from monarch.actor import MeshFailure, ProcMesh, this_host
+from monarch.actor import MeshFailure, ProcMesh
 
 from titan_rl.actors.connection import bounded
 from titan_rl.errors import ActorFailed, MeshFailed
-from titan_rl.launch.child import ProcessWatch
+from titan_rl.launch.hosts import AttachedHost, ControllersHost, Host
 from titan_rl.launch.placement import TORCHRUN_VARIABLES, MeshPlan
-from titan_rl.launch.process import prepare_process, scratch_directory
-from titan_rl.processes import OWNER, RENDEZVOUS, ending_in_words
+from titan_rl.launch.process import prepare_process
+from titan_rl.processes import HOST, OWNER, RENDEZVOUS, ending_in_words
 
 STOP_SECONDS = 20.0
 """Bound on stopping one mesh; past it its processes are killed."""
@@ -55,14 +54,27 @@ _log = logging.getLogger(__name__)
 class Mesh:
     """The processes of one mesh, and the names of the actors on them."""
 
-    def __init__(self, name: str, processes: ProcMesh, watch: ProcessWatch) -> None:
+    def __init__(self, name: str, spawn: str, parts: Sequence[tuple[Host, ProcMesh, int]]) -> None:
+        """
+        Args:
+            spawn: names this start of the mesh.
+            parts: its hosts, and on each its processes and how many they are.
+        """
         self.name = name
-        self.watch = watch
-        self._processes = processes
+        self._spawn = spawn
+        self._parts = parts
         self.actors: list[str] = []
         """The names of the actor meshes spawned here, as Monarch knows them."""
 
-    def spawn(self, name: str, actor: type[Any], *args: Any, **options: Any) -> Any:
+    @property
+    def hosts(self) -> list[Host]:
+        return [host for host, _, _ in self._parts]
+
+    @property
+    def any_ended(self) -> bool:
+        return any(host.any_ended(self._spawn) for host in self.hosts)
+
+    def spawn(self, name: str, actor: type[Any], *args: Any, **options: Any) -> list[Any]:
         """One actor in every process.
 
         Args:
@@ -71,12 +83,16 @@ class Mesh:
             args, options: for its constructor.
 
         Returns:
-            Monarch's handle on all of them.
+            Monarch's handles, one per rank.
         """
-        unique = f"{name}_{next(_serial)}"
-        _spawned.add(unique)
-        self.actors.append(unique)
-        return self._processes.spawn(unique, actor, *args, **options)
+        ranks = []
+        for _, processes, count in self._parts:
+            unique = f"{name}_{next(_serial)}"
+            _spawned.add(unique)
+            self.actors.append(unique)
+            actors = processes.spawn(unique, actor, *args, **options)
+            ranks += [actors.slice(ranks=rank) for rank in range(count)]
+        return ranks
 
     async def stop(self, *, kill: bool = False) -> None:
         """End the processes. Never raises: a process that does not stop in time is killed and logged.
@@ -84,19 +100,24 @@ class Mesh:
         Args:
             kill: do not ask them first, because they hang or because one of them is gone.
         """
-        if kill:
-            await asyncio.to_thread(self.watch.kill)
-        self.watch.expect_ends()
+        await asyncio.gather(*(self._stop(host, processes, kill) for host, processes, _ in self._parts))
+
+    async def _stop(self, host: Host, processes: ProcMesh, kill: bool) -> None:
+        if host.lost:
+            return
         try:
-            await bounded(self._processes.stop(), what=f"stop of mesh {self.name}", seconds=STOP_SECONDS)
+            if kill:
+                await host.kill(self._spawn)
+            await host.expect_ends(self._spawn)
+            await bounded(processes.stop(), what=f"stop of mesh {self.name}", seconds=STOP_SECONDS)
         except Exception as error:  # also Monarch's own errors, if the mesh was stopped during its start
             _log.warning("mesh %s: %s", self.name, error)
         finally:
-            await asyncio.to_thread(self.watch.end)
+            await host.end(self._spawn)
 
 
 class Provisioner:
-    """Meshes of processes on this host."""
+    """Meshes of processes on the hosts of a run."""
 
     def __init__(
         self,
@@ -105,6 +126,7 @@ class Provisioner:
         imports: tuple[str, ...],
         on_fault: Callable[[ActorFailed], None],
         on_stop: Callable[[str], None] = lambda what: None,
+        address: str = "",
     ) -> None:
         """
         Args:
@@ -112,16 +134,63 @@ class Provisioner:
             imports: the user's modules, imported first in every process.
             on_fault: called once for every process that ends and every actor that fails, from any thread.
             on_stop: called with a sentence when a process was stopped (SIGSTOP) or goes on, from any thread.
+            address: of this host, if others will be attached.
         """
-        self._log_directory = log_directory
         self._imports = imports
         self._on_fault = on_fault
         self._on_stop = on_stop
         self._meshes: dict[str, Mesh] = {}
+        self._mesh_of: dict[str, str] = {}  # by spawn
         self._words: dict[str, str] = {}  # Monarch's, by mesh
         self._more_words = threading.Condition()
+        self._log_directory = log_directory
+        here = ControllersHost(log_directory=log_directory, on_end=self._ended, on_stop=self._stopped, address=address)
+        self.hosts: dict[str, Host] = {here.name: here}
+        """Those that are not lost, by name."""
+        self._attached = 0
         _provisioners.add(self)
         monarch.actor.unhandled_fault_hook = _hear
+
+    async def attach(
+        self, *workers: str, silent_seconds: float, on_lost: Callable[[Host], None] = lambda host: None
+    ) -> list[Host]:
+        """Take hosts into the run.
+
+        Args:
+            workers: ADDRESS:PORT of each.
+            silent_seconds: a host that answers nothing for so long is lost.
+            on_lost: told of a host that is lost, before the loss of each of its meshes is reported.
+
+        Raises:
+            HostLost: one does not answer.
+            ConfigError: one does not fit to the others.
+        """
+
+        def lost(host: Host) -> None:
+            del self.hosts[host.name]
+            on_lost(host)
+            for mesh in [mesh for mesh in self._meshes.values() if host in mesh.hosts]:
+                self._on_fault(MeshFailed(host.lost, mesh.name))
+
+        new = [
+            AttachedHost(
+                f"host{self._attached + number}",
+                worker,
+                log_directory=self._log_directory,
+                silent_seconds=silent_seconds,
+                on_end=self._ended,
+                on_stop=self._stopped,
+                on_lost=lost,
+            )
+            for number, worker in enumerate(workers, 1)
+        ]
+        self._attached += len(new)
+        results = await asyncio.gather(*(host.attach() for host in new), return_exceptions=True)
+        if failed := [error for error in results if isinstance(error, BaseException)]:
+            await asyncio.gather(*(host.leave() for host in new))
+            raise failed[0]
+        self.hosts |= {host.name: host for host in new}
+        return list(new)
 
     def spawn(self, plan: MeshPlan) -> Mesh:
         """Start the processes of a mesh, with a fresh rendezvous; a mesh of that name must have been stopped."""
@@ -129,50 +198,42 @@ class Provisioner:
             raise ValueError(f"mesh {plan.name} is already up")
         self._words.pop(plan.name, None)
         ranks = len(plan.env)
-        files = scratch_directory() / f"{plan.name}-{next(_serial)}"
-        births = files.with_suffix(".births")
-
-        def command(point: Any) -> Any:
-            rank = int(point.rank)
-            environment: dict[str, str | None] = {
-                **dict.fromkeys(TORCHRUN_VARIABLES),  # None removes a variable
-                **plan.env[rank],
-                "RANK": str(rank),
-                # On CUDA a rank sees only its own device, so that is always number 0.
-                "LOCAL_RANK": str(rank) if plan.devices[rank] is None else "0",
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks),
-                OWNER: str(os.getpid()),
-                RENDEZVOUS: str(files.with_suffix(".rendezvous")),
-            }
-            arguments = ["-m", "titan_rl.launch.child", str(os.getpid()), str(births), plan.name, str(rank)]
-            return BootstrapCommand(sys.executable, None, arguments, environment)
-
-        watch = ProcessWatch(
-            plan.name,
-            births,
-            on_end=functools.partial(self._ended, plan.name),
-            on_stop=self._stopped,
-        )
-        processes = _host().spawn_procs(
-            per_host={"ranks": ranks},
-            name=plan.name,
-            bootstrap=functools.partial(prepare_process, plan.name, self._log_directory, self._imports),
-            bootstrap_command=command,
-        )
-        mesh = self._meshes[plan.name] = Mesh(plan.name, processes, watch)
+        spawn = f"{plan.name}-{next(_serial)}"
+        self._mesh_of[spawn] = plan.name
+        parts = []
+        first = 0
+        for name, count in Counter(plan.hosts).items():
+            host = self.hosts[name]
+            command = functools.partial(_command, plan, spawn, host, first, count)
+            processes = host.mesh.spawn_procs(
+                per_host={"ranks": count},
+                name=plan.name,
+                bootstrap=functools.partial(prepare_process, plan.name, host.logs, self._imports),
+                bootstrap_command=command,
+            )
+            parts.append((host, processes, count))
+            first += count
+        assert first == ranks
+        mesh = self._meshes[plan.name] = Mesh(plan.name, spawn, parts)
         return mesh
 
-    async def stop(self, name: str, *, kill: bool = False) -> None:
-        """Stop one mesh, if it is up. See `Mesh.stop`."""
+    async def stop(self, name: str, *, kill: bool = False, remove: str = "") -> None:
+        """Stop one mesh, if it is up. See `Mesh.stop`.
+
+        Args:
+            remove: channel of files that it leaves in shared memory.
+        """
         if (mesh := self._meshes.pop(name, None)) is not None:
             await mesh.stop(kill=kill)
+            if remove:
+                await asyncio.gather(*(host.remove_segments(remove) for host in mesh.hosts if not host.lost))
 
     async def stop_all(self) -> None:
-        """Stop every mesh. Monarch's actor runtime stays up: it cannot be started twice in one process, and a script
-        may start a second system."""
+        """Stop every mesh, and leave every host. Monarch's actor runtime stays up: it cannot be started twice in one
+        process, and a script may start a second system."""
         stopped, self._meshes = self._meshes, {}
         await asyncio.gather(*(mesh.stop() for mesh in stopped.values()))
+        await asyncio.gather(*(host.leave() for host in self.hosts.values()))
 
     def hear(self, actors: str, report: str) -> None:
         """Pass on a fault, unless it is about actors whose mesh was stopped. Called from Monarch's thread.
@@ -185,7 +246,7 @@ class Provisioner:
         if not concerned:
             return
         _log.error("fault: %s", report)
-        ended = [mesh for mesh in concerned if mesh.watch.any_ended]
+        ended = [mesh for mesh in concerned if mesh.any_ended]
         with self._more_words:
             self._words |= {mesh.name: _first_lines(report) for mesh in ended}
             self._more_words.notify_all()
@@ -198,32 +259,44 @@ class Provisioner:
         _log.warning("%s", what)
         self._on_stop(what)
 
-    def _ended(self, mesh: str, process: str, code: int | None) -> None:
-        """Called from the thread that waited for the process."""
+    def _ended(self, spawn: str, process: str, code: int | None) -> None:
+        """Called from the thread that waited for the process, or with an agent's news."""
+        mesh = self._mesh_of[spawn]
         concerned = self._meshes.get(mesh)
         if code is not None:
-            how = ending_in_words(code)
-        else:
+            return self._report_end(mesh, process, ending_in_words(code))
+
+        def look() -> None:
             with self._more_words:
                 self._more_words.wait_for(lambda: mesh in self._words, MONARCH_SECONDS)
-            if self._meshes.get(mesh) is not concerned:
-                return  # it was stopped meanwhile, and another one may have its name
-            how = f"ended: {self._words.get(mesh, 'nobody saw its exit status')}"
+            if self._meshes.get(mesh) is concerned:  # it was not stopped meanwhile, so that another one has its name
+                self._report_end(mesh, process, f"ended: {self._words.get(mesh, 'nobody saw its exit status')}")
+
+        threading.Thread(target=look, name=f"end of {process}", daemon=True).start()
+
+    def _report_end(self, mesh: str, process: str, how: str) -> None:
         _log.error("fault: %s %s", process, how)
         self._on_fault(MeshFailed(f"{process} {how}", mesh))
 
 
-def _host() -> Any:
-    """Monarch's handle of this host. If this call starts it, its sockets are put into the scratch directory."""
-    before = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = str(scratch_directory())
-    try:
-        return this_host()
-    finally:
-        if before is None:
-            del os.environ["TMPDIR"]
-        else:
-            os.environ["TMPDIR"] = before
+def _command(plan: MeshPlan, spawn: str, host: Host, first: int, count: int, point: Any) -> BootstrapCommand:
+    """What a process of the mesh runs: the one at `point` among the `count` on this host, the first of which has rank
+    `first`."""
+    rank, ranks = first + int(point.rank), len(plan.env)
+    environment: dict[str, str | None] = {
+        **dict.fromkeys(TORCHRUN_VARIABLES),  # None removes a variable
+        **plan.env[rank],
+        "RANK": str(rank),
+        # On CUDA a rank sees only its own device, so that is always number 0.
+        "LOCAL_RANK": str(int(point.rank)) if plan.devices[rank] is None else "0",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(count),
+        OWNER: str(host.owner),
+        HOST: host.name,
+        RENDEZVOUS: str(host.scratch / f"{spawn}.rendezvous") if count == ranks else host.facts.address,
+    }
+    arguments = ["-m", "titan_rl.launch.child", host.life, host.births, spawn, plan.name, str(rank)]
+    return BootstrapCommand(host.python, None, arguments, environment)
 
 
 def _hear(failure: MeshFailure) -> None:

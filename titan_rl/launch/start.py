@@ -56,17 +56,16 @@ class Options(TypedDict, total=False):
 
 @asynccontextmanager
 async def start(config: RunConfig, **options: Unpack[Options]) -> AsyncIterator[System]:
-    """Start every mesh of the config on this host, and stop all of them at the end.
+    """Start every mesh of the config on its hosts, and stop all of them at the end.
 
     Raises:
-        ConfigError: the host does not have the devices for the placement.
+        ConfigError: the hosts cannot hold the placement, or one lacks something.
         TitanError: a part did not start.
     """
 
     async def bring_up(meshes: Meshes) -> None:
         await meshes.set_up(*meshes.names)
-        if meshes.placement.sample_transport == "rdma":
-            await meshes.trainer.attach_stores(meshes.rollouts.stores)
+        await meshes.attach_stores()
 
     agents = config.rollout.agents
     gateway = GatewayConfig(host=agents.host, port=agents.port, rollout_keys=True)
@@ -150,6 +149,7 @@ async def _running(
 
     meshes = Meshes(config, gateway, serving=serving, **options)
     try:
+        await meshes.place()
         meshes.spawn()
         await meshes.faults.watch(bring_up(meshes))
         yield meshes

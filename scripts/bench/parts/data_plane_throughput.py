@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from titan_rl.actors.connection import ConnectedActor, bounded, served
-from titan_rl.actors.sample_stores import RdmaSource, StoreKeeper
+from titan_rl.actors.sample_stores import AnyHostSource, StoreKeeper
 from titan_rl.data_plane.layout import encoded_size
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SampleSource, SampleStore, SharedMemorySource
@@ -71,7 +71,7 @@ class Rank(ConnectedActor):
 
     @served
     async def attach(self, stores: dict[str, Any]) -> None:
-        self._sources["rdma"] = RdmaSource(stores)
+        self._sources["rdma"] = AnyHostSource(stores)
 
     @served
     async def copy(self, nbytes: int) -> float:
@@ -127,12 +127,12 @@ async def measure_throughput(repetitions: int) -> tuple[list[list[Any]], dict[st
     nbytes: dict[int, int] = {}
     try:
         stores = {
-            transport: provisioner.spawn(_plan(f"store_{transport}"))
-            .spawn("store", Store, f"bench_{transport}", os.getpid())
-            .slice(ranks=0)
+            transport: provisioner.spawn(_plan(f"store_{transport}")).spawn(
+                "store", Store, f"bench_{transport}", os.getpid()
+            )[0]
             for transport in TRANSPORTS
         }
-        rank = provisioner.spawn(_plan("rank")).spawn("rank", Rank).slice(ranks=0)
+        rank = provisioner.spawn(_plan("rank")).spawn("rank", Rank)[0]
         await _ask(rank, "attach", {"bench_rdma": stores["rdma"]})
         for megabytes in MEGABYTES:
             for store in stores.values():
@@ -198,4 +198,4 @@ async def _ask(actor: Any, endpoint: str, *args: Any) -> Any:
 def _plan(name: str) -> MeshPlan:
     here = Path(__file__).resolve().parents[1]
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])])}
-    return MeshPlan(name=name, env=(environment,), devices=(None,), positions=("",))
+    return MeshPlan(name=name, hosts=("host0",), env=(environment,), devices=(None,), positions=("",))

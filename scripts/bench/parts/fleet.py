@@ -23,7 +23,8 @@ prepare_controller()
 from titan_rl.actors.generator import Generator, GeneratorMesh  # noqa: E402
 from titan_rl.actors.router import GeneratorRouter  # noqa: E402
 from titan_rl.actors.router_client import RouterClient  # noqa: E402
-from titan_rl.launch.placement import MeshPlan, detect_host, plan  # noqa: E402
+from titan_rl.launch.host_facts import detect_host  # noqa: E402
+from titan_rl.launch.placement import MeshPlan, plan  # noqa: E402
 from titan_rl.launch.provisioner import Provisioner  # noqa: E402
 from titan_rl.launch.start import model_directory  # noqa: E402
 
@@ -109,7 +110,7 @@ class Fleet:
         mesh = self.provisioner.spawn(self.places[name]).spawn(
             name, Generator, name, self.config.generator, model_path=str(self.model_path), device="cpu"
         )
-        generator = self._meshes[name] = GeneratorMesh(mesh, name, ranks=self.config.generator.tensor_parallel)
+        generator = self._meshes[name] = GeneratorMesh(mesh, name)
         self.generators[name] = generator.rank0
         self.pids[name] = await generator.setup(seconds=SECONDS)
 
@@ -119,7 +120,7 @@ class Fleet:
         """One more router over the first `generators` of the fleet (None: all), in the routers' process; `serving` of
         them serve, the others are spares."""
         behind = dict(list(self.generators.items())[:generators])
-        actor = self._router_mesh.spawn(name, GeneratorRouter, config, behind, serving).slice(ranks=0)
+        actor = self._router_mesh.spawn(name, GeneratorRouter, config, behind, serving)[0]
         self._routers.append(RouterClient(actor, seconds=SECONDS))
         return self._routers[-1]
 

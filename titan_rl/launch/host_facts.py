@@ -1,0 +1,114 @@
+"""What a host offers to a run, found without torch. Standard library only."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import resource
+import shutil
+import socket
+import struct
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_rl.errors import ConfigError
+
+_NVIDIA_SMI_SECONDS = 30.0
+"""A driver that is still initialising answers within seconds. One that hangs must not block the command line."""
+
+_SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """What a host offers to a run."""
+
+    name: str = "host0"
+    """`host0` is the controller's."""
+    address: str = ""
+    """IP address under which other hosts reach it, and the network interface that has it; empty: there are none."""
+    interface: str = ""
+    cpus: int
+    """CPUs that this process may use."""
+    cuda_devices: tuple[int, ...] = ()
+    """Device indices as `CUDA_VISIBLE_DEVICES` takes them; empty if that variable hides all of them."""
+    memory: int = 0
+    """Bytes available without swapping; 0: unknown."""
+    shared_memory: int = 0
+    """Bytes free in /dev/shm; 0: unknown."""
+    open_files: int = 0
+    """Hard limit of a process; 0: unknown."""
+
+
+def detect_host(environ: Mapping[str, str] = os.environ, *, name: str = "host0", address: str = "") -> HostFacts:
+    """Detect this host's resources without torch: from `/proc`, the scheduler, and `nvidia-smi` if it is installed.
+
+    Args:
+        name, address: see `HostFacts`.
+
+    Raises:
+        ConfigError: no network interface of this host has the address.
+    """
+    shared = os.statvfs("/dev/shm")
+    memory = re.search(r"^MemAvailable:\s+(\d+) kB$", _read(Path("/proc/meminfo")), re.MULTILINE)
+    return HostFacts(
+        name=name,
+        address=address,
+        interface=_interface_of(address) if address else "",
+        cpus=len(os.sched_getaffinity(0)),
+        cuda_devices=visible_devices(_nvidia_smi(), environ.get("CUDA_VISIBLE_DEVICES")),
+        memory=int(memory[1]) * 1024 if memory else 0,
+        shared_memory=shared.f_bavail * shared.f_frsize,
+        open_files=max(0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),  # -1: no limit
+    )
+
+
+def visible_devices(listing: str, visible: str | None) -> tuple[int, ...]:
+    """Indices of the devices that a process may use, in its order.
+
+    Args:
+        listing: output of `nvidia-smi -L`, lines such as `GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-4f…)`.
+        visible: `CUDA_VISIBLE_DEVICES`, of indices or (beginnings of) UUIDs; None: not set. As in CUDA itself, the
+            first entry that names no device ends the list.
+    """
+    uuids = {int(index): uuid for index, uuid in re.findall(r"^GPU (\d+): .*\(UUID: (\S+)\)", listing, re.MULTILINE)}
+    if visible is None:
+        return tuple(uuids)
+    devices: list[int] = []
+    for entry in filter(None, (entry.strip() for entry in visible.split(","))):
+        named = [index for index, uuid in uuids.items() if entry == str(index) or uuid.startswith(entry)]
+        if len(named) != 1 or named[0] in devices:
+            break
+        devices.append(named[0])
+    return tuple(devices)
+
+
+def _nvidia_smi() -> str:
+    """Output of `nvidia-smi -L`; empty if there is no driver or it does not answer, so that no device can be used."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    try:
+        result = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout if result.returncode == 0 else ""
+
+
+def _read(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
+
+
+def _interface_of(address: str) -> str:
+    """Name of the network interface that has this IPv4 address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has none
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    raise ConfigError(f"no network interface of {socket.gethostname()} has the address {address}")

@@ -1,0 +1,302 @@
+"""The hosts of a run. Host 0 is the controller's own. Every other one runs a worker (`titan-rl worker`), and an agent.
+
+    attach ─▶ agent ─▶ introduction ─▶ pulses … ─▶ lost: its meshes are lost with it      detach: the worker waits again
+
+- A process is started, watched and killed through the `Host` that it is on, in one way for every host.
+- A host that answers no pulse for `placement.host_seconds` is lost, and so is one whose agent has ended. It is reported
+  once, and never used again; a worker that is attached again is a new host.
+- With one host nothing listens on a network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from monarch.actor import attach_to_workers, enable_transport, this_host
+
+from titan_rl.actors.connection import Connection, bounded
+from titan_rl.errors import ActorGone, CallTimeout, ConfigError, HostLost
+from titan_rl.launch.agent import HostAgent, Introduction, News, versions
+from titan_rl.launch.child import ProcessWatch
+from titan_rl.launch.host_facts import HostFacts, detect_host
+from titan_rl.launch.process import scratch_directory
+from titan_rl.policy.models.tiny import TinyPolicyConfig
+from titan_rl.weights.segment_files import remove_segments_of
+
+ATTACH_SECONDS = 10.0
+"""Bound on the first answer of a host."""
+CALL_SECONDS = 10.0
+"""Bound on any other call to an agent."""
+PULSES = 5
+"""How often a host is asked within `placement.host_seconds`."""
+CLOCK_SECONDS = 5.0
+"""How far the clocks of two hosts may differ: logs and metrics are read side by side."""
+
+Ended = Callable[[str, str, int | None], None]
+"""Told of the end of a process: the spawn, the process, its exit code. See `ProcessWatch`."""
+
+_serial = itertools.count()
+
+
+def listen_for(workers: Sequence[str]) -> str:
+    """Let Monarch listen for these hosts, on the interface that leads to them; call it before any other call of
+    Monarch's.
+
+    Returns:
+        The address; empty if there are no hosts: Monarch then uses sockets of this host.
+    """
+    if not workers:
+        return ""
+    address = address_towards(workers[0])
+    enable_transport(f"tcp://{address}:0")
+    return address
+
+
+def address_towards(peer: str) -> str:
+    """This host's IP address on the way to a peer (ADDRESS:PORT)."""
+    host, _, port = peer.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+class Host(ABC):
+    """One machine of a run."""
+
+    facts: HostFacts
+    owner: int
+    """Process that owns the run's files in its shared memory."""
+    life: str
+    births: str
+    """See `child`."""
+    scratch: Path
+    logs: str
+    """Directory of log files; empty: processes print to the terminal."""
+    python: str
+    mesh: Any
+    """Monarch's handle."""
+    lost = ""
+    """Why it cannot be used any more."""
+
+    @property
+    def name(self) -> str:
+        return self.facts.name
+
+    def any_ended(self, spawn: str) -> bool:
+        """Whether a process of this spawn has ended, as far as is known here."""
+        return bool(self.lost)
+
+    @abstractmethod
+    async def expect_ends(self, spawn: str) -> None:
+        """See `ProcessWatch`, as for the others."""
+
+    @abstractmethod
+    async def kill(self, spawn: str) -> None: ...
+
+    @abstractmethod
+    async def end(self, spawn: str) -> None: ...
+
+    @abstractmethod
+    async def remove_segments(self, channel: str = "") -> None:
+        """Remove the run's files in its shared memory that belong to a channel; empty: all."""
+
+    @abstractmethod
+    async def leave(self) -> None:
+        """The run does not need the host any more; its meshes are stopped. Never raises."""
+
+
+class ControllersHost(Host):
+    """Host 0."""
+
+    def __init__(self, *, log_directory: str, on_end: Ended, on_stop: Callable[[str], None], address: str = "") -> None:
+        self.facts = detect_host(address=address)
+        self.owner, self.logs, self.python = os.getpid(), log_directory, sys.executable
+        self.scratch = scratch_directory() / f"host-{next(_serial)}"
+        self.scratch.mkdir()
+        self._watch = ProcessWatch(self.scratch, on_end=on_end, on_stop=on_stop)
+        self.life, self.births = str(self._watch.life), str(self._watch.births)
+
+    @property
+    def mesh(self) -> Any:  # type: ignore[override]
+        """If this call starts Monarch, its sockets are put into the scratch directory."""
+        before = os.environ.get("TMPDIR")
+        os.environ["TMPDIR"] = str(scratch_directory())
+        try:
+            return this_host()
+        finally:
+            if before is None:
+                del os.environ["TMPDIR"]
+            else:
+                os.environ["TMPDIR"] = before
+
+    def any_ended(self, spawn: str) -> bool:
+        return self._watch.any_ended(spawn)
+
+    async def expect_ends(self, spawn: str) -> None:
+        self._watch.expect_ends(spawn)
+
+    async def kill(self, spawn: str) -> None:
+        await asyncio.to_thread(self._watch.kill, spawn)
+
+    async def end(self, spawn: str) -> None:
+        await asyncio.to_thread(self._watch.end, spawn)
+
+    async def remove_segments(self, channel: str = "") -> None:
+        remove_segments_of(os.getpid(), channel=channel)
+
+    async def leave(self) -> None:
+        self._watch.close()
+
+
+class AttachedHost(Host):
+    """A host with a worker.
+
+    Args:
+        name: of the host in this run.
+        worker: ADDRESS:PORT.
+        log_directory: where the output of its processes ends up, on the controller's host; empty: nowhere.
+        silent_seconds: see `placement.host_seconds`.
+        on_end, on_stop: see `ProcessWatch`.
+        on_lost: called once, when the host is lost.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        worker: str,
+        *,
+        log_directory: str,
+        silent_seconds: float,
+        on_end: Ended,
+        on_stop: Callable[[str], None],
+        on_lost: Callable[[AttachedHost], None],
+    ) -> None:
+        self.worker = worker
+        self.label = f"{name} ({worker})"
+        self._name = name
+        self._log_directory = log_directory
+        self._silent_seconds = silent_seconds
+        self._on_end, self._on_stop, self._on_lost = on_end, on_stop, on_lost
+        self._ended: set[str] = set()
+        self._agent: Connection | None = None
+        self._pulses: asyncio.Task[None] | None = None
+
+    async def attach(self) -> None:
+        """Take the host into the run.
+
+        Raises:
+            HostLost: nobody answers there.
+            ConfigError: it has another Python or other packages than this host.
+        """
+        address = self.worker.rpartition(":")[0]
+        self.mesh = attach_to_workers(ca="trust_all_connections", workers=[f"tcp://{self.worker}"])
+        self._processes = self.mesh.spawn_procs(per_host={"ranks": 1}, name="agent")
+        actor = self._processes.spawn(f"agent_{next(_serial)}", HostAgent, self._name, address, self._silent_seconds)
+        self._agent = Connection(
+            actor.slice(ranks=0), what=f"{{}} of {self.label}", on_push=self._hear, on_lost=self._lose
+        )
+        try:
+            known: Introduction = await self._agent.call(ATTACH_SECONDS, HostAgent.begin)
+        except (ActorGone, CallTimeout) as error:
+            raise HostLost(
+                f"{self.label} does not answer: is `titan-rl worker` running there, and its port open? ({error})"
+            ) from error
+        self.facts, self.owner, self.scratch = known.facts, known.pid, Path(known.scratch)
+        self.life, self.births, self.python = known.life, known.births, known.python
+        self.logs = known.logs if self._log_directory else ""
+        self._refuse_differences(known)
+        self._pulses = asyncio.ensure_future(self._watch())
+
+    def any_ended(self, spawn: str) -> bool:
+        return bool(self.lost) or spawn in self._ended
+
+    async def expect_ends(self, spawn: str) -> None:
+        await self._ask(HostAgent.expect_ends, spawn)
+
+    async def kill(self, spawn: str) -> None:
+        await self._ask(HostAgent.kill, spawn)
+
+    async def end(self, spawn: str) -> None:
+        await self._ask(HostAgent.end, spawn)
+
+    async def remove_segments(self, channel: str = "") -> None:
+        await self._ask(HostAgent.remove_segments, channel)
+
+    async def missing(self, needed: tuple[str, ...]) -> list[str]:
+        """Which of these files, directories and modules are not there."""
+        assert self._agent is not None
+        return await self._agent.call(CALL_SECONDS, HostAgent.missing, needed)
+
+    async def make_policy(self, tiny: TinyPolicyConfig, directory: Path) -> None:
+        """Make the tiny policy, if it is not there."""
+        assert self._agent is not None
+        await self._agent.call(CALL_SECONDS, HostAgent.make_policy, tiny, str(directory))
+
+    async def leave(self) -> None:
+        """The worker ends if it was started for this run, or else waits for the next one."""
+        if self._pulses is not None:
+            self._pulses.cancel()
+            await asyncio.gather(self._pulses, return_exceptions=True)
+        if not self.lost:
+            await self._ask(HostAgent.pulse)  # the last lines of the logs
+            await self._ask(HostAgent.remove_segments, "")
+        self.lost = self.lost or "it was left"
+        if self._agent is not None:
+            await self._agent.close()
+            with suppress(Exception):  # it is lost, or Monarch had nothing to stop
+                await bounded(self.mesh.shutdown(), what=f"leaving {self.label}", seconds=CALL_SECONDS)
+
+    async def _ask(self, endpoint: Any, *args: Any) -> None:
+        """A host that is lost has nothing left to be asked for."""
+        assert self._agent is not None
+        with suppress(ActorGone, CallTimeout):
+            await self._agent.call(CALL_SECONDS, endpoint, *args)
+
+    async def _watch(self) -> None:
+        assert self._agent is not None
+        while True:
+            try:
+                await self._agent.call(self._silent_seconds, HostAgent.pulse)
+            except (ActorGone, CallTimeout) as error:
+                return self._lose(str(error))
+            await asyncio.sleep(self._silent_seconds / PULSES)
+
+    def _lose(self, reason: str) -> None:
+        if self.lost:
+            return
+        self.lost = f"{self.label} is lost: {reason}"
+        if self._agent is not None:
+            self._agent.lose(self.lost)
+        if self._pulses is not None:  # otherwise `attach` raises
+            self._on_lost(self)
+
+    def _hear(self, news: News) -> None:
+        match news.kind:
+            case "ended":
+                self._ended.add(news.of)
+                self._on_end(news.of, f"{news.process} on {self._name}", news.code)
+            case "stopped":
+                self._on_stop(f"{news.process} ({self._name})")
+            case "log" if self._log_directory:
+                with suppress(OSError), open(Path(self._log_directory) / news.of, "ab") as log:
+                    log.write(news.text)
+
+    def _refuse_differences(self, known: Introduction) -> None:
+        for what, here in versions().items():
+            if (there := known.versions[what]) != here:
+                raise ConfigError(
+                    f"{self.label} has {what} {there or 'not'} installed, this host {here or 'not'}: install the same "
+                    "versions on every host"
+                )
+        if (apart := abs(known.clock - time.time())) > CLOCK_SECONDS:
+            raise ConfigError(f"the clock of {self.label} differs by {apart:.0f} s: set it, as by NTP")
