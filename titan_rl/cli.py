@@ -4,6 +4,7 @@
     titan-rl recipes                  list recipes and bundled tasks
     titan-rl plan …                   simulate splits, staleness and weight syncs before a run
     titan-rl serve --policy.path DIR  serve a checkpoint over HTTP (OpenAI's API)
+    titan-rl worker --listen ADDRESS  lend this host to runs that are started elsewhere
 
 Loads neither torch, vLLM nor Monarch before a run really starts.
 """
@@ -87,12 +88,20 @@ def _export(arguments: Sequence[str]) -> int:
     return VERB.run(arguments, prog=f"{PROG} export")
 
 
+def _worker(arguments: Sequence[str]) -> int:
+    """Lend this host to runs that are started elsewhere: --listen ADDRESS:PORT."""
+    from titan_rl.launch.worker import VERB
+
+    return VERB.run(arguments, prog=f"{PROG} worker")
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "recipes": _recipes,
     "plan": _plan,
     "serve": _serve,
     "export": _export,
+    "worker": _worker,
 }
 
 

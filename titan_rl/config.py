@@ -82,6 +82,16 @@ class PlacementConfig:
     """When fewer would be left: end the run, or go on starting them for ever."""
 
     def __post_init__(self) -> None:
+        self.hosts = tuple(host for several in self.hosts for host in several.split(",") if host)
+        for host in self.hosts:
+            address, _, port = host.rpartition(":")
+            if not address or not port.isdigit():
+                raise ConfigError(f"placement.hosts: {host} is not ADDRESS:PORT")
+            if not (self.trusted_network or address.startswith("127.")):
+                raise ConfigError(
+                    f"placement.hosts: {host} is reached over a network, and whoever reaches a port of the run can run "
+                    "any code: add --trusted-network if that is only people whom you trust"
+                )
         for name, least in (("threads", 1), ("spares", 0), ("restarts", 0), ("least_generators", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"placement.{name} must be at least {least}, got {getattr(self, name)}")

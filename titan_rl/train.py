@@ -2,8 +2,8 @@
 [--dry-run]`.
 
 The command line wins over the TOML file, and that over the recipe. Whatever can be known to be wrong is said in one
-sentence on standard error, with exit code 2, before any process starts; a dry run checks the same. `torchrun
---nproc-per-node 1 -m titan_rl.train …` does the same as starting it directly.
+sentence on standard error, with exit code 2, before any process starts; a dry run checks the same. Under torchrun
+every rank but 0 is a worker (`launch.torchrun`).
 
 Relative file names start at the file that holds them (TOML, recipe) or at the working directory (command line).
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -34,6 +34,7 @@ from titan_rl.launch.resume import (
     find,
     unfinished,
 )
+from titan_rl.launch.torchrun import hosts_of, serve_rank, workers
 from titan_rl.overrides import (
     EXIT_USAGE,
     Command,
@@ -50,6 +51,8 @@ from titan_rl.weights.segment_files import sweep_dead_segments
 
 C = TypeVar("C", bound=RunConfig)
 
+TRUSTED = "--trusted-network"
+
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titan_rl.train") -> int:
     """Run what the arguments say.
@@ -62,15 +65,20 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titan_rl.t
         The exit code: 0 done, 1 failed or not learned, 2 wrong config, more than 128 stopped by a signal (see
         `launch.run`).
     """
-    if (refusal := several_processes(os.environ)) is not None:
-        if os.environ.get("RANK", "0") == "0":  # once, not once per process
-            say(prog, refusal)
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        if hosts_of(os.environ) > 1 and os.environ["RANK"] != "0":
+            serve_rank(os.environ, trusted=TRUSTED in words)
+    except ConfigError as error:
+        say(prog, error)
         return EXIT_USAGE
-    return VERB.run(sys.argv[1:] if argv is None else argv, prog=prog)
+    return VERB.run(words, prog=prog)
 
 
 def _act(command: Command, prog: str) -> int:
     config, imports, resume = _what_to_run(command, prog)
+    if (ranks := hosts_of(os.environ)) > 1:
+        config = replace(config, placement=replace(config.placement, hosts=workers(os.environ, ranks)))
     sweep_dead_segments()  # so that /dev/shm has what it will have
     dry_run = "--dry-run" in command.flags
     if not may_start(_problems(config, imports), prog, dry_run=dry_run):
@@ -183,9 +191,11 @@ signals:    SIGUSR1 prints what each task of every process waits for, and the st
         "--name NAME": "name of the run, as --logging.name",
         "--resume RUN": "go on with a run: its directory or one of its checkpoints; its settings need not be repeated; "
         "`auto`: the newest unfinished run of this recipe and config, or a new one",
+        "--hosts ADDRESS:PORT ...": "workers on other hosts (`titan-rl worker`), as --placement.hosts",
+        TRUSTED: "needed with other hosts: whoever reaches a port of the run can run any code",
         "--dry-run": "print the resolved config and the placement, and start nothing",
     },
-    aliases={"--name": "logging.name"},
+    aliases={"--name": "logging.name", "--hosts": "placement.hosts", TRUSTED: "placement.trusted_network"},
 )
 
 
@@ -260,17 +270,6 @@ def with_devices(host: HostFacts, config: RunConfig) -> HostFacts:
     if config.placement.device != "cuda" or len(host.cuda_devices) >= devices_needed(config):
         return host
     return replace(host, cuda_devices=tuple(range(devices_needed(config))))
-
-
-def several_processes(environ: Mapping[str, str]) -> str | None:
-    """Why a launcher's environment is refused: titan_rl starts its own processes. None: it is not."""
-    world = environ.get("WORLD_SIZE", "1")
-    if not world.isdigit() or int(world) <= 1:
-        return None
-    return (
-        f"WORLD_SIZE is {world}: several hosts are not supported yet, and on one host titan_rl starts its own "
-        f"processes (torchrun --nproc-per-node 1, or no torchrun)"
-    )
 
 
 def forget_torchrun(environ: MutableMapping[str, str]) -> None:

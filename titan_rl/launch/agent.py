@@ -26,7 +26,6 @@ from titan_rl.actors.connection import ConnectedActor, caller, served
 from titan_rl.launch.child import ProcessWatch
 from titan_rl.launch.host_facts import HostFacts, detect_host
 from titan_rl.launch.process import prepare_controller, scratch_directory
-from titan_rl.observability.waits import answer_signals
 from titan_rl.policy.models.tiny import TinyPolicyConfig, make_tiny_policy
 from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segments
 
@@ -103,7 +102,6 @@ class HostAgent(ConnectedActor):
     def __init__(self, host: str, address: str, silent_seconds: float) -> None:
         prepare_controller()
         self._host, self._address = host, address
-        answer_signals(f"agent of {host}")
         self._heard = threading.Event()
         self._silent_seconds = silent_seconds
         threading.Thread(target=self._guard, name="guard", daemon=True).start()

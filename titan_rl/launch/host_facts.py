@@ -112,3 +112,11 @@ def _interface_of(address: str) -> str:
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     raise ConfigError(f"no network interface of {socket.gethostname()} has the address {address}")
+
+
+def address_towards(peer: str) -> str:
+    """This host's IP address on the way to a peer (ADDRESS:PORT)."""
+    host, _, port = peer.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # sends nothing
+        return str(probe.getsockname()[0])

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import socket
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -28,7 +27,7 @@ from titan_rl.actors.connection import Connection, bounded
 from titan_rl.errors import ActorGone, CallTimeout, ConfigError, HostLost
 from titan_rl.launch.agent import HostAgent, Introduction, News, versions
 from titan_rl.launch.child import ProcessWatch
-from titan_rl.launch.host_facts import HostFacts, detect_host
+from titan_rl.launch.host_facts import HostFacts, address_towards, detect_host
 from titan_rl.launch.process import scratch_directory
 from titan_rl.policy.models.tiny import TinyPolicyConfig
 from titan_rl.weights.segment_files import remove_segments_of
@@ -60,14 +59,6 @@ def listen_for(workers: Sequence[str]) -> str:
     address = address_towards(workers[0])
     enable_transport(f"tcp://{address}:0")
     return address
-
-
-def address_towards(peer: str) -> str:
-    """This host's IP address on the way to a peer (ADDRESS:PORT)."""
-    host, _, port = peer.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))  # sends nothing
-        return str(probe.getsockname()[0])
 
 
 class Host(ABC):
@@ -243,7 +234,7 @@ class AttachedHost(Host):
         await self._agent.call(CALL_SECONDS, HostAgent.make_policy, tiny, str(directory))
 
     async def leave(self) -> None:
-        """The worker ends if it was started for this run, or else waits for the next one."""
+        """The worker waits for the next run."""
         if self._pulses is not None:
             self._pulses.cancel()
             await asyncio.gather(self._pulses, return_exceptions=True)
@@ -254,7 +245,7 @@ class AttachedHost(Host):
         if self._agent is not None:
             await self._agent.close()
             with suppress(Exception):  # it is lost, or Monarch had nothing to stop
-                await bounded(self.mesh.shutdown(), what=f"leaving {self.label}", seconds=CALL_SECONDS)
+                await bounded(self.mesh.stop(), what=f"leaving {self.label}", seconds=CALL_SECONDS)
 
     async def _ask(self, endpoint: Any, *args: Any) -> None:
         """A host that is lost has nothing left to be asked for."""

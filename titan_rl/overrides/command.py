@@ -55,7 +55,7 @@ class Verb:
     options: Mapping[str, str] = field(default_factory=dict)
     """Options besides settings → a line of help: `--recipe NAME`, `--resume RUN`, `--port PORT`, `--dry-run`."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Short option → the setting that it is."""
+    """Short option → the setting that it is. One that `options` lists without a value switches its setting on."""
     config: Callable[[Command], Any] = lambda command: None
     """The config whose settings the help lists; None: there are none."""
 
@@ -79,7 +79,7 @@ class Verb:
         Raises:
             ConfigError: an option without its value, or a TOML file that is missing or broken.
         """
-        flags = {"--help", *(option for option in self.options if " " not in option)}
+        flags = {"--help", *(option for option in self.options if " " not in option and option not in self.aliases)}
         takes_recipe = any(option.startswith("--recipe ") for option in self.options)
         valued = {option.split()[0] for option in self.options if "." not in option.split()[0]}
         valued -= {*flags, "--recipe", "--config", *self.aliases}
@@ -98,6 +98,7 @@ class Verb:
             elif name in valued:
                 command.values[name] = _single(option, words)
             elif name in self.aliases:
+                words = words or ["true"] * (name in self.options)  # an option that is listed without a value
                 _single(option, words)
                 settings.append((option, self.aliases[name], words))
             else:

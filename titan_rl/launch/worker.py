@@ -1,0 +1,94 @@
+"""`titan-rl worker --listen ADDRESS:PORT`: lends this host to one run after the other.
+
+Whoever reaches the port can run any code here: trusted networks only. The worker listens on the address that it is
+given and on no other. It starts nothing by itself; a run's controller starts an agent, which ends with everything that
+the run has here when it is told to, or does not hear of the controller any more.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import signal
+from collections.abc import Callable
+from typing import NoReturn
+
+from titan_rl.errors import ConfigError
+from titan_rl.gateway.config import listen
+from titan_rl.launch.process import prepare_controller, scratch_directory
+from titan_rl.overrides import Command, Verb
+
+WARNING = "whoever reaches this port can run any code here: trusted networks only"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name is one of this machine's own."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def serve_host(address: str, port: int, *, trusted: bool, until: Callable[[], object]) -> NoReturn:
+    """Lend this host to controllers; the process ends when `until` returns or raises.
+
+    Args:
+        address: IP address to listen on.
+        trusted: every machine that reaches the address may be trusted.
+        until: called once the worker listens.
+
+    Raises:
+        ConfigError: nobody may or can listen there.
+    """
+    if not (trusted or is_loopback(address)):
+        raise ConfigError(f"cannot listen on {address} without --trusted-network: {WARNING}")
+    listen(address, port).close()
+    prepare_controller()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["TMPDIR"] = str(scratch_directory())  # of Monarch's sockets
+    from monarch.actor import start_worker_loop_forever
+
+    serving = start_worker_loop_forever(address=f"tcp://{address}:{port}", ca="trust_all_connections")
+    try:
+        until()
+    finally:
+        del serving
+        os._exit(0)  # what runs here dies with this process; Monarch has no other end for its loop
+
+
+def free_port(address: str) -> int:
+    """A port of this address on which nobody listens now."""
+    with listen(address, 0) as server:
+        return int(server.getsockname()[1])
+
+
+def _act(command: Command, prog: str) -> int:
+    host, _, port = command.values.get("--listen", "").rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(
+            "say where to listen: --listen ADDRESS:PORT, the address under which other hosts reach this one"
+        )
+    number = int(port) or free_port(host)
+
+    def wait() -> None:
+        print(f"{prog} listens on {host}:{number} ({WARNING}); Ctrl-C ends it", flush=True)
+        signal.sigwait(stops)
+
+    stops = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    signal.pthread_sigmask(signal.SIG_BLOCK, stops)  # before there are other threads
+    serve_host(host, number, trusted="--trusted-network" in command.flags, until=wait)
+
+
+VERB = Verb(
+    act=_act,
+    about="""
+usage: {prog} --listen ADDRESS:PORT [--trusted-network]
+
+Lend this host to runs that are started elsewhere with --hosts ADDRESS:PORT.
+
+Whoever reaches the port can run any code here. Use it on trusted networks only.""",
+    options={
+        "--listen ADDRESS:PORT": "IP address under which other hosts reach this one, and a free port (0: any)",
+        "--trusted-network": "needed for any address but loopback",
+    },
+)
