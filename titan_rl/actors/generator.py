@@ -287,6 +287,11 @@ class GeneratorMesh:
         others still wait for it."""
         return await asyncio.gather(*(rank.call(seconds, Generator.setup, self.rank0) for rank in self.ranks))
 
+    async def use_relay(self, relay: Any) -> None:
+        """Let every rank ask this relay. One that is gone is told nothing: its successor is made with it."""
+        with contextlib.suppress(ActorGone):
+            await asyncio.gather(*(rank.call(None, Generator.use_relay, relay) for rank in self.ranks))
+
     def lose(self, reason: str) -> None:
         """A process of it is gone, and with it the generator."""
         for rank in self.ranks:

@@ -306,24 +306,23 @@ class WeightRelay(ConnectedActor):
 class RelayMesh:
     """The relay of one host, and those that replace it. Belongs to one event loop."""
 
-    def __init__(self, mesh: Any, host: str) -> None:
+    def __init__(self, actor: Any, host: str) -> None:
         """
         Args:
-            mesh: handle of its actors, of which there is one.
             host: its name.
         """
-        self.actor = mesh.slice(ranks=0)
+        self.actor = actor
         """Handle of the actor, for generators."""
         self.host = host
         self.life = 0
         """How often it was replaced."""
         self._calls = Connection(self.actor, what=f"{{}} of the relay on {host}")
 
-    def replace(self, mesh: Any) -> None:
-        """From now on the relay of this mesh is called."""
-        self.actor = mesh.slice(ranks=0)
+    def replace(self, actor: Any) -> None:
+        """From now on this relay is called."""
+        self.actor = actor
         self.life += 1
-        self._calls.replace(self.actor)
+        self._calls.replace(actor)
 
     def lose(self, reason: str) -> None:
         """The relay is gone or will be killed. What it had brought is brought again."""

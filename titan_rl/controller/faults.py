@@ -41,6 +41,7 @@ _log = logging.getLogger(__name__)
 LOST_WITH = {
     "trainer": "the step in flight",
     "generator": "the tokens that its requests have not streamed",
+    "relay": "the weights that it is bringing to its host",
     "router": "pins, and which sessions stick to which generator",
     "gateway": "the rollouts that programs are playing",
     "rollout": "the groups that it plays, and the samples that it holds",

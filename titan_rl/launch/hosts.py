@@ -29,6 +29,7 @@ from titan_rl.launch.agent import HostAgent, Introduction, News, versions
 from titan_rl.launch.child import ProcessWatch
 from titan_rl.launch.host_facts import HostFacts, address_towards, detect_host
 from titan_rl.launch.process import scratch_directory
+from titan_rl.launch.pulse import until_still
 from titan_rl.policy.models.tiny import TinyPolicyConfig
 from titan_rl.weights.segment_files import remove_segments_of
 
@@ -36,8 +37,9 @@ ATTACH_SECONDS = 10.0
 """Bound on the first answer of a host."""
 CALL_SECONDS = 10.0
 """Bound on any other call to an agent."""
-PULSES = 5
-"""How often a host is asked within `placement.host_seconds`."""
+LEASE = 3
+"""An agent ends when it hears nothing for so many times `placement.host_seconds`: longer than the controller waits for
+it, so that a controller which is only slow loses no host."""
 CLOCK_SECONDS = 5.0
 """How far the clocks of two hosts may differ: logs and metrics are read side by side."""
 
@@ -189,10 +191,10 @@ class AttachedHost(Host):
             HostLost: nobody answers there.
             ConfigError: it has another Python or other packages than this host.
         """
-        address = self.worker.rpartition(":")[0]
+        address, silent = self.worker.rpartition(":")[0], self._silent_seconds
         self.mesh = attach_to_workers(ca="trust_all_connections", workers=[f"tcp://{self.worker}"])
         self._processes = self.mesh.spawn_procs(per_host={"ranks": 1}, name="agent")
-        actor = self._processes.spawn(f"agent_{next(_serial)}", HostAgent, self._name, address, self._silent_seconds)
+        actor = self._processes.spawn(f"agent_{next(_serial)}", HostAgent, self._name, address, LEASE * silent)
         self._agent = Connection(
             actor.slice(ranks=0), what=f"{{}} of {self.label}", on_push=self._hear, on_lost=self._lose
         )
@@ -254,13 +256,17 @@ class AttachedHost(Host):
             await self._agent.call(CALL_SECONDS, endpoint, *args)
 
     async def _watch(self) -> None:
-        assert self._agent is not None
-        while True:
-            try:
-                await self._agent.call(self._silent_seconds, HostAgent.pulse)
-            except (ActorGone, CallTimeout) as error:
-                return self._lose(str(error))
-            await asyncio.sleep(self._silent_seconds / PULSES)
+        agent = self._agent
+        assert agent is not None
+
+        async def pulse() -> list[int]:
+            return [await agent.call(None, HostAgent.pulse)]
+
+        try:
+            await until_still(pulse, self._silent_seconds)
+            self._lose(f"it did not answer for {self._silent_seconds:g} s (placement.host_seconds)")
+        except ActorGone as error:
+            self._lose(str(error))
 
     def _lose(self, reason: str) -> None:
         if self.lost:

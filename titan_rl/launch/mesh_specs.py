@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from titan_rl.actors.gateway import Gateway, GatewayMesh
 from titan_rl.actors.generator import Generator, GeneratorMesh
+from titan_rl.actors.relay import RelayMesh, WeightRelay
 from titan_rl.actors.rollout_worker import RolloutWorker
 from titan_rl.actors.router import GeneratorRouter
 from titan_rl.actors.router_client import RouterClient
@@ -102,10 +103,20 @@ def describe(plan: MeshPlan, meshes: Meshes) -> MeshSpec:
                     "config": config.generator_settings(),
                     "model_path": model_path,
                     "device": device,
+                    "relay": meshes.relay_on(plan.hosts[0]),
                 },
                 client=lambda actors: GeneratorMesh(actors, name),
                 setup=lambda generator: generator.setup(seconds=start_seconds),
                 doing="building the engine",
+            )
+        case "relay":
+            return MeshSpec(
+                plan=plan,
+                actor=WeightRelay,
+                arguments=lambda: {"host": plan.hosts[0]},
+                client=lambda actor: RelayMesh(actor, plan.hosts[0]),
+                setup=lambda relay: relay.setup(meshes.relays, meshes.sources, seconds=start_seconds),
+                doing="starting",
             )
         case "router":
             return MeshSpec(

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import operator
 import os
 import time
 from collections.abc import Callable, Coroutine
@@ -28,25 +27,24 @@ from typing import Any
 from titan_rl.actors.connection import bounded
 from titan_rl.actors.gateway import GatewayMesh
 from titan_rl.actors.generator import GeneratorMesh
+from titan_rl.actors.relay import RelayMesh
 from titan_rl.actors.rollouts import Rollouts
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.actors.trainer_client import Trainer
 from titan_rl.config import RunConfig
 from titan_rl.controller.faults import LOST_WITH, FaultBoard, Restarts, kind_of
-from titan_rl.errors import ActorGone, CallTimeout, ConfigError, MeshFailed, TitanError
+from titan_rl.errors import ActorGone, ConfigError, MeshFailed, TitanError
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch.hosts import AttachedHost, Host, listen_for
 from titan_rl.launch.mesh_specs import MeshClient, MeshSpec, describe
 from titan_rl.launch.placement import Placement, plan
 from titan_rl.launch.provisioner import Provisioner
+from titan_rl.launch.pulse import until_still
 from titan_rl.launch.start import model_directory
 from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segments
 
 CLOSE_SECONDS = 5.0
 """Time limit for a mesh's own `close`, before its processes are stopped. All meshes are closed at once."""
-
-LOOKS = 5
-"""How often the watcher looks at the pulse of a mesh within `placement.hang_seconds`."""
 
 _log = logging.getLogger(__name__)
 
@@ -122,6 +120,22 @@ class Meshes:
     @property
     def gateway(self) -> GatewayMesh | None:
         return self.clients.get("gateway")
+
+    @property
+    def relays(self) -> list[RelayMesh]:
+        """Those of the hosts that are not lost."""
+        known = (self.clients.get(name) for name in self._specs if kind_of(name) == "relay")
+        return [relay for relay in known if relay is not None and relay.host in self.hosts]
+
+    def relay_on(self, host: str) -> Any:
+        """Handle of a host's relay; None: there is none, because there is one host."""
+        return next((relay.actor for relay in self.relays if relay.host == host), None)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Hosts where weights are published."""
+        trainer = self._specs.get("trainer")
+        return ("host0",) if trainer is None else tuple(dict.fromkeys(trainer.plan.hosts))
 
     @property
     def awaited(self) -> tuple[str, ...]:
@@ -261,18 +275,7 @@ class Meshes:
 
     async def _watch_pulse(self, name: str, client: MeshClient) -> None:
         bound = self.config.placement.hang_seconds
-        before: list[int] = []
-        still = 0  # looks in a row at which a rank did not answer, or had not moved
-        while still < LOOKS - 1:
-            now: list[int] = []
-            with suppress(TimeoutError, CallTimeout):
-                async with asyncio.timeout(bound / LOOKS):
-                    now = await client.pulse()
-            moved = bool(now) and all(map(operator.ne, now, before))
-            still = 0 if moved else still + 1
-            if now:
-                before = now
-                await asyncio.sleep(bound / LOOKS)
+        await until_still(client.pulse, bound)
         raise MeshFailed(f"{name} hangs: no progress for {bound:g} s (placement.hang_seconds)", name)
 
     def replace(self, fault: MeshFailed) -> None:
@@ -326,11 +329,22 @@ class Meshes:
             case "generator":
                 self.generators[name] = self.clients[name]
                 await self.router.generator_joined(name, self.generators[name].rank0)
+            case "relay":
+                await self._tell_relays()
+                there = self._specs[name].plan.hosts
+                on_it = [mesh for mesh in self.generators if self._specs[mesh].plan.hosts == there]
+                await asyncio.gather(*(self.generators[mesh].use_relay(self.relay_on(there[0])) for mesh in on_it))
+            case "trainer":
+                await self._tell_relays()  # it may have moved
             case "router" | "gateway":
                 await asyncio.gather(*map(self._update, self._up))
             case "rollout":
                 await self._update(name)
                 await self.attach_stores()
+
+    async def _tell_relays(self) -> None:
+        up = (relay for relay in self.relays if f"relay{relay.host.removeprefix('host')}" in self._up)
+        await asyncio.gather(*(relay.use(self.relays, self.sources) for relay in up))
 
     async def attach_stores(self) -> None:
         """Let trainer ranks read the samples on other hosts than theirs."""

@@ -253,6 +253,8 @@ def plan(config: RunConfig, *hosts: HostFacts, serving: bool = False, kept: Plac
             name=name, hosts=hosts_of_ranks, env=env, devices=devices, positions=places, computes=computes
         )
 
+    for there in room.hosts if len(hosts) > 1 else ():
+        place(f"relay{there.removeprefix('host')}", lambda there=there: [there])  # type: ignore[misc]
     if not serving:
         positions = [
             f"fsdp {shard}/{trainer.data_parallel}, tp {rank}/{trainer.tensor_parallel}"
@@ -271,8 +273,6 @@ def plan(config: RunConfig, *hosts: HostFacts, serving: bool = False, kept: Plac
         spare = "spare, " if number >= config.generator.count else ""
         positions = [f"{spare}tp {rank}/{ranks}" for rank in range(ranks)]
         place(f"generator{number}", lambda: room.for_generator(ranks), positions, **engine)
-    for there in room.hosts if len(hosts) > 1 else ():
-        place(f"relay{there.removeprefix('host')}", lambda there=there: [there])  # type: ignore[misc]
     place("router", lambda: room.for_other("router", [where.router]))
     if serving or plays(config):
         place("gateway", lambda: room.for_other("gateway", [where.gateway]))
