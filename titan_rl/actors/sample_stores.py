@@ -14,23 +14,22 @@ import asyncio
 import contextvars
 import itertools
 from collections.abc import Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 from monarch.rdma import RDMABuffer
 
-from titan_rl.actors.connection import ConnectedActor, Connection, ServedMethod, served
+from titan_rl.actors.connection import ConnectedActor, Connection, served
 from titan_rl.data_plane.layout import decode
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SampleStore, SharedMemorySource
 from titan_rl.errors import SampleError
 from titan_rl.types import TrainingSample
 
-FETCH_SECONDS = 120
-"""Bound on fetching one micro-batch's samples from one store."""
-
-P = ParamSpec("P")
-T = TypeVar("T")
+PATIENCE_SECONDS = 10
+SLOWEST_BYTES_PER_SECOND = 10 << 20
+"""Bound on fetching one micro-batch's samples from one store: the patience, and its bytes at this speed. Monarch does not
+report a host that is gone, so this is how long a trainer waits for the samples that it held."""
 
 
 class StoreKeeper(ConnectedActor):
@@ -61,7 +60,7 @@ class StoreKeeper(ConnectedActor):
     async def withdraw(self, token: int) -> None:
         """The reader is done with an exposed buffer."""
         handle, _content = self._exposed.pop(token)
-        await asyncio.to_thread(lambda: handle.drop().get(timeout=FETCH_SECONDS))
+        await asyncio.to_thread(lambda: handle.drop().get(timeout=PATIENCE_SECONDS))
 
 
 class AnyHostSource:
@@ -113,16 +112,13 @@ class AnyHostSource:
         return [samples[ref.sample_id] for ref in batch.refs]
 
     def _read(self, store: str, ids: tuple[int, ...], content: np.ndarray) -> None:
-        buffer, token = self._call(store, StoreKeeper.expose, ids)
+        seconds, keeper = PATIENCE_SECONDS + len(content) // SLOWEST_BYTES_PER_SECOND, self._stores[store]
+
+        async def expose() -> tuple[RDMABuffer, int]:
+            return await keeper.call(seconds, StoreKeeper.expose, ids)
+
+        buffer, token = asyncio.run_coroutine_threadsafe(expose(), self._loop).result()
         try:
-            buffer.read_into(content.data, timeout=FETCH_SECONDS).get(timeout=FETCH_SECONDS)
+            buffer.read_into(content.data, timeout=seconds).get(timeout=seconds)
         finally:
-            self._call(store, StoreKeeper.withdraw, token)
-
-    def _call(self, store: str, endpoint: ServedMethod[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call the store's keeper from a thread; blocks for a bounded time."""
-
-        async def in_the_loop() -> T:
-            return await self._stores[store].call(FETCH_SECONDS, endpoint, *args, **kwargs)
-
-        return asyncio.run_coroutine_threadsafe(in_the_loop(), self._loop).result(FETCH_SECONDS)
+            self._loop.call_soon_threadsafe(keeper.tell, StoreKeeper.withdraw, token)

@@ -147,8 +147,8 @@ class Meshes:
 
     @property
     def names(self) -> list[str]:
-        """Names of all meshes in the order of their start: each uses handles of those before it."""
-        return list(self._specs)
+        """See `Placement`."""
+        return self.placement.names
 
     async def place(self) -> None:
         """Attach the hosts of the config, and place the meshes on them.
@@ -170,7 +170,7 @@ class Meshes:
     def spawn(self) -> None:
         """Start the processes and actors of all meshes. Does not wait for them."""
         sweep_dead_segments()
-        for name in self._specs:
+        for name in self.names:
             self._spawn(name)
 
     async def set_up(self, *names: str) -> None:
@@ -203,6 +203,7 @@ class Meshes:
         facts = [host.facts for host in self.hosts.values()]
         before = getattr(self, "placement", None)
         self.placement = plan(self.config, *facts, serving=self._serving, kept=before)
+        self._specs = {name: self._specs[name] for name in self._specs.keys() & {*self.placement.names}}
         for mesh in self.placement.meshes:
             if mesh.name not in self._specs or self._specs[mesh.name].plan is not mesh:
                 self._specs[mesh.name] = describe(mesh, self)
@@ -310,6 +311,8 @@ class Meshes:
             self.faults.starts_again(name)
             try:
                 self._place()
+                if name not in self._specs:  # the relay of a host that is lost
+                    return await self._tell_relays()
                 self._spawn(name)
                 await self.faults.unless_lost(name, self._set_up(name))
                 break

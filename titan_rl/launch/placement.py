@@ -115,6 +115,11 @@ class Placement:
         return next(mesh for mesh in self.meshes if mesh.name == name)
 
     @property
+    def names(self) -> list[str]:
+        """Of the meshes, in the order of their start: each uses handles of those before it."""
+        return [mesh.name for mesh in self.meshes]
+
+    @property
     def processes(self) -> int:
         return sum(mesh.ranks for mesh in self.meshes)
 
