@@ -23,7 +23,7 @@ from titan_rl.controller.checkpoint_files import checkpoints
 from titan_rl.errors import ConfigError
 from titan_rl.launch.checks import Problem, Severity, check_run
 from titan_rl.launch.host_facts import HostFacts, detect_host
-from titan_rl.launch.placement import TORCHRUN_VARIABLES, describe, devices_needed, plan
+from titan_rl.launch.placement import TORCHRUN_VARIABLES, assumed_hosts, describe, devices_needed, plan
 from titan_rl.launch.process import prepare_controller
 from titan_rl.launch.resume import (
     CONFIG,
@@ -260,9 +260,10 @@ def _problems(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
 
 def show(config: RunConfig, host: HostFacts, *, serving: bool = False) -> None:
     """Print the config as TOML and the placement as comments below it."""
-    placement = plan(config, with_devices(host, config), serving=serving)
+    hosts = assumed_hosts(config, with_devices(host, config))
+    placement = plan(config, *hosts, serving=serving)
     print(to_toml(config))
-    print("\n".join(f"# {line}".rstrip() for line in describe(placement, host)))
+    print("\n".join(f"# {line}".rstrip() for line in describe(placement, *hosts)))
 
 
 def with_devices(host: HostFacts, config: RunConfig) -> HostFacts:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import itertools
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,13 +24,13 @@ from titan_rl.actors.connection import ConnectedActor, Connection, served
 from titan_rl.data_plane.layout import decode
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SampleStore, SharedMemorySource
-from titan_rl.errors import SampleError
+from titan_rl.errors import CallTimeout, SampleError
 from titan_rl.types import TrainingSample
 
 PATIENCE_SECONDS = 10
 SLOWEST_BYTES_PER_SECOND = 10 << 20
-"""Bound on fetching one micro-batch's samples from one store: the patience, and its bytes at this speed. Monarch does not
-report a host that is gone, so this is how long a trainer waits for the samples that it held."""
+"""Bound on fetching one micro-batch's samples from one store: the patience, and its bytes at this speed. Monarch does
+not report a host that is gone, so this is how long a trainer waits for the samples that it held."""
 
 
 class StoreKeeper(ConnectedActor):
@@ -78,6 +79,7 @@ class AnyHostSource:
         self._loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()
         self._here = SharedMemorySource()
+        self._silent_until: dict[str, float] = {}  # by store that did not answer
 
     def fetch(self, batch: SampleBatch) -> tuple[TrainingSample, ...]:
         """See `SampleSource`. Must not be called in an event loop."""
@@ -112,12 +114,18 @@ class AnyHostSource:
         return [samples[ref.sample_id] for ref in batch.refs]
 
     def _read(self, store: str, ids: tuple[int, ...], content: np.ndarray) -> None:
+        if time.monotonic() < self._silent_until.get(store, 0.0):
+            raise CallTimeout("it did not answer a moment ago")  # for every group of a step, one after the other
         seconds, keeper = PATIENCE_SECONDS + len(content) // SLOWEST_BYTES_PER_SECOND, self._stores[store]
 
         async def expose() -> tuple[RDMABuffer, int]:
             return await keeper.call(seconds, StoreKeeper.expose, ids)
 
-        buffer, token = asyncio.run_coroutine_threadsafe(expose(), self._loop).result()
+        try:
+            buffer, token = asyncio.run_coroutine_threadsafe(expose(), self._loop).result()
+        except CallTimeout:
+            self._silent_until[store] = time.monotonic() + PATIENCE_SECONDS
+            raise
         try:
             buffer.read_into(content.data, timeout=seconds).get(timeout=seconds)
         finally:

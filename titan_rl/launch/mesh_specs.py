@@ -82,6 +82,7 @@ def describe(plan: MeshPlan, meshes: Meshes) -> MeshSpec:
                     "device": device,
                     "seed": config.seed,
                     "copies": config.checkpoint.in_memory,
+                    "hosts": plan.hosts,
                 },
                 client=lambda actors: Trainer(
                     actors,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from titan_rl.config import PlacementConfig, RunConfig
@@ -305,6 +305,13 @@ def _refuse_too_few_devices(config: RunConfig, device: Device, hosts: Sequence[H
 def _interface(name: str) -> dict[str, str]:
     """Ranks that compute listen for each other on this interface only."""
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+
+
+def assumed_hosts(config: RunConfig, here: HostFacts) -> list[HostFacts]:
+    """The hosts of the run as far as they are known before they are attached: all like this one."""
+    addresses = (worker.rpartition(":")[0] for worker in config.placement.hosts)
+    others = (replace(here, name=f"host{number}", address=address) for number, address in enumerate(addresses, 1))
+    return [here, *others]
 
 
 def describe(placement: Placement, *hosts: HostFacts) -> list[str]:
