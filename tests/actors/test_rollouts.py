@@ -34,6 +34,7 @@ from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig, TrainerConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.rollout.report import GroupReport
 from titan_rl.types import GroupRequest, PolicyVersion, Purpose, SamplingParams
+from titan_rl.weights.segment_files import remove_segments_of
 
 SECONDS = 120.0
 SAMPLES = 4
@@ -75,6 +76,8 @@ class Workers:
     async def start(self, number: int) -> None:
         """A worker, or the next one of its mesh."""
         worker = self.rollouts.workers[number]
+        if worker.channel:  # as the owner of its mesh does when it has ended the processes
+            remove_segments_of(os.getpid(), channel=worker.channel)
         worker.replace(self._spawn(number))
         (self.pids[number],) = await worker.setup(self._router)
 

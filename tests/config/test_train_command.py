@@ -212,14 +212,19 @@ def test_under_torchrun_with_one_process_the_run_starts_without_torchruns_variab
     assert not set(TORCHRUN_VARIABLES) & set(train.os.environ)
 
 
-@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
-def test_several_processes_of_torchrun_are_refused_once(rank, lines, monkeypatch, capsys, started):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", rank)
+def test_several_processes_of_torchrun_on_one_host_are_refused(monkeypatch, capsys, started):
+    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
     assert train.main(["--recipe", "copy4"]) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == lines and all("several hosts are not supported yet" in line for line in said)
+    assert "use --nproc-per-node 1" in capsys.readouterr().err
     assert started == []
+
+
+def test_hosts_on_a_network_are_refused_unless_it_is_trusted(capsys, started):
+    assert train.main(["--recipe", "copy4", "--hosts", "10.0.0.2:17000,10.0.0.3:17000"]) == 2
+    assert "add --trusted-network" in capsys.readouterr().err
+    assert train.main(["--recipe", "copy4", "--hosts", "10.0.0.2:17000,10.0.0.3:17000", "--trusted-network"]) == 0
+    assert started[0][0].placement.hosts == ("10.0.0.2:17000", "10.0.0.3:17000")
 
 
 # --- help ------------------------------------------------------------------------------------------------------------

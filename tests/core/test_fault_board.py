@@ -149,7 +149,8 @@ async def test_a_generator_that_dies_before_it_is_ready_ends_the_start() -> None
 
 
 def test_what_is_lost_is_said_of_every_mesh_that_is_placed() -> None:
-    meshes = plan(copy4(), HostFacts(cpus=2)).meshes + plan(copy4(), HostFacts(cpus=2), serving=True).meshes
+    hosts = HostFacts(cpus=2), HostFacts(cpus=2, name="host1")
+    meshes = plan(copy4(), *hosts).meshes + plan(copy4(), *hosts, serving=True).meshes
     assert {kind_of(mesh.name) for mesh in meshes} == set(LOST_WITH)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from titan_rl.controller.faults import FaultBoard, kind_of
 from titan_rl.errors import MeshFailed
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch import meshes as module
+from titan_rl.launch.host_facts import HostFacts
 from titan_rl.launch.mesh_specs import describe
 from titan_rl.launch.meshes import Meshes
 from titan_rl.launch.placement import MeshPlan
@@ -26,14 +28,18 @@ class Processes:
 
     def __init__(self) -> None:
         self._spawned: list[str] = []
+        self.hosts = {"host0": SimpleNamespace(facts=HostFacts(cpus=2))}
+
+    async def attach(self, *workers: str, **_: Any) -> None: ...
 
     def spawn(self, name: Any, *_: Any, **arguments: Any) -> Any:
         if isinstance(name, MeshPlan):
             return self
         self._spawned.append(name)
-        return f"{name}.{self._spawned.count(name)}"
+        actor = f"{name}.{self._spawned.count(name)}"
+        return [actor]
 
-    async def stop(self, name: str, *, kill: bool = False) -> None:
+    async def stop(self, name: str, *, kill: bool = False, remove: str = "") -> None:
         await asyncio.sleep(0)
 
     async def stop_all(self) -> None: ...
@@ -51,8 +57,8 @@ class Client:
 
     def lose(self, reason: str) -> None: ...
 
-    def replace(self, actor: str) -> None:
-        self.actor = self.rank0 = actor
+    def replace(self, actors: Any) -> None:
+        self.actor = self.rank0 = actors[0] if isinstance(actors, list) else actors
 
     async def setup(self, *asks: Any) -> list[int]:
         self.asks = asks
@@ -85,7 +91,8 @@ class Run:
                 "gateway": lambda: (meshes.router.actor,),
             }.get(kind_of(name), tuple)
 
-            def client(actor: str) -> Client:
+            def client(actors: Any) -> Client:
+                actor = actors[0] if isinstance(actors, list) else actors
                 self.clients[name] = Client(name, actor)
                 if kind_of(name) == "generator":
                     meshes.generators[name] = self.clients[name]  # type: ignore[assignment]
@@ -103,7 +110,11 @@ class Run:
         monkeypatch.setattr(module, "sweep_dead_segments", lambda: None)
         monkeypatch.setattr(module, "remove_segments_of", lambda pid: None)
         self.meshes = Meshes(config, GatewayConfig(), faults=self.faults, say=self.said.append, serving=serving)
+
+    async def begin(self) -> Run:
+        await self.meshes.place()
         self.meshes.spawn()
+        return self
 
     def kill(self, *names: str) -> None:
         for name in names:
@@ -119,7 +130,7 @@ class Run:
 async def test_whoever_is_still_being_set_up_when_the_router_is_replaced_asks_the_new_one(
     monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
-    run = Run(monkeypatch, copy4(), serving=late == "gateway")
+    run = await Run(monkeypatch, copy4(), serving=late == "gateway").begin()
     run.clients[late].held.clear()
     start = asyncio.create_task(run.meshes.set_up(*run.meshes.names))
     await asyncio.sleep(0)
