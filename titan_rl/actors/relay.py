@@ -37,7 +37,7 @@ from titan_rl.errors import ActorGone, WeightsError
 from titan_rl.observability.waits import waiting
 from titan_rl.weights.fanout import Parents, parents
 from titan_rl.weights.manifest import Publication
-from titan_rl.weights.segment_files import Identity, create_segment, identity_of, map_segment, segment_at
+from titan_rl.weights.segment_files import SCHEME, Identity, create_segment, identity_of, map_segment, segment_at
 
 LEAST_CHUNK_BYTES, MOST_CHUNKS = 256 << 10, 512
 """A publication has so many chunks that the hops of a few of them do not count, and so few that a message for each does
@@ -134,7 +134,8 @@ class WeightRelay(ConnectedActor):
 
     @served
     async def bring(self, publication: Publication, *, again: bool = False) -> None:
-        """Returns when this host has the whole publication in its shared memory. Callers share one transfer.
+        """Returns when this host has the whole publication in its shared memory, if it is not in files that all hosts
+        see. Callers share one transfer.
 
         Args:
             again: what is here is not what was published: fetch everything anew, from a trainer's host.
@@ -143,7 +144,7 @@ class WeightRelay(ConnectedActor):
             WeightsError: it cannot be had: it is gone, or no host that has it answers.
             StorageError: there is no room for it.
         """
-        if self._host in self._sources:
+        if self._host in self._sources or not publication.location.startswith(SCHEME):
             return
         slot = await self._slot_of(publication)
         task = self._go_on(slot, again=again)
