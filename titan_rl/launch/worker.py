@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import signal
+import sys
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -71,11 +72,13 @@ def _act(command: Command, prog: str) -> int:
     number = int(port) or free_port(host)
 
     def wait() -> None:
+        # not blocked and waited for: every process of a run here would inherit that
+        for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(stop, lambda *_: sys.exit())
         print(f"{prog} listens on {host}:{number} ({WARNING}); Ctrl-C ends it", flush=True)
-        signal.sigwait(stops)
+        while True:
+            signal.pause()
 
-    stops = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    signal.pthread_sigmask(signal.SIG_BLOCK, stops)  # before there are other threads
     serve_host(host, number, trusted="--trusted-network" in command.flags, until=wait)
 
 
