@@ -18,6 +18,7 @@ from titan_rl.errors import ConfigError
 from titan_rl.gateway.config import listen
 from titan_rl.launch.process import prepare_controller, scratch_directory
 from titan_rl.overrides import Command, Verb
+from titan_rl.processes import leave
 
 WARNING = "whoever reaches this port can run any code here: trusted networks only"
 
@@ -49,12 +50,8 @@ def serve_host(address: str, port: int, *, trusted: bool, until: Callable[[], ob
     os.environ["TMPDIR"] = str(scratch_directory())  # of Monarch's sockets
     from monarch.actor import start_worker_loop_forever
 
-    serving = start_worker_loop_forever(address=f"tcp://{address}:{port}", ca="trust_all_connections")
-    try:
-        until()
-    finally:
-        del serving
-        os._exit(0)  # what runs here dies with this process; Monarch has no other end for its loop
+    start_worker_loop_forever(address=f"tcp://{address}:{port}", ca="trust_all_connections")
+    leave(until)  # what runs here dies with this process; Monarch has no other end for its loop
 
 
 def free_port(address: str) -> int:
