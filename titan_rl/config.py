@@ -83,6 +83,13 @@ class PlacementConfig:
 
     def __post_init__(self) -> None:
         self.hosts = tuple(host for several in self.hosts for host in several.split(",") if host)
+        if twice := {host for host in self.hosts if self.hosts.count(host) > 1}:
+            raise ConfigError(f"placement.hosts: {', '.join(sorted(twice))} twice: one worker is one host")
+        if 0 < sum(host.startswith("127.") for host in self.hosts) < len(self.hosts):
+            raise ConfigError(
+                f"placement.hosts: {', '.join(self.hosts)}: the hosts must reach each other, and an address 127.… "
+                "leads every host to itself: give each worker the address under which the others reach it"
+            )
         for host in self.hosts:
             address, _, port = host.rpartition(":")
             if not address or not port.isdigit():

@@ -9,12 +9,15 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import hashlib
 import importlib.metadata
 import importlib.util
 import logging
 import os
 import platform
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +26,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from titan_rl.actors.connection import ConnectedActor, caller, served
+from titan_rl.errors import ConfigError
 from titan_rl.launch.child import ProcessWatch
 from titan_rl.launch.host_facts import HostFacts, detect_host
 from titan_rl.launch.process import prepare_controller, scratch_directory
@@ -90,6 +94,22 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}}
 
 
+def digest_of(what: str) -> str:
+    """What must be the same on every host: the content of a file; the names and sizes of what is in a directory; of a
+    module only that it can be found. Empty: it is not there.
+
+    Args:
+        what: an absolute path, or the name of a module.
+    """
+    path = Path(what)
+    if not path.is_absolute():
+        return "found" if importlib.util.find_spec(what.partition(".")[0]) else ""
+    if path.is_dir():
+        parts = [f"{each.name} {each.stat().st_size}" for each in sorted(path.iterdir()) if each.is_file()]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
 class HostAgent(ConnectedActor):
     """See the module.
 
@@ -116,6 +136,7 @@ class HostAgent(ConnectedActor):
         def told(kind: Literal["ended", "stopped"]) -> Callable[..., None]:
             return lambda *words: void(loop.call_soon_threadsafe(tell, News(kind, *words)))
 
+        self._lock_worker()
         sweep_dead_segments()
         scratch = scratch_directory()
         self._watch = ProcessWatch(scratch, on_end=told("ended"), on_stop=lambda what: told("stopped")("", what))
@@ -166,18 +187,30 @@ class HostAgent(ConnectedActor):
         remove_segments_of(os.getpid(), channel=channel)
 
     @served
-    async def missing(self, needed: tuple[str, ...]) -> list[str]:
-        """Which of these files, directories (absolute paths) and modules are not on this host."""
-        return [
-            each
-            for each in needed
-            if not (os.path.exists(each) if os.path.isabs(each) else importlib.util.find_spec(each.partition(".")[0]))
-        ]
+    async def echo(self, content: bytes) -> bytes:
+        """Shows that packets of every size pass."""
+        return content
+
+    @served
+    async def digests(self, needed: tuple[str, ...]) -> list[str]:
+        """See `digest_of`."""
+        return await asyncio.to_thread(lambda: [digest_of(each) for each in needed])
 
     @served
     async def make_policy(self, tiny: TinyPolicyConfig, directory: str) -> None:
         """Make a tiny policy, if it is not there."""
         await asyncio.to_thread(make_tiny_policy, tiny, Path(directory).parent)
+
+    def _lock_worker(self) -> None:
+        """Until this process ends. Raises ConfigError if another agent does."""
+        self._lock = os.open(Path(tempfile.gettempdir(), "agent.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"{self._host} serves another run, or one that has lost it and is not over yet: start a second worker "
+                "there at another port, or wait for the other run"
+            ) from error
 
     def _guard(self) -> None:
         """End this process, and with it all that it watches, once the controller is silent."""

@@ -93,6 +93,13 @@ def check_run(config: RunConfig, host: HostFacts) -> list[Problem]:
     ]
 
 
+def check_host(config: RunConfig, host: HostFacts, *, processes: int, serving: bool) -> list[Problem]:
+    """What another host of a run lacks; the rest was checked on the controller's."""
+    tiny = config.policy.tiny
+    shape = tiny_shape(tiny) if tiny is not None else read_shape(Path(config.policy.path))
+    return [*_open_files(host, processes), *_shared_memory(config, host, shape, serving=serving)]
+
+
 def check_serving(config: RunConfig, host: HostFacts, gateway: GatewayConfig) -> list[Problem]:
     """All problems of serving the policy of `config` on `host` at the gateway's address."""
     return [
@@ -110,12 +117,7 @@ def _placement(config: RunConfig, host: HostFacts, *, serving: bool = False) -> 
     except ConfigError as error:
         yield Problem(sentence=str(error), severity=Severity.ABSENT)
     else:
-        if 0 < host.open_files < (need := OPEN_FILES + OPEN_FILES_PER_PROCESS * processes):
-            yield Problem(
-                sentence=f"a process may have {host.open_files} open files, and the controller of {processes} "
-                f"processes needs {need}: raise the hard limit (ulimit -Hn)",
-                severity=Severity.ABSENT,
-            )
+        yield from _open_files(host, processes)
     if resolve_device(config, host) == "cuda":
         return
     meshes = {"generator": config.generator.tensor_parallel} | ({} if serving else {"trainer": config.trainer.ranks})
@@ -128,6 +130,15 @@ def _placement(config: RunConfig, host: HostFacts, *, serving: bool = False) -> 
                 f"this host has {host.cpus} CPU cores: they take turns, so that fewer ranks are faster",
                 severity=Severity.WARNING,
             )
+
+
+def _open_files(host: HostFacts, processes: int) -> Iterator[Problem]:
+    if 0 < host.open_files < (need := OPEN_FILES + OPEN_FILES_PER_PROCESS * processes):
+        yield Problem(
+            sentence=f"a process may have {host.open_files} open files, and the controller of {processes} "
+            f"processes needs {need}: raise the hard limit (ulimit -Hn)",
+            severity=Severity.ABSENT,
+        )
 
 
 def _policy(config: RunConfig, host: HostFacts, *, serving: bool = False) -> Iterator[Problem]:

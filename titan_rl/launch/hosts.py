@@ -18,23 +18,29 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from monarch.actor import attach_to_workers, enable_transport, this_host
 
 from titan_rl.actors.connection import Connection, bounded
+from titan_rl.config import RunConfig
 from titan_rl.errors import ActorGone, CallTimeout, ConfigError, HostLost
-from titan_rl.launch.agent import HostAgent, Introduction, News, versions
+from titan_rl.launch.agent import HostAgent, Introduction, News, digest_of, versions
+from titan_rl.launch.checks import Severity, check_host
 from titan_rl.launch.child import ProcessWatch
 from titan_rl.launch.host_facts import HostFacts, address_towards, detect_host
 from titan_rl.launch.process import scratch_directory
 from titan_rl.launch.pulse import until_still
-from titan_rl.policy.models.tiny import TinyPolicyConfig
 from titan_rl.weights.segment_files import remove_segments_of
 
 ATTACH_SECONDS = 10.0
-"""Bound on the first answer of a host."""
+"""Bound on the first answer of a host's agent."""
+REACH_SECONDS = 3.0
+"""Bound on the first packet from a host."""
+LARGE_BYTES = 64 << 10
+"""More than any packet holds."""
 CALL_SECONDS = 10.0
 """Bound on any other call to an agent."""
 LEASE = 3
@@ -47,6 +53,19 @@ Ended = Callable[[str, str, int | None], None]
 """Told of the end of a process: the spawn, the process, its exit code. See `ProcessWatch`."""
 
 _serial = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """What a run needs of each of its hosts."""
+
+    config: RunConfig
+    serving: bool
+    processes: int
+    model_path: Path
+    imports: tuple[str, ...]
+    run_directory: Path | None
+    """None: the host need not see it."""
 
 
 def listen_for(workers: Sequence[str]) -> str:
@@ -192,6 +211,7 @@ class AttachedHost(Host):
             ConfigError: it has another Python or other packages than this host.
         """
         address, silent = self.worker.rpartition(":")[0], self._silent_seconds
+        await self._reach()
         self.mesh = attach_to_workers(ca="trust_all_connections", workers=[f"tcp://{self.worker}"])
         self._processes = self.mesh.spawn_procs(per_host={"ranks": 1}, name="agent")
         actor = self._processes.spawn(f"agent_{next(_serial)}", HostAgent, self._name, address, LEASE * silent)
@@ -202,7 +222,16 @@ class AttachedHost(Host):
             known: Introduction = await self._agent.call(ATTACH_SECONDS, HostAgent.begin)
         except (ActorGone, CallTimeout) as error:
             raise HostLost(
-                f"{self.label} does not answer: is `titan-rl worker` running there, and its port open? ({error})"
+                f"{self.label} takes connections and starts nothing. Perhaps a firewall keeps it from reaching this "
+                "host, or what listens there is no `titan-rl worker`, or one that was started again at the same port "
+                f"({error})"
+            ) from error
+        try:
+            await self._agent.call(CALL_SECONDS / 2, HostAgent.echo, bytes(LARGE_BYTES))
+        except CallTimeout as error:
+            raise HostLost(
+                f"{self.label} answers, but {LARGE_BYTES >> 10} KiB at once do not come through: compare the MTU of "
+                "the network interfaces on the way"
             ) from error
         self.facts, self.owner, self.scratch = known.facts, known.pid, Path(known.scratch)
         self.life, self.births, self.python = known.life, known.births, known.python
@@ -225,15 +254,32 @@ class AttachedHost(Host):
     async def remove_segments(self, channel: str = "") -> None:
         await self._ask(HostAgent.remove_segments, channel)
 
-    async def missing(self, needed: tuple[str, ...]) -> list[str]:
-        """Which of these files, directories and modules are not there."""
-        assert self._agent is not None
-        return await self._agent.call(CALL_SECONDS, HostAgent.missing, needed)
-
-    async def make_policy(self, tiny: TinyPolicyConfig, directory: Path) -> None:
-        """Make the tiny policy, if it is not there."""
-        assert self._agent is not None
-        await self._agent.call(CALL_SECONDS, HostAgent.make_policy, tiny, str(directory))
+    async def refuse_unfit(self, needed: Needed) -> list[str]:
+        """Warnings of what the host may lack. Raises ConfigError with the first thing that it does lack."""
+        agent = self._agent
+        assert agent is not None
+        if (tiny := needed.config.policy.tiny) is not None:
+            await agent.call(CALL_SECONDS, HostAgent.make_policy, tiny, str(needed.model_path))
+        run = (str(needed.run_directory),) if needed.run_directory is not None else ()
+        same = (str(needed.model_path), *needed.imports)
+        here = await asyncio.to_thread(lambda: [digest_of(each) for each in same])
+        there = await agent.call(CALL_SECONDS, HostAgent.digests, (*same, *run))
+        for what, mine, theirs in zip(same, here, there, strict=False):
+            if not theirs:
+                raise ConfigError(f"{self.label} has no {what}: put it there, at the same path")
+            if theirs != mine:
+                raise ConfigError(f"{self.label} has another {what} than this host: copy it there")
+        if not all(there):
+            raise ConfigError(
+                f"{self.label} does not see {needed.run_directory}, where the trainer writes checkpoints: choose a "
+                "logging.directory on a file system that all hosts of placement.trainer share"
+            )
+        config, facts = needed.config, self.facts
+        problems = check_host(config, facts, processes=needed.processes, serving=needed.serving)
+        for problem in problems:
+            if problem.severity is not Severity.WARNING:
+                raise ConfigError(f"{self.label}: {problem.sentence}")
+        return [f"warning: {self.label}: {problem.sentence}" for problem in problems]
 
     async def leave(self) -> None:
         """The worker waits for the next run."""
@@ -287,6 +333,25 @@ class AttachedHost(Host):
             case "log" if self._log_directory:
                 with suppress(OSError), open(Path(self._log_directory) / news.of, "ab") as log:
                     log.write(news.text)
+
+    async def _reach(self) -> None:
+        """Whether somebody listens there. Raises HostLost with the cause: Monarch would only wait."""
+        host, _, port = self.worker.rpartition(":")
+        try:
+            async with asyncio.timeout(REACH_SECONDS):
+                _, writer = await asyncio.open_connection(host, int(port))
+            writer.close()
+        except ConnectionRefusedError as error:
+            raise HostLost(
+                f"nobody listens at {self.label}: start `titan-rl worker --listen {self.worker}` there"
+            ) from error
+        except TimeoutError as error:
+            raise HostLost(
+                f"{self.label} did not answer within {REACH_SECONDS:g} s: the address is wrong, the host is down, or a "
+                "firewall is between"
+            ) from error
+        except OSError as error:
+            raise HostLost(f"{self.label} cannot be reached: {error.strerror or error}") from error
 
     def _refuse_differences(self, known: Introduction) -> None:
         for what, here in versions().items():

@@ -33,9 +33,9 @@ from titan_rl.actors.router_client import RouterClient
 from titan_rl.actors.trainer_client import Trainer
 from titan_rl.config import RunConfig
 from titan_rl.controller.faults import LOST_WITH, FaultBoard, Restarts, kind_of
-from titan_rl.errors import ActorGone, ConfigError, MeshFailed, TitanError
+from titan_rl.errors import ActorGone, MeshFailed, TitanError
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.launch.hosts import AttachedHost, Host, listen_for
+from titan_rl.launch.hosts import AttachedHost, Host, Needed, listen_for
 from titan_rl.launch.mesh_specs import MeshClient, MeshSpec, describe
 from titan_rl.launch.placement import Placement, plan
 from titan_rl.launch.provisioner import Provisioner
@@ -160,7 +160,15 @@ class Meshes:
         where = self.config.placement
         await self._provisioner.attach(*where.hosts, silent_seconds=where.host_seconds, on_lost=self._host_lost)
         self._place()
-        await asyncio.gather(*(self._check(host) for host in self.hosts.values() if isinstance(host, AttachedHost)))
+        trainers = set(self._specs["trainer"].plan.hosts) if "trainer" in self._specs else set()
+        for host in self.hosts.values():
+            if isinstance(host, AttachedHost):
+                runs = self._log_directory.parent if self._log_directory and host.name in trainers else None
+                needed = Needed(
+                    self.config, self._serving, self.placement.processes, self.model_path, self.imports, runs
+                )
+                for warning in await host.refuse_unfit(needed):
+                    self.say(warning)
 
     @property
     def hosts(self) -> dict[str, Host]:
@@ -208,20 +216,6 @@ class Meshes:
             if mesh.name not in self._specs or self._specs[mesh.name].plan is not mesh:
                 self._specs[mesh.name] = describe(mesh, self)
             self._restarts.setdefault(mesh.name, Restarts(self.config.placement.restarts))
-
-    async def _check(self, host: AttachedHost) -> None:
-        """Whether a host has what its processes need. Raises ConfigError."""
-        if (tiny := self.config.policy.tiny) is not None:
-            await host.make_policy(tiny, self.model_path)
-        needed = [str(self.model_path), *self.imports]
-        saves = "trainer" in self._specs and host.name in self._specs["trainer"].plan.hosts
-        if saves and self._log_directory is not None:
-            needed.append(str(self._log_directory.parent))
-        if missing := await host.missing(tuple(needed)):
-            raise ConfigError(
-                f"{host.label} has no {', '.join(missing)}: put it there, at the same path"
-                f"{', on a file system that all hosts of the trainer share' if saves else ''}"
-            )
 
     def _host_lost(self, host: Host) -> None:
         self.say(host.lost)

@@ -1,0 +1,209 @@
+"""Each mistake with hosts is one sentence that names the host, the cause and what to do, within seconds."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from namespaces import Host, Hosts, skip_reason
+
+pytestmark = [
+    pytest.mark.skipif(bool(skip_reason()), reason=skip_reason() or "-"),
+    pytest.mark.timeout(300),
+]
+
+PORT = 17000
+REPOSITORY = Path(__file__).resolve().parents[2]
+TASK = "from titan_rl.environments.copy import Copy\n\n\nclass Mine(Copy):\n    pass\n"
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with Hosts(2, shared_memory=64 << 20) as up:
+        yield up
+
+
+def worker(host: Host, port: int, command: list[str] | None = None) -> subprocess.Popen[str]:
+    listen = [sys.executable, "-m", "titan_rl.cli", "worker", "--listen", f"{host.address}:{port}", "--trusted-network"]
+    process = host.run([*(command or []), *listen], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert "listens on" in process.stdout.readline()
+    return process
+
+
+def refused(hosts: Hosts, runs: Path, *arguments: str, address: str = "") -> str:
+    """What a run over both hosts says last before it ends, without having started anything."""
+    run = [sys.executable, "-m", "titan_rl.train", "--recipe", "cpu_smoke", "--generator.engine", "simulated"]
+    where = ["--hosts", address or f"{hosts[1].address}:{PORT}", "--trusted-network", "--logging.directory", str(runs)]
+    process = hosts[0].run([*run, *where, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode in (1, 2), output[-3000:]
+    assert "optimizer step" not in output
+    return output
+
+
+def test_nobody_listens(hosts: Hosts, tmp_path: Path) -> None:
+    assert "nobody listens at host1 (10.77.0.2:17000): start `titan-rl worker" in refused(hosts, tmp_path)
+
+
+def test_the_address_is_wrong_or_a_firewall_is_between(hosts: Hosts, tmp_path: Path) -> None:
+    hosts[1].cut()
+    try:
+        said = refused(hosts, tmp_path)
+    finally:
+        hosts[1].mend()
+    assert "host1 (10.77.0.2:17000) did not answer within 3 s" in said or "cannot be reached" in said
+
+
+def test_a_name_that_nobody_knows(hosts: Hosts, tmp_path: Path) -> None:
+    assert "host1 (no-such-host:17000) cannot be reached" in refused(hosts, tmp_path, address="no-such-host:17000")
+
+
+def test_what_listens_is_no_worker(hosts: Hosts, tmp_path: Path) -> None:
+    program = f"import socket; s = socket.create_server(('{hosts[1].address}', {PORT + 1})); print('up', flush=True)"
+    other = hosts[1].run([sys.executable, "-c", f"{program}; input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdout.readline()
+    try:
+        said = refused(hosts, tmp_path, address=f"{hosts[1].address}:{PORT + 1}")
+    finally:
+        other.kill()
+        other.wait()
+    assert "takes connections and starts nothing" in said and "no `titan-rl worker`" in said
+
+
+def test_a_worker_that_serves_another_run(hosts: Hosts, tmp_path: Path) -> None:
+    used = worker(hosts[1], PORT + 2)
+    program = (
+        "import fcntl, glob, os, sys; "
+        "(scratch,) = glob.glob(f'/tmp/titan_rl-{sys.argv[1]}.*'); "
+        "fcntl.flock(os.open(scratch + '/agent.lock', os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX); "
+        "print('locked', flush=True); input()"
+    )
+    inside = [*Path(f"/proc/{used.pid}/status").read_text().split("NSpid:")[1].splitlines()[0].split()][-1]
+    other = hosts[1].run([sys.executable, "-c", program, inside], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdout.readline() == b"locked\n"
+    try:
+        said = refused(hosts, tmp_path, address=f"{hosts[1].address}:{PORT + 2}")
+    finally:
+        other.kill()
+        other.wait()
+        used.terminate()
+        used.wait()
+    assert "host1 serves another run" in said
+
+
+def test_a_port_that_is_in_use_and_an_address_that_is_not_here(hosts: Hosts) -> None:
+    used = worker(hosts[1], PORT + 3)
+    try:
+        for address, why in ((f"{hosts[1].address}:{PORT + 3}", "in use"), ("10.77.0.9:17000", "assign")):
+            listen = [sys.executable, "-m", "titan_rl.cli", "worker", "--listen", address, "--trusted-network"]
+            done = hosts[1].run(listen, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            output, _ = done.communicate(timeout=60)
+            assert done.returncode == 2 and why in output, output
+    finally:
+        used.terminate()
+        used.wait()
+
+
+def hide(tmp_path: Path, path: Path, *, behind: Path | None = None) -> list[str]:
+    """A command in front of a worker: in its own mount namespace, something else is at this path."""
+    cover = behind or tmp_path / "empty"
+    if behind is None:
+        cover.mkdir(exist_ok=True)
+    return ["unshare", "-m", "sh", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"', str(cover), str(path)]
+
+
+@pytest.mark.parametrize("what", ["no task", "another task", "no run directory", "another checkpoint"])
+def test_what_a_host_lacks_is_named(what: str, hosts: Hosts, tmp_path: Path) -> None:
+    ours, theirs, runs = (tmp_path / name for name in ("ours", "theirs", "runs"))
+    for directory in (ours, theirs, runs):
+        directory.mkdir()
+    (ours / "task.py").write_text(TASK)
+    cover, arguments = ours, ["--environment.name", f"{ours / 'task.py'}:Mine"]
+    if what == "another task":
+        (theirs / "task.py").write_text(TASK + "# newer\n")
+        cover = ours
+    elif what == "no run directory":
+        cover, arguments = runs, ["--placement.trainer", "host0", "host1"]
+    elif what == "another checkpoint":
+        from titan_rl.policy.config import TinyPolicyConfig
+        from titan_rl.policy.models.tiny import make_tiny_policy
+
+        made = make_tiny_policy(TinyPolicyConfig(symbols="0123456789="), tmp_path / "policies")
+        cover, arguments = made, ["--policy.path", str(made)]
+        shutil.copytree(made, theirs, dirs_exist_ok=True)
+        (theirs / "generation_config.json").write_text("{}")
+    expected = {
+        "no task": "has no ",
+        "another task": "has another ",
+        "no run directory": "does not see ",
+        "another checkpoint": "has another ",
+    }[what]
+    lent = worker(hosts[1], PORT + 4, hide(tmp_path, cover, behind=theirs))
+    try:
+        said = refused(hosts, runs, *arguments, address=f"{hosts[1].address}:{PORT + 4}")
+    finally:
+        lent.terminate()
+        lent.wait()
+    assert f"host1 (10.77.0.2:{PORT + 4}) {expected}" in said, said[-2000:]
+
+
+def test_shared_memory_that_is_too_small_on_one_host(hosts: Hosts, tmp_path: Path) -> None:
+    small = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64k shm /dev/shm && exec "$0" "$@"']
+    lent = worker(hosts[1], PORT + 5, small)
+    try:
+        said = refused(hosts, tmp_path, address=f"{hosts[1].address}:{PORT + 5}")
+    finally:
+        lent.terminate()
+        lent.wait()
+    assert "host1 (10.77.0.2:17005): /dev/shm has 0 MiB free" in said
+
+
+def test_few_open_files_on_one_host(hosts: Hosts, tmp_path: Path) -> None:
+    lent = worker(hosts[1], PORT + 6, ["sh", "-c", 'ulimit -n 150; exec "$0" "$@"'])
+    try:
+        said = refused(hosts, tmp_path, address=f"{hosts[1].address}:{PORT + 6}")
+    finally:
+        lent.terminate()
+        lent.wait()
+    assert "host1 (10.77.0.2:17006): a process may have 150 open files" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--hosts", "10.0.0.2"], "is not ADDRESS:PORT"),
+        (["--hosts", "10.0.0.2:1,10.0.0.2:1", "--trusted-network"], "twice"),
+        (["--hosts", "10.0.0.2:1,127.0.0.1:2", "--trusted-network"], "leads every host to itself"),
+        (["--hosts", "10.0.0.2:1"], "add --trusted-network"),
+        (["--placement.generators", "host7"], "there is no host7; there are host0"),
+        (["--hosts", "127.0.0.1:1", "--placement.trainer", "host0", "host1"], "cannot be shared evenly"),
+    ],
+)
+def test_what_the_command_line_alone_shows(arguments: list[str], why: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "titan_rl.train", "--recipe", "copy4", "--logging.directory", str(tmp_path)]
+    done = subprocess.run([*command, *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and why in done.stderr, done.stderr
+
+
+def test_a_torchrun_whose_other_host_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed import TCPStore
+
+    from titan_rl.errors import ConfigError
+    from titan_rl.launch import torchrun
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0"}
+    monkeypatch.setattr(torchrun, "MEET_SECONDS", 0.5)
+    with pytest.raises(ConfigError, match="rank 1 of torchrun did not come"):
+        torchrun.workers(environ, 2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        threading.Thread(target=silent.accept, daemon=True).start()
+        environ["MASTER_PORT"] = str(silent.getsockname()[1])
+        with pytest.raises(ConfigError, match="rendezvous at 127.0.0.1:"):
+            torchrun.workers(environ, 2)
