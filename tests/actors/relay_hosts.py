@@ -103,7 +103,7 @@ class RelayHosts:
         return _On(self._owners[host].pid)
 
     def _spawn(self, host: str) -> Any:
-        return self.spawn(host, host, SpiedRelay, host)
+        return self.spawn(host, host, SpiedRelay, host)[0]
 
     async def _tell(self) -> None:
         relays = list(self.relays.values())

@@ -50,7 +50,7 @@ class Far:
             device="cpu",
             relay=hosts.relays["far"].actor,
         )
-        self.mesh = GeneratorMesh(mesh, "generator", ranks=1)
+        self.mesh = GeneratorMesh(mesh, "generator")
         self.client = RouterClient(self.mesh.rank0, seconds=SECONDS, name="generator")
 
     async def pull(self, publication: Publication) -> PullReport:

@@ -121,7 +121,7 @@ class RouterDriver(RouterBooks):
         self.fleet.joined(name)
         for book in (self.failures, self.reached, self.held):
             book.pop(name, None)
-        self.left.discard(name)
+        self.left.add(name)  # it has no session's prefix: nobody waits for it
         self.advance()
 
     def leave_out(self, name: str) -> None:

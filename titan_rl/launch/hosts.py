@@ -283,6 +283,8 @@ class AttachedHost(Host):
 
     async def leave(self) -> None:
         """The worker waits for the next run."""
+        if self._agent is None:
+            return  # it was never reached
         if self._pulses is not None:
             self._pulses.cancel()
             await asyncio.gather(self._pulses, return_exceptions=True)
@@ -290,10 +292,9 @@ class AttachedHost(Host):
             await self._ask(HostAgent.pulse)  # the last lines of the logs
             await self._ask(HostAgent.remove_segments, "")
         self.lost = self.lost or "it was left"
-        if self._agent is not None:
-            await self._agent.close()
-            with suppress(Exception):  # it is lost, or Monarch had nothing to stop
-                await bounded(self.mesh.stop(), what=f"leaving {self.label}", seconds=CALL_SECONDS)
+        await self._agent.close()
+        with suppress(Exception):  # it is lost, or Monarch had nothing to stop
+            await bounded(self.mesh.stop(), what=f"leaving {self.label}", seconds=CALL_SECONDS)
 
     async def _ask(self, endpoint: Any, *args: Any) -> None:
         """A host that is lost has nothing left to be asked for."""

@@ -146,12 +146,15 @@ class StopSignals:
 
 
 def _forget_terminal() -> None:
-    """Redirect output to /dev/null if the terminal is gone. Writing to it would raise, and that would end the run in
-    the middle of its clean-up."""
+    """Redirect output to /dev/null if the terminal is gone, or is about to be: SIGHUP may come first. Writing to it
+    would raise, and that would end the run in the middle of its clean-up."""
     for descriptor in (1, 2):
         try:
             os.write(descriptor, b"")
+            going = os.isatty(descriptor)
         except OSError:
+            going = True
+        if going:
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
