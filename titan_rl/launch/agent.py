@@ -157,7 +157,7 @@ class HostAgent(ConnectedActor):
     async def pulse(self) -> int:
         """The controller lives; it is sent what is new in the logs."""
         self._heard.set()
-        for file in sorted((scratch_directory() / "logs").iterdir()):
+        for file in sorted((scratch_directory() / "logs").glob("*")):
             with file.open("rb") as log:
                 log.seek(self._sent.get(file, 0))
                 if text := log.read(LOG_BYTES):

@@ -115,8 +115,11 @@ def _interface_of(address: str) -> str:
 
 
 def address_towards(peer: str) -> str:
-    """This host's IP address on the way to a peer (ADDRESS:PORT)."""
+    """This host's IP address on the way to a peer (ADDRESS:PORT). Raises ConfigError: there is no way."""
     host, _, port = peer.rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))  # sends nothing
+        try:
+            probe.connect((host, int(port)))  # sends nothing
+        except OSError as error:
+            raise ConfigError(f"{peer} cannot be reached: {error.strerror or error}") from error
         return str(probe.getsockname()[0])

@@ -221,6 +221,7 @@ class AttachedHost(Host):
         try:
             known: Introduction = await self._agent.call(ATTACH_SECONDS, HostAgent.begin)
         except (ActorGone, CallTimeout) as error:
+            self.lost = str(error)
             raise HostLost(
                 f"{self.label} takes connections and starts nothing. Perhaps a firewall keeps it from reaching this "
                 "host, or what listens there is no `titan-rl worker`, or one that was started again at the same port "
@@ -288,12 +289,14 @@ class AttachedHost(Host):
         if self._pulses is not None:
             self._pulses.cancel()
             await asyncio.gather(self._pulses, return_exceptions=True)
-        if not self.lost:
+        if not (lost := self.lost):
             await self._ask(HostAgent.pulse)  # the last lines of the logs
             await self._ask(HostAgent.remove_segments, "")
-        self.lost = self.lost or "it was left"
+        self.lost = lost or "it was left"
         await self._agent.close()
-        with suppress(Exception):  # it is lost, or Monarch had nothing to stop
+        if lost:  # Monarch would wait for it
+            return
+        with suppress(Exception):  # Monarch had nothing to stop
             await bounded(self.mesh.stop(), what=f"leaving {self.label}", seconds=CALL_SECONDS)
 
     async def _ask(self, endpoint: Any, *args: Any) -> None:
