@@ -10,6 +10,7 @@ from typing import Literal
 
 from titan_rl.data_plane.config import DataPlaneConfig
 from titan_rl.errors import ConfigError
+from titan_rl.gateway.config import is_loopback
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig, TrainerConfig
 from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig
@@ -85,16 +86,16 @@ class PlacementConfig:
         self.hosts = tuple(host for several in self.hosts for host in several.split(",") if host)
         if twice := {host for host in self.hosts if self.hosts.count(host) > 1}:
             raise ConfigError(f"placement.hosts: {', '.join(sorted(twice))} twice: one worker is one host")
-        if 0 < sum(host.startswith("127.") for host in self.hosts) < len(self.hosts):
+        if 0 < sum(is_loopback(host.rpartition(":")[0]) for host in self.hosts) < len(self.hosts):
             raise ConfigError(
                 f"placement.hosts: {', '.join(self.hosts)}: the hosts must reach each other, and an address 127.… "
                 "leads every host to itself: give each worker the address under which the others reach it"
             )
         for host in self.hosts:
             address, _, port = host.rpartition(":")
-            if not address or not port.isdigit():
+            if not address or not port.isdigit() or not 0 < int(port) < 65536:
                 raise ConfigError(f"placement.hosts: {host} is not ADDRESS:PORT")
-            if not (self.trusted_network or address.startswith("127.")):
+            if not (self.trusted_network or is_loopback(address)):
                 raise ConfigError(
                     f"placement.hosts: {host} is reached over a network, and whoever reaches a port of the run can run "
                     "any code: add --trusted-network if that is only people whom you trust"

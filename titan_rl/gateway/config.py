@@ -42,14 +42,15 @@ class GatewayConfig:
             raise ConfigError("--api-key must be of printable ASCII characters: it travels in an HTTP header")
         if self.rollout_keys and self.api_key:
             raise ConfigError("gateway.rollout_keys gives every rollout a key of its own: leave gateway.api_key out")
-        if not self.api_key and not self.rollout_keys and not _is_loopback(self.host):
+        if not self.api_key and not self.rollout_keys and not is_loopback(self.host):
             raise ConfigError(
                 f"--host {self.host} can be reached from other machines: name a key that clients must send "
                 "(--api-key), or listen on 127.0.0.1"
             )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether an address or name is this machine's own."""
     if host == "localhost":
         return True
     try:

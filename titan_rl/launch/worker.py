@@ -7,7 +7,6 @@ the run has here when it is told to, or does not hear of the controller any more
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import signal
 import sys
@@ -15,20 +14,12 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from titan_rl.errors import ConfigError
-from titan_rl.gateway.config import listen
+from titan_rl.gateway.config import is_loopback, listen
 from titan_rl.launch.process import prepare_controller, scratch_directory
 from titan_rl.overrides import Command, Verb
 from titan_rl.processes import leave
 
 WARNING = "whoever reaches this port can run any code here: trusted networks only"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address or name is one of this machine's own."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def serve_host(address: str, port: int, *, trusted: bool, until: Callable[[], object]) -> NoReturn:
