@@ -3,12 +3,14 @@
     torchrun --nnodes N --nproc-per-node 1 … -m titan_rl.train --recipe NAME --trusted-network
 
 The ranks meet in torchrun's own store, with static and with c10d rendezvous. A worker ends when rank 0 says that it is
-over, or when the store is gone, which ends with rank 0's torchrun.
+over, or when the store is gone, which ends with rank 0's torchrun. Stop signals, which launchers send to all ranks, are
+rank 0's business.
 """
 
 from __future__ import annotations
 
 import atexit
+import signal
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
@@ -20,8 +22,8 @@ from titan_rl.launch.worker import free_port, serve_host
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-WORKER = "titan_rl/worker{}"
-OVER = "titan_rl/over"
+WORKER, OVER = "titan_rl/{}/worker{}", "titan_rl/{}/over"
+"""Keys in the store, which outlives an attempt of torchrun (`--max-restarts`)."""
 MEET_SECONDS = 60.0
 """How long rank 0 waits for the workers, and they for the store."""
 FOR_EVER = timedelta(days=365)
@@ -31,7 +33,7 @@ def hosts_of(environ: Mapping[str, str]) -> int:
     """Over how many hosts torchrun has started this program; 1: it has not, or over one.
 
     Raises:
-        ConfigError: several processes on one host.
+        ConfigError: several processes on one host, or the variables are not all there.
     """
     world, here = environ.get("WORLD_SIZE", "1"), environ.get("LOCAL_WORLD_SIZE", "1")
     if not world.isdigit() or int(world) <= 1:
@@ -39,6 +41,10 @@ def hosts_of(environ: Mapping[str, str]) -> int:
     if here != "1":
         raise ConfigError(
             f"torchrun has started {here} processes on this host; titan_rl starts its own: use --nproc-per-node 1"
+        )
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]:
+        raise ConfigError(
+            f"WORLD_SIZE is {world}, as under torchrun, but there is no {', '.join(missing)}: use torchrun, or unset it"
         )
     return int(world)
 
@@ -49,12 +55,12 @@ def workers(environ: Mapping[str, str], ranks: int) -> tuple[str, ...]:
     Raises:
         ConfigError: one did not come.
     """
-    store = _store(environ)
-    atexit.register(store.set, OVER, "1")
+    store, attempt = _store(environ), environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    atexit.register(store.set, OVER.format(attempt), "1")
     found = []
     for rank in range(1, ranks):
         try:
-            found.append(store.get(WORKER.format(rank)).decode())
+            found.append(store.get(WORKER.format(attempt, rank)).decode())
         except RuntimeError as error:  # torch's DistStoreError
             raise ConfigError(f"rank {rank} of torchrun did not come within {MEET_SECONDS:g} s") from error
     return tuple(found)
@@ -62,13 +68,15 @@ def workers(environ: Mapping[str, str], ranks: int) -> tuple[str, ...]:
 
 def serve_rank(environ: Mapping[str, str], *, trusted: bool) -> NoReturn:
     """On any other rank: be a worker until rank 0 is over. Raises ConfigError."""
-    store = _store(environ)
+    store, attempt = _store(environ), environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     address = address_towards(f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}")
     port = free_port(address)
 
     def wait() -> None:
-        store.set(WORKER.format(environ["RANK"]), f"{address}:{port}")
-        store.wait([OVER], FOR_EVER)
+        for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 saves the weights, for which it needs this
+            signal.signal(stop, lambda *_: None)
+        store.set(WORKER.format(attempt, environ["RANK"]), f"{address}:{port}")
+        store.wait([OVER.format(attempt)], FOR_EVER)
 
     serve_host(address, port, trusted=trusted, until=wait)
 
