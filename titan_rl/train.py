@@ -23,7 +23,7 @@ from titan_rl.controller.checkpoint_files import checkpoints
 from titan_rl.errors import ConfigError
 from titan_rl.launch.checks import Problem, Severity, check_run
 from titan_rl.launch.host_facts import HostFacts, detect_host
-from titan_rl.launch.placement import TORCHRUN_VARIABLES, assumed_hosts, describe, devices_needed, plan
+from titan_rl.launch.placement import TORCHRUN_VARIABLES, assumed_hosts, describe, plan, with_devices
 from titan_rl.launch.process import prepare_controller
 from titan_rl.launch.resume import (
     CONFIG,
@@ -264,13 +264,6 @@ def show(config: RunConfig, host: HostFacts, *, serving: bool = False) -> None:
     placement = plan(config, *hosts, serving=serving)
     print(to_toml(config))
     print("\n".join(f"# {line}".rstrip() for line in describe(placement, *hosts)))
-
-
-def with_devices(host: HostFacts, config: RunConfig) -> HostFacts:
-    """The host with as many devices as a run that asks for CUDA would need, where it has fewer."""
-    if config.placement.device != "cuda" or len(host.cuda_devices) >= devices_needed(config):
-        return host
-    return replace(host, cuda_devices=tuple(range(devices_needed(config))))
 
 
 def forget_torchrun(environ: MutableMapping[str, str]) -> None:

@@ -114,6 +114,62 @@ def test_the_gpu_recipe_fills_one_node_of_eight():
     assert [device for mesh in placement.meshes for device in mesh.devices if device is not None] == list(range(8))
 
 
+@given(configs, st.integers(1, 3), st.sampled_from(["cpu", "cuda"]), st.booleans())
+def test_what_is_placed_again_leaves_alone_what_lives(config, hosts, device, named):
+    facts = [
+        HostFacts(cpus=4, cuda_devices=tuple(range(devices_needed(config))), name=f"host{number}")
+        for number in range(hosts)
+    ]
+    names = tuple(host.name for host in facts) if named else ()
+    where = replace(config.placement, device=device, generators=names, rollouts=names, router=facts[-1].name)
+    config = replace(config, placement=where)
+    before = plan(config, *facts)
+    for lost in range(1, hosts):
+        left = facts[:lost] + facts[lost + 1 :]
+        after = plan(config, *left, kept=before)
+        assert after.device == device
+        assert {host for mesh in after.meshes for host in mesh.hosts} <= {host.name for host in left}
+        assert {mesh.name for mesh in before.meshes} - {mesh.name for mesh in after.meshes} == {f"relay{lost}"}
+        for mesh in before.meshes:
+            if facts[lost].name not in mesh.hosts:
+                assert any(each is mesh for each in after.meshes)
+
+
+def test_what_has_no_room_any_more_is_left_out_and_comes_back_with_room():
+    config = replace(
+        RunConfig(), placement=PlacementConfig(device="cuda"), generator=GeneratorConfig(count=2, tensor_parallel=2)
+    )
+    hosts = HostFacts(cpus=4, cuda_devices=(0, 1, 2)), HostFacts(cpus=4, cuda_devices=(0, 1), name="host1")
+    before = plan(config, *hosts)
+    after = plan(config, hosts[0], kept=before)
+    assert {"generator0", "generator1"} - set(after.names) == {
+        name for name in ("generator0", "generator1") if before.mesh(name).hosts[0] == "host1"
+    }
+    assert {"trainer", "router", "rollout0", "relay0"} <= set(after.names)
+    again = plan(config, *hosts, kept=after)
+    for name in ("generator0", "generator1"):
+        assert (again.mesh(name).hosts, again.mesh(name).devices) == (
+            before.mesh(name).hosts,
+            before.mesh(name).devices,
+        )
+
+
+def test_a_gateway_on_loopback_is_for_programs_on_its_host():
+    hosts = HostFacts(cpus=2), HostFacts(cpus=2, name="host1")
+    config = RunConfig(environment=EnvironmentConfig(name="tool_sum_openai"))
+    config = replace(config, placement=PlacementConfig(rollouts=("host1",)))
+    with pytest.raises(ConfigError, match="rollout.agents.host: the gateway of host0 cannot be reached from host1"):
+        plan(config, *hosts)
+    reachable = replace(config.rollout, agents=AgentsConfig(host="10.0.0.1"))
+    assert plan(replace(config, rollout=reachable), *hosts).mesh("rollout0").hosts == ("host1",)
+
+
+@pytest.mark.parametrize("host", ["127.evil.com:1", "10.0.0.2:1", "[::1]:x", "10.0.0.2:70000", "10.0.0.2"])
+def test_hosts_that_are_no_loopback_or_no_address_are_refused(host):
+    with pytest.raises(ConfigError, match="placement.hosts"):
+        PlacementConfig(hosts=(host,))
+
+
 def test_the_description_has_one_row_for_every_process():
     host = HostFacts(cpus=2)
     placement = plan(RECIPES["copy4_2x2"](), host)

@@ -220,6 +220,21 @@ def test_several_processes_of_torchrun_on_one_host_are_refused(monkeypatch, caps
     assert started == []
 
 
+def test_variables_of_torchrun_without_the_others_are_refused(monkeypatch, capsys, started):
+    for name in TORCHRUN_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert train.main(["--recipe", "copy4"]) == 2
+    assert "there is no RANK, MASTER_ADDR, MASTER_PORT" in capsys.readouterr().err
+    assert started == []
+
+
+def test_workers_with_devices_need_none_on_the_controllers_host(capsys, started):
+    where = ["--hosts", "10.0.0.2:17000", "--trusted-network", "--placement.device", "cuda"]
+    assert train.main(["--recipe", "copy4", *where]) == 0, capsys.readouterr().err
+    assert started[0][0].placement.device == "cuda"
+
+
 def test_hosts_on_a_network_are_refused_unless_it_is_trusted(capsys, started):
     assert train.main(["--recipe", "copy4", "--hosts", "10.0.0.2:17000,10.0.0.3:17000"]) == 2
     assert "add --trusted-network" in capsys.readouterr().err

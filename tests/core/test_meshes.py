@@ -26,9 +26,9 @@ pytestmark = pytest.mark.asyncio
 class Processes:
     """In place of the provisioner. Every actor is a text, `router.2` for the second router."""
 
-    def __init__(self) -> None:
+    def __init__(self, *hosts: HostFacts) -> None:
         self._spawned: list[str] = []
-        self.hosts = {"host0": SimpleNamespace(facts=HostFacts(cpus=2))}
+        self.hosts = {host.name: SimpleNamespace(facts=host) for host in hosts}
 
     async def attach(self, *workers: str, **_: Any) -> None: ...
 
@@ -48,8 +48,9 @@ class Processes:
 class Client:
     """In place of every client. `asks` are the actors that the mesh calls; `held` keeps its set-up and its `use`."""
 
-    def __init__(self, name: str, actor: str) -> None:
-        self.name, self.actor, self.rank0 = name, actor, actor
+    def __init__(self, name: str, actor: str, host: str) -> None:
+        self.name, self.actor, self.rank0, self.host = name, actor, actor, host
+        self.relay = ""
         self.asks: Any = None
         self.held = asyncio.Event()
         self.held.set()
@@ -68,6 +69,11 @@ class Client:
     async def use(self, *asks: Any) -> None:
         self.asks = asks
 
+    async def use_relay(self, relay: str) -> None:
+        self.relay = relay
+
+    async def attach_stores(self, stores: Any) -> None: ...
+
     async def pulse(self) -> list[int]:
         await asyncio.Event().wait()
         return []
@@ -76,6 +82,8 @@ class Client:
 
     async def generator_lost(self, name: str, reason: str) -> None: ...
 
+    async def generator_left_out(self, name: str, reason: str) -> None: ...
+
     async def client_lost(self, name: str) -> None: ...
 
     async def generator_joined(self, name: str, rank0: str) -> None:
@@ -83,7 +91,13 @@ class Client:
 
 
 class Run:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, config: RunConfig, *, serving: bool = False) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        config: RunConfig,
+        *hosts: HostFacts,
+        serving: bool = False,
+    ) -> None:
         def spec(plan: MeshPlan, meshes: Meshes) -> Any:
             name = plan.name
             asks = {
@@ -93,7 +107,7 @@ class Run:
 
             def client(actors: Any) -> Client:
                 actor = actors[0] if isinstance(actors, list) else actors
-                self.clients[name] = Client(name, actor)
+                self.clients[name] = Client(name, actor, plan.hosts[0])
                 if kind_of(name) == "generator":
                     meshes.generators[name] = self.clients[name]  # type: ignore[assignment]
                 return self.clients[name]
@@ -106,7 +120,8 @@ class Run:
         self.said: list[str] = []
         self.faults = FaultBoard()
         monkeypatch.setattr(module, "describe", spec)
-        monkeypatch.setattr(module, "Provisioner", lambda **_: Processes())
+        self.processes = Processes(*(hosts or [HostFacts(cpus=2)]))
+        monkeypatch.setattr(module, "Provisioner", lambda **_: self.processes)
         monkeypatch.setattr(module, "sweep_dead_segments", lambda: None)
         monkeypatch.setattr(module, "remove_segments_of", lambda pid: None)
         self.meshes = Meshes(config, GatewayConfig(), faults=self.faults, say=self.said.append, serving=serving)
@@ -119,6 +134,15 @@ class Run:
     def kill(self, *names: str) -> None:
         for name in names:
             self.faults.report(MeshFailed(f"{name} rank 0 was killed", name))
+
+    def lose(self, host: str) -> None:
+        del self.processes.hosts[host]
+        self.kill(*(mesh.name for mesh in self.meshes.placement.meshes if host in mesh.hosts))
+
+    async def until(self, said: str) -> None:
+        async with asyncio.timeout(5):
+            while not any(said in line for line in self.said):
+                await asyncio.sleep(0)
 
     async def until_back(self, *names: str) -> None:
         async with asyncio.timeout(5):
@@ -141,4 +165,68 @@ async def test_whoever_is_still_being_set_up_when_the_router_is_replaced_asks_th
     run.clients[late].held.set()
     await asyncio.wait_for(start, 5)
     assert run.clients[late].asks[0] == "router.2"
+    await run.meshes.close()
+
+
+CPU = HostFacts(cpus=4), HostFacts(cpus=4, name="host1")
+
+
+def two_hosts(**placement: Any) -> RunConfig:
+    """The trainer is on host0; host1 has generator1 and rollout0."""
+    config = copy4()
+    where = dataclasses.replace(
+        config.placement, trainer=("host0",), generators=("host0", "host1"), rollouts=("host1",), **placement
+    )
+    generator = dataclasses.replace(config.generator, count=2, tensor_parallel=2)
+    return dataclasses.replace(config, placement=where, generator=generator)
+
+
+async def up(run: Run) -> Run:
+    await run.begin()
+    await run.meshes.set_up(*run.meshes.names)
+    return run
+
+
+async def test_generators_hear_of_the_relay_that_replaces_that_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await up(Run(monkeypatch, two_hosts(), *CPU))
+    there = next(name for name in ("generator0", "generator1") if run.clients[name].host == "host1")
+    run.kill("relay1")
+    await run.until_back("relay1")
+    assert run.clients[there].relay == "relay1.2"
+    await run.meshes.close()
+
+
+async def test_a_generator_that_starts_while_its_relay_is_replaced_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await up(Run(monkeypatch, two_hosts(), *CPU))
+    there = next(name for name in ("generator0", "generator1") if run.clients[name].host == "host1")
+    run.clients[there].held.clear()
+    run.kill(there, "relay1")
+    await run.until_back("relay1")
+    run.clients[there].held.set()
+    await run.until_back(there)
+    while run.clients[there].relay != "relay1.2":
+        await asyncio.sleep(0)
+    await run.meshes.close()
+
+
+async def test_the_last_relay_hears_where_the_trainer_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = two_hosts()
+    config = dataclasses.replace(config, placement=dataclasses.replace(config.placement, trainer=("host1",)))
+    run = await up(Run(monkeypatch, config, *CPU))
+    run.lose("host1")
+    await run.until_back("trainer", "generator1", "rollout0")
+    assert [relay.host for relay in run.clients["relay0"].asks[0]] == ["host0"]
+    assert run.clients["relay0"].asks[1] == ("host0",)
+    await run.meshes.close()
+
+
+async def test_where_devices_are_lost_only_what_has_no_room_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = HostFacts(cpus=4, cuda_devices=(0, 1, 2)), HostFacts(cpus=4, cuda_devices=(0, 1), name="host1")
+    config = two_hosts(restarts=1, device="cuda")
+    run = await up(Run(monkeypatch, config, *hosts))
+    gone = next(name for name in ("generator0", "generator1") if run.clients[name].host == "host1")
+    run.lose("host1")
+    await run.until(f"{gone} failed 2 times in a row and is left out")
+    await run.until_back("rollout0")
+    assert run.faults.settle() is None
     await run.meshes.close()

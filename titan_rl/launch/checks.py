@@ -30,7 +30,7 @@ from titan_rl.gateway.config import GatewayConfig, listen
 from titan_rl.generation.config import ENGINES, LINEARS, refuse_more_ranks
 from titan_rl.importing import import_name, user_code
 from titan_rl.launch.host_facts import HostFacts
-from titan_rl.launch.placement import assumed_hosts, plan, plays, resolve_device
+from titan_rl.launch.placement import assumed_hosts, plan, plays, resolve_device, with_devices
 from titan_rl.overrides import did_you_mean, get_setting
 from titan_rl.policy.losses import SHORT_NAMES as LOSSES
 from titan_rl.policy.losses import PolicyLoss
@@ -112,8 +112,9 @@ def check_serving(config: RunConfig, host: HostFacts, gateway: GatewayConfig) ->
 
 
 def _placement(config: RunConfig, host: HostFacts, *, serving: bool = False) -> Iterator[Problem]:
+    like = with_devices(host, config) if config.placement.hosts else host  # the others may have the devices
     try:
-        processes = sum(mesh.ranks for mesh in plan(config, *assumed_hosts(config, host), serving=serving).meshes)
+        processes = sum(mesh.ranks for mesh in plan(config, *assumed_hosts(config, like), serving=serving).meshes)
     except ConfigError as error:
         yield Problem(sentence=str(error), severity=Severity.ABSENT)
     else:

@@ -26,13 +26,14 @@ from monarch.actor import attach_to_workers, enable_transport, this_host
 
 from titan_rl.actors.connection import Connection, bounded
 from titan_rl.config import RunConfig
-from titan_rl.errors import ActorGone, CallTimeout, ConfigError, HostLost
+from titan_rl.errors import ActorGone, CallTimeout, ConfigError, HostLost, TitanError
 from titan_rl.launch.agent import HostAgent, Introduction, News, digest_of, versions
 from titan_rl.launch.checks import Severity, check_host
 from titan_rl.launch.child import ProcessWatch
 from titan_rl.launch.host_facts import HostFacts, address_towards, detect_host
 from titan_rl.launch.process import scratch_directory
 from titan_rl.launch.pulse import until_still
+from titan_rl.launch.start import tiny_policy
 from titan_rl.weights.segment_files import remove_segments_of
 
 ATTACH_SECONDS = 10.0
@@ -126,6 +127,10 @@ class Host(ABC):
     async def leave(self) -> None:
         """The run does not need the host any more; its meshes are stopped. Never raises."""
 
+    @abstractmethod
+    async def refuse_blind(self, run_directory: Path) -> None:
+        """Raises ConfigError if the run directory, where the trainer writes checkpoints, is not there."""
+
 
 class ControllersHost(Host):
     """Host 0."""
@@ -168,6 +173,8 @@ class ControllersHost(Host):
 
     async def leave(self) -> None:
         self._watch.close()
+
+    async def refuse_blind(self, run_directory: Path) -> None: ...
 
 
 class AttachedHost(Host):
@@ -221,7 +228,7 @@ class AttachedHost(Host):
         try:
             known: Introduction = await self._agent.call(ATTACH_SECONDS, HostAgent.begin)
         except (ActorGone, CallTimeout) as error:
-            self.lost = str(error)
+            self._lose(str(error))
             raise HostLost(
                 f"{self.label} takes connections and starts nothing. Perhaps a firewall keeps it from reaching this "
                 "host, or what listens there is no `titan-rl worker`, or one that was started again at the same port "
@@ -230,6 +237,7 @@ class AttachedHost(Host):
         try:
             await self._agent.call(CALL_SECONDS / 2, HostAgent.echo, bytes(LARGE_BYTES))
         except CallTimeout as error:
+            self._lose(str(error))
             raise HostLost(
                 f"{self.label} answers, but {LARGE_BYTES >> 10} KiB at once do not come through: compare the MTU of "
                 "the network interfaces on the way"
@@ -259,28 +267,32 @@ class AttachedHost(Host):
         """Warnings of what the host may lack. Raises ConfigError with the first thing that it does lack."""
         agent = self._agent
         assert agent is not None
-        if (tiny := needed.config.policy.tiny) is not None:
+        if (tiny := tiny_policy(needed.config)) is not None:
             await agent.call(CALL_SECONDS, HostAgent.make_policy, tiny, str(needed.model_path))
-        run = (str(needed.run_directory),) if needed.run_directory is not None else ()
+        if needed.run_directory is not None:
+            await self.refuse_blind(needed.run_directory)
         same = (str(needed.model_path), *needed.imports)
         here = await asyncio.to_thread(lambda: [digest_of(each) for each in same])
-        there = await agent.call(CALL_SECONDS, HostAgent.digests, (*same, *run))
-        for what, mine, theirs in zip(same, here, there, strict=False):
+        there = await agent.call(CALL_SECONDS, HostAgent.digests, same)
+        for what, mine, theirs in zip(same, here, there, strict=True):
             if not theirs:
                 raise ConfigError(f"{self.label} has no {what}: put it there, at the same path")
             if theirs != mine:
                 raise ConfigError(f"{self.label} has another {what} than this host: copy it there")
-        if not all(there):
-            raise ConfigError(
-                f"{self.label} does not see {needed.run_directory}, where the trainer writes checkpoints: choose a "
-                "logging.directory on a file system that all hosts of placement.trainer share"
-            )
         config, facts = needed.config, self.facts
         problems = check_host(config, facts, processes=needed.processes, serving=needed.serving)
         for problem in problems:
             if problem.severity is not Severity.WARNING:
                 raise ConfigError(f"{self.label}: {problem.sentence}")
         return [f"warning: {self.label}: {problem.sentence}" for problem in problems]
+
+    async def refuse_blind(self, run_directory: Path) -> None:
+        assert self._agent is not None
+        if not all(await self._agent.call(CALL_SECONDS, HostAgent.digests, (str(run_directory),))):
+            raise ConfigError(
+                f"{self.label} does not see {run_directory}, where the trainer writes checkpoints: choose a "
+                "logging.directory on a file system that all hosts of placement.trainer share"
+            )
 
     async def leave(self) -> None:
         """The worker waits for the next run."""
@@ -289,20 +301,19 @@ class AttachedHost(Host):
         if self._pulses is not None:
             self._pulses.cancel()
             await asyncio.gather(self._pulses, return_exceptions=True)
-        if not (lost := self.lost):
-            await self._ask(HostAgent.pulse)  # the last lines of the logs
-            await self._ask(HostAgent.remove_segments, "")
-        self.lost = lost or "it was left"
-        await self._agent.close()
-        if lost:  # Monarch would wait for it
+        if self._agent is None or self.lost:  # nobody there would answer, Monarch's worker neither
             return
+        await self._ask(HostAgent.pulse)  # the last lines of the logs
+        await self._ask(HostAgent.remove_segments, "")
+        self.lost = self.lost or "it was left"
+        await self._agent.close()
         with suppress(Exception):  # Monarch had nothing to stop
             await bounded(self.mesh.stop(), what=f"leaving {self.label}", seconds=CALL_SECONDS)
 
     async def _ask(self, endpoint: Any, *args: Any) -> None:
         """A host that is lost has nothing left to be asked for."""
         assert self._agent is not None
-        with suppress(ActorGone, CallTimeout):
+        with suppress(TitanError):  # the agent logs what fails there
             await self._agent.call(CALL_SECONDS, endpoint, *args)
 
     async def _watch(self) -> None:
@@ -315,7 +326,7 @@ class AttachedHost(Host):
         try:
             await until_still(pulse, self._silent_seconds)
             self._lose(f"it did not answer for {self._silent_seconds:g} s (placement.host_seconds)")
-        except ActorGone as error:
+        except TitanError as error:  # it is gone, or fails
             self._lose(str(error))
 
     def _lose(self, reason: str) -> None:

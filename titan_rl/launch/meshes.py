@@ -33,7 +33,7 @@ from titan_rl.actors.router_client import RouterClient
 from titan_rl.actors.trainer_client import Trainer
 from titan_rl.config import RunConfig
 from titan_rl.controller.faults import LOST_WITH, FaultBoard, Restarts, kind_of
-from titan_rl.errors import ActorGone, MeshFailed, TitanError
+from titan_rl.errors import ActorGone, HostLost, MeshFailed, TitanError
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch.hosts import AttachedHost, Host, Needed, listen_for
 from titan_rl.launch.mesh_specs import MeshClient, MeshSpec, describe
@@ -207,11 +207,13 @@ class Meshes:
         remove_segments_of(os.getpid())
 
     def _place(self) -> None:
-        """Place what has no place yet, or has lost it. Raises ConfigError if there is no room."""
+        """Place what has no place yet, or has lost it. Raises ConfigError if there is no room at the start."""
         facts = [host.facts for host in self.hosts.values()]
         before = getattr(self, "placement", None)
         self.placement = plan(self.config, *facts, serving=self._serving, kept=before)
-        self._specs = {name: self._specs[name] for name in self._specs.keys() & {*self.placement.names}}
+        for name in self._specs.keys() - {*self.placement.names}:
+            if kind_of(name) == "relay":  # its host is lost
+                del self._specs[name]
         for mesh in self.placement.meshes:
             if mesh.name not in self._specs or self._specs[mesh.name].plan is not mesh:
                 self._specs[mesh.name] = describe(mesh, self)
@@ -307,6 +309,11 @@ class Meshes:
                 self._place()
                 if name not in self._specs:  # the relay of a host that is lost
                     return await self._tell_relays()
+                if name not in self.names:
+                    raise HostLost(f"no host that is left has room for {name}")
+                if name == "trainer" and self._log_directory is not None:  # it may have moved
+                    for host in set(self._specs[name].plan.hosts):
+                        await self.hosts[host].refuse_blind(self._log_directory.parent)
                 self._spawn(name)
                 await self.faults.unless_lost(name, self._set_up(name))
                 break
@@ -324,13 +331,15 @@ class Meshes:
         while it was set up."""
         match kind_of(name):
             case "generator":
-                self.generators[name] = self.clients[name]
-                await self.router.generator_joined(name, self.generators[name].rank0)
+                generator = self.generators[name] = self.clients[name]
+                await self.router.generator_joined(name, generator.rank0)
+                if (relay := self.relay_on(self._specs[name].plan.hosts[0])) is not None:
+                    await generator.use_relay(relay)
             case "relay":
                 await self._tell_relays()
-                there = self._specs[name].plan.hosts
-                on_it = [mesh for mesh in self.generators if self._specs[mesh].plan.hosts == there]
-                await asyncio.gather(*(self.generators[mesh].use_relay(self.relay_on(there[0])) for mesh in on_it))
+                there = self._specs[name].plan.hosts[0]
+                on_it = [mesh for mesh in self.generators if there in self._specs[mesh].plan.hosts]
+                await asyncio.gather(*(self.generators[mesh].use_relay(self.relay_on(there)) for mesh in on_it))
             case "trainer":
                 await self._tell_relays()  # it may have moved
             case "router" | "gateway":

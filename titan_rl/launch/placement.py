@@ -26,6 +26,7 @@ from titan_rl.config import PlacementConfig, RunConfig
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import Environment
 from titan_rl.errors import ConfigError
+from titan_rl.gateway.config import is_loopback
 from titan_rl.generation.config import generator_environment
 from titan_rl.importing import import_name
 from titan_rl.launch.host_facts import HostFacts
@@ -150,9 +151,10 @@ def plays(config: RunConfig) -> bool:
 class _Room:
     """What is left of the hosts while meshes are placed."""
 
-    def __init__(self, device: Device, hosts: Sequence[HostFacts], where: PlacementConfig) -> None:
+    def __init__(self, device: Device, hosts: Sequence[HostFacts], where: PlacementConfig, *, some_lost: bool) -> None:
         self.hosts = {host.name: host for host in hosts}
         self._where = where
+        self._some_lost = some_lost
         self._free = {host.name: list(host.cuda_devices) for host in hosts} if device == "cuda" else {}
         self._computing = dict.fromkeys(self.hosts, 0)  # ranks
         self._others = dict.fromkeys(self.hosts, 0)  # processes
@@ -175,9 +177,9 @@ class _Room:
 
     def for_trainer(self, ranks: int, tensor_parallel: int) -> list[str]:
         """Hosts that share the ranks: as few as have room, if the config names none. Raises ConfigError."""
-        named = self._where.trainer
-        names = self._named("trainer", named)
-        for count in [len(named)] if named else range(1, len(names) + 1):
+        names = self._named("trainer", self._where.trainer)
+        all_of_them = bool(self._where.trainer) and not self._some_lost
+        for count in [len(names)] if all_of_them else range(1, len(names) + 1):
             found = self._with_room(names, ranks // count)
             if len(found) >= count and ranks % (count * tensor_parallel) == 0:
                 return sorted(found[:count], key=names.index)
@@ -197,11 +199,12 @@ class _Room:
         return [min(self._named(setting, names), key=lambda name: self._others[name])]
 
     def _named(self, setting: str, names: Sequence[str]) -> list[str]:
-        """Hosts that a setting names; all, if it names none."""
-        for name in names:
-            if name not in self.hosts:
-                raise ConfigError(f"placement.{setting}: there is no {name}; there are {', '.join(self.hosts)}")
-        return list(names or self.hosts)
+        """Hosts that a setting names; all, if it names none, or those that it names are lost."""
+        there = [name for name in names if name in self.hosts]
+        if len(there) < len(names) and not self._some_lost:
+            name = next(name for name in names if name not in self.hosts)
+            raise ConfigError(f"placement.{setting}: there is no {name}; there are {', '.join(self.hosts)}")
+        return there or list(self.hosts)
 
     def _with_room(self, names: Sequence[str], ranks: int) -> list[str]:
         """Those with room for so many ranks that compute, the emptiest first."""
@@ -217,15 +220,17 @@ def plan(config: RunConfig, *hosts: HostFacts, serving: bool = False, kept: Plac
     Args:
         hosts: the controller's first.
         serving: there is a gateway, and neither trainer nor rollout workers.
-        kept: the placement so far: its meshes stay where they are if their hosts are still there.
+        kept: the placement so far, of which hosts may be lost: its meshes stay where they are if their hosts are still
+            there. A mesh for which no room is left is not in the new one.
 
     Raises:
         ConfigError: a mesh does not fit on any host, says by how much; or a host is named that does not exist, or the
             task cannot be imported.
     """
-    device, where = resolve_device(config, *hosts), config.placement
-    room = _Room(device, hosts, where)
-    _refuse_too_few_devices(config, device, hosts, serving=serving)
+    device, where = kept.device if kept else resolve_device(config, *hosts), config.placement
+    room = _Room(device, hosts, where, some_lost=kept is not None)
+    if kept is None:
+        _refuse_too_few_devices(config, device, hosts, serving=serving)
     trainer, ranks, threads = config.trainer, config.generator.tensor_parallel, str(where.threads)
     common = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **SUPERVISION_ENVIRONMENT}
     meshes = {mesh.name: mesh for mesh in kept.meshes if room.hosts.keys() >= set(mesh.hosts)} if kept else {}
@@ -238,10 +243,15 @@ def plan(config: RunConfig, *hosts: HostFacts, serving: bool = False, kept: Plac
         name: str, find: Callable[[], Sequence[str]], positions: Sequence[str] = ("-",), **variables: str
     ) -> None:
         """`find` gives the hosts of the mesh, which share its ranks."""
-        names.append(name)
         if name in meshes:
+            return names.append(name)
+        try:
+            found, computes = find(), name.startswith(("trainer", "generator"))
+        except ConfigError:
+            if kept is None:
+                raise
             return
-        found, computes = find(), name.startswith(("trainer", "generator"))
+        names.append(name)
         chosen = [host for host in found for _ in range(len(positions) // len(found))]
         devices = tuple(room.take(host, computes=computes) for host in chosen)
         env = tuple(
@@ -258,7 +268,7 @@ def plan(config: RunConfig, *hosts: HostFacts, serving: bool = False, kept: Plac
             name=name, hosts=hosts_of_ranks, env=env, devices=devices, positions=places, computes=computes
         )
 
-    for there in room.hosts if len(hosts) > 1 else ():
+    for there in room.hosts if len(hosts) > 1 or "relay0" in meshes else ():  # generators go on asking it
         place(f"relay{there.removeprefix('host')}", lambda there=there: [there])  # type: ignore[misc]
     if not serving:
         positions = [
@@ -285,6 +295,13 @@ def plan(config: RunConfig, *hosts: HostFacts, serving: bool = False, kept: Plac
         # its tokenizer is used on both sides of a fork
         variables = {"TOKENIZERS_PARALLELISM": "false"}
         place(f"rollout{number}", lambda: room.for_other("rollouts", where.rollouts), **variables)
+    if kept is None and "gateway" in names and not serving and is_loopback(address := config.rollout.agents.host):
+        [there], rollouts = meshes["gateway"].hosts, [meshes[name] for name in names if name.startswith("rollout")]
+        if apart := sorted({mesh.hosts[0] for mesh in rollouts} - {there}):
+            raise ConfigError(
+                f"rollout.agents.host: the gateway of {there} cannot be reached from {', '.join(apart)} at {address}: "
+                f"name an address of {there}, or keep the rollout workers there (placement.rollouts {there})"
+            )
     return Placement(device=device, meshes=tuple(meshes[name] for name in names))
 
 
@@ -305,6 +322,13 @@ def _refuse_too_few_devices(config: RunConfig, device: Device, hosts: Sequence[H
 def _interface(name: str) -> dict[str, str]:
     """Ranks that compute listen for each other on this interface only."""
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+
+
+def with_devices(host: HostFacts, config: RunConfig) -> HostFacts:
+    """The host with as many devices as a run that asks for CUDA would need, where it has fewer."""
+    if config.placement.device != "cuda" or len(host.cuda_devices) >= devices_needed(config):
+        return host
+    return replace(host, cuda_devices=tuple(range(devices_needed(config))))
 
 
 def assumed_hosts(config: RunConfig, here: HostFacts) -> list[HostFacts]:

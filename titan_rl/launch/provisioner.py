@@ -25,7 +25,7 @@ from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 from monarch.actor import MeshFailure, ProcMesh
 
 from titan_rl.actors.connection import bounded
-from titan_rl.errors import ActorFailed, MeshFailed
+from titan_rl.errors import ActorFailed, HostLost, MeshFailed
 from titan_rl.launch.hosts import AttachedHost, ControllersHost, Host
 from titan_rl.launch.placement import TORCHRUN_VARIABLES, MeshPlan
 from titan_rl.launch.process import prepare_process
@@ -167,7 +167,7 @@ class Provisioner:
         """
 
         def lost(host: Host) -> None:
-            del self.hosts[host.name]
+            self.hosts.pop(host.name, None)  # it is not there yet while others are attached
             on_lost(host)
             for mesh in [mesh for mesh in self._meshes.values() if host in mesh.hosts]:
                 self._on_fault(MeshFailed(host.lost, mesh.name))
@@ -189,13 +189,19 @@ class Provisioner:
         if failed := [error for error in results if isinstance(error, BaseException)]:
             await asyncio.gather(*(host.leave() for host in new))
             raise failed[0]
+        if gone := [host for host in new if host.lost]:
+            await asyncio.gather(*(host.leave() for host in new))
+            raise HostLost(gone[0].lost)
         self.hosts |= {host.name: host for host in new}
         return list(new)
 
     def spawn(self, plan: MeshPlan) -> Mesh:
-        """Start the processes of a mesh, with a fresh rendezvous; a mesh of that name must have been stopped."""
+        """Start the processes of a mesh, with a fresh rendezvous; a mesh of that name must have been stopped. Raises
+        HostLost if a host of it is lost."""
         if plan.name in self._meshes:
             raise ValueError(f"mesh {plan.name} is already up")
+        if gone := [host for host in dict.fromkeys(plan.hosts) if host not in self.hosts]:
+            raise HostLost(f"{plan.name} was placed on {', '.join(gone)}, which is lost")
         self._words.pop(plan.name, None)
         ranks = len(plan.env)
         spawn = f"{plan.name}-{next(_serial)}"

@@ -21,6 +21,7 @@ from titan_rl.config import RunConfig
 from titan_rl.controller.faults import FaultBoard
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch.process import prepare_controller
+from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 
 if TYPE_CHECKING:
@@ -30,12 +31,16 @@ if TYPE_CHECKING:
     from titan_rl.weights.manifest import Publication
 
 
+def tiny_policy(config: RunConfig) -> TinyPolicyConfig | None:
+    """The tiny policy of the config, if it is one, with its seed."""
+    tiny = config.policy.tiny
+    return tiny if tiny is None or tiny.seed is not None else dataclasses.replace(tiny, seed=config.seed)
+
+
 def model_directory(config: RunConfig) -> Path:
     """The checkpoint that trainer and generators load. A tiny policy is made here if it does not exist yet."""
-    tiny = config.policy.tiny
-    if tiny is None:
-        return Path(config.policy.path)
-    return make_tiny_policy(tiny if tiny.seed is not None else dataclasses.replace(tiny, seed=config.seed))
+    tiny = tiny_policy(config)
+    return Path(config.policy.path) if tiny is None else make_tiny_policy(tiny)
 
 
 class Options(TypedDict, total=False):
