@@ -38,7 +38,8 @@ RankCall = Callable[[int, int], Coroutine[Any, Any, T]]
 WARM_UP = "; before the first RL step the trainer's state is copied only once the warm-up is over"
 
 NEWS_SECONDS = 1.0
-"""How long the news that a rank is gone may take. Another rank that was in a collective with it fails at once."""
+"""How long the news of a rank's end may take, if its host lives. Another one that was in a collective with it fails at
+once."""
 
 
 class Trainer:
@@ -51,6 +52,7 @@ class Trainer:
         *,
         start_seconds: float,
         step_seconds: float,
+        host_seconds: float = 0.0,
         on_hung: Callable[[str], None] = lambda reason: None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -59,6 +61,7 @@ class Trainer:
             actors: handle of each rank.
             start_seconds: bound on `setup` and `restore`, and on the time until ranks that are gone are replaced.
             step_seconds: bound on any other call.
+            host_seconds: how long the loss of a rank's host may go unnoticed.
             on_hung: told of a call that was not answered within its bound. Its ranks, stuck in a collective, are of no
                 use any more: they must be ended and replaced.
             say: told once if there is no room for copies of the state.
@@ -67,6 +70,7 @@ class Trainer:
         self._ranks = [Connection(actor, what=f"trainer.{{}} of rank {rank}") for rank, actor in enumerate(actors)]
         self._start_seconds = start_seconds
         self._step_seconds = step_seconds
+        self._news_seconds = host_seconds + NEWS_SECONDS
         self._on_hung = on_hung
         self._say = say
         self._sequence = 0
@@ -284,7 +288,7 @@ class Trainer:
             raise
         except (ActorFailed, CheckpointError) as error:
             try:
-                async with asyncio.timeout(NEWS_SECONDS):
+                async with asyncio.timeout(self._news_seconds):
                     await self._lost.wait()
             except TimeoutError:
                 raise error from None

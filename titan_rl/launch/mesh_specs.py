@@ -89,6 +89,7 @@ def describe(plan: MeshPlan, meshes: Meshes) -> MeshSpec:
                     config.trainer,
                     start_seconds=start_seconds,
                     step_seconds=step_seconds,
+                    host_seconds=config.placement.host_seconds if config.placement.hosts else 0.0,
                     on_hung=lambda reason: meshes.faults.report(MeshFailed(reason, name)),
                     say=meshes.say,
                 ),
