@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 from titan_rl.actors.connection import Connection, Lifeline, ServedMethod
 from titan_rl.actors.rollout_worker import RolloutWorker
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.data_plane.store import HeldReport, channel_of
+from titan_rl.data_plane.store import HeldReport, SharedMemorySource, channel_of
 from titan_rl.errors import ActorFailed, ActorGone
 from titan_rl.rollout.report import GroupReport, unplayed
 from titan_rl.sandbox.wire import TaskInfo
@@ -245,10 +245,12 @@ class Rollouts:
         """
 
         async def take(number: int, report: GroupReport) -> GroupReport:
+            # here, because a worker's host need not see the files
+            read = SampleBatch.of(await asyncio.to_thread(SharedMemorySource().fetch, report.samples))
             while True:
                 living = await self._alive()
                 with suppress(ActorGone):
-                    samples = await living[number % len(living)].take_over(report.samples)
+                    samples = await living[number % len(living)].take_over(read)
                     return dataclasses.replace(report, samples=samples)
 
         return await asyncio.gather(*itertools.starmap(take, enumerate(reports)))
