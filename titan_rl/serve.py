@@ -97,7 +97,7 @@ signals:    SIGUSR1 prints what each task of every process waits for, and the st
         "--model-name NAME": "name of the model for clients (the directory's own name)",
         "--recipe NAME": "serve the policy of a recipe, with its settings",
         "--config FILE.toml": "settings; relative file names in it start at its directory",
-        "--hosts ADDRESS:PORT ...": "workers on other hosts (`titan-rl worker`), as --placement.hosts",
+        "--hosts ADDRESS:PORT,...": "workers on other hosts (`titan-rl worker`), as --placement.hosts",
         train.TRUSTED: "needed with other hosts: whoever reaches a port of the service can run any code",
         "--dry-run": "print the resolved config and the placement, and start nothing",
     },

@@ -191,7 +191,7 @@ signals:    SIGUSR1 prints what each task of every process waits for, and the st
         "--name NAME": "name of the run, as --logging.name",
         "--resume RUN": "go on with a run: its directory or one of its checkpoints; its settings need not be repeated; "
         "`auto`: the newest unfinished run of this recipe and config, or a new one",
-        "--hosts ADDRESS:PORT ...": "workers on other hosts (`titan-rl worker`), as --placement.hosts",
+        "--hosts ADDRESS:PORT,...": "workers on other hosts (`titan-rl worker`), as --placement.hosts",
         TRUSTED: "needed with other hosts: whoever reaches a port of the run can run any code",
         "--dry-run": "print the resolved config and the placement, and start nothing",
     },

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import socket
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -75,10 +76,16 @@ def listen_for(workers: Sequence[str]) -> str:
 
     Returns:
         The address; empty if there are no hosts: Monarch then uses sockets of this host.
+
+    Raises:
+        ConfigError: the first one's name is not known, or no network leads there.
     """
     if not workers:
         return ""
-    address = address_towards(workers[0])
+    try:
+        address = address_towards(workers[0])
+    except OSError as error:
+        raise ConfigError(f"host1 ({workers[0]}) cannot be reached: {error.strerror or error}") from error
     enable_transport(f"tcp://{address}:0")
     return address
 
@@ -217,9 +224,9 @@ class AttachedHost(Host):
             HostLost: nobody answers there.
             ConfigError: it has another Python or other packages than this host.
         """
-        address, silent = self.worker.rpartition(":")[0], self._silent_seconds
-        await self._reach()
-        self.mesh = attach_to_workers(ca="trust_all_connections", workers=[f"tcp://{self.worker}"])
+        address, silent = await self._reach(), self._silent_seconds
+        port = self.worker.rpartition(":")[2]
+        self.mesh = attach_to_workers(ca="trust_all_connections", workers=[f"tcp://{address}:{port}"])
         self._processes = self.mesh.spawn_procs(per_host={"ranks": 1}, name="agent")
         actor = self._processes.spawn(f"agent_{next(_serial)}", HostAgent, self._name, address, LEASE * silent)
         self._agent = Connection(
@@ -349,13 +356,16 @@ class AttachedHost(Host):
                 with suppress(OSError), open(Path(self._log_directory) / news.of, "ab") as log:
                     log.write(news.text)
 
-    async def _reach(self) -> None:
-        """Whether somebody listens there. Raises HostLost with the cause: Monarch would only wait."""
+    async def _reach(self) -> str:
+        """Whether somebody listens there; returns the IP address. Raises HostLost with the cause: Monarch would only
+        wait."""
         host, _, port = self.worker.rpartition(":")
         try:
             async with asyncio.timeout(REACH_SECONDS):
-                _, writer = await asyncio.open_connection(host, int(port))
+                _, writer = await asyncio.open_connection(host, int(port), family=socket.AF_INET)
+            address = str(writer.get_extra_info("peername")[0])
             writer.close()
+            return address
         except ConnectionRefusedError as error:
             raise HostLost(
                 f"nobody listens at {self.label}: start `titan-rl worker --listen {self.worker}` there"
