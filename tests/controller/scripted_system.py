@@ -47,6 +47,12 @@ class ScriptedTrainer:
         """Group ids of every finished step."""
         self.live: list[PolicyVersion] = []
         self.freed: list[PolicyVersion] = []
+        self.lost: Exception | None = None
+        self.on_state_lost: Callable[[], None]
+
+    def require_state(self) -> None:
+        if self.lost is not None:
+            raise self.lost
 
     async def train_step(self, samples: SampleBatch) -> dict[str, float]:
         await self.script.gate(f"train {self.step + 1}")
@@ -96,6 +102,7 @@ class ScriptedTrainer:
 
     async def restore(self, directory: Path | None, incarnation: int) -> None:
         await self.script.gate("restore")
+        self.lost = None
         self.step, self.incarnation = 0, incarnation
         if directory is not None:
             self.step, self.kept_samples, self.kept = pickle.loads((directory / "state").read_bytes())

@@ -38,6 +38,18 @@ async def test_the_run_goes_on_from_its_newest_checkpoint(tmp_path: Path, stalen
     assert world.trainer.live == [PolicyVersion(1, 6)] and world.rollouts.owned == {}
 
 
+async def test_the_run_goes_back_even_if_no_group_ends_any_more(tmp_path: Path) -> None:
+    """As where the host of the trainer is lost with the weights, and with all generators that had them."""
+    world = World(steps=4, directory=tmp_path, checkpoint_every=2)
+    world.script.holds = holding("play")
+    running = asyncio.ensure_future(world.loop.run())
+    await settle()
+    world.trainer.lost = LOST
+    world.trainer.on_state_lost()
+    with pytest.raises(TrainerStateLost):
+        await asyncio.wait_for(running, 5)
+
+
 async def test_without_a_checkpoint_the_run_begins_again_with_its_warm_up(tmp_path: Path) -> None:
     world = World(steps=3, warmup=2, directory=tmp_path, checkpoint_every=0)
     await lost(world, "train 2")

@@ -84,6 +84,8 @@ class Trainer:
         """Incarnation and finished RL steps, as far as the answers tell."""
         self._as_loaded = True  # nothing was trained or restored
         self._state_lost = ""
+        self.on_state_lost: Callable[[], None] = lambda: None
+        """Called when there are ranks again, and no state. From then on `require_state` raises."""
         self.pids: list[int] = []
         """Process ids of the ranks, known after `setup`."""
 
@@ -115,12 +117,18 @@ class Trainer:
             except CheckpointError as error:
                 why = f"no copy of {self.version} is usable: {error}"
                 self._state_lost = f"the trainer's state is lost: {why}{'' if self.version.step else WARM_UP}"
+                self.on_state_lost()
         self._gone = ""
         self._lifeline.replaced()
         for publication in adopted:
             if publication.version not in self._published:
                 await self.release(publication)
         return self.pids
+
+    def require_state(self) -> None:
+        """Raises TrainerStateLost if a call that needs the state would."""
+        if self._state_lost:
+            raise TrainerStateLost(self._state_lost)
 
     async def attach_stores(self, stores: dict[str, tuple[str, Any]]) -> None:
         """Let every rank fetch samples from these stores: by name, the host and the handle of the worker."""
@@ -277,8 +285,8 @@ class Trainer:
         """
         if self._gone:
             raise ActorGone(self._gone)
-        if needs_state and self._state_lost:
-            raise TrainerStateLost(self._state_lost)
+        if needs_state:
+            self.require_state()
         try:
             return await self._all(call)
         except CallTimeout as error:

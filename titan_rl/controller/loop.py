@@ -106,7 +106,7 @@ class TrainingLoop:
         self._stepping: asyncio.Future[None] | None = None  # the step that is under way, with its cut, or the last one
         self._told: dict[str, str] = {}  # by generator: why it does not serve
         self._changed = asyncio.Event()
-        self._losses = Losses(ledger, system.rollouts, say=display.say, changed=self._notify)
+        self._losses = Losses(ledger, system, say=display.say, changed=self._notify)
 
     @property
     def summary(self) -> RunSummary:
@@ -255,8 +255,8 @@ class TrainingLoop:
     async def _train(self) -> None:
         """Consumes P finished groups. Waits for them. Woken by rollouts. Produces the trainer's next version. On
         failure: lost samples are played again, anything else ends the run."""
-        schedule = self._schedule
-        while batch := await self._until("trainer", schedule.trainer_waits_for, schedule.take, schedule.all_trained):
+        schedule, take = self._schedule, self._losses.take
+        while batch := await self._until("trainer", schedule.trainer_waits_for, take, schedule.all_trained):
             self._stepping = asyncio.ensure_future(self._step_and_cut(batch))
             await asyncio.shield(self._stepping)  # a run that ends saves a step that is under way, and its numbers
 

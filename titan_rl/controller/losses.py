@@ -16,8 +16,8 @@ from titan_rl.errors import ActorGone, SamplesLost
 from titan_rl.scheduling.group import MAX_ATTEMPTS, Batch, Group, GroupState
 
 if TYPE_CHECKING:
-    from titan_rl.actors.rollouts import Rollouts
     from titan_rl.controller.checkpoints import Ledger
+    from titan_rl.controller.system import System
 
 _log = logging.getLogger(__name__)
 
@@ -26,18 +26,26 @@ class Losses:
     """Of one run."""
 
     def __init__(
-        self, ledger: Ledger, rollouts: Rollouts, *, say: Callable[[str], None], changed: Callable[[], None]
+        self, ledger: Ledger, system: System, *, say: Callable[[str], None], changed: Callable[[], None]
     ) -> None:
         """
         Args:
-            changed: called when a group is to be played again.
+            changed: called when a group is to be played again, or the trainer's state is lost.
         """
+        self._schedule, self._trainer = ledger.schedule, system.trainer
         self._buffer, self._reports, self._summary = ledger.buffer, ledger.reports, ledger.summary
-        self._rollouts = rollouts
+        self._rollouts = system.rollouts
         self._say = say
         self._changed = changed
         self._over = False
-        rollouts.on_lost = self.of_store
+        self._rollouts.on_lost = self.of_store
+        self._trainer.on_state_lost = changed
+
+    def take(self) -> Batch | None:
+        """The groups of the next step, if they are finished. Raises TrainerStateLost even while they are not: without
+        the weights that are lost with the trainer's host, they might never be."""
+        self._trainer.require_state()
+        return self._schedule.take()
 
     def of_player(self, group: Group, error: ActorGone) -> bool:
         """Play a running group again. False: it was lost too often, and has failed."""
