@@ -137,6 +137,7 @@ class HostAgent(ConnectedActor):
             return lambda *words: void(loop.call_soon_threadsafe(tell, News(kind, *words)))
 
         self._lock_worker()
+        remove_segments_of(os.getpid())  # of a dead agent with this process id: a container that started again has it
         sweep_dead_segments()
         scratch = scratch_directory()
         self._watch = ProcessWatch(scratch, on_end=told("ended"), on_stop=lambda what: told("stopped")("", what))

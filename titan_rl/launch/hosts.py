@@ -295,7 +295,8 @@ class AttachedHost(Host):
 
     async def refuse_blind(self, run_directory: Path) -> None:
         assert self._agent is not None
-        if not all(await self._agent.call(CALL_SECONDS, HostAgent.digests, (str(run_directory),))):
+        (there,) = await self._agent.call(CALL_SECONDS, HostAgent.digests, (str(run_directory),))
+        if not there:
             raise ConfigError(
                 f"{self.label} does not see {run_directory}, where the trainer writes checkpoints: choose a "
                 "logging.directory on a file system that all hosts of placement.trainer share"

@@ -109,7 +109,8 @@ class Mesh:
             if kill:
                 await host.kill(self._spawn)
             await host.expect_ends(self._spawn)
-            await bounded(processes.stop(), what=f"stop of mesh {self.name}", seconds=STOP_SECONDS)
+            if not host.lost:  # meanwhile; nobody would answer
+                await bounded(processes.stop(), what=f"stop of mesh {self.name}", seconds=STOP_SECONDS)
         except Exception as error:  # also Monarch's own errors, if the mesh was stopped during its start
             _log.warning("mesh %s: %s", self.name, error)
         finally:
