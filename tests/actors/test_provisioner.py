@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from monarch.actor import Actor, default_bootstrap_cmd, endpoint
@@ -21,7 +22,7 @@ from monarch.actor import Actor, default_bootstrap_cmd, endpoint
 from titan_rl.actors.connection import bounded
 from titan_rl.config_registry import copy4
 from titan_rl.controller.faults import FaultBoard
-from titan_rl.errors import ActorFailed, MeshFailed, TitanError
+from titan_rl.errors import ActorFailed, HostLost, MeshFailed, TitanError
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch import child, provisioner
 from titan_rl.launch.child import MONARCH_MAIN
@@ -268,3 +269,32 @@ def test_monarch_by_itself_ends_the_process_without_a_word() -> None:
 
 def test_our_processes_live_on() -> None:
     assert outcome(watched_seconds=4, **SUPERVISION_ENVIRONMENT) == (0, "alive")
+
+
+async def test_a_host_that_is_lost_while_others_are_attached_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    left = []
+
+    class Attached:
+        def __init__(self, name: str, worker: str, **callbacks: Any) -> None:
+            self.name, self.lost, self._on_lost = name, "", callbacks["on_lost"]
+
+        async def attach(self) -> None:
+            await asyncio.sleep(0)
+            if self.name == "host1":
+                self.lost = "host1 is lost"
+                self._on_lost(self)
+
+        async def leave(self) -> None:
+            left.append(self.name)
+
+    monkeypatch.setattr(provisioner, "AttachedHost", Attached)
+    hosts = Provisioner(log_directory=str(tmp_path), imports=(), on_fault=lambda fault: None)
+    with pytest.raises(HostLost, match="host1 is lost"):
+        await hosts.attach("10.0.0.2:1", "10.0.0.3:1", silent_seconds=1.0)
+    assert list(hosts.hosts) == ["host0"] and left == ["host1", "host2"]
+    there = MeshPlan(name="rollout0", hosts=("host1",), env=({},), devices=(None,), positions=("-",))
+    with pytest.raises(HostLost, match="rollout0 was placed on host1, which is lost"):
+        hosts.spawn(there)
+    await hosts.stop_all()

@@ -187,12 +187,10 @@ class Provisioner:
         ]
         self._attached += len(new)
         results = await asyncio.gather(*(host.attach() for host in new), return_exceptions=True)
-        if failed := [error for error in results if isinstance(error, BaseException)]:
+        failed = [error for error in results if isinstance(error, BaseException)]
+        if failed := [*failed, *(HostLost(host.lost) for host in new if host.lost)]:
             await asyncio.gather(*(host.leave() for host in new))
             raise failed[0]
-        if gone := [host for host in new if host.lost]:
-            await asyncio.gather(*(host.leave() for host in new))
-            raise HostLost(gone[0].lost)
         self.hosts |= {host.name: host for host in new}
         return list(new)
 
