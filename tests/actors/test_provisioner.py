@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -297,4 +298,17 @@ async def test_a_host_that_is_lost_while_others_are_attached_is_not_taken(
     there = MeshPlan(name="rollout0", hosts=("host1",), env=({},), devices=(None,), positions=("-",))
     with pytest.raises(HostLost, match="rollout0 was placed on host1, which is lost"):
         hosts.spawn(there)
+    await hosts.stop_all()
+
+
+async def test_the_end_of_an_agent_is_no_fault_of_a_mesh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Monarch tells it when a link is mended, long after the host was lost."""
+    faults: list[ActorFailed] = []
+    hosts = Provisioner(log_directory=str(tmp_path), imports=(), on_fault=faults.append)
+    mesh = SimpleNamespace(name="rollout0", actors=["rollout0_1"], any_ended=False)
+    monkeypatch.setattr(hosts, "_meshes", {"rollout0": mesh})
+    for name in ("agent_7", "rollout0_1"):
+        provisioner._hear(SimpleNamespace(mesh_name=f"{name}-d4HS", report=lambda: "the process ended"))
+    assert [fault.mesh for fault in faults] == ["rollout0"]
+    monkeypatch.undo()
     await hosts.stop_all()

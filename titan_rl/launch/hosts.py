@@ -56,6 +56,9 @@ Ended = Callable[[str, str, int | None], None]
 
 _serial = itertools.count()
 
+AGENT = "agent"
+"""What Monarch's names of agents and their processes begin with."""
+
 
 @dataclass(frozen=True, slots=True)
 class Needed:
@@ -227,8 +230,8 @@ class AttachedHost(Host):
         address, silent = await self._reach(), self._silent_seconds
         port = self.worker.rpartition(":")[2]
         self.mesh = attach_to_workers(ca="trust_all_connections", workers=[f"tcp://{address}:{port}"])
-        self._processes = self.mesh.spawn_procs(per_host={"ranks": 1}, name="agent")
-        actor = self._processes.spawn(f"agent_{next(_serial)}", HostAgent, self._name, address, LEASE * silent)
+        self._processes = self.mesh.spawn_procs(per_host={"ranks": 1}, name=AGENT)
+        actor = self._processes.spawn(f"{AGENT}_{next(_serial)}", HostAgent, self._name, address, LEASE * silent)
         self._agent = Connection(
             actor.slice(ranks=0), what=f"{{}} of {self.label}", on_push=self._hear, on_lost=self._lose
         )

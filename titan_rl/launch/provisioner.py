@@ -26,7 +26,7 @@ from monarch.actor import MeshFailure, ProcMesh
 
 from titan_rl.actors.connection import bounded
 from titan_rl.errors import ActorFailed, HostLost, MeshFailed
-from titan_rl.launch.hosts import AttachedHost, ControllersHost, Host
+from titan_rl.launch.hosts import AGENT, AttachedHost, ControllersHost, Host
 from titan_rl.launch.placement import TORCHRUN_VARIABLES, MeshPlan
 from titan_rl.launch.process import prepare_process
 from titan_rl.processes import HOST, OWNER, RENDEZVOUS, ending_in_words
@@ -46,7 +46,8 @@ _spawned: set[str] = set()
 _provisioners: weakref.WeakSet[Provisioner] = weakref.WeakSet()
 
 _ON_EVERY_MESH = {"logger", "setup"}
-"""Monarch's own actors. Their faults are ignored: they fail with their process, whose end is reported anyway."""
+"""Monarch's own actors. Their faults are ignored: they fail with their process, whose end is reported anyway. So are
+those of agents (`hosts`): a host that is lost is reported already, perhaps long before."""
 
 _log = logging.getLogger(__name__)
 
@@ -309,7 +310,7 @@ def _hear(failure: MeshFailure) -> None:
     # Monarch ends this process if the hook raises, so every error in it is only logged.
     try:
         actors = failure.mesh_name.rsplit("-", 1)[0]  # Monarch appended an identifier
-        if actors in _ON_EVERY_MESH:
+        if actors in _ON_EVERY_MESH or actors.startswith(AGENT):
             return
         for provisioner in list(_provisioners):
             provisioner.hear(actors, failure.report())
