@@ -136,6 +136,7 @@ class HostAgent(ConnectedActor):
         def told(kind: Literal["ended", "stopped"]) -> Callable[..., None]:
             return lambda *words: void(loop.call_soon_threadsafe(tell, News(kind, *words)))
 
+        self._heard.set()
         self._lock_worker()
         remove_segments_of(os.getpid())  # of a dead agent with this process id: a container that started again has it
         sweep_dead_segments()
@@ -143,7 +144,7 @@ class HostAgent(ConnectedActor):
         self._watch = ProcessWatch(scratch, on_end=told("ended"), on_stop=lambda what: told("stopped")("", what))
         (scratch / "logs").mkdir()
         return Introduction(
-            facts=detect_host(name=self._host, address=self._address),
+            facts=await asyncio.to_thread(detect_host, name=self._host, address=self._address),
             pid=os.getpid(),
             life=str(self._watch.life),
             births=str(self._watch.births),

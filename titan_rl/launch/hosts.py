@@ -39,6 +39,8 @@ from titan_rl.weights.segment_files import remove_segments_of
 
 ATTACH_SECONDS = 10.0
 """Bound on the first answer of a host's agent."""
+FACTS_SECONDS = 40.0
+"""Bound on what an agent finds out of its host: `nvidia-smi` alone may take 30 s."""
 REACH_SECONDS = 3.0
 """Bound on the first packet from a host."""
 LARGE_BYTES = 64 << 10
@@ -236,7 +238,8 @@ class AttachedHost(Host):
             actor.slice(ranks=0), what=f"{{}} of {self.label}", on_push=self._hear, on_lost=self._lose
         )
         try:
-            known: Introduction = await self._agent.call(ATTACH_SECONDS, HostAgent.begin)
+            await self._agent.call(ATTACH_SECONDS, HostAgent.echo, b"")
+            known: Introduction = await self._agent.call(FACTS_SECONDS, HostAgent.begin)
         except (ActorGone, CallTimeout) as error:
             self._lose(str(error))
             raise HostLost(
@@ -312,7 +315,7 @@ class AttachedHost(Host):
         if self._pulses is not None:
             self._pulses.cancel()
             await asyncio.gather(self._pulses, return_exceptions=True)
-        if self._agent is None or self.lost:  # nobody there would answer, Monarch's worker neither
+        if self.lost:  # nobody there would answer, Monarch's worker neither
             return
         await self._ask(HostAgent.pulse)  # the last lines of the logs
         await self._ask(HostAgent.remove_segments, "")
