@@ -143,6 +143,8 @@ class SimulatedTrainer:
         """Group ids."""
         self.sampled_tokens = 0
 
+    def require_state(self) -> None: ...
+
     async def train_step(self, samples: SampleBatch) -> dict[str, float]:
         async with self._turn:
             seconds = TRAINER.step_seconds(sum(samples.lengths))
