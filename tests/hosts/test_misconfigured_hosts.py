@@ -31,7 +31,7 @@ def hosts() -> Iterator[Hosts]:
 def worker(host: Host, port: int, command: list[str] | None = None) -> subprocess.Popen[str]:
     listen = [sys.executable, "-m", "titan_rl.cli", "worker", "--listen", f"{host.address}:{port}", "--trusted-network"]
     process = host.run([*(command or []), *listen], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert "listens on" in process.stdout.readline()
+    assert any("listens on" in line for line in process.stdout)  # Monarch says something too
     return process
 
 
