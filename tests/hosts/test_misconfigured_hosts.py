@@ -46,6 +46,16 @@ def refused(hosts: Hosts, runs: Path, *arguments: str, address: str = "") -> str
     return output
 
 
+def refused_with_worker(hosts: Hosts, runs: Path, port: int, before: list[str], *arguments: str) -> str:
+    """The same with a worker on the second host that is started behind this command."""
+    lent = worker(hosts[1], port, before)
+    try:
+        return refused(hosts, runs, *arguments, address=f"{hosts[1].address}:{port}")
+    finally:
+        lent.terminate()
+        lent.wait()
+
+
 def test_nobody_listens(hosts: Hosts, tmp_path: Path) -> None:
     assert "nobody listens at host1 (10.77.0.2:17000): start `titan-rl worker" in refused(hosts, tmp_path)
 
@@ -143,33 +153,18 @@ def test_what_a_host_lacks_is_named(what: str, hosts: Hosts, tmp_path: Path) -> 
         "no run directory": "does not see ",
         "another checkpoint": "has another ",
     }[what]
-    lent = worker(hosts[1], PORT + 4, hide(tmp_path, cover, behind=theirs))
-    try:
-        said = refused(hosts, runs, *arguments, address=f"{hosts[1].address}:{PORT + 4}")
-    finally:
-        lent.terminate()
-        lent.wait()
+    said = refused_with_worker(hosts, runs, PORT + 4, hide(tmp_path, cover, behind=theirs), *arguments)
     assert f"host1 (10.77.0.2:{PORT + 4}) {expected}" in said, said[-2000:]
 
 
 def test_shared_memory_that_is_too_small_on_one_host(hosts: Hosts, tmp_path: Path) -> None:
     small = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64k shm /dev/shm && exec "$0" "$@"']
-    lent = worker(hosts[1], PORT + 5, small)
-    try:
-        said = refused(hosts, tmp_path, address=f"{hosts[1].address}:{PORT + 5}")
-    finally:
-        lent.terminate()
-        lent.wait()
+    said = refused_with_worker(hosts, tmp_path, PORT + 5, small)
     assert "host1 (10.77.0.2:17005): /dev/shm has 0 MiB free" in said
 
 
 def test_few_open_files_on_one_host(hosts: Hosts, tmp_path: Path) -> None:
-    lent = worker(hosts[1], PORT + 6, ["sh", "-c", 'ulimit -n 150; exec "$0" "$@"'])
-    try:
-        said = refused(hosts, tmp_path, address=f"{hosts[1].address}:{PORT + 6}")
-    finally:
-        lent.terminate()
-        lent.wait()
+    said = refused_with_worker(hosts, tmp_path, PORT + 6, ["sh", "-c", 'ulimit -n 150; exec "$0" "$@"'])
     assert "host1 (10.77.0.2:17006): a process may have 150 open files" in said
 
 

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from titan_rl.actors.connection import ConnectedActor, caller, served
 from titan_rl.errors import ConfigError
@@ -134,7 +134,10 @@ class HostAgent(ConnectedActor):
         tell, loop = caller().push, asyncio.get_running_loop()
 
         def told(kind: Literal["ended", "stopped"]) -> Callable[..., None]:
-            return lambda *words: void(loop.call_soon_threadsafe(tell, News(kind, *words)))
+            def tell_from_thread(*words: Any) -> None:
+                loop.call_soon_threadsafe(tell, News(kind, *words))
+
+            return tell_from_thread
 
         self._heard.set()
         self._lock_worker()
@@ -221,7 +224,3 @@ class HostAgent(ConnectedActor):
         _log.error("no word of the controller for %g s: this host's processes end", self._silent_seconds)
         remove_segments_of(os.getpid())
         os._exit(EXIT_SILENT)
-
-
-def void(result: object) -> None:
-    """For a lambda whose result is of no interest."""

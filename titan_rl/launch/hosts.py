@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import socket
 import sys
@@ -56,6 +57,7 @@ CLOCK_SECONDS = 5.0
 Ended = Callable[[str, str, int | None], None]
 """Told of the end of a process: the spawn, the process, its exit code. See `ProcessWatch`."""
 
+_log = logging.getLogger(__name__)
 _serial = itertools.count()
 
 AGENT = "agent"
@@ -87,10 +89,7 @@ def listen_for(workers: Sequence[str]) -> str:
     """
     if not workers:
         return ""
-    try:
-        address = address_towards(workers[0])
-    except OSError as error:
-        raise ConfigError(f"host1 ({workers[0]}) cannot be reached: {error.strerror or error}") from error
+    address = address_towards(workers[0])
     enable_transport(f"tcp://{address}:0")
     return address
 
@@ -321,14 +320,18 @@ class AttachedHost(Host):
         await self._ask(HostAgent.remove_segments, "")
         self.lost = self.lost or "it was left"
         await self._agent.close()
-        with suppress(Exception):  # Monarch had nothing to stop
+        try:
             await bounded(self.mesh.stop(), what=f"leaving {self.label}", seconds=CALL_SECONDS)
+        except Exception as error:  # Monarch's own too: the next controller's attachment does not depend on it
+            _log.warning("%s", error)
 
     async def _ask(self, endpoint: Any, *args: Any) -> None:
         """A host that is lost has nothing left to be asked for."""
         assert self._agent is not None
-        with suppress(TitanError):  # the agent logs what fails there
+        try:
             await self._agent.call(CALL_SECONDS, endpoint, *args)
+        except TitanError as error:
+            _log.warning("%s", error)
 
     async def _watch(self) -> None:
         agent = self._agent

@@ -102,7 +102,6 @@ class Meshes:
         )
         self._specs: dict[str, MeshSpec] = {}
         self._restarts: dict[str, Restarts] = {}
-        self._room = asyncio.Event()  # set when a host joins
         self._left_out: set[str] = set()
         self._begun: set[str] = set()  # meshes whose set-up has begun
         self._up: dict[str, float] = {}  # those that are up, and since when
