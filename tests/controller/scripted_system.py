@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import io
-import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -18,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 from script import Script, settle
+from scripted_parts import ScriptedRouter, ScriptedTrainer
 
 from titan_rl.config import CheckpointConfig, EvaluationConfig, LoopConfig, RunConfig
 from titan_rl.controller.checkpoint_files import newest_sound
@@ -27,134 +27,12 @@ from titan_rl.controller.records import RunSummary
 from titan_rl.controller.system import System
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
 from titan_rl.data_plane.store import HeldReport
-from titan_rl.errors import GeneratorNotServing, OwnershipError, TrainingError, WeightsError
+from titan_rl.errors import OwnershipError
 from titan_rl.observability.progress import RunDisplay
 from titan_rl.policy.config import TrainerConfig, WarmupConfig
 from titan_rl.rollout.report import GroupReport, RolloutReport
 from titan_rl.types import NO_VERSION, GroupRequest, PolicyVersion, Purpose, StopReason
 from titan_rl.weights.config import WeightsConfig
-from titan_rl.weights.manifest import FleetPull, Manifest, Publication
-
-
-class ScriptedTrainer:
-    def __init__(self, script: Script) -> None:
-        self.script = script
-        self.step = 0
-        self.incarnation = 0
-        self.restored: list[str] = []
-        """From where, "" is the policy as it was loaded, and as which version."""
-        self.batches: list[list[int]] = []
-        """Group ids of every finished step."""
-        self.live: list[PolicyVersion] = []
-        self.freed: list[PolicyVersion] = []
-        self.lost: Exception | None = None
-        self.on_state_lost: Callable[[], None]
-
-    def require_state(self) -> None:
-        if self.lost is not None:
-            raise self.lost
-
-    async def train_step(self, samples: SampleBatch) -> dict[str, float]:
-        await self.script.gate(f"train {self.step + 1}")
-        self.step += 1
-        self.batches.append(list(dict.fromkeys(samples.group_ids)))
-        await self.script.gate(f"news of {self.step}")
-        return {"loss": 0.0, "entropy": 1.0}
-
-    async def warm_up_step(self, samples: SampleBatch) -> dict[str, float]:
-        await self.script.gate(f"warm up {samples.group_ids[0]}")
-        return {"loss": 0.0, "entropy": 1.0}
-
-    async def push_model_state_dict(self) -> Publication:
-        await self.script.gate(f"publish v{self.step}")
-        version = PolicyVersion(self.incarnation, self.step)  # of the moment: the call may have waited for a step
-        self.live.append(version)
-        return Publication(channel="policy", version=version, manifest=Manifest(entries=(), nbytes=0), location="")
-
-    async def release(self, publication: Publication) -> None:
-        self.live.remove(publication.version)
-        self.freed.append(publication.version)
-        await self.script.gate(f"free {publication.version}")
-
-    async def save(self, directory: Path) -> int:
-        await self.script.gate("save")
-        return self.step
-
-    async def freeze_reference(self) -> None:
-        await self.script.gate("freeze")
-
-    async def begin_checkpoint(self, directory: Path, step: int, samples: SampleBatch) -> None:
-        await self.script.gate(f"copy {self.step}")
-        if step != self.step:
-            raise TrainingError(f"no checkpoint of step {step}: the trainer is at step {self.step}")
-        self.copied = (self.step, samples)
-
-    async def finish_checkpoint(self, directory: Path, publications: tuple[Publication, ...]) -> None:
-        step, samples = self.copied
-        await self.script.gate(f"write {step}")
-        assert all(publication.version in self.live for publication in publications)
-        kept = [publication.version for publication in publications]
-        (directory / "state").write_bytes(pickle.dumps((step, samples, kept)))
-
-    @property
-    def version(self) -> PolicyVersion:
-        return PolicyVersion(self.incarnation, self.step)
-
-    async def restore(self, directory: Path | None, incarnation: int) -> None:
-        await self.script.gate("restore")
-        self.lost = None
-        self.step, self.incarnation = 0, incarnation
-        if directory is not None:
-            self.step, self.kept_samples, self.kept = pickle.loads((directory / "state").read_bytes())
-        self.restored.append(f"{directory.name if directory else ''} {self.version}".strip())
-
-    async def publish_again(self, directory: Path, version: PolicyVersion) -> Publication:
-        await self.script.gate(f"publish {version} again")
-        assert version in self.kept
-        self.live.append(version)
-        return Publication(channel="policy", version=version, manifest=Manifest(entries=(), nbytes=0), location="")
-
-
-class ScriptedRouter:
-    def __init__(self, script: Script) -> None:
-        self.script = script
-        self.serving: PolicyVersion | None = None
-        self.target: PolicyVersion | None = None
-        self.pinned: PolicyVersion | None = None
-        self.failures: dict[str, str] = {}
-        """Of every pull."""
-
-    async def pull_model_state_dict(self, publication: Publication) -> FleetPull:
-        if self.target is not None and publication.version < self.target:
-            raise WeightsError(f"pull refused: {publication.version} is older than {self.target}")
-        self.target = publication.version
-        await self.script.gate(f"pull {publication.version}")
-        self.serving = publication.version
-        failures = {"generator1": "it is pinned"} if self.pinned is not None else {}
-        return FleetPull(version=publication.version, reports={}, failures=failures | self.failures)
-
-    async def serve_beside(self, publication: Publication) -> None:
-        await self.script.gate(f"serve {publication.version}")
-
-    async def retire(self, version: PolicyVersion) -> None:
-        await self.script.gate(f"retire {version}")
-
-    async def start_over(self) -> None:
-        self.target = None
-
-    async def pin(self, version: PolicyVersion) -> str:
-        await self.script.gate(f"pin {version}")
-        if version != self.serving:
-            raise GeneratorNotServing(f"nobody serves {version}")
-        self.pinned = version
-        return "generator1"
-
-    async def unpin(self, generator: str) -> None:
-        await self.script.gate(f"unpin {self.pinned}")
-        self.pinned = None
-
-    async def fleet_status(self) -> list[Any]:
-        return []
 
 
 class ScriptedRollouts:

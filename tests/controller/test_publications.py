@@ -5,7 +5,8 @@ import asyncio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_system import Script, ScriptedTrainer, World, settle
+from scripted_parts import ScriptedTrainer
+from scripted_system import Script, World, settle
 
 from titan_rl.controller.publications import FRESH_PUBLICATIONS, Publications
 from titan_rl.errors import WeightsError
