@@ -90,7 +90,7 @@ def _export(arguments: Sequence[str]) -> int:
 
 def _worker(arguments: Sequence[str]) -> int:
     """Lend this host to runs that are started elsewhere: --listen ADDRESS:PORT."""
-    from titan_rl.launch.worker import VERB
+    from titan_rl.launch.hosts.worker import VERB
 
     return VERB.run(arguments, prog=f"{PROG} worker")
 

@@ -16,7 +16,7 @@ from titan_rl.errors import ConfigError
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.launch.checks import check_serving
-from titan_rl.launch.host_facts import detect_host
+from titan_rl.launch.hosts.facts import detect_host
 from titan_rl.launch.process import prepare_controller
 from titan_rl.overrides import EXIT_USAGE, Command, Verb
 from titan_rl.policy.config import PolicyConfig, TrainerConfig

@@ -22,7 +22,8 @@ from titan_rl.config_registry import RECIPES, load_recipe
 from titan_rl.controller.checkpoint_files import checkpoints
 from titan_rl.errors import ConfigError
 from titan_rl.launch.checks import Problem, Severity, check_run
-from titan_rl.launch.host_facts import HostFacts, detect_host
+from titan_rl.launch.hosts.facts import HostFacts, detect_host
+from titan_rl.launch.hosts.torchrun import hosts_of, serve_rank, workers
 from titan_rl.launch.placement import TORCHRUN_VARIABLES, assumed_hosts, describe, plan, with_devices
 from titan_rl.launch.process import prepare_controller
 from titan_rl.launch.resume import (
@@ -34,7 +35,6 @@ from titan_rl.launch.resume import (
     find,
     unfinished,
 )
-from titan_rl.launch.torchrun import hosts_of, serve_rank, workers
 from titan_rl.overrides import (
     EXIT_USAGE,
     Command,

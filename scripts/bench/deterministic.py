@@ -24,7 +24,7 @@ from parts.table import print_report
 from titan_rl.actors.connection import bounded, served
 from titan_rl.config import RunConfig
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.launch.host_facts import detect_host
+from titan_rl.launch.hosts.facts import detect_host
 from titan_rl.launch.placement import plan
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.launch.start import model_directory

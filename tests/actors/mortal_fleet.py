@@ -22,7 +22,7 @@ from titan_rl.config import RunConfig
 from titan_rl.errors import ActorFailed, MeshFailed
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.engine import simulated_token
-from titan_rl.launch.host_facts import detect_host
+from titan_rl.launch.hosts.facts import detect_host
 from titan_rl.launch.placement import plan
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig

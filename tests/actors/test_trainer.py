@@ -16,7 +16,7 @@ from titan_rl.actors.trainer_client import Trainer
 from titan_rl.config import RunConfig
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import ActorFailed, TrainingError, WeightsError
-from titan_rl.launch.host_facts import detect_host
+from titan_rl.launch.hosts.facts import detect_host
 from titan_rl.launch.placement import plan
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.policy.config import KLConfig, OptimizerConfig, TinyPolicyConfig, TrainerConfig, WarmupConfig

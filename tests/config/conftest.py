@@ -9,7 +9,7 @@ import pytest
 
 from titan_rl import train
 from titan_rl.config import RunConfig
-from titan_rl.launch.host_facts import HostFacts
+from titan_rl.launch.hosts.facts import HostFacts
 from titan_rl.launch.placement import TORCHRUN_VARIABLES
 
 TASK = '''

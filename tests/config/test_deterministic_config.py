@@ -11,7 +11,7 @@ from titan_rl.config import RunConfig
 from titan_rl.config_registry import copy4
 from titan_rl.errors import ConfigError
 from titan_rl.generation.config import GeneratorConfig, refuse_more_ranks
-from titan_rl.launch.host_facts import HostFacts
+from titan_rl.launch.hosts.facts import HostFacts
 from titan_rl.launch.placement import plan
 
 HOST = HostFacts(cpus=8, cuda_devices=tuple(range(8)))

@@ -18,7 +18,7 @@ from titan_rl.controller.faults import kind_of
 from titan_rl.errors import ConfigError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.launch.checks import CPU_HEAD_DIMS
-from titan_rl.launch.host_facts import HostFacts, detect_host, visible_devices
+from titan_rl.launch.hosts.facts import HostFacts, detect_host, visible_devices
 from titan_rl.launch.placement import TORCHRUN_VARIABLES, describe, devices_needed, plan
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.rollout.config import AgentsConfig, EnvironmentConfig, RolloutConfig

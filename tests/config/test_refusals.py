@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from titan_rl import cli, train
-from titan_rl.launch.host_facts import HostFacts
+from titan_rl.launch.hosts.facts import HostFacts
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tokenizer
 

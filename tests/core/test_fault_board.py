@@ -8,7 +8,7 @@ import pytest
 from titan_rl.config_registry import copy4
 from titan_rl.controller.faults import LOST_WITH, SETTLED_SECONDS, FaultBoard, Restarts, kind_of
 from titan_rl.errors import ActorFailed, GeneratorFailed, MeshFailed, Stopped
-from titan_rl.launch.host_facts import HostFacts
+from titan_rl.launch.hosts.facts import HostFacts
 from titan_rl.launch.placement import plan
 
 

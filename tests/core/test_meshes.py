@@ -15,7 +15,7 @@ from titan_rl.controller.faults import FaultBoard, kind_of
 from titan_rl.errors import MeshFailed
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch import meshes as module
-from titan_rl.launch.host_facts import HostFacts
+from titan_rl.launch.hosts.facts import HostFacts
 from titan_rl.launch.mesh_specs import describe
 from titan_rl.launch.meshes import Meshes
 from titan_rl.launch.placement import MeshPlan

@@ -189,7 +189,7 @@ def test_a_torchrun_whose_other_host_does_not_come(monkeypatch: pytest.MonkeyPat
     from torch.distributed import TCPStore
 
     from titan_rl.errors import ConfigError
-    from titan_rl.launch import torchrun
+    from titan_rl.launch.hosts import torchrun
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0"}

@@ -19,7 +19,7 @@ from titan_rl.actors.router_client import RouterClient
 from titan_rl.config import RunConfig
 from titan_rl.errors import ActorFailed, MeshFailed
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.launch.host_facts import detect_host
+from titan_rl.launch.hosts.facts import detect_host
 from titan_rl.launch.placement import plan
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.launch.start import model_directory

@@ -29,7 +29,7 @@ from titan_rl.errors import AbsentError, ConfigError
 from titan_rl.gateway.config import GatewayConfig, listen
 from titan_rl.generation.config import ENGINES, LINEARS, refuse_more_ranks
 from titan_rl.importing import import_name, user_code
-from titan_rl.launch.host_facts import HostFacts
+from titan_rl.launch.hosts.facts import HostFacts
 from titan_rl.launch.placement import assumed_hosts, plan, plays, resolve_device, with_devices
 from titan_rl.overrides import did_you_mean, get_setting
 from titan_rl.policy.losses import SHORT_NAMES as LOSSES

@@ -35,7 +35,7 @@ from titan_rl.config import RunConfig
 from titan_rl.controller.faults import LOST_WITH, FaultBoard, Restarts, kind_of
 from titan_rl.errors import ActorGone, HostLost, MeshFailed, TitanError
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.launch.hosts import AttachedHost, Host, Needed, listen_for
+from titan_rl.launch.hosts.host import AttachedHost, Host, Needed, listen_for
 from titan_rl.launch.mesh_specs import MeshClient, MeshSpec, describe
 from titan_rl.launch.placement import Placement, plan
 from titan_rl.launch.provisioner import Provisioner

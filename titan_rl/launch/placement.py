@@ -29,7 +29,7 @@ from titan_rl.errors import ConfigError
 from titan_rl.gateway.config import is_loopback
 from titan_rl.generation.config import generator_environment
 from titan_rl.importing import import_name
-from titan_rl.launch.host_facts import HostFacts
+from titan_rl.launch.hosts.facts import HostFacts
 
 Device = Literal["cpu", "cuda"]
 

@@ -26,7 +26,7 @@ from monarch.actor import MeshFailure, ProcMesh
 
 from titan_rl.actors.connection import bounded
 from titan_rl.errors import ActorFailed, HostLost, MeshFailed
-from titan_rl.launch.hosts import AGENT, AttachedHost, ControllersHost, Host
+from titan_rl.launch.hosts.host import AGENT, AttachedHost, ControllersHost, Host
 from titan_rl.launch.placement import TORCHRUN_VARIABLES, MeshPlan
 from titan_rl.launch.process import prepare_process
 from titan_rl.processes import HOST, OWNER, RENDEZVOUS, ending_in_words
@@ -47,7 +47,7 @@ _provisioners: weakref.WeakSet[Provisioner] = weakref.WeakSet()
 
 _ON_EVERY_MESH = {"logger", "setup"}
 """Monarch's own actors. Their faults are ignored: they fail with their process, whose end is reported anyway. So are
-those of agents (`hosts`): a host that is lost is reported already, perhaps long before."""
+those of agents (`hosts.agent`): a host that is lost is reported already, perhaps long before."""
 
 _log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ prepare_controller()
 from titan_rl.actors.generator import Generator, GeneratorMesh  # noqa: E402
 from titan_rl.actors.router import GeneratorRouter  # noqa: E402
 from titan_rl.actors.router_client import RouterClient  # noqa: E402
-from titan_rl.launch.host_facts import detect_host  # noqa: E402
+from titan_rl.launch.hosts.facts import detect_host  # noqa: E402
 from titan_rl.launch.placement import MeshPlan, plan  # noqa: E402
 from titan_rl.launch.provisioner import Provisioner  # noqa: E402
 from titan_rl.launch.start import model_directory  # noqa: E402

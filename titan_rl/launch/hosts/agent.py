@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 from titan_rl.actors.connection import ConnectedActor, caller, served
 from titan_rl.errors import ConfigError
 from titan_rl.launch.child import ProcessWatch
-from titan_rl.launch.host_facts import HostFacts, detect_host
+from titan_rl.launch.hosts.facts import HostFacts, detect_host
 from titan_rl.launch.process import prepare_controller, scratch_directory
 from titan_rl.policy.models.tiny import TinyPolicyConfig, make_tiny_policy
 from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segments

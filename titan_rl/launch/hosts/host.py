@@ -29,10 +29,10 @@ from monarch.actor import attach_to_workers, enable_transport, this_host
 from titan_rl.actors.connection import Connection, bounded
 from titan_rl.config import RunConfig
 from titan_rl.errors import ActorGone, CallTimeout, ConfigError, HostLost, TitanError
-from titan_rl.launch.agent import HostAgent, Introduction, News, digest_of, versions
 from titan_rl.launch.checks import Severity, check_host
 from titan_rl.launch.child import ProcessWatch
-from titan_rl.launch.host_facts import HostFacts, address_towards, detect_host
+from titan_rl.launch.hosts.agent import HostAgent, Introduction, News, digest_of, versions
+from titan_rl.launch.hosts.facts import HostFacts, address_towards, detect_host
 from titan_rl.launch.process import scratch_directory
 from titan_rl.launch.pulse import until_still
 from titan_rl.launch.start import tiny_policy

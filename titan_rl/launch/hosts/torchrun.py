@@ -16,8 +16,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 from titan_rl.errors import ConfigError
-from titan_rl.launch.host_facts import address_towards
-from titan_rl.launch.worker import free_port, serve_host
+from titan_rl.launch.hosts.facts import address_towards
+from titan_rl.launch.hosts.worker import free_port, serve_host
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
