@@ -77,7 +77,7 @@ async def drive(addresses: Sequence[str], mib: int, mbit: int) -> dict[str, Any]
     async def measure(way: str, nodes: dict[str, Any], nbytes: int, *, flat: bool) -> None:
         everybody = {TRAINER: relays[TRAINER], **nodes}
         handles = {name: (0, handle) for name, handle in everybody.items()}
-        await asyncio.gather(*(_call(each, "set_up", handles, (TRAINER,), flat) for each in everybody.values()))
+        await asyncio.gather(*(_call(each, "set_up", handles, flat) for each in everybody.values()))
         for turn in (1, 2):  # in the first one memory is made and registered, and connections are opened
             publication: Publication = await _call(relays[TRAINER], "publish", way, turn, nbytes)
             before = dict(zip(everybody, await _all(everybody, "sent"), strict=True))

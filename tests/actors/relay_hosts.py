@@ -35,6 +35,7 @@ class RelayHosts:
         self.relays: dict[str, RelayMesh] = {}
         self._serial = 0
         self._publisher: SharedMemoryPublisher | None = None
+        self._trainer = TRAINER
 
     async def start(self, *hosts: str) -> None:
         """Relays on more hosts, of which all hear."""
@@ -74,15 +75,19 @@ class RelayHosts:
 
     def publish(self, step: int) -> Publication:
         """On the trainer's host, as the controller hears of it; at most two are live."""
-        with self.on(TRAINER):
+        with self.on(self._trainer):
             if self._publisher is None:
                 self._publisher = SharedMemoryPublisher(channel="relayed", rank=0, group=None, max_live=2)
-            if step > 2:
-                self._publisher.release(PolicyVersion(0, step - 2))
+            if len(live := sorted(self._publisher._live)) == 2:
+                self._publisher.release(live[0])
             shard = TensorShard(name="t", data=weights(step), global_shape=(ELEMENTS,), offset=(0,))
             self._serial += 1
             published = self._publisher.publish(PolicyVersion(0, step), [shard], dtype=torch.float32)
-            return dataclasses.replace(published, serial=self._serial)
+            return dataclasses.replace(published, serial=self._serial, hosts=(self._trainer,))
+
+    def move_trainer(self, host: str) -> None:
+        """What is published from now on is made there."""
+        self._trainer, self._publisher = host, None
 
     def has(self, host: str, publication: Publication) -> bool:
         """Whether the shared memory of the host has exactly what was published."""
@@ -107,7 +112,7 @@ class RelayHosts:
 
     async def _tell(self) -> None:
         relays = list(self.relays.values())
-        pids = await asyncio.gather(*(relay.setup(relays, [TRAINER], seconds=SECONDS) for relay in relays))
+        pids = await asyncio.gather(*(relay.setup(relays, seconds=SECONDS) for relay in relays))
         self.pids = {host: pid for host, (pid,) in zip(self.relays, pids, strict=True)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -135,10 +136,30 @@ async def test_a_host_that_joins_late_takes_one_copy(hosts: RelayHosts) -> None:
     assert sum((await hosts.handed()).values()) == CHUNKS
 
 
+async def test_weights_come_from_the_host_where_they_were_made_also_after_the_trainer_has_moved(
+    hosts: RelayHosts,
+) -> None:
+    before, others = hosts.publish(10), ["b", "c", "d", "e", "late"]
+    await asyncio.gather(*(hosts.bring(host, before) for host in ("a", "b")))
+    hosts.move_trainer("a")  # where the relay has brought weights into the slots that the trainer now writes
+    after = [hosts.publish(11), hosts.publish(12)]
+    await hosts.handed()
+    await asyncio.gather(*(hosts.bring(host, each) for each in after for host in (TRAINER, *others)))
+    assert all(hosts.has(host, each) for each in after for host in hosts.relays)
+    assert (await hosts.handed())["a"] == 2 * CHUNKS
+    hosts.move_trainer(TRAINER)
+
+
+async def test_a_publication_whose_hosts_have_left_is_named(hosts: RelayHosts) -> None:
+    gone = dataclasses.replace(hosts.publish(13), hosts=("left",))
+    with pytest.raises(WeightsError, match="relayed v13 is on no host that is left"):
+        await hosts.bring("d", gone)
+
+
 async def test_a_publication_that_is_nowhere_is_an_error_that_says_who_was_asked(hosts: RelayHosts) -> None:
-    publication = hosts.publish(10)
+    publication = hosts.publish(14)
     with hosts.on(TRAINER):
         hosts._publisher.close()
-    gone = r"relayed v10 did not come to c: .*trainer: WeightsError: relayed v10 is gone: there is no "
+    gone = r"relayed v14 did not come to c: .*trainer: WeightsError: relayed v14 is gone: there is no "
     with pytest.raises(WeightsError, match=gone):
         await hosts.bring("c", publication)

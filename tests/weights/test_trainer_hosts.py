@@ -35,6 +35,7 @@ def test_every_host_of_the_trainer_ends_with_the_whole_publication(
     ]
     assert all(ours == published[0] for ours in published)
     assert published[0][0].location == published[0][2].location
+    assert published[0][0].hosts == tuple(dict.fromkeys(hosts))
     for publication in published[0][-2:]:
         segments = []
         for host in dict.fromkeys(hosts):

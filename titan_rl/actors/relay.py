@@ -3,9 +3,9 @@
     generator ── bring(publication) ──▶ relay of its host ── open, arrived(chunk) ──▶ its parents (`weights.fanout`)
     generator ◀─ it is in this host's segment ── relay ◀── bytes of the chunk, past all mailboxes ── parents' segments
 
-- A relay hands on a chunk as soon as it has the whole of it. On a trainer's host it brings nothing and hands on what
-  the trainer wrote.
-- If a parent is gone or late, the rest of its chunks comes from a trainer's host. What is here is not fetched again.
+- A relay hands on a chunk as soon as it has the whole of it. On a host where the trainer wrote a publication
+  (`Publication.hosts`) it brings nothing and hands on what is there.
+- If a parent is gone or late, the rest of its chunks comes from such a host. What is here is not fetched again.
 - A slot is written again only for a publication that was made later in the same place (`Publication.serial`). Before
   the trainer could make that one, the former was released: no generator needs it any more. Whoever still reads it, in a
   pull that comes late or as a child of this relay, gets a mixture, and refuses it when it verifies. An earlier
@@ -104,20 +104,17 @@ class WeightRelay(ConnectedActor):
         """
         self._host = host
         self._relays: dict[str, tuple[int, Connection]] = {}
-        self._sources: tuple[str, ...] = ()
-        self._parents: Parents = {}
         self._slots: dict[str, _Slot] = {}  # by location
         self._preparing = asyncio.Lock()
         self._tokens = itertools.count()
 
     @served
-    async def use(self, relays: Mapping[str, tuple[int, Any]], sources: Sequence[str]) -> int:
+    async def use(self, relays: Mapping[str, tuple[int, Any]]) -> int:
         """Take these hosts' relays for the others from now on. Returns this process's id.
 
         Args:
             relays: by host, this one's among them and in the same order everywhere: how often its relay was replaced,
                 and the handle of the one that is there now.
-            sources: the trainer's hosts.
         """
         for host, (life, relay) in relays.items():
             if host not in self._relays:
@@ -128,8 +125,7 @@ class WeightRelay(ConnectedActor):
                 self._relays[host] = life, connection
         for host in self._relays.keys() - relays.keys():
             self._relays.pop(host)[1].lose(f"{host} has left")
-        self._sources = tuple(sources)
-        self._parents = parents(self._sources, tuple(relays))
+        self._relays = {host: self._relays[host] for host in relays}
         return os.getpid()
 
     @served
@@ -138,13 +134,13 @@ class WeightRelay(ConnectedActor):
         see. Callers share one transfer.
 
         Args:
-            again: what is here is not what was published: fetch everything anew, from a trainer's host.
+            again: what is here is not what was published: fetch everything anew, from `Publication.hosts`.
 
         Raises:
             WeightsError: it cannot be had: it is gone, or no host that has it answers.
             StorageError: there is no room for it.
         """
-        if self._host in self._sources or not publication.location.startswith(SCHEME):
+        if self._host in publication.hosts or not publication.location.startswith(SCHEME):
             return
         slot = await self._slot_of(publication)
         task = self._go_on(slot, again=again)
@@ -162,7 +158,7 @@ class WeightRelay(ConnectedActor):
             A token for `arrived`, and a handle on each chunk, to be read when it has arrived.
         """
         slot = await self._slot_of(publication)
-        if self._host not in self._sources:
+        if self._host not in publication.hosts:
             self._go_on(slot)
         return slot.token, slot.handles
 
@@ -191,7 +187,7 @@ class WeightRelay(ConnectedActor):
             self._slots[publication.location] = slot
             loop = asyncio.get_running_loop()
             slot.here = [loop.create_future() for _ in slot.handles]
-            if self._host in self._sources:
+            if self._host in publication.hosts:
                 for future in slot.here:
                     future.set_result(None)
             return slot
@@ -201,7 +197,7 @@ class WeightRelay(ConnectedActor):
         register memory in an event loop."""
         name, nbytes = f"{publication.channel} {publication.version}", publication.manifest.nbytes
         file = segment_at(publication.location)
-        if self._host not in self._sources:
+        if self._host not in publication.hosts:
             if before is not None and _is_at(before.file, before.identity) and len(before.memory) >= nbytes:
                 file = before.file
             else:
@@ -240,11 +236,12 @@ class WeightRelay(ConnectedActor):
         return slot.bringing
 
     async def _bring(self, slot: _Slot, *, again: bool) -> None:
-        of_tree = self._parents.get(self._host)
         try:
-            if of_tree is None:
-                raise WeightsError(f"the relay of {self._host} was not told where {slot.name} comes from")
-            holders = [self._sources if again else dict.fromkeys((parent, *self._sources)) for parent in of_tree]
+            sources = [host for host in slot.publication.hosts if host in self._relays]
+            if not sources:
+                raise WeightsError(f"{slot.name} is on no host that is left")
+            of_tree = self._schedule(sources)[self._host]
+            holders = [sources if again else dict.fromkeys((parent, *sources)) for parent in of_tree]
             try:
                 async with asyncio.TaskGroup() as trees:
                     for tree in (0, 1):
@@ -257,6 +254,10 @@ class WeightRelay(ConnectedActor):
         except Exception as error:
             slot.fail(error)
             raise
+
+    def _schedule(self, sources: Sequence[str]) -> Parents:
+        """The same at every relay that was told of the same ones."""
+        return parents(sources, tuple(self._relays))
 
     async def _take_from_any(self, slot: _Slot, tree: int, holders: Mapping[str, Any] | Sequence[str]) -> None:
         """Fetch what is missing of a tree's chunks from the first of these hosts, and what that one does not give from
@@ -329,16 +330,16 @@ class RelayMesh:
         """The relay is gone or will be killed. What it had brought is brought again."""
         self._calls.lose(reason)
 
-    async def setup(self, relays: Sequence[RelayMesh], sources: Sequence[str], *, seconds: float | None) -> list[int]:
+    async def setup(self, relays: Sequence[RelayMesh], *, seconds: float | None) -> list[int]:
         """Tell the relay of all others; returns its process id. See `WeightRelay.use`."""
         handles = {relay.host: (relay.life, relay.actor) for relay in relays}
-        return [await self._calls.call(seconds, WeightRelay.use, handles, sources)]
+        return [await self._calls.call(seconds, WeightRelay.use, handles)]
 
-    async def use(self, relays: Sequence[RelayMesh], sources: Sequence[str]) -> None:
+    async def use(self, relays: Sequence[RelayMesh]) -> None:
         """Tell the relay that the others have changed. One that is gone is told nothing: its successor hears of it in
         `setup`. One that hangs will be gone."""
         with suppress(ActorGone):
-            await self.setup(relays, sources, seconds=None)
+            await self.setup(relays, seconds=None)
 
     async def pulse(self) -> list[int]:
         """How often the relay has answered. The caller sets the time limit."""

@@ -117,7 +117,7 @@ def describe(plan: MeshPlan, meshes: Meshes) -> MeshSpec:
                 actor=WeightRelay,
                 arguments=lambda: {"host": plan.hosts[0]},
                 client=lambda actor: RelayMesh(actor, plan.hosts[0]),
-                setup=lambda relay: relay.setup(meshes.relays, meshes.sources, seconds=start_seconds),
+                setup=lambda relay: relay.setup(meshes.relays, seconds=start_seconds),
                 doing="starting",
             )
         case "router":

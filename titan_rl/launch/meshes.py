@@ -131,12 +131,6 @@ class Meshes:
         return next((relay.actor for relay in self.relays if relay.host == host), None)
 
     @property
-    def sources(self) -> tuple[str, ...]:
-        """Hosts where weights are published."""
-        trainer = self._specs.get("trainer")
-        return ("host0",) if trainer is None else tuple(dict.fromkeys(trainer.plan.hosts))
-
-    @property
     def awaited(self) -> tuple[str, ...]:
         """Generators that are lost and being replaced."""
         gone = (name for name in self._specs if kind_of(name) == "generator" and name not in self.generators)
@@ -339,8 +333,6 @@ class Meshes:
                 there = self._specs[name].plan.hosts[0]
                 on_it = [mesh for mesh in self.generators if there in self._specs[mesh].plan.hosts]
                 await asyncio.gather(*(self.generators[mesh].use_relay(self.relay_on(there)) for mesh in on_it))
-            case "trainer":
-                await self._tell_relays()  # it may have moved
             case "router" | "gateway":
                 await asyncio.gather(*map(self._update, self._up))
             case "rollout":
@@ -349,7 +341,7 @@ class Meshes:
 
     async def _tell_relays(self) -> None:
         up = (relay for relay in self.relays if f"relay{relay.host.removeprefix('host')}" in self._up)
-        await asyncio.gather(*(relay.use(self.relays, self.sources) for relay in up))
+        await asyncio.gather(*(relay.use(self.relays) for relay in up))
 
     async def attach_stores(self) -> None:
         """Let trainer ranks read the samples on other hosts than theirs."""

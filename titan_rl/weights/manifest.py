@@ -74,6 +74,8 @@ class Publication:
     manifest: Manifest
     location: str
     """For the transport to read: `shm:` (see `segment_files`) or `file:`; the same on every host."""
+    hosts: tuple[str, ...] = ()
+    """Where the trainer has written it; relays bring it to the others."""
     serial: int = 0
     """Of two publications at one location, the one with the larger number was made later."""
 

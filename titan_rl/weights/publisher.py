@@ -80,6 +80,7 @@ class ChannelPublisher(ABC):
         self._rank = rank
         self._ranks = Ranks(group)
         self._max_live = max_live
+        self._hosts: tuple[str, ...] = ()
         self._live: dict[PolicyVersion, int] = {}  # version -> slot
         self._layout: Layout | None = None
         self._layout_of: object = None
@@ -123,7 +124,9 @@ class ChannelPublisher(ABC):
         manifest = _manifest(what, layout, *sums.tolist())
         location = self._seal(what, version, slot)
         self._live[version] = slot
-        return Publication(channel=self._channel, version=version, manifest=manifest, location=location)
+        return Publication(
+            channel=self._channel, version=version, manifest=manifest, location=location, hosts=self._hosts
+        )
 
     def adopt(self, publications: Iterable[Publication]) -> None:
         """Take over what the ranks before left live, to release it: readers find it as it was. Call it on all

@@ -8,6 +8,7 @@ rest of what holds is in `publisher`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from titan_rl.errors import StorageError, WeightsError
+from titan_rl.processes import HOST
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.exchange import HostExchange
 from titan_rl.weights.manifest import Publication, TensorEntry, TensorShard
@@ -54,8 +56,9 @@ class SharedMemoryPublisher(ChannelPublisher):
         directory: Path = DIRECTORY,
     ) -> None:
         super().__init__(channel=channel, rank=rank, group=group, max_live=max_live)
+        self._hosts = tuple(dict.fromkeys(hosts)) or (os.environ.get(HOST, "host0"),)
         self._is_first = rank == (hosts.index(hosts[rank]) if hosts else 0)
-        self._exchange = HostExchange(rank, self._ranks, hosts) if len(set(hosts)) > 1 else None
+        self._exchange = HostExchange(rank, self._ranks, hosts) if len(self._hosts) > 1 else None
         self._opened: tuple[Layout, Sequence[TensorShard]] | None = None
         self._locations = [segment_location(directory, channel, slot) for slot in range(max_live)]
         self._mapped: dict[int, Tensor] = {}  # slot -> its bytes

@@ -13,6 +13,7 @@ from titan_rl.actors.connection import served
 from titan_rl.actors.relay import WeightRelay
 from titan_rl.processes import OWNER
 from titan_rl.types import PolicyVersion
+from titan_rl.weights.fanout import Parents
 from titan_rl.weights.manifest import Manifest, Publication, TensorEntry
 from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_segment, segment_at, segment_location
 
@@ -23,16 +24,21 @@ class Node(WeightRelay):
         relay.PATIENCE_SECONDS = 120  # the ways that are compared with the trees are slower than any bound
         super().__init__(host)
         self._published = 0
+        self._flat = False
 
     @served
-    async def set_up(self, relays: Mapping[str, tuple[int, Any]], sources: Sequence[str], flat: bool) -> None:
+    async def set_up(self, relays: Mapping[str, tuple[int, Any]], flat: bool) -> None:
         """
         Args:
             flat: everything comes from the source.
         """
-        await WeightRelay.use.answer(self, relays, sources)
-        if flat:
-            self._parents = dict.fromkeys(relays, (sources[0], sources[0]))
+        self._flat = flat
+        await WeightRelay.use.answer(self, relays)
+
+    def _schedule(self, sources: Sequence[str]) -> Parents:
+        if self._flat:
+            return dict.fromkeys(self._relays, (sources[0], sources[0]))
+        return super()._schedule(sources)
 
     @served
     async def publish(self, way: str, turn: int, nbytes: int) -> Publication:
@@ -49,6 +55,7 @@ class Node(WeightRelay):
             version=PolicyVersion(0, turn),
             manifest=Manifest(entries=(entry,), nbytes=nbytes),
             location=location,
+            hosts=(self._host,),
         )
         return replace(publication, serial=self._published)
 
