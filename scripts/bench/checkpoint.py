@@ -104,13 +104,15 @@ def measure_state(layers: int, repetitions: int, directory: Path) -> dict[str, f
                 rest = rest[file.write(rest) :]
             os.fsync(file.fileno())
 
-    def begin() -> float:
-        draft = new_draft(run, policy.step)
-        return seconds(lambda: policy.begin_save(draft / STATE))
+    drafts: list[Path] = []
 
-    def finish(step: int) -> None:
+    def begin() -> float:
+        drafts.append(new_draft(run, policy.step))
+        return seconds(lambda: policy.begin_save(drafts[-1] / STATE))
+
+    def finish() -> None:
         policy.finish_save()
-        commit(run, step)
+        commit(drafts.pop())
 
     def train_beside_writing() -> tuple[float, float, float]:
         """One checkpoint after the other: what a step lacks is not rounded to whole steps.
@@ -124,8 +126,7 @@ def measure_state(layers: int, repetitions: int, directory: Path) -> dict[str, f
         for _ in range(STEPS):
             if writing is None or not writing.is_alive():
                 waited += begin()
-                step = policy.step
-                writing = threading.Thread(target=lambda step=step: written.append(seconds(lambda: finish(step))))
+                writing = threading.Thread(target=lambda: written.append(seconds(finish)))
                 writing.start()
             policy.train_step(batch, plan)
         trained = time.perf_counter()
@@ -141,7 +142,7 @@ def measure_state(layers: int, repetitions: int, directory: Path) -> dict[str, f
         (directory / "plain").unlink()
         os.sync()
         now["begin"] = begin()
-        now["committed"] = seconds(lambda: finish(policy.step))
+        now["committed"] = seconds(finish)
         prune(run, keep=0, newest=policy.step)
         now["step"] = seconds(lambda: [policy.train_step(batch, plan) for _ in range(STEPS)]) / STEPS
         policy.copy_state(copies)

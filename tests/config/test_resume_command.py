@@ -37,8 +37,9 @@ def make_run(directory: Path, *arguments: str, steps: tuple[int, ...] = (), done
     (directory / CONFIG).write_text(to_toml(config(*arguments)))
     os.utime(directory / CONFIG, (at, at))
     for step in steps:
-        (new_draft(directory, step) / "ledger.pickle").write_bytes(b"ledger")
-        commit(directory, step)
+        draft = new_draft(directory, step)
+        (draft / "ledger.pickle").write_bytes(b"ledger")
+        commit(draft)
     if done:
         (directory / SUMMARY).write_text("{}")
     return directory

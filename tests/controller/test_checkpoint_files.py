@@ -30,7 +30,7 @@ def write(run: Path, step: int) -> Path:
     for name, content in FILES.items():
         (draft / name).parent.mkdir(exist_ok=True)
         (draft / name).write_bytes(content + (str(step).encode() if content else b""))
-    return commit(run, step)
+    return commit(draft)
 
 
 def test_a_checkpoint_is_found_and_sound(tmp_path: Path) -> None:
@@ -62,11 +62,21 @@ def test_what_a_killed_run_left_half_written_is_removed_with_the_next_checkpoint
     assert [each.name for each in (tmp_path / CHECKPOINTS).iterdir()] == ["step-00000006"]
 
 
+def test_a_trainer_that_is_cut_off_writes_into_no_later_attempt(tmp_path: Path) -> None:
+    given_up = new_draft(tmp_path, 4)
+    draft = new_draft(tmp_path, 4)
+    (given_up / "trainer").mkdir(parents=True)  # it has not heard of its loss, and makes its directory again
+    (draft / "ledger.json").write_bytes(b"{}")
+    assert [each.name for each in commit(draft).iterdir()] == ["ledger.json", MANIFEST]
+    prune(tmp_path, keep=2, newest=4)
+    assert [each.name for each in (tmp_path / CHECKPOINTS).iterdir()] == ["step-00000004"]
+
+
 def test_a_checkpoint_is_never_replaced(tmp_path: Path) -> None:
     first = write(tmp_path, 4)
-    (new_draft(tmp_path, 4) / "other").write_bytes(b"1")
+    (draft := new_draft(tmp_path, 4)).joinpath("other").write_bytes(b"1")
     with pytest.raises(StorageError, match="could not be written"):
-        commit(tmp_path, 4)
+        commit(draft)
     assert check(first).step == 4
 
 
@@ -124,8 +134,8 @@ def test_any_changed_byte_is_noticed(data: st.DataObject) -> None:
 
 def test_a_disk_that_is_full_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 1)
-    new_draft(tmp_path, 2)
+    draft = new_draft(tmp_path, 2)
     monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(StorageError, match="step-00000002: the checkpoint could not be written: .*No space left"):
-        commit(tmp_path, 2)
+        commit(draft)
     assert [each.name for each in (tmp_path / CHECKPOINTS).iterdir()] == ["step-00000001"]

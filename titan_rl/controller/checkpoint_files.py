@@ -2,12 +2,14 @@
 
     RUN/checkpoints/step-00000040/manifest.json    format, and the size and checksum of every other file
                                  /…                what the parts of the run wrote
-    RUN/checkpoints/.step-00000050/                a draft: being written, or torn when its run was killed
+    RUN/checkpoints/.step-00000050.4f2a…/          a draft: being written, or torn when its run was killed
 
 - A checkpoint gets its name only after all its files and their manifest are on disk, by one rename. So whatever has
   that name was complete once, and a run that is killed at any moment leaves the checkpoints before it untouched.
 - `check` compares every file with the manifest: names, sizes and xxh3 checksums of 128 bits. It refuses other
   formats.
+- Each attempt has a draft of its own: a trainer that is cut off with its host may write for a while beside the one
+  that has replaced it.
 - Older checkpoints are removed only after a newer one has its name.
 """
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,14 +46,14 @@ def directory_of(run: Path, step: int) -> Path:
 
 
 def new_draft(run: Path, step: int) -> Path:
-    """An empty directory for the files of a checkpoint; what an earlier attempt left there is removed.
+    """An empty directory for the files of a checkpoint; what earlier attempts have left is removed.
 
     Raises:
         StorageError: it cannot be made.
     """
-    draft = _draft_of(directory_of(run, step))
+    remove_drafts(run)
+    draft = run / CHECKPOINTS / f".{directory_of(run, step).name}.{uuid.uuid4().hex}"
     try:
-        shutil.rmtree(draft, ignore_errors=True)
         draft.parent.mkdir(exist_ok=True)  # but never the run's directory, which somebody has removed
         draft.mkdir()
     except OSError as error:
@@ -58,14 +61,13 @@ def new_draft(run: Path, step: int) -> Path:
     return draft
 
 
-def commit(run: Path, step: int) -> Path:
-    """Make the draft of `step` a checkpoint; returns its directory. Blocks until it is on disk.
+def commit(draft: Path) -> Path:
+    """Make a draft a checkpoint; returns its directory. Blocks until it is on disk.
 
     Raises:
         StorageError: it could not be written; the draft is removed, and older checkpoints are as they were.
     """
-    final = directory_of(run, step)
-    draft = _draft_of(final)
+    final = draft.with_name(draft.stem.removeprefix("."))
     try:
         files = {str(file.relative_to(draft)): _synced(file) for file in sorted(draft.rglob("*")) if file.is_file()}
         manifest = draft / MANIFEST
@@ -146,17 +148,13 @@ def prune(run: Path, *, keep: int, newest: int) -> None:
     for directory in checkpoints(run):
         if directory not in remaining:
             shutil.rmtree(directory, ignore_errors=True)
+    remove_drafts(run)
+
+
+def remove_drafts(run: Path) -> None:
+    """None may be under way. Never raises."""
     for draft in (run / CHECKPOINTS).glob(f".{_PREFIX}*"):
         shutil.rmtree(draft, ignore_errors=True)
-
-
-def discard(run: Path, step: int) -> None:
-    """Remove the draft of `step`. Never raises."""
-    shutil.rmtree(_draft_of(directory_of(run, step)), ignore_errors=True)
-
-
-def _draft_of(final: Path) -> Path:
-    return final.with_name(f".{final.name}")
 
 
 def _checksum(file: Path) -> str:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from titan_rl.actors.trainer import SAMPLES
 from titan_rl.config import RunConfig
-from titan_rl.controller.checkpoint_files import checkpoints, commit, directory_of, discard, new_draft, prune
+from titan_rl.controller.checkpoint_files import checkpoints, commit, directory_of, new_draft, prune, remove_drafts
 from titan_rl.controller.publications import EVALUATED, KEPT, SERVED, Publications
 from titan_rl.controller.records import RunSummary
 from titan_rl.controller.system import System
@@ -221,7 +221,7 @@ class Checkpoints:
         (draft / CONFIG).write_text(to_toml(self._system.config), encoding="utf-8")
         (draft / PACKAGES).write_text(json.dumps(package_versions(), indent=1) + "\n", encoding="utf-8")
         self._metrics.sync()  # a checkpoint does not outlive the steps before it
-        commit(self._run, step)
+        commit(draft)
         prune(self._run, keep=self._system.config.checkpoint.keep, newest=step)
 
     async def _given_up(
@@ -229,7 +229,7 @@ class Checkpoints:
     ) -> None:
         self._say(f"no checkpoint of step {step}, the run goes on: {error}")
         _log.warning("no checkpoint", exc_info=error)
-        await asyncio.to_thread(discard, self._run, step)
+        await asyncio.to_thread(remove_drafts, self._run)
         await _let_go(publications, kept)
 
 
