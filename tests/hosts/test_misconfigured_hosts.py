@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -200,3 +201,17 @@ def test_a_torchrun_whose_other_host_does_not_come(monkeypatch: pytest.MonkeyPat
         environ["MASTER_PORT"] = str(server.getsockname()[1])
     with pytest.raises(ConfigError, match="rendezvous at 127.0.0.1:"):
         torchrun.workers(environ, 2)
+
+
+def test_ctrl_c_while_a_host_does_not_answer_ends_the_run_at_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = ["--hosts", f"127.0.0.1:{server.getsockname()[1]}", "--logging.directory", str(tmp_path)]
+        command = [sys.executable, "-m", "titan_rl.train", "--recipe", "cpu_smoke", *where]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        run = subprocess.Popen(command, cwd=REPOSITORY, text=True, **pipes)
+        first, second = server.accept(), server.accept()  # the run's own, and Monarch's
+        run.send_signal(signal.SIGINT)
+        output, _ = run.communicate(timeout=60)
+        first[0].close(), second[0].close()
+    assert run.returncode == 130 and "was stopped by Ctrl-C" in output, output
+    assert "starts nothing" not in output

@@ -187,11 +187,14 @@ class Provisioner:
             for number, worker in enumerate(workers, 1)
         ]
         self._attached += len(new)
-        results = await asyncio.gather(*(host.attach() for host in new), return_exceptions=True)
-        failed = [error for error in results if isinstance(error, BaseException)]
-        if failed := [*failed, *(HostLost(host.lost) for host in new if host.lost)]:
+        try:
+            results = await asyncio.gather(*(host.attach() for host in new), return_exceptions=True)
+            failed = [error for error in results if isinstance(error, BaseException)]
+            if failed := [*failed, *(HostLost(host.lost) for host in new if host.lost)]:
+                raise failed[0]
+        except BaseException:  # a cancellation too
             await asyncio.gather(*(host.leave() for host in new))
-            raise failed[0]
+            raise
         self.hosts |= {host.name: host for host in new}
         return list(new)
 

@@ -154,7 +154,7 @@ async def _running(
 
     meshes = Meshes(config, gateway, serving=serving, **options)
     try:
-        await meshes.place()
+        await meshes.faults.watch(meshes.place())
         meshes.spawn()
         await meshes.faults.watch(bring_up(meshes))
         yield meshes

@@ -311,17 +311,19 @@ class AttachedHost(Host):
         """The worker waits for the next run."""
         if self._agent is None:
             return  # it was never reached
-        if self._pulses is not None:
-            self._pulses.cancel()
-            await asyncio.gather(self._pulses, return_exceptions=True)
+        if (pulses := self._pulses) is not None:
+            pulses.cancel()
+            await asyncio.gather(pulses, return_exceptions=True)
         if self.lost:  # nobody there would answer, Monarch's worker neither
             return
-        await self._ask(HostAgent.pulse)  # the last lines of the logs
-        await self._ask(HostAgent.remove_segments, "")
+        if pulses is not None:  # it was attached
+            await self._ask(HostAgent.pulse)  # the last lines of the logs
+            await self._ask(HostAgent.remove_segments, "")
         self.lost = self.lost or "it was left"
         await self._agent.close()
         try:
-            await bounded(self.mesh.stop(), what=f"leaving {self.label}", seconds=CALL_SECONDS)
+            seconds = REACH_SECONDS if pulses is None else CALL_SECONDS
+            await bounded(self.mesh.stop(), what=f"leaving {self.label}", seconds=seconds)
         except Exception as error:  # Monarch's own too: the next controller's attachment does not depend on it
             _log.warning("%s", error)
 
