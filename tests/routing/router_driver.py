@@ -141,7 +141,8 @@ class RouterDriver(RouterBooks):
                 assert isinstance(outcome, Completion) and outcome.finish_reason is FinishReason.ABORT
                 self._answered(caller, outcome)
             case _:
-                assert outcome is None, "an answered request is unknown"
+                stops = isinstance(outcome, Assignment) and outcome.request.request_id in self.live
+                assert outcome is None or stops, "an answered request is unknown, once its engine has stopped it"
 
     def tick(self, seconds: float) -> None:
         self.now += seconds
