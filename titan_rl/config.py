@@ -6,12 +6,12 @@ Standard library only. Where a field belongs to a component, its config lives be
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from titan_rl.data_plane.config import DataPlaneConfig
 from titan_rl.errors import ConfigError
 from titan_rl.gateway.config import is_loopback
-from titan_rl.generation.config import GeneratorConfig
+from titan_rl.generation.config import GeneratorConfig, group_of
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig, TrainerConfig
 from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig
 from titan_rl.routing.config import RouterConfig
@@ -50,6 +50,8 @@ class PlacementConfig:
     """Hosts that share the trainer's ranks evenly; empty: as few as have room. All must see `logging.directory`."""
     generators: tuple[str, ...] = ()
     """Hosts of the generators, spares too. Each generator is on one of them; empty: any host."""
+    more_generators: dict[str, Any] = field(default_factory=dict)
+    """Hosts of a group of `more_generators`, by its name; a group without is where `generators` says."""
     rollouts: tuple[str, ...] = ()
     """Hosts of the rollout workers; empty: any host."""
     router: str = "host0"
@@ -72,8 +74,8 @@ class PlacementConfig:
     """A process that makes no progress for so long is taken for dead: it answers nothing, or a generator's engine step
     does not end."""
     spares: int = 0
-    """Generators besides `generator.count` that are built and sleep, each with devices of its own. One takes a dead
-    one's place at once."""
+    """Generators as in `generator`, besides its `count`, that are built and sleep, each with devices of its own. One
+    takes a dead one's place at once, unless that was one of `more_generators`."""
     restarts: int = 5
     """Starts in a row of one mesh that may fail, with pauses of up to 60 s. Then a generator is left out, and any
     other mesh ends the run."""
@@ -84,6 +86,11 @@ class PlacementConfig:
 
     def __post_init__(self) -> None:
         self.hosts = tuple(host for several in self.hosts for host in several.split(",") if host)
+        more = {name: [hosts] if isinstance(hosts, str) else hosts for name, hosts in self.more_generators.items()}
+        for name, hosts in more.items():
+            if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
+                raise ConfigError(f"placement.more_generators.{name}: expected names of hosts, got {hosts!r}")
+        self.more_generators = more
         if twice := {host for host in self.hosts if self.hosts.count(host) > 1}:
             raise ConfigError(f"placement.hosts: {', '.join(sorted(twice))} twice: one worker is one host")
         if 0 < sum(is_loopback(host.rpartition(":")[0]) for host in self.hosts) < len(self.hosts):
@@ -246,6 +253,12 @@ class RunConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    more_generators: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Further groups of generators in the same fleet: a name of yours → what differs from `generator` (`count` is 1
+    unless it is given), such as --more-generators.large.tensor-parallel 2 or [more_generators.large]. May differ:
+    `count`, `tensor_parallel`, `block_size`, `burst_steps`, `gpu_memory_utilization`, `heartbeat_seconds`,
+    `kv_cache_bytes`, `max_num_batched_tokens`, `max_num_seqs` (decides their share of the requests), `prefix_caching`.
+    A deterministic run on CUDA takes generators of one `tensor_parallel` and one `block_size` only."""
     router: RouterConfig = field(default_factory=RouterConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     data_plane: DataPlaneConfig = field(default_factory=DataPlaneConfig)
@@ -275,9 +288,35 @@ class RunConfig:
         needed = self.loop.max_staleness + 3 if self.knobs().exact_versions else 0
         return replace(self.weights, max_live=max(self.weights.max_live, needed))
 
-    def generator_settings(self) -> GeneratorConfig:
-        """`generator`, with what the whole run decides for it."""
-        return replace(self.generator, deterministic=self.deterministic or self.generator.deterministic)
+    def generator_groups(self) -> dict[str, GeneratorConfig]:
+        """`generator` and `more_generators.NAME` → the settings of these generators, with what the whole run decides
+        for them."""
+        first = replace(self.generator, deterministic=self.deterministic or self.generator.deterministic)
+        more = {f"more_generators.{name}": settings for name, settings in self.more_generators.items()}
+        return {"generator": first} | {name: group_of(first, each, name=name) for name, each in more.items()}
+
+    def generator_group(self, name: str) -> str:
+        """The group of a generator. The first numbers are of `generator`, then comes group after group. Every higher
+        number, as those of spares, is of `generator` again."""
+        number = int(name.removeprefix("generator"))
+        for group, settings in self.generator_groups().items():
+            if (number := number - settings.count) < 0:
+                return group
+        return "generator"
+
+    def generator_settings(self, name: str = "generator0") -> GeneratorConfig:
+        """The settings of one generator."""
+        return self.generator_groups()[self.generator_group(name)]
+
+    def generator_names(self) -> list[str]:
+        """The generators that the run starts with; the last are spares."""
+        count = sum(group.count for group in self.generator_groups().values())
+        return [f"generator{number}" for number in range(count + self.placement.spares)]
+
+    def other_generators(self) -> dict[str, float]:
+        """Those of `more_generators` → the requests that each runs at once, for one that one of `generator` does."""
+        others = (name for name in self.generator_names() if self.generator_group(name) != "generator")
+        return {name: self.generator_settings(name).max_num_seqs / self.generator.max_num_seqs for name in others}
 
     def trainer_settings(self) -> TrainerConfig:
         """`trainer`, with what the whole run decides for it."""
@@ -288,8 +327,10 @@ class RunConfig:
         for name, seed in (("seed", self.seed), ("policy.tiny.seed", tiny.seed if tiny else None)):
             if not 0 <= (seed or 0) < 1 << 63:
                 raise ConfigError(f"{name} must be in 0..2**63 - 1, got {seed}")
-        if self.deterministic:
-            self.generator_settings()  # refuses what does not fit together
+        groups = self.generator_groups()  # refuses what does not fit together
+        for name in self.placement.more_generators:
+            if f"more_generators.{name}" not in groups:
+                raise ConfigError(f"placement.more_generators.{name}: there is no such group in more_generators")
         if tiny is not None:
             if self.generator.max_model_len > tiny.max_length:
                 raise ConfigError(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,18 +54,25 @@ class RequestRouter(RequestServer):
         generators: dict[str, Any],
         serving: int | None = None,
         awaited: Collection[str] = (),
+        others: Mapping[str, float] | None = None,
     ) -> None:
         """
         Args:
             generators: name → handle of rank 0 of that generator. They may have served another router before.
             serving: generators in service; the others are spares. None: all are.
             awaited: names of further ones that are being replaced and will join.
+            others: generators of another kind than the spares, always in service → what they can run at once, relative
+                to the rest.
         """
         super().__init__()
         self._config = config
         self._strategy = build_strategy(config)
         self._dispatcher = Dispatcher(
-            self._strategy, resume=config.resume, seconds=config.request_seconds, retries=config.request_retries
+            self._strategy,
+            resume=config.resume,
+            seconds=config.request_seconds,
+            retries=config.request_retries,
+            capacity=others,
         )
         self._fleet = Fleet(
             self._strategy,
@@ -73,6 +80,7 @@ class RequestRouter(RequestServer):
             max_syncing=config.max_syncing,
             retries=config.pull_retries,
             serving=serving,
+            others=(others or {}).keys(),
         )
         self._generators: dict[str, RoutedGenerator] = {}
         for name, rank0 in generators.items():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,9 +40,10 @@ class GeneratorRouter(RequestRouter):
         generators: dict[str, Any],
         serving: int | None = None,
         awaited: Collection[str] = (),
+        others: Mapping[str, float] | None = None,
     ) -> None:
         """See `RequestRouter`."""
-        super().__init__(config, generators, serving, awaited)
+        super().__init__(config, generators, serving, awaited, others)
         self._publications: dict[PolicyVersion, Publication] = {}  # of the versions that are wanted
         self._syncs: set[asyncio.Task[None]] = set()
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from titan_rl.errors import ConfigError
 from titan_rl.processes import RENDEZVOUS
@@ -20,6 +21,24 @@ ENGINES = {
 
 LINEARS = ("plain", "packed")
 """Short names of `GeneratorConfig.linear`."""
+
+MAY_DIFFER = (
+    "count",
+    "tensor_parallel",
+    "block_size",
+    "burst_steps",
+    "gpu_memory_utilization",
+    "heartbeat_seconds",
+    "kv_cache_bytes",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "prefix_caching",
+)
+"""Settings of `GeneratorConfig` that change nothing of what a deterministic run computes on CPU: generators of one
+fleet may differ in them, and a run may go on with others."""
+
+SHAPES = ("tensor_parallel", "block_size")
+"""Those that may change the order of additions on CUDA."""
 
 _COMMON = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine steps in this process, in lockstep with the other ranks
@@ -90,6 +109,11 @@ class GeneratorConfig:
             raise ConfigError(
                 f"deterministic computes linear layers in a way of its own, not with generator.linear {self.linear!r}"
             )
+        if self.deterministic and self.keep_prefix_cache:
+            raise ConfigError(
+                "deterministic needs generator.keep_prefix_cache = false: with it, logprobs depend on what a generator "
+                "served before"
+            )
         if self.max_num_batched_tokens < self.max_model_len:
             raise ConfigError(
                 f"generator.max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
@@ -97,17 +121,67 @@ class GeneratorConfig:
             )
 
 
-def refuse_more_ranks(tensor_parallel: int) -> None:
+def group_of(first: GeneratorConfig, settings: Mapping[str, Any], *, name: str) -> GeneratorConfig:
+    """A group of generators that differs from `first` in these settings; it is of one generator unless they say more.
+
+    Args:
+        name: of the group's settings, for errors.
+
+    Raises:
+        ConfigError: a setting that there is not, that must be the same in the whole fleet, or of the wrong type.
+    """
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{name}: is a group of settings, set {name}.NAME")
+    for setting, value in settings.items():
+        if setting not in MAY_DIFFER:
+            unlike = "must be as in generator" if hasattr(first, setting) else "there is no such setting"
+            raise ConfigError(f"{name}.{setting}: {unlike}; generators may differ in {', '.join(MAY_DIFFER)}")
+        kind = type(getattr(first, setting))
+        if type(value) is not kind and (type(value), kind) != (int, float):
+            raise ConfigError(f"{name}.{setting}: expected {kind.__name__}, got {value!r}")
+    try:
+        return replace(first, **{"count": 1, **settings})
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
+def refuse_more_ranks(tensor_parallel: int, name: str = "generator") -> None:
     """Refuse what deterministic mode cannot keep on CPU.
+
+    Args:
+        name: of the group's settings.
 
     Raises:
         ConfigError: naming the setting.
     """
     if tensor_parallel > DETERMINISTIC_RANKS:
         raise ConfigError(
-            f"generator.tensor_parallel is {tensor_parallel}, and on CPU deterministic = true holds for 1 and "
+            f"{name}.tensor_parallel is {tensor_parallel}, and on CPU deterministic = true holds for 1 and "
             f"{DETERMINISTIC_RANKS} ranks only: sums over more depend on a row's place in the batch"
         )
+
+
+def refuse_unequal(groups: Mapping[str, GeneratorConfig], device: str) -> None:
+    """Refuse groups of generators that could give other bits than each other, in deterministic mode.
+
+    Args:
+        groups: by the names of their settings.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    first, *_ = groups.values()
+    for name, group in groups.items():
+        if device == "cpu":
+            refuse_more_ranks(group.tensor_parallel, name)
+            continue
+        for setting in SHAPES:
+            if (value := getattr(group, setting)) != getattr(first, setting):
+                raise ConfigError(
+                    f"{name}.{setting} is {value} and generator.{setting} {getattr(first, setting)}: with "
+                    "deterministic = true all generators must give the same bits, and on CUDA other shapes may add in "
+                    "another order"
+                )
 
 
 def generator_environment(device: str, *, threads: int = 1, deterministic: bool = False) -> dict[str, str]:

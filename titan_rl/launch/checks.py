@@ -27,7 +27,7 @@ from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import Environment
 from titan_rl.errors import AbsentError, ConfigError
 from titan_rl.gateway.config import GatewayConfig, listen
-from titan_rl.generation.config import ENGINES, LINEARS, refuse_more_ranks
+from titan_rl.generation.config import ENGINES, LINEARS, refuse_unequal
 from titan_rl.importing import import_name, user_code
 from titan_rl.launch.hosts.facts import HostFacts
 from titan_rl.launch.placement import assumed_hosts, plan, plays, resolve_device, with_devices
@@ -121,7 +121,8 @@ def _placement(config: RunConfig, host: HostFacts, *, serving: bool = False) -> 
         yield from _open_files(host, processes)
     if resolve_device(config, host) == "cuda":
         return
-    meshes = {"generator": config.generator.tensor_parallel} | ({} if serving else {"trainer": config.trainer.ranks})
+    meshes = {name: group.tensor_parallel for name, group in config.generator_groups().items()}
+    meshes |= {} if serving else {"trainer": config.trainer.ranks}
     for mesh, ranks in meshes.items():
         threads = ranks * config.placement.threads
         if threads > host.cpus:
@@ -179,7 +180,7 @@ def _missing_checkpoint(directory: Path) -> str | None:
 def _shape(config: RunConfig, host: HostFacts, shape: Qwen3Shape) -> Iterator[Problem]:
     for name, degree in (
         ("trainer.tensor_parallel", config.trainer.tensor_parallel),
-        ("generator.tensor_parallel", config.generator.tensor_parallel),
+        *((f"{name}.tensor_parallel", group.tensor_parallel) for name, group in config.generator_groups().items()),
     ):
         sizes = {"heads": shape.heads, "kv heads": shape.kv_heads, "feed-forward size": shape.ffn}
         uneven = [f"{what} ({size})" for what, size in sizes.items() if size % degree]
@@ -228,9 +229,9 @@ def _shared_memory(config: RunConfig, host: HostFacts, shape: Qwen3Shape, *, ser
 
 
 def _generator(config: RunConfig, host: HostFacts) -> Iterator[Problem]:
-    if config.generator_settings().deterministic and resolve_device(config, host) == "cpu":
+    if config.generator_settings().deterministic:
         try:
-            refuse_more_ranks(config.generator.tensor_parallel)
+            refuse_unequal(config.generator_groups(), resolve_device(config, host))
         except ConfigError as error:
             yield Problem(sentence=str(error))
     if config.generator.engine == "vllm":

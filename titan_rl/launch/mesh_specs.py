@@ -102,7 +102,7 @@ def describe(plan: MeshPlan, meshes: Meshes) -> MeshSpec:
                 actor=Generator,
                 arguments=lambda: {
                     "mesh": name,
-                    "config": config.generator_settings(),
+                    "config": config.generator_settings(name),
                     "model_path": model_path,
                     "device": device,
                     "relay": meshes.relay_on(plan.hosts[0]),
@@ -129,6 +129,7 @@ def describe(plan: MeshPlan, meshes: Meshes) -> MeshSpec:
                     "generators": {name: generator.rank0 for name, generator in meshes.generators.items()},
                     "serving": config.generator.count,
                     "awaited": meshes.awaited,
+                    "others": config.other_generators(),
                 },
                 client=lambda actor: RouterClient(actor, seconds=start_seconds, who="controller"),
                 setup=lambda router: router.setup(),

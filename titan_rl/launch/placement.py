@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from titan_rl.config import PlacementConfig, RunConfig
@@ -134,7 +136,7 @@ def resolve_device(config: RunConfig, *hosts: HostFacts) -> Device:
 
 def devices_needed(config: RunConfig, *, serving: bool = False) -> int:
     """CUDA devices that the run takes on CUDA: one per rank of the trainer (if any) and of every generator."""
-    generators = (config.generator.count + config.placement.spares) * config.generator.tensor_parallel
+    generators = sum(config.generator_settings(name).tensor_parallel for name in config.generator_names())
     return generators if serving else config.trainer.ranks + generators
 
 
@@ -188,11 +190,13 @@ class _Room:
             f"evenly among {', '.join(names)}: whole tensor-parallel groups on each, and on CUDA a device for each rank"
         )
 
-    def for_generator(self, ranks: int) -> list[str]:
+    def for_generator(self, group: str, ranks: int) -> list[str]:
         """The emptiest host. Raises ConfigError."""
-        if found := self._with_room(self._named("generators", self._where.generators), ranks):
+        named = self._where.more_generators.get(group.removeprefix("more_generators."))
+        setting, names = ("generators", self._where.generators) if named is None else (group, named)
+        if found := self._with_room(self._named(setting, names), ranks):
             return found[:1]
-        raise ConfigError(f"placement.generators: no host has {ranks} CUDA devices left for one generator")
+        raise ConfigError(f"placement.{setting}: no host has {ranks} CUDA devices left for one generator")
 
     def for_other(self, setting: str, names: Sequence[str]) -> list[str]:
         """The emptiest host for a process that does not compute. Raises ConfigError."""
@@ -231,7 +235,7 @@ def plan(config: RunConfig, *hosts: HostFacts, serving: bool = False, kept: Plac
     room = _Room(device, hosts, where, some_lost=kept is not None)
     if kept is None:
         _refuse_too_few_devices(config, device, hosts, serving=serving)
-    trainer, ranks, threads = config.trainer, config.generator.tensor_parallel, str(where.threads)
+    trainer, threads = config.trainer, str(where.threads)
     common = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **SUPERVISION_ENVIRONMENT}
     meshes = {mesh.name: mesh for mesh in kept.meshes if room.hosts.keys() >= set(mesh.hosts)} if kept else {}
     for mesh in meshes.values():
@@ -284,10 +288,14 @@ def plan(config: RunConfig, *hosts: HostFacts, serving: bool = False, kept: Plac
     if device == "cpu":
         # otherwise vLLM pins its threads to cores of its own choice, the same ones in every process
         engine["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    for number in range(config.generator.count + where.spares):
-        spare = "spare, " if number >= config.generator.count else ""
-        positions = [f"{spare}tp {rank}/{ranks}" for rank in range(ranks)]
-        place(f"generator{number}", lambda: room.for_generator(ranks), positions, **engine)
+    generators, before = config.generator_names(), len(names)
+    # the largest first, as long as a host has so much room
+    for name in sorted(generators, key=lambda name: -config.generator_settings(name).tensor_parallel):
+        group, ranks = config.generator_group(name), config.generator_settings(name).tensor_parallel
+        kind = group.partition(".")[2] if generators.index(name) < len(generators) - where.spares else "spare"
+        positions = [f"{kind}, tp {rank}/{ranks}".removeprefix(", ") for rank in range(ranks)]
+        place(name, partial(room.for_generator, group, ranks), positions, **engine)
+    names[before:] = sorted(names[before:], key=generators.index)
     place("router", lambda: room.for_other("router", [where.router]))
     if serving or plays(config):
         place("gateway", lambda: room.for_other("gateway", [where.gateway]))
@@ -310,10 +318,10 @@ def _refuse_too_few_devices(config: RunConfig, device: Device, hosts: Sequence[H
     if device == "cpu" or needed <= there:
         return
     trainer_share = "" if serving else f"trainer {config.trainer.ranks}, "
-    fleet = config.generator.count + config.placement.spares
+    fleet = Counter(config.generator_settings(name).tensor_parallel for name in config.generator_names())
     raise ConfigError(
         f"the run needs {needed} CUDA devices ({trainer_share}generators "
-        f"{fleet} x {config.generator.tensor_parallel}) and "
+        f"{' + '.join(f'{count} x {ranks}' for ranks, count in fleet.items())}) and "
         f"{'this host has' if len(hosts) == 1 else f'these {len(hosts)} hosts have'} "
         f'{there or "none"}; placement.device = "cpu" needs none'
     )

@@ -31,6 +31,7 @@ from titan_rl.controller.checkpoint_files import (
     prune,
 )
 from titan_rl.errors import CheckpointError, ConfigError
+from titan_rl.generation.config import MAY_DIFFER
 
 CONFIG, SUMMARY = "config.toml", "summary.json"
 """Of a run directory: written when the run starts, and when it is done."""
@@ -39,20 +40,12 @@ MAY_CHANGE = (
     "checkpoint.",
     "data_plane.",
     "evaluation.",
-    "generator.block_size",
-    "generator.burst_steps",
-    "generator.count",
-    "generator.gpu_memory_utilization",
-    "generator.heartbeat_seconds",
+    *(f"generator.{name}" for name in MAY_DIFFER),
     "generator.keep_prefix_cache",
-    "generator.kv_cache_bytes",
-    "generator.max_num_batched_tokens",
-    "generator.max_num_seqs",
-    "generator.prefix_caching",
-    "generator.tensor_parallel",
     "logging.",
     "loop.steps",
     "loop.watchdog_seconds",
+    "more_generators",
     "placement.",
     "rollout.agents.",
     "rollout.workers",

@@ -27,7 +27,7 @@ Pure: methods return what to send, and the actor sends it. Requests that get an 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, RequestError, RequestLost, RequestTimeout, TitanError
@@ -53,10 +53,18 @@ class Dispatcher:
     """Bookkeeping of one router."""
 
     def __init__(
-        self, strategy: RoutingStrategy, *, resume: bool = True, seconds: float = 0.0, retries: int = 1
+        self,
+        strategy: RoutingStrategy,
+        *,
+        resume: bool = True,
+        seconds: float = 0.0,
+        retries: int = 1,
+        capacity: Mapping[str, float] | None = None,
     ) -> None:
         """
         Args:
+            capacity: what a generator can run at once, relative to those that are not in it; the strategy is told the
+                load divided by it.
             resume: continue interrupted completions from their own tokens; off: they start over.
             seconds: `router.request_seconds`.
             retries: `router.request_retries`.
@@ -65,6 +73,7 @@ class Dispatcher:
         self._resume = resume
         self._seconds = seconds or math.inf
         self._retries = retries
+        self._capacity = capacity or {}
         self._requests: dict[str, OpenRequest] = {}  # by the caller's id
         self._waiting: dict[str, OpenRequest] = {}  # requests without a live attempt, in order of arrival
         self._attempts: dict[str, OpenRequest] = {}  # live, by attempt id
@@ -332,7 +341,7 @@ class Dispatcher:
         self._attempts[attempt.request_id] = request
         self._on.setdefault(choice, {})[attempt.request_id] = None
         self._load[choice] = self._load.get(choice, 0) + request.cost
-        self._strategy.assigned(request.asked, choice, self._load[choice])
+        self._strategy.assigned(request.asked, choice, self._relative_load(choice))
         assignments.append(Assignment(choice, attempt))
         return None
 
@@ -345,5 +354,8 @@ class Dispatcher:
         self._load[generator] -= request.cost
         request.attempt, request.generator, request.cost = None, "", 0
         request.pieces = []
-        self._strategy.released(request.asked, generator, self._load[generator])
+        self._strategy.released(request.asked, generator, self._relative_load(generator))
         return request
+
+    def _relative_load(self, generator: str) -> float:
+        return self._load[generator] / self._capacity.get(generator, 1)

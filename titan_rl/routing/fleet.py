@@ -18,7 +18,8 @@ Always true, after every method:
 
 - only `verified` leads to SERVING; no generator goes back to an older version, except to a wanted one that nobody
   serves; DEAD is final: a replacement under the same name is a new generator, of which nothing is known;
-- at most `serving` generators are in service. The others are spares: a generator that dies is followed by one at once;
+- besides `others`, at most `serving` generators are in service. The rest are spares: one follows a generator that
+  dies at once, but for one of `others`;
 - a generator in SYNCING, draining or pulling, takes no requests; with `hot_swap` a serving generator keeps serving
   while it pulls;
 - at most `max_syncing` serving generators are closed for a sync at once (0: any number). Generators that do not serve
@@ -36,7 +37,7 @@ Pure: no asyncio, no clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Literal, Protocol
 
 from titan_rl.errors import GeneratorNotServing, WeightsError
@@ -75,13 +76,14 @@ class Fleet:
         max_syncing: int = 0,
         retries: int = 1,
         serving: int | None = None,
+        others: Collection[str] = (),
     ) -> None:
         """
         Args:
-            serving: generators in service; further ones wait as spares. None: all are.
+            serving: generators in service besides `others`; further ones wait as spares. None: all are in service.
         """
         self._listener = listener
-        self._serving = serving
+        self._serving, self._of_other_kinds = serving, others
         self._mode = mode
         self._max_syncing = max_syncing
         self._retries = retries
@@ -236,7 +238,7 @@ class Fleet:
         """
         if name in self._generators and self[name].state is not _DEAD:
             raise ValueError(f"generator {name} is already in the fleet")
-        full = self._is_full
+        full = self._is_full and name not in self._of_other_kinds
         self._generators[name] = GeneratorHealth(name)
         if full:
             self.move(name, _ASLEEP)
@@ -265,8 +267,8 @@ class Fleet:
 
     @property
     def _is_full(self) -> bool:
-        in_service = sum(each.state is not _DEAD and not each.is_spare for each in self)
-        return self._serving is not None and in_service >= self._serving
+        in_service = [each.name for each in self if each.state is not _DEAD and not each.is_spare]
+        return self._serving is not None and len({*in_service} - {*self._of_other_kinds}) >= self._serving
 
     # Out of service.
 

@@ -50,11 +50,12 @@ class RoutingStrategy(FleetListener, Protocol):
         """
         ...
 
-    def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
-        """The request is live on a generator, whose estimated load in tokens is now `load`."""
+    def assigned(self, request: GenerationRequest, name: str, load: float) -> None:
+        """The request is live on a generator, whose estimated load is now `load`: tokens, divided by what it can run at
+        once relative to the others (`max_num_seqs`)."""
         ...
 
-    def released(self, request: GenerationRequest, name: str, load: int) -> None:
+    def released(self, request: GenerationRequest, name: str, load: float) -> None:
         """The request is no longer live on the generator, whose estimated load is now `load`."""
         ...
 
@@ -69,7 +70,7 @@ class _Ordered:
     def __init__(self) -> None:
         self._clock = 0
         self._chosen_at: dict[str, int] = {}
-        self._load: dict[str, int] = {}
+        self._load: dict[str, float] = {}
         self.serving: dict[str, PolicyVersion] = {}
         """Version of every generator that takes requests now."""
 
@@ -90,10 +91,10 @@ class _Ordered:
         self._chosen_at[name] = self._clock
         return name
 
-    def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
+    def assigned(self, request: GenerationRequest, name: str, load: float) -> None:
         """Ignored: this strategy does not use the load."""
 
-    def released(self, request: GenerationRequest, name: str, load: int) -> None:
+    def released(self, request: GenerationRequest, name: str, load: float) -> None:
         """Ignored: this strategy does not use the load."""
 
     def end_session(self, session_id: str) -> None:
@@ -101,13 +102,20 @@ class _Ordered:
 
 
 class RoundRobin(_Ordered):
-    """Chooses the generator that was chosen longest ago."""
+    """Chooses the generator that was chosen longest ago: all get as many requests, also those that are slower or hold
+    fewer."""
 
 
 class LeastLoaded(_Ordered):
-    """Chooses the generator with the least estimated work; among equals the one that was chosen longest ago."""
+    """Chooses the generator with the least estimated work for its size; among equals the one that was chosen longest
+    ago.
 
-    def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
+    The size is `max_num_seqs`; speed is not measured. Requests that come all at once are shared out in proportion to
+    it, so give a generator that is twice as fast twice the `max_num_seqs`. Of those that come one by one as others
+    end, a faster generator gets more by itself.
+    """
+
+    def assigned(self, request: GenerationRequest, name: str, load: float) -> None:
         self._load[name] = load
 
     released = assigned
@@ -174,7 +182,7 @@ class StickySession:
                 return Wait(deadline)  # it is syncing, or will be: it does not serve the requested version yet
         return self._fallback.choose(request, now=now, waiting_since=waiting_since)
 
-    def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
+    def assigned(self, request: GenerationRequest, name: str, load: float) -> None:
         self._fallback.assigned(request, name, load)
         session = request.session_id
         if session is None:
@@ -184,7 +192,7 @@ class StickySession:
         live.generator = name
         live.requests += 1
 
-    def released(self, request: GenerationRequest, name: str, load: int) -> None:
+    def released(self, request: GenerationRequest, name: str, load: float) -> None:
         self._fallback.released(request, name, load)
         session = request.session_id
         if session is None or session not in self._live:
