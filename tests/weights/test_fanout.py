@@ -31,6 +31,8 @@ def test_each_receiver_gets_each_chunk_once_in_few_hops_and_nobody_sends_more_th
     assert all(sent[host] <= 2 * math.ceil(chunks / 2) for host in hosts)
     inner = [{of_tree[tree] for of_tree in schedule.values()} - set(roots) for tree in (0, 1)]
     assert inner[0].isdisjoint(inner[1])
+    if receivers // sources >= 6:
+        assert not any(host in schedule[other] for host in hosts for other in schedule[host] if other not in roots)
 
 
 def test_a_receiver_alone_takes_everything_from_the_source() -> None:

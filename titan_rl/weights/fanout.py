@@ -10,7 +10,8 @@ What always holds, for n receivers of a source and c chunks:
 - a receiver gets every chunk once: it has one parent in each tree;
 - a receiver hands chunks on in one tree at most, to two others at most: it sends at most 2 * ceil(c / 2) chunks, which
   is one copy (and one chunk more, if c is odd). A source sends each chunk once;
-- a chunk makes at most floor(log2(n)) + 1 hops.
+- a chunk makes at most floor(log2(n)) + 1 hops;
+- of six receivers and more no two take from each other: what one asks of the other would wait behind what it sends.
 
 Several sources, which all hold everything, share the receivers. Pure: the relays and the simulated clock read the same
 schedule.
@@ -21,6 +22,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 Parents = Mapping[str, tuple[str, str]]
 """By receiver, the hosts that it takes even and odd chunks from."""
@@ -33,9 +35,12 @@ def parents(sources: Sequence[str], hosts: Sequence[str]) -> Parents:
     for turn, source in enumerate(sources):
         share = receivers[turn :: len(sources)]
         last = len(share)
-        # A receiver with an even position in one order has an odd one, which is a leaf's, in the other.
+        # A receiver with an even position in one order has an odd one, which is a leaf's, in the other. The leaves of
+        # the first order come into the second one half an order away, so that no neighbours are neighbours again.
+        leaves, others = share[::2], share[1::2]
+        half = (len(leaves) + 1) // 2
         even = [source, *share]
-        odd = [source, *(share[1:] + share[:1] if last % 2 else reversed(share))]
+        odd = [source, *(host for pair in zip_longest(others, leaves[half:] + leaves[:half]) for host in pair if host)]
         odd_parents = {odd[position]: odd[_up(position, last)] for position in range(1, last + 1)}
         found |= {host: (even[_up(at, last)], odd_parents[host]) for at, host in enumerate(share, 1)}
     return found
