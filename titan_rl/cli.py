@@ -5,6 +5,7 @@
     titan-rl plan …                   simulate splits, staleness and weight syncs before a run
     titan-rl serve --policy.path DIR  serve a checkpoint over HTTP (OpenAI's API)
     titan-rl worker --listen ADDRESS  lend this host to runs that are started elsewhere
+    titan-rl fleet RUN …              show a living run's hosts and generators, add and take away
 
 Loads neither torch, vLLM nor Monarch before a run really starts.
 """
@@ -95,6 +96,13 @@ def _worker(arguments: Sequence[str]) -> int:
     return VERB.run(arguments, prog=f"{PROG} worker")
 
 
+def _fleet(arguments: Sequence[str]) -> int:
+    """Show the hosts and generators of a living run, add some, take some away: RUN [add|drain|remove ...]."""
+    from titan_rl import fleet
+
+    return fleet.main(arguments, prog=f"{PROG} fleet")
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "recipes": _recipes,
@@ -102,6 +110,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "serve": _serve,
     "export": _export,
     "worker": _worker,
+    "fleet": _fleet,
 }
 
 

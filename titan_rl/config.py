@@ -43,6 +43,9 @@ class PlacementConfig:
     hosts: tuple[str, ...] = ()
     """ADDRESS:PORT of each worker (`titan-rl worker`) to use besides this host. This host is `host0`; they are `host1`,
     `host2`, … in this order. torchrun sets it."""
+    address: str = ""
+    """IP address of this host at which other hosts reach it; empty: the one that leads to the first of `hosts`. Where
+    it is given, hosts can join a run that starts on this host alone (`titan-rl fleet RUN add`)."""
     trusted_network: bool = False
     """With other hosts, ports are opened that run any code for whoever reaches them. Say `true` if only people whom you
     trust can."""
@@ -80,7 +83,10 @@ class PlacementConfig:
     """Starts in a row of one mesh that may fail, with pauses of up to 60 s. Then a generator is left out, and any
     other mesh ends the run."""
     least_generators: int = 1
-    """Generators are left out only while so many are left."""
+    """Generators are left out, or taken away by command, only while so many are left."""
+    most_generators: int = 0
+    """So many are there at most, spares aside, when hosts join or generators are added by command. 0: as many as
+    fit."""
     too_few_generators: Literal["end", "wait"] = "end"
     """When fewer would be left: end the run, or go on starting them for ever."""
 
@@ -99,20 +105,35 @@ class PlacementConfig:
                 "leads every host to itself: give each worker the address under which the others reach it"
             )
         for host in self.hosts:
-            address, _, port = host.rpartition(":")
-            if not address or not port.isdigit() or not 0 < int(port) < 65536:
-                raise ConfigError(f"placement.hosts: {host} is not ADDRESS:PORT")
-            if not (self.trusted_network or is_loopback(address)):
-                raise ConfigError(
-                    f"placement.hosts: {host} is reached over a network, and whoever reaches a port of the run can run "
-                    "any code: add --trusted-network if that is only people whom you trust"
-                )
-        for name, least in (("threads", 1), ("spares", 0), ("restarts", 0), ("least_generators", 1)):
+            self.refuse_worker(host)
+        if self.address:
+            self._refuse_untrusted("placement.address", self.address)
+        bounds = {"threads": 1, "spares": 0, "restarts": 0, "least_generators": 1, "most_generators": 0}
+        for name, least in bounds.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"placement.{name} must be at least {least}, got {getattr(self, name)}")
         for name in ("start_seconds", "step_seconds", "hang_seconds", "host_seconds"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"placement.{name} must be positive, got {getattr(self, name)}")
+
+    @property
+    def several_hosts(self) -> bool:
+        """Whether there may be other hosts than this one."""
+        return bool(self.hosts or self.address)
+
+    def refuse_worker(self, worker: str) -> None:
+        """Raises ConfigError if this is not ADDRESS:PORT of a worker that the run may use."""
+        address, _, port = worker.rpartition(":")
+        if not address or not port.isdigit() or not 0 < int(port) < 65536:
+            raise ConfigError(f"placement.hosts: {worker} is not ADDRESS:PORT")
+        self._refuse_untrusted("placement.hosts", address, worker)
+
+    def _refuse_untrusted(self, setting: str, address: str, what: str = "") -> None:
+        if not (self.trusted_network or is_loopback(address)):
+            raise ConfigError(
+                f"{setting}: {what or address} is reached over a network, and whoever reaches a port of the run can "
+                "run any code: add --trusted-network if that is only people whom you trust"
+            )
 
 
 @dataclass(kw_only=True, slots=True)

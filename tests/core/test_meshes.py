@@ -4,150 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from scripted_meshes import CPU, Run, two_hosts, up
 
-from titan_rl.config import RunConfig
 from titan_rl.config_registry import copy4
-from titan_rl.controller.faults import FaultBoard, kind_of
-from titan_rl.errors import MeshFailed
-from titan_rl.gateway.config import GatewayConfig
-from titan_rl.launch import meshes as module
 from titan_rl.launch.hosts.facts import HostFacts
-from titan_rl.launch.mesh_specs import describe
-from titan_rl.launch.meshes import Meshes
-from titan_rl.launch.placement import MeshPlan
 
 pytestmark = pytest.mark.asyncio
-
-
-class Processes:
-    """In place of the provisioner. Every actor is a text, `router.2` for the second router."""
-
-    def __init__(self, *hosts: HostFacts) -> None:
-        self._spawned: list[str] = []
-        self.hosts = {host.name: SimpleNamespace(facts=host) for host in hosts}
-
-    async def attach(self, *workers: str, **_: Any) -> None: ...
-
-    def spawn(self, name: Any, *_: Any, **arguments: Any) -> Any:
-        if isinstance(name, MeshPlan):
-            return self
-        self._spawned.append(name)
-        actor = f"{name}.{self._spawned.count(name)}"
-        return [actor]
-
-    async def stop(self, name: str, *, kill: bool = False, remove: str = "") -> None:
-        await asyncio.sleep(0)
-
-    async def stop_all(self) -> None: ...
-
-
-class Client:
-    """In place of every client. `asks` are the actors that the mesh calls; `held` keeps its set-up and its `use`."""
-
-    def __init__(self, name: str, actor: str, host: str) -> None:
-        self.name, self.actor, self.rank0, self.host = name, actor, actor, host
-        self.relay = ""
-        self.asks: Any = None
-        self.held = asyncio.Event()
-        self.held.set()
-        self.joined: list[tuple[str, str]] = []
-
-    def lose(self, reason: str) -> None: ...
-
-    def replace(self, actors: Any) -> None:
-        self.actor = self.rank0 = actors[0] if isinstance(actors, list) else actors
-
-    async def setup(self, *asks: Any) -> list[int]:
-        self.asks = asks
-        await self.held.wait()
-        return [1]
-
-    async def use(self, *asks: Any) -> None:
-        self.asks = asks
-
-    async def use_relay(self, relay: str) -> None:
-        self.relay = relay
-
-    async def attach_stores(self, stores: Any) -> None: ...
-
-    async def pulse(self) -> list[int]:
-        await asyncio.Event().wait()
-        return []
-
-    async def close(self) -> None: ...
-
-    async def generator_lost(self, name: str, reason: str) -> None: ...
-
-    async def generator_left_out(self, name: str, reason: str) -> None: ...
-
-    async def client_lost(self, name: str) -> None: ...
-
-    async def generator_joined(self, name: str, rank0: str) -> None:
-        self.joined.append((name, rank0))
-
-
-class Run:
-    def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        config: RunConfig,
-        *hosts: HostFacts,
-        serving: bool = False,
-    ) -> None:
-        def spec(plan: MeshPlan, meshes: Meshes) -> Any:
-            name = plan.name
-            asks = {
-                "rollout": lambda: (meshes.router.actor, meshes.gateway and meshes.gateway.actor),
-                "gateway": lambda: (meshes.router.actor,),
-            }.get(kind_of(name), tuple)
-
-            def client(actors: Any) -> Client:
-                actor = actors[0] if isinstance(actors, list) else actors
-                self.clients[name] = Client(name, actor, plan.hosts[0])
-                if kind_of(name) == "generator":
-                    meshes.generators[name] = self.clients[name]  # type: ignore[assignment]
-                return self.clients[name]
-
-            return dataclasses.replace(
-                describe(plan, meshes), client=client, setup=lambda client: client.setup(*asks()), end=None
-            )
-
-        self.clients: dict[str, Client] = {}
-        self.said: list[str] = []
-        self.faults = FaultBoard()
-        monkeypatch.setattr(module, "describe", spec)
-        self.processes = Processes(*(hosts or [HostFacts(cpus=2)]))
-        monkeypatch.setattr(module, "Provisioner", lambda **_: self.processes)
-        monkeypatch.setattr(module, "sweep_dead_segments", lambda: None)
-        monkeypatch.setattr(module, "remove_segments_of", lambda pid: None)
-        self.meshes = Meshes(config, GatewayConfig(), faults=self.faults, say=self.said.append, serving=serving)
-
-    async def begin(self) -> Run:
-        await self.meshes.place()
-        self.meshes.spawn()
-        return self
-
-    def kill(self, *names: str) -> None:
-        for name in names:
-            self.faults.report(MeshFailed(f"{name} rank 0 was killed", name))
-
-    def lose(self, host: str) -> None:
-        del self.processes.hosts[host]
-        self.kill(*(mesh.name for mesh in self.meshes.placement.meshes if host in mesh.hosts))
-
-    async def until(self, said: str) -> None:
-        async with asyncio.timeout(5):
-            while not any(said in line for line in self.said):
-                await asyncio.sleep(0)
-
-    async def until_back(self, *names: str) -> None:
-        async with asyncio.timeout(5):
-            while not all(any(line.startswith(f"{name} is back") for line in self.said) for name in names):
-                await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("late", ["rollout0", "gateway"])
@@ -166,25 +30,6 @@ async def test_whoever_is_still_being_set_up_when_the_router_is_replaced_asks_th
     await asyncio.wait_for(start, 5)
     assert run.clients[late].asks[0] == "router.2"
     await run.meshes.close()
-
-
-CPU = HostFacts(cpus=4), HostFacts(cpus=4, name="host1")
-
-
-def two_hosts(**placement: Any) -> RunConfig:
-    """The trainer is on host0; host1 has generator1 and rollout0."""
-    config = copy4()
-    where = dataclasses.replace(
-        config.placement, trainer=("host0",), generators=("host0", "host1"), rollouts=("host1",), **placement
-    )
-    generator = dataclasses.replace(config.generator, count=2, tensor_parallel=2)
-    return dataclasses.replace(config, placement=where, generator=generator)
-
-
-async def up(run: Run) -> Run:
-    await run.begin()
-    await run.meshes.set_up(*run.meshes.names)
-    return run
 
 
 async def test_generators_hear_of_the_relay_that_replaces_that_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +61,6 @@ async def test_the_last_relay_hears_where_the_trainer_has_moved(monkeypatch: pyt
     run.lose("host1")
     await run.until_back("trainer", "generator1", "rollout0")
     assert [relay.host for relay in run.clients["relay0"].asks[0]] == ["host0"]
-    assert run.clients["relay0"].asks[1] == ("host0",)
     await run.meshes.close()
 
 

@@ -14,7 +14,8 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "titan_rl"
 
 EXCEPTIONS = {
-    "launch/meshes.py:_replace": "the pause before a mesh that keeps failing is started again",
+    "launch/meshes.py:_start": "the pause before a mesh that keeps failing is started again",
+    "launch/fleet.py:rejoin": "the pause before a lost host is tried again",
     "launch/pulse.py:until_still": "a process that hangs tells nobody, nor does a host that is cut off",
     "actors/rollout_worker.py:_report": "the kernel tells nobody that shared memory was freed",
     "sandbox/host_process.py:_socket_pair": "the kernel tells nobody that a descriptor was freed",

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 class GeneratorRouter(RequestRouter):
     """Endpoints: those of `RequestRouter`, `setup`, `pull_model_state_dict`, `serve_beside`, `retire`, `start_over`,
     `sleep`, `wake_up`, `pin`, `unpin`, `fleet_status`, `generator_joined`, `generator_lost`, `generator_left_out`,
-    `close`."""
+    `resize`, `drain`, `close`."""
 
     def __init__(
         self,
@@ -267,6 +267,25 @@ class GeneratorRouter(RequestRouter):
         await GeneratorRouter.generator_lost.answer(self, name, "it was replaced")
         self._join(name, rank0)
         self._advance()
+
+    @served
+    async def resize(self, serving: int) -> None:
+        """So many generators are to be in service from now on; the others are spares."""
+        self._fleet.resize(serving)
+        self._advance()
+
+    @served
+    async def drain(self, name: str) -> None:
+        """Give a generator nothing new, because it will be taken away. Returns when it has nothing left; what runs
+        longer than `router.drain_seconds` goes on elsewhere."""
+        if name not in self._generators:
+            return
+        generator, health = self._generators[name], self._fleet[name]
+        await self._until(lambda: not health.is_syncing and health.state is not GeneratorState.PINNED)
+        if health.state not in (GeneratorState.ASLEEP, GeneratorState.DEAD):
+            self._fleet.sleep(name)
+            self._advance()
+            await self._drained(generator, self._config.drain_seconds)
 
     @served
     async def generator_left_out(self, name: str, reason: str) -> None:

@@ -207,6 +207,14 @@ class RouterClient(RequestClient):
         """A dead generator will not be replaced. When all are left out, requests fail."""
         await self._call(GeneratorRouter.generator_left_out, generator, reason)
 
+    async def resize(self, serving: int) -> None:
+        """So many generators are to be in service from now on; the others are spares."""
+        await self._call(GeneratorRouter.resize, serving)
+
+    async def drain(self, generator: str) -> None:
+        """Returns when the generator has no requests left; it gets no new ones."""
+        await self._call(GeneratorRouter.drain, generator)
+
     async def client_lost(self, who: str) -> None:
         """The processes of this mesh are gone: stop their requests. When this returns, their ids may be used again."""
         await self._call(GeneratorRouter.client_lost, who)

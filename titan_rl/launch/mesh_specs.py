@@ -89,7 +89,7 @@ def describe(plan: MeshPlan, meshes: Meshes) -> MeshSpec:
                     config.trainer,
                     start_seconds=start_seconds,
                     step_seconds=step_seconds,
-                    host_seconds=config.placement.host_seconds if config.placement.hosts else 0.0,
+                    host_seconds=config.placement.host_seconds if config.placement.several_hosts else 0.0,
                     on_hung=lambda reason: meshes.faults.report(MeshFailed(reason, name)),
                     say=meshes.say,
                 ),
@@ -105,7 +105,7 @@ def describe(plan: MeshPlan, meshes: Meshes) -> MeshSpec:
                     "config": config.generator_settings(name),
                     "model_path": model_path,
                     "device": device,
-                    "relay": meshes.relay_on(plan.hosts[0]),
+                    "relay": meshes.introductions.relay_on(plan.hosts[0]),
                 },
                 client=lambda actors: GeneratorMesh(actors, name),
                 setup=lambda generator: generator.setup(seconds=start_seconds),
@@ -117,7 +117,7 @@ def describe(plan: MeshPlan, meshes: Meshes) -> MeshSpec:
                 actor=WeightRelay,
                 arguments=lambda: {"host": plan.hosts[0]},
                 client=lambda actor: RelayMesh(actor, plan.hosts[0]),
-                setup=lambda relay: relay.setup(meshes.relays, seconds=start_seconds),
+                setup=lambda relay: relay.setup(meshes.introductions.relays, seconds=start_seconds),
                 doing="starting",
             )
         case "router":
@@ -127,7 +127,7 @@ def describe(plan: MeshPlan, meshes: Meshes) -> MeshSpec:
                 arguments=lambda: {
                     "config": config.router_settings(),
                     "generators": {name: generator.rank0 for name, generator in meshes.generators.items()},
-                    "serving": config.generator.count,
+                    "serving": meshes.in_service,
                     "awaited": meshes.awaited,
                     "others": config.other_generators(),
                 },

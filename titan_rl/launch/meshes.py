@@ -19,15 +19,13 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
 from titan_rl.actors.connection import bounded
 from titan_rl.actors.gateway import GatewayMesh
 from titan_rl.actors.generator import GeneratorMesh
-from titan_rl.actors.relay import RelayMesh
 from titan_rl.actors.rollouts import Rollouts
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.actors.trainer_client import Trainer
@@ -35,7 +33,9 @@ from titan_rl.config import RunConfig
 from titan_rl.controller.faults import LOST_WITH, FaultBoard, Restarts, kind_of
 from titan_rl.errors import ActorGone, HostLost, MeshFailed, TitanError
 from titan_rl.gateway.config import GatewayConfig
+from titan_rl.launch.fleet import rejoin
 from titan_rl.launch.hosts.host import AttachedHost, Host, Needed, listen_for
+from titan_rl.launch.introductions import Introductions
 from titan_rl.launch.mesh_specs import MeshClient, MeshSpec, describe
 from titan_rl.launch.placement import Placement, plan
 from titan_rl.launch.provisioner import Provisioner
@@ -69,7 +69,6 @@ class Meshes:
             gateway: settings of the gateway, if the placement has one.
             serving: serve a checkpoint, without trainer and rollout workers.
             imports, log_directory, faults, on_mesh, say: see `start.Options`.
-
         """
         self.config = config
         self.gateway_config = gateway
@@ -77,34 +76,46 @@ class Meshes:
         self.model_path = model_directory(config)
         """Hugging Face directory that trainer and generators load."""
         self.faults = FaultBoard() if faults is None else faults
-        """Told of every process that ends and every actor that fails by itself."""
+        """Told of every process that ends, every actor that fails."""
         self.clients: dict[str, Any] = {}
         """By mesh: the clients of all meshes that were spawned."""
-        seconds = config.placement
-        self.rollouts = Rollouts(
-            workers=config.rollout.workers, start_seconds=seconds.start_seconds, step_seconds=seconds.step_seconds
-        )
+        start, step = config.placement.start_seconds, config.placement.step_seconds
+        self.rollouts = Rollouts(workers=config.rollout.workers, start_seconds=start, step_seconds=step)
         """All rollout workers as one object."""
         self.generators: dict[str, GeneratorMesh] = {}
         """Those that are not lost."""
         self.pids: dict[str, list[int]] = {}
-        self._on_mesh = on_mesh
-        self.say = say
+        self._on_mesh, self.say = on_mesh, say
         self.placement: Placement
+        self.fleet = config.generator_names()
+        """Names of the generators that there are to be, spares too."""
+        self.leaving: set[str] = set()
+        """Hosts on which nothing is placed any more."""
+        self.introductions = Introductions(self)
+        self.ever = len(self.fleet)
+        """Generators that there ever were: no name is used twice."""
+        self.workers: dict[str, str] = {}
+        """ADDRESS:PORT by name, of all other hosts that are to belong to the run, also of those that are lost."""
         self._serving = serving
         self._log_directory = log_directory
-        self._provisioner = Provisioner(
+        self.provisioner = Provisioner(
             log_directory=str(log_directory) if log_directory is not None else "",
             imports=imports,
             on_fault=self.faults.report,
             on_stop=say,
-            address=listen_for(config.placement.hosts),
+            address=listen_for(config.placement.address, *config.placement.hosts),
         )
-        self._specs: dict[str, MeshSpec] = {}
-        self._restarts: dict[str, Restarts] = {}
-        self._left_out: set[str] = set()
+        self.specs: dict[str, MeshSpec] = {}
+        """By mesh: how it is started."""
+        self.restarts: dict[str, Restarts] = {}
+        self.left_out: set[str] = set()
+        """Generators that failed too often."""
         self._begun: set[str] = set()  # meshes whose set-up has begun
-        self._up: dict[str, float] = {}  # those that are up, and since when
+        self.up: dict[str, float] = {}
+        """Meshes that are up, and since when."""
+        self.starting: set[str] = set()
+        """Meshes that are started while others are up."""
+        self._changed = asyncio.Event()  # a mesh was stopped or is up
         self._watching: dict[str, asyncio.Future[None]] = {}  # by mesh
         self._working: set[asyncio.Future[None]] = set()
 
@@ -121,27 +132,21 @@ class Meshes:
         return self.clients.get("gateway")
 
     @property
-    def relays(self) -> list[RelayMesh]:
-        """Those of the hosts that are not lost."""
-        known = (self.clients.get(name) for name in self._specs if kind_of(name) == "relay")
-        return [relay for relay in known if relay is not None and relay.host in self.hosts]
-
-    def relay_on(self, host: str) -> Any:
-        """Handle of a host's relay; None: there is none, because there is one host."""
-        return next((relay.actor for relay in self.relays if relay.host == host), None)
+    def awaited(self) -> tuple[str, ...]:
+        """Generators that are being started."""
+        return tuple(name for name in self.fleet if name not in self.generators and name not in self.left_out)
 
     @property
-    def awaited(self) -> tuple[str, ...]:
-        """Generators that are lost and being replaced."""
-        gone = (name for name in self._specs if kind_of(name) == "generator" and name not in self.generators)
-        return tuple(name for name in gone if name not in self._left_out)
-
-    # Up and down.
+    def in_service(self) -> int:
+        """Generators that are to serve; the others are spares."""
+        return len(self.fleet) - self.config.placement.spares
 
     @property
     def names(self) -> list[str]:
         """See `Placement`."""
         return self.placement.names
+
+    # Up and down.
 
     async def place(self) -> None:
         """Attach the hosts of the config, and place the meshes on them.
@@ -150,23 +155,37 @@ class Meshes:
             HostLost: a host does not answer.
             ConfigError: the hosts cannot hold the placement, or one lacks something.
         """
-        where = self.config.placement
-        await self._provisioner.attach(*where.hosts, silent_seconds=where.host_seconds, on_lost=self._host_lost)
-        self._place()
-        trainers = set(self._specs["trainer"].plan.hosts) if "trainer" in self._specs else set()
+        await self.join({f"host{number}": worker for number, worker in enumerate(self.config.placement.hosts, 1)})
+        self.place_again()
         for host in self.hosts.values():
-            if isinstance(host, AttachedHost):
-                runs = self._log_directory.parent if self._log_directory and host.name in trainers else None
-                needed = Needed(
-                    self.config, self._serving, self.placement.processes, self.model_path, self.imports, runs
-                )
-                for warning in await host.refuse_unfit(needed):
-                    self.say(warning)
+            await self._refuse_unfit(host)
+
+    async def join(self, workers: Mapping[str, str]) -> None:
+        """Attach hosts. Nothing is placed on them by this; while meshes are up, they are checked first.
+
+        Args:
+            workers: ADDRESS:PORT by the name that each gets, maybe that of a host which was lost.
+
+        Raises:
+            HostLost: one does not answer.
+            ConfigError: one lacks something.
+        """
+        silent, check = self.config.placement.host_seconds, self._refuse_unfit if self.up else None
+        await self.provisioner.attach(workers, silent_seconds=silent, on_lost=self._host_lost, check=check)
+        self.workers |= workers
+
+    async def _refuse_unfit(self, host: Host) -> None:
+        if isinstance(host, AttachedHost):
+            on_it = "trainer" in self.specs and host.name in self.specs["trainer"].plan.hosts
+            runs = self._log_directory.parent if self._log_directory and on_it else None
+            needed = Needed(self.config, self._serving, self.placement.processes, self.model_path, self.imports, runs)
+            for warning in await host.refuse_unfit(needed):
+                self.say(warning)
 
     @property
     def hosts(self) -> dict[str, Host]:
         """Those that are not lost, by name."""
-        return self._provisioner.hosts
+        return self.provisioner.hosts
 
     def spawn(self) -> None:
         """Start the processes and actors of all meshes. Does not wait for them."""
@@ -183,7 +202,7 @@ class Meshes:
 
         async def each(name: str) -> None:
             await self._set_up(name)
-            await self._update(name)  # the router, or the gateway, may have been replaced meanwhile
+            await self.introductions.update(name)  # the router, or the gateway, may have been replaced meanwhile
 
         await asyncio.gather(*map(each, names))
 
@@ -196,54 +215,61 @@ class Meshes:
         await asyncio.gather(*ending, return_exceptions=True)
         await asyncio.gather(*(self._close(name) for name in self._begun if name == "gateway"))
         await asyncio.gather(*(self._close(name) for name in self._begun if name != "gateway"))
-        await self._provisioner.stop_all()
+        await self.provisioner.stop_all()
         remove_segments_of(os.getpid())
 
-    def _place(self) -> None:
+    def place_again(self) -> None:
         """Place what has no place yet, or has lost it. Raises ConfigError if there is no room at the start."""
-        facts = [host.facts for host in self.hosts.values()]
+        facts = [host.facts for host in self.hosts.values() if host.name not in self.leaving]
         before = getattr(self, "placement", None)
-        self.placement = plan(self.config, *facts, serving=self._serving, kept=before)
-        for name in self._specs.keys() - {*self.placement.names}:
-            if kind_of(name) == "relay":  # its host is lost
-                del self._specs[name]
+        self.placement = plan(self.config, *facts, serving=self._serving, generators=self.fleet, kept=before)
+        for name in self.specs.keys() - {*self.placement.names}:
+            if kind_of(name) == "relay" or (kind_of(name) == "generator" and name not in self.fleet):
+                del self.specs[name]  # its host is gone, or it was taken out of the fleet
         for mesh in self.placement.meshes:
-            if mesh.name not in self._specs or self._specs[mesh.name].plan is not mesh:
-                self._specs[mesh.name] = describe(mesh, self)
-            self._restarts.setdefault(mesh.name, Restarts(self.config.placement.restarts))
+            if mesh.name not in self.specs or self.specs[mesh.name].plan is not mesh:
+                self.specs[mesh.name] = describe(mesh, self)
+            self.restarts.setdefault(mesh.name, Restarts(self.config.placement.restarts))
 
     def _host_lost(self, host: Host) -> None:
         self.say(host.lost)
+        if host.name in self.workers:  # otherwise it was lost before it had joined
+            self._work(rejoin(self, host.name, self.workers[host.name]))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for what the end of a mesh, or its coming up, can bring about."""
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
 
     def _spawn(self, name: str) -> None:
-        spec = self._specs[name]
+        spec = self.specs[name]
         self._on_mesh(name, "starting processes")
-        ranks = self._provisioner.spawn(spec.plan).spawn(name, spec.actor, **spec.arguments())
+        ranks = self.provisioner.spawn(spec.plan).spawn(name, spec.actor, **spec.arguments())
         actors = ranks if spec.plan.computes else ranks[0]
         if name in self.clients:
             return self.clients[name].replace(actors)
         client = self.clients[name] = spec.client(actors)
-        if isinstance(client, GeneratorMesh):
+        if isinstance(client, GeneratorMesh) and "router" not in self.clients:
             self.generators[name] = client
 
     async def _set_up(self, name: str) -> None:
-        spec, client = self._specs[name], self.clients[name]
+        spec, client = self.specs[name], self.clients[name]
         self._on_mesh(name, spec.doing)
         self._begun.add(name)
         self.pids[name] = await spec.setup(client)
         self._on_mesh(name, "ready")
-        self._up[name] = time.monotonic()
+        self.up[name] = time.monotonic()
         self.faults.ready(name, self.replace)
         self._watching[name] = asyncio.ensure_future(self._watch(name, client))
+        self._changed.set()
 
     async def _close(self, name: str) -> None:
         started = time.monotonic()
 
-        async def ask() -> None:
-            await bounded(self.clients[name].close(), what=f"{name}.close", seconds=CLOSE_SECONDS)
-
+        closing = bounded(self.clients[name].close(), what=f"{name}.close", seconds=CLOSE_SECONDS)
         try:
-            await self.faults.unless_lost(name, ask())
+            await self.faults.unless_lost(name, closing)
         except Exception as error:
             _log.warning("closing %s: %s", name, error)
         _log.info("closing %s took %.1f s", name, time.monotonic() - started)
@@ -255,7 +281,7 @@ class Meshes:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch_pulse(name, client))
-                if (end := self._specs[name].end) is not None:
+                if (end := self.specs[name].end) is not None:
                     tasks.create_task(end(client))
         except* ActorGone as group:
             if isinstance(hangs := group.exceptions[0], MeshFailed):
@@ -278,93 +304,76 @@ class Meshes:
         self.clients[name].lose(str(fault))
         self.generators.pop(name, None)
         self._watching.pop(name).cancel()
-        self._restarts[name].died(time.monotonic() - self._up.pop(name))
+        self.restarts[name].died(time.monotonic() - self.up.pop(name))
         self._on_mesh(name, "lost")
-        self.say(f"lost {name}: {fault}; done again: {LOST_WITH[kind_of(name)]}")
+        again = f"; done again: {LOST_WITH[kind_of(name)]}"
+        self.say(f"lost {name}: {fault}{again}" if name in self.specs else f"{name} leaves: {fault}")
         if kind_of(name) == "generator":
             self._work(self.router.generator_lost(name, str(fault)))
         elif kind_of(name) in ("rollout", "gateway"):
             self._work(self.router.client_lost(name))
 
     async def _replace(self, fault: MeshFailed) -> None:
-        name, lost, restarts = fault.mesh, time.monotonic(), self._restarts[fault.mesh]
+        lost = time.monotonic()
         self._lose(fault)
+        if await self.start(fault.mesh, fault):
+            self.say(f"{fault.mesh} is back after {time.monotonic() - lost:.1f} s")
+
+    async def start(self, name: str, fault: MeshFailed | None = None) -> bool:
+        """Start a mesh while others are up, as often as it takes. Returns whether it is up: it is not if it is given
+        up, is not wanted any more, or is lost again.
+
+        Args:
+            fault: the mesh was up, and this is why it is not any more.
+        """
+        self.starting.add(name)
+        try:
+            up = await self._start(name, fault)
+        finally:
+            self.starting.discard(name)
+        if up:
+            await self.introductions.introduce(name)
+        return up
+
+    async def _start(self, name: str, fault: MeshFailed | None) -> bool:
+        restarts = self.restarts[name]
         while True:
             self._begun.discard(name)
-            await self._provisioner.stop(name, kill=True, remove=getattr(self.clients[name], "channel", ""))
-            if restarts.exhausted and self._given_up(fault):
-                return
+            if name in self.clients:
+                await self.provisioner.stop(name, kill=True, remove=getattr(self.clients[name], "channel", ""))
+                self._changed.set()
+            if fault is not None and restarts.exhausted and self._given_up(fault):
+                return False
             if restarts.pause:
                 self.say(f"{name} starts again in {restarts.pause:g} s: {fault}")
                 await asyncio.sleep(restarts.pause)
             self.faults.starts_again(name)
             try:
-                self._place()
-                if name not in self._specs:  # the relay of a host that is lost
-                    return await self._tell_relays()
+                self.place_again()
+                if name not in self.specs:
+                    await self.introductions.farewell(name, str(fault))
+                if name not in self.specs:  # its host may have come back meanwhile
+                    return False
                 if name not in self.names:
                     raise HostLost(f"no host that is left has room for {name}")
                 if name == "trainer" and self._log_directory is not None:  # it may have moved
-                    for host in set(self._specs[name].plan.hosts):
+                    for host in set(self.specs[name].plan.hosts):
                         await self.hosts[host].refuse_blind(self._log_directory.parent)
                 self._spawn(name)
                 await self.faults.unless_lost(name, self._set_up(name))
-                break
+                return name in self.up
             except Exception as error:
-                _log.warning("%s did not start again", name, exc_info=error)
+                _log.warning("%s did not start", name, exc_info=error)
                 fault = MeshFailed(f"{name} did not start again: {error}", name)
                 restarts.died(0.0)
-        if name not in self._up:
-            return  # lost again
-        await self._introduce(name)
-        self.say(f"{name} is back after {time.monotonic() - lost:.1f} s")
-
-    async def _introduce(self, name: str) -> None:
-        """Give handles to those who call the replacement, and to the replacement, because others may have been replaced
-        while it was set up."""
-        match kind_of(name):
-            case "generator":
-                generator = self.generators[name] = self.clients[name]
-                await self.router.generator_joined(name, generator.rank0)
-                if (relay := self.relay_on(self._specs[name].plan.hosts[0])) is not None:
-                    await generator.use_relay(relay)
-            case "relay":
-                await self._tell_relays()
-                there = self._specs[name].plan.hosts[0]
-                on_it = [mesh for mesh in self.generators if there in self._specs[mesh].plan.hosts]
-                await asyncio.gather(*(self.generators[mesh].use_relay(self.relay_on(there)) for mesh in on_it))
-            case "router" | "gateway":
-                await asyncio.gather(*map(self._update, self._up))
-            case "rollout":
-                await self._update(name)
-                await self.attach_stores()
-
-    async def _tell_relays(self) -> None:
-        up = (relay for relay in self.relays if f"relay{relay.host.removeprefix('host')}" in self._up)
-        await asyncio.gather(*(relay.use(self.relays) for relay in up))
-
-    async def attach_stores(self) -> None:
-        """Let trainer ranks read the samples on other hosts than theirs."""
-        if len(self.hosts) > 1:
-            where = {worker.store: self._specs[worker.name].plan.hosts[0] for worker in self.rollouts.workers}
-            handles = self.rollouts.stores
-            await self.trainer.attach_stores({store: (where[store], handles[store]) for store in handles})
-
-    async def _update(self, name: str) -> None:
-        """Give a mesh the handles that it calls."""
-        with suppress(ActorGone):  # it is being replaced
-            if kind_of(name) == "gateway":
-                await self.clients[name].use(self.router.actor)
-            elif kind_of(name) == "rollout":
-                await self.clients[name].use(self.router.actor, self.gateway and self.gateway.actor)
 
     def _given_up(self, fault: MeshFailed) -> bool:
         """Whether a mesh that fails again and again is not started any more."""
         name, placement = fault.mesh, self.config.placement
         times = f"{name} failed {placement.restarts + 1} time{'s in a row' if placement.restarts else ''}"
-        fleet = [mesh for mesh in self._specs if kind_of(mesh) == "generator" and mesh not in self._left_out]
+        fleet = [mesh for mesh in self.fleet if mesh not in self.left_out]
         if name in fleet and len(fleet) > placement.least_generators:
-            self._left_out.add(name)
+            self.left_out.add(name)
             self.say(f"{times} and is left out: {fault}")
             self._work(self.router.generator_left_out(name, str(fault)))
             return True

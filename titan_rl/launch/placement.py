@@ -218,14 +218,21 @@ class _Room:
         return sorted(names, key=lambda name: self._computing[name] / self.hosts[name].cpus)
 
 
-def plan(config: RunConfig, *hosts: HostFacts, serving: bool = False, kept: Placement | None = None) -> Placement:
+def plan(
+    config: RunConfig,
+    *hosts: HostFacts,
+    serving: bool = False,
+    generators: Sequence[str] | None = None,
+    kept: Placement | None = None,
+) -> Placement:
     """Place the run.
 
     Args:
         hosts: the controller's first.
         serving: there is a gateway, and neither trainer nor rollout workers.
-        kept: the placement so far, of which hosts may be lost: its meshes stay where they are if their hosts are still
-            there. A mesh for which no room is left is not in the new one.
+        generators: names of those that there are to be; None: those that the run starts with.
+        kept: the placement so far, of which hosts may be gone: its meshes stay where they are if their hosts are still
+            there, and they are still to be. A mesh for which no room is left is not in the new one.
 
     Raises:
         ConfigError: a mesh does not fit on any host, says by how much; or a host is named that does not exist, or the
@@ -237,7 +244,11 @@ def plan(config: RunConfig, *hosts: HostFacts, serving: bool = False, kept: Plac
         _refuse_too_few_devices(config, device, hosts, serving=serving)
     trainer, threads = config.trainer, str(where.threads)
     common = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **SUPERVISION_ENVIRONMENT}
+    configured = config.generator_names()
+    generators = configured if generators is None else generators
     meshes = {mesh.name: mesh for mesh in kept.meshes if room.hosts.keys() >= set(mesh.hosts)} if kept else {}
+    for gone in [name for name in meshes if name.startswith("generator") and name not in generators]:
+        del meshes[gone]
     for mesh in meshes.values():
         for host, taken in zip(mesh.hosts, mesh.devices, strict=True):
             room.take(host, computes=mesh.computes, device=taken)
@@ -288,11 +299,11 @@ def plan(config: RunConfig, *hosts: HostFacts, serving: bool = False, kept: Plac
     if device == "cpu":
         # otherwise vLLM pins its threads to cores of its own choice, the same ones in every process
         engine["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    generators, before = config.generator_names(), len(names)
+    before, spares = len(names), configured[len(configured) - where.spares :]
     # the largest first, as long as a host has so much room
     for name in sorted(generators, key=lambda name: -config.generator_settings(name).tensor_parallel):
         group, ranks = config.generator_group(name), config.generator_settings(name).tensor_parallel
-        kind = group.partition(".")[2] if generators.index(name) < len(generators) - where.spares else "spare"
+        kind = group.partition(".")[2] if name not in spares else "spare"
         positions = [f"{kind}, tp {rank}/{ranks}".removeprefix(", ") for rank in range(ranks)]
         place(name, partial(room.for_generator, group, ranks), positions, **engine)
     names[before:] = sorted(names[before:], key=generators.index)

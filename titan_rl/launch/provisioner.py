@@ -17,7 +17,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import monarch.actor
@@ -149,19 +149,24 @@ class Provisioner:
         here = ControllersHost(log_directory=log_directory, on_end=self._ended, on_stop=self._stopped, address=address)
         self.hosts: dict[str, Host] = {here.name: here}
         """Those that are not lost, by name."""
-        self._attached = 0
         _provisioners.add(self)
         monarch.actor.unhandled_fault_hook = _hear
 
     async def attach(
-        self, *workers: str, silent_seconds: float, on_lost: Callable[[Host], None] = lambda host: None
-    ) -> list[Host]:
-        """Take hosts into the run.
+        self,
+        workers: Mapping[str, str],
+        *,
+        silent_seconds: float,
+        on_lost: Callable[[Host], None] = lambda host: None,
+        check: Callable[[Host], Awaitable[None]] | None = None,
+    ) -> None:
+        """Take hosts into the run: all of them, or none.
 
         Args:
-            workers: ADDRESS:PORT of each.
+            workers: ADDRESS:PORT of each, by the name that it gets.
             silent_seconds: a host that answers nothing for so long is lost.
             on_lost: told of a host that is lost, before the loss of each of its meshes is reported.
+            check: raises if a host that answers is not fit to be taken.
 
         Raises:
             HostLost: one does not answer.
@@ -169,14 +174,15 @@ class Provisioner:
         """
 
         def lost(host: Host) -> None:
-            self.hosts.pop(host.name, None)  # it is not there yet while others are attached
+            if self.hosts.get(host.name) is host:  # it is not there yet while others are attached
+                del self.hosts[host.name]
             on_lost(host)
-            for mesh in [mesh for mesh in self._meshes.values() if host in mesh.hosts]:
+            for mesh in self._on(host):
                 self._on_fault(MeshFailed(host.lost, mesh.name))
 
         new = [
             AttachedHost(
-                f"host{self._attached + number}",
+                name,
                 worker,
                 log_directory=self._log_directory,
                 silent_seconds=silent_seconds,
@@ -184,11 +190,16 @@ class Provisioner:
                 on_stop=self._stopped,
                 on_lost=lost,
             )
-            for number, worker in enumerate(workers, 1)
+            for name, worker in workers.items()
         ]
-        self._attached += len(new)
+
+        async def take(host: AttachedHost) -> None:
+            await host.attach()
+            if check is not None:
+                await check(host)
+
         try:
-            results = await asyncio.gather(*(host.attach() for host in new), return_exceptions=True)
+            results = await asyncio.gather(*map(take, new), return_exceptions=True)
             failed = [error for error in results if isinstance(error, BaseException)]
             if failed := [*failed, *(HostLost(host.lost) for host in new if host.lost)]:
                 raise failed[0]
@@ -196,7 +207,18 @@ class Provisioner:
             await asyncio.gather(*(host.leave() for host in new))
             raise
         self.hosts |= {host.name: host for host in new}
-        return list(new)
+
+    def on(self, host: str) -> list[str]:
+        """The meshes that have processes on a host."""
+        return [mesh.name for mesh in self._on(self.hosts[host])] if host in self.hosts else []
+
+    def _on(self, host: Host) -> list[Mesh]:
+        return [mesh for mesh in self._meshes.values() if host in mesh.hosts]
+
+    async def leave(self, name: str) -> None:
+        """Give up a host on which nothing is left."""
+        if (host := self.hosts.pop(name, None)) is not None:
+            await host.leave()
 
     def spawn(self, plan: MeshPlan) -> Mesh:
         """Start the processes of a mesh, with a fresh rendezvous; a mesh of that name must have been stopped. Raises

@@ -35,6 +35,8 @@ from titan_rl.generation.config import MAY_DIFFER
 
 CONFIG, SUMMARY = "config.toml", "summary.json"
 """Of a run directory: written when the run starts, and when it is done."""
+CONTROL = "control"
+"""There while the run is up: a link to the socket that takes commands, whose own path must be short."""
 
 MAY_CHANGE = (
     "checkpoint.",

@@ -70,7 +70,7 @@ async def start(config: RunConfig, **options: Unpack[Options]) -> AsyncIterator[
 
     async def bring_up(meshes: Meshes) -> None:
         await meshes.set_up(*meshes.names)
-        await meshes.attach_stores()
+        await meshes.introductions.attach_stores()
 
     agents = config.rollout.agents
     gateway = GatewayConfig(host=agents.host, port=agents.port, rollout_keys=True)
@@ -150,6 +150,7 @@ async def _running(
 ) -> AsyncIterator[Meshes]:
     """The meshes, spawned and brought up; closed at the end, however far they came."""
     prepare_controller()
+    from titan_rl.launch.fleet import controlled
     from titan_rl.launch.meshes import Meshes
 
     meshes = Meshes(config, gateway, serving=serving, **options)
@@ -157,7 +158,9 @@ async def _running(
         await meshes.faults.watch(meshes.place())
         meshes.spawn()
         await meshes.faults.watch(bring_up(meshes))
-        yield meshes
+        logs = options.get("log_directory")
+        async with controlled(meshes, logs and logs.parent):
+            yield meshes
     finally:
         await meshes.close()
 

@@ -255,15 +255,23 @@ class Fleet:
             return
         health.sync_from = None
         self.move(name, _DEAD, reason=reason)
-        spare = next((each for each in self if each.is_spare), None)
-        if spare is not None and not self._is_full:
-            self.move(spare.name, _RECOVERING)
+        self._wake_spares()
 
     def left_out(self, name: str, reason: str) -> None:
         """The generator is dead and will not be replaced. It may be unknown: dead before this router was there."""
         self._generators.setdefault(name, GeneratorHealth(name))
         self.died(name, reason)
         self[name].reason, self[name].left_out = reason, True
+
+    def resize(self, serving: int) -> None:
+        """So many generators are to be in service from now on; spares follow if there are more."""
+        self._serving = serving
+        self._wake_spares()
+
+    def _wake_spares(self) -> None:
+        for spare in [each for each in self if each.is_spare]:
+            if not self._is_full:
+                self.move(spare.name, _RECOVERING)
 
     @property
     def _is_full(self) -> bool:

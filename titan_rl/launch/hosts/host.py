@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from monarch.actor import attach_to_workers, enable_transport, this_host
 from titan_rl.actors.connection import Connection, bounded
 from titan_rl.config import RunConfig
 from titan_rl.errors import ActorGone, CallTimeout, ConfigError, HostLost, TitanError
+from titan_rl.gateway.config import listen
 from titan_rl.launch.checks import Severity, check_host
 from titan_rl.launch.child import ProcessWatch
 from titan_rl.launch.hosts.agent import HostAgent, Introduction, News, digest_of, versions
@@ -77,19 +78,22 @@ class Needed:
     """None: the host need not see it."""
 
 
-def listen_for(workers: Sequence[str]) -> str:
-    """Let Monarch listen for these hosts, on the interface that leads to them; call it before any other call of
-    Monarch's.
+def listen_for(own: str, *workers: str) -> str:
+    """Let Monarch listen for other hosts, on one interface; call it before any other call of Monarch's.
+
+    Args:
+        own: the interface's address; empty: that of the one which leads to the first of the workers.
 
     Returns:
-        The address; empty if there are no hosts: Monarch then uses sockets of this host.
+        The address; empty if there will be no other hosts: Monarch then uses sockets of this host.
 
     Raises:
-        ConfigError: the first one's name is not known, or no network leads there.
+        ConfigError: the first one's name is not known, no network leads there, or the address is none of this host's.
     """
-    if not workers:
+    if not (own or workers):
         return ""
-    address = address_towards(workers[0])
+    address = own or address_towards(workers[0])
+    listen(address, 0).close()
     enable_transport(f"tcp://{address}:0")
     return address
 

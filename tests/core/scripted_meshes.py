@@ -1,0 +1,189 @@
+"""Meshes with processes and clients that a test stands in for."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from titan_rl.config import RunConfig
+from titan_rl.config_registry import copy4
+from titan_rl.controller.faults import FaultBoard, kind_of
+from titan_rl.errors import MeshFailed
+from titan_rl.gateway.config import GatewayConfig
+from titan_rl.launch import meshes as module
+from titan_rl.launch.hosts.facts import HostFacts
+from titan_rl.launch.mesh_specs import describe
+from titan_rl.launch.meshes import Meshes
+from titan_rl.launch.placement import MeshPlan
+
+
+class Processes:
+    """In place of the provisioner. Every actor is a text, `router.2` for the second router."""
+
+    def __init__(self, *hosts: HostFacts) -> None:
+        self._spawned: list[str] = []
+        self._on: dict[str, tuple[str, ...]] = {}  # hosts by mesh
+        self.hosts = {host.name: SimpleNamespace(facts=host, name=host.name) for host in hosts}
+
+    async def attach(self, workers: dict[str, str], **_: Any) -> None:
+        self.hosts |= {name: SimpleNamespace(facts=HostFacts(cpus=2, name=name), name=name) for name in workers}
+
+    def on(self, host: str) -> list[str]:
+        return [name for name, hosts in self._on.items() if host in hosts]
+
+    async def leave(self, host: str) -> None:
+        assert not self.on(host)
+        del self.hosts[host]
+
+    def spawn(self, name: Any, *_: Any, **arguments: Any) -> Any:
+        if isinstance(name, MeshPlan):
+            self._on[name.name] = name.hosts
+            return self
+        self._spawned.append(name)
+        actor = f"{name}.{self._spawned.count(name)}"
+        return [actor]
+
+    async def stop(self, name: str, *, kill: bool = False, remove: str = "") -> None:
+        await asyncio.sleep(0)
+        self._on.pop(name, None)
+
+    async def stop_all(self) -> None: ...
+
+
+class Client:
+    """In place of every client. `asks` are the actors that the mesh calls; `held` keeps its set-up and its `use`."""
+
+    def __init__(self, name: str, actor: str, host: str) -> None:
+        self.name, self.actor, self.rank0, self.host = name, actor, actor, host
+        self.relay = ""
+        self.asks: Any = None
+        self.held = asyncio.Event()
+        self.held.set()
+        self.joined: list[tuple[str, str]] = []
+        self.drained: list[str] = []
+        self.serving: int | None = None
+
+    def lose(self, reason: str) -> None: ...
+
+    def replace(self, actors: Any) -> None:
+        self.actor = self.rank0 = actors[0] if isinstance(actors, list) else actors
+
+    async def setup(self, *asks: Any) -> list[int]:
+        self.asks = asks
+        await self.held.wait()
+        return [1]
+
+    async def use(self, *asks: Any) -> None:
+        self.asks = asks
+
+    async def use_relay(self, relay: str) -> None:
+        self.relay = relay
+
+    async def attach_stores(self, stores: Any) -> None: ...
+
+    async def pulse(self) -> list[int]:
+        await asyncio.Event().wait()
+        return []
+
+    async def close(self) -> None: ...
+
+    async def generator_lost(self, name: str, reason: str) -> None: ...
+
+    async def generator_left_out(self, name: str, reason: str) -> None: ...
+
+    async def resize(self, serving: int) -> None:
+        self.serving = serving
+
+    async def drain(self, name: str) -> None:
+        self.drained.append(name)
+
+    async def fleet_status(self) -> list[Any]:
+        return []
+
+    async def client_lost(self, name: str) -> None: ...
+
+    async def generator_joined(self, name: str, rank0: str) -> None:
+        self.joined.append((name, rank0))
+
+
+class Run:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        config: RunConfig,
+        *hosts: HostFacts,
+        serving: bool = False,
+    ) -> None:
+        def spec(plan: MeshPlan, meshes: Meshes) -> Any:
+            name = plan.name
+            asks = {
+                "rollout": lambda: (meshes.router.actor, meshes.gateway and meshes.gateway.actor),
+                "gateway": lambda: (meshes.router.actor,),
+            }.get(kind_of(name), tuple)
+
+            def client(actors: Any) -> Client:
+                actor = actors[0] if isinstance(actors, list) else actors
+                self.clients[name] = Client(name, actor, plan.hosts[0])
+                if kind_of(name) == "generator":
+                    meshes.generators[name] = self.clients[name]  # type: ignore[assignment]
+                return self.clients[name]
+
+            return dataclasses.replace(
+                describe(plan, meshes), client=client, setup=lambda client: client.setup(*asks()), end=None
+            )
+
+        self.clients: dict[str, Client] = {}
+        self.said: list[str] = []
+        self.faults = FaultBoard()
+        monkeypatch.setattr(module, "describe", spec)
+        self.processes = Processes(*(hosts or [HostFacts(cpus=2)]))
+        monkeypatch.setattr(module, "Provisioner", lambda **_: self.processes)
+        monkeypatch.setattr(module, "sweep_dead_segments", lambda: None)
+        monkeypatch.setattr(module, "remove_segments_of", lambda pid: None)
+        self.meshes = Meshes(config, GatewayConfig(), faults=self.faults, say=self.said.append, serving=serving)
+
+    async def begin(self) -> Run:
+        await self.meshes.place()
+        self.meshes.spawn()
+        return self
+
+    def kill(self, *names: str) -> None:
+        for name in names:
+            self.faults.report(MeshFailed(f"{name} rank 0 was killed", name))
+
+    def lose(self, host: str) -> None:
+        del self.processes.hosts[host]
+        self.kill(*(mesh.name for mesh in self.meshes.placement.meshes if host in mesh.hosts))
+
+    async def until(self, said: str) -> None:
+        async with asyncio.timeout(5):
+            while not any(said in line for line in self.said):
+                await asyncio.sleep(0)
+
+    async def until_back(self, *names: str) -> None:
+        async with asyncio.timeout(5):
+            while not all(any(line.startswith(f"{name} is back") for line in self.said) for name in names):
+                await asyncio.sleep(0)
+
+
+CPU = HostFacts(cpus=4), HostFacts(cpus=4, name="host1")
+
+
+def two_hosts(**placement: Any) -> RunConfig:
+    """The trainer is on host0; host1 has generator1 and rollout0."""
+    config = copy4()
+    where = dataclasses.replace(
+        config.placement, trainer=("host0",), generators=("host0", "host1"), rollouts=("host1",), **placement
+    )
+    generator = dataclasses.replace(config.generator, count=2, tensor_parallel=2)
+    return dataclasses.replace(config, placement=where, generator=generator)
+
+
+async def up(run: Run) -> Run:
+    await run.begin()
+    await run.meshes.set_up(*run.meshes.names)
+    return run
