@@ -34,6 +34,17 @@ AGAIN_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
+def in_service(meshes: Meshes) -> int:
+    """Generators that are to serve: those that were not left out, spares aside."""
+    return len({*meshes.fleet} - meshes.left_out) - meshes.config.placement.spares
+
+
+def first_kind_serving(meshes: Meshes) -> int:
+    """Generators of `generator` that are to serve."""
+    own = [name for name in meshes.fleet if meshes.config.generator_group(name) == "generator"]
+    return len(own) - meshes.config.placement.spares
+
+
 class FleetControl:
     """Carries out commands on the meshes of one run or service, which are up."""
 
@@ -98,10 +109,10 @@ class FleetControl:
         for worker in workers:
             where.refuse_worker(worker)
         joined = self._names_for(workers)
-        room = where.most_generators - meshes.in_service if where.most_generators else None
+        room = where.most_generators - in_service(meshes) if where.most_generators else None
         if room is not None and (room < (generators or 0) or not (workers or room)):
             raise ConfigError(
-                f"there are {meshes.in_service} generators, and placement.most_generators is {where.most_generators}"
+                f"there are {in_service(meshes)} generators, and placement.most_generators is {where.most_generators}"
             )
         await meshes.join(joined)
         if generators is None:
@@ -135,7 +146,7 @@ class FleetControl:
             meshes.place_again()
             raise ConfigError(f"no host has room for {', '.join(without)}: nothing was added")
         meshes.ever += count
-        await meshes.router.resize(meshes.in_service)
+        await meshes.router.resize(first_kind_serving(meshes))
         await start_missing(meshes)
         return [
             f"{name} is up on {meshes.placement.mesh(name).hosts[0]}; it serves once it has pulled and verified the "
@@ -151,14 +162,15 @@ class FleetControl:
             raise ConfigError(
                 f"there is no host or generator {name!r}; there are {', '.join([*meshes.hosts, *meshes.fleet])}"
             )
-        if meshes.in_service <= (least := meshes.config.placement.least_generators):
+        if name not in meshes.left_out and in_service(meshes) <= (least := meshes.config.placement.least_generators):
             raise ConfigError(f"{name} stays: placement.least_generators is {least}, and no more are there")
         await self._shrink([name], "it was taken away by command", drain=drain)
 
     async def _shrink(self, names: Sequence[str], reason: str, *, drain: bool) -> None:
+        """Take these generators away, which may be out of `fleet` already."""
         meshes = self._meshes
         meshes.fleet = [name for name in meshes.fleet if name not in names]
-        await meshes.router.resize(meshes.in_service)
+        await meshes.router.resize(first_kind_serving(meshes))
         if drain:
             await asyncio.gather(*map(meshes.router.drain, names))
         meshes.place_again()
@@ -172,12 +184,15 @@ class FleetControl:
         if host == "host0" or "trainer" in on_it:
             whose = "the controller" if host == "host0" else "ranks of the trainer"
             raise ConfigError(f"{host} stays: it has {whose}. Stop the run, and resume it with other --hosts")
-        more_than_least = max(0, meshes.in_service - meshes.config.placement.least_generators)
+        more_than_least = max(0, in_service(meshes) - meshes.config.placement.least_generators)
         gone = [name for name in meshes.fleet if name in on_it][:more_than_least]
         stay = on_it - {*gone, f"relay{host.removeprefix('host')}"}
+        before = meshes.fleet
+        meshes.fleet = [name for name in before if name not in gone]
         meshes.leaving.add(host)
         meshes.place_again()
         if without := sorted(stay - {*meshes.names}):
+            meshes.fleet = before
             meshes.leaving.discard(host)
             meshes.place_again()
             raise ConfigError(f"{host} stays: no other host has room for {', '.join(without)}")

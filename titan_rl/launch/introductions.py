@@ -44,7 +44,11 @@ class Introductions:
             case "relay":
                 await self.tell_relays()
                 there = meshes.specs[name].plan.hosts[0]
-                on_it = [mesh for mesh in meshes.generators if there in meshes.specs[mesh].plan.hosts]
+                on_it = [
+                    mesh
+                    for mesh in meshes.generators
+                    if mesh in meshes.specs and there in meshes.specs[mesh].plan.hosts
+                ]
                 await asyncio.gather(*(meshes.generators[mesh].use_relay(self.relay_on(there)) for mesh in on_it))
             case "router" | "gateway":
                 await asyncio.gather(*map(self.update, meshes.up))

@@ -16,6 +16,7 @@ from titan_rl.actors.trainer import PolicyTrainer
 from titan_rl.actors.trainer_client import Trainer
 from titan_rl.controller.faults import kind_of
 from titan_rl.errors import MeshFailed
+from titan_rl.launch.fleet import first_kind_serving
 from titan_rl.launch.placement import MeshPlan
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def describe(plan: MeshPlan, meshes: Meshes) -> MeshSpec:
                 arguments=lambda: {
                     "config": config.router_settings(),
                     "generators": {name: generator.rank0 for name, generator in meshes.generators.items()},
-                    "serving": meshes.in_service,
+                    "serving": first_kind_serving(meshes),
                     "awaited": meshes.awaited,
                     "others": config.other_generators(),
                 },

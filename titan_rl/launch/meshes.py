@@ -137,11 +137,6 @@ class Meshes:
         return tuple(name for name in self.fleet if name not in self.generators and name not in self.left_out)
 
     @property
-    def in_service(self) -> int:
-        """Generators that are to serve; the others are spares."""
-        return len(self.fleet) - self.config.placement.spares
-
-    @property
     def names(self) -> list[str]:
         """See `Placement`."""
         return self.placement.names
@@ -267,9 +262,11 @@ class Meshes:
     async def _close(self, name: str) -> None:
         started = time.monotonic()
 
-        closing = bounded(self.clients[name].close(), what=f"{name}.close", seconds=CLOSE_SECONDS)
+        async def ask() -> None:
+            await bounded(self.clients[name].close(), what=f"{name}.close", seconds=CLOSE_SECONDS)
+
         try:
-            await self.faults.unless_lost(name, closing)
+            await self.faults.unless_lost(name, ask())
         except Exception as error:
             _log.warning("closing %s: %s", name, error)
         _log.info("closing %s took %.1f s", name, time.monotonic() - started)
@@ -371,7 +368,7 @@ class Meshes:
         """Whether a mesh that fails again and again is not started any more."""
         name, placement = fault.mesh, self.config.placement
         times = f"{name} failed {placement.restarts + 1} time{'s in a row' if placement.restarts else ''}"
-        fleet = [mesh for mesh in self.fleet if mesh not in self.left_out]
+        fleet = {*self.fleet} - self.left_out
         if name in fleet and len(fleet) > placement.least_generators:
             self.left_out.add(name)
             self.say(f"{times} and is left out: {fault}")
