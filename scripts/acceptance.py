@@ -168,6 +168,11 @@ JOBS = (
         {"training_time_ratio": 0.9, "bitwise_equal": 1, "kinds": 30},
         {"lost": 0, "worst_detection_s": 2.0, "worst_hang_detection_s": 8.0},
     ),
+    Job(
+        "jobs on a real Slurm",  # apt-get install slurm-wlm munge
+        lambda _: [".venv/bin/python", "-m", "pytest", "-m", "", "-rs", "tests/hosts/test_slurm.py"],
+        test_counts,
+    ),
     Job("gpu_check, on the CPU", lambda _: [sys.executable, "scripts/gpu_check.py", "--device", "cpu"], last_line_json),
 )
 

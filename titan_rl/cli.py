@@ -103,6 +103,13 @@ def _fleet(arguments: Sequence[str]) -> int:
     return fleet.main(arguments, prog=f"{PROG} fleet")
 
 
+def _launch(arguments: Sequence[str]) -> int:
+    """Submit a run as a job: slurm, kubernetes or skypilot, --nodes N -- arguments of train."""
+    from titan_rl import submit
+
+    return submit.main(arguments, prog=f"{PROG} launch")
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "recipes": _recipes,
@@ -111,6 +118,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "export": _export,
     "worker": _worker,
     "fleet": _fleet,
+    "launch": _launch,
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "titan_rl"
 
 FLOORS = (
-    {"train", "serve", "export", "fleet", "cli"},
+    {"train", "serve", "export", "submit", "fleet", "cli"},
     {"config_registry"},
     {"launch"},
     {"controller"},

@@ -227,6 +227,9 @@ def announce(births: str, *words: str) -> None:
 def main() -> None:
     life, births, spawn, mesh, rank = sys.argv[1:]
     die_with_owner(life)
+    for stop in (signal.SIGTERM, signal.SIGHUP):  # a job's scheduler sends them to all processes; the controller saves
+        signal.signal(stop, lambda *_: None)  # not ignored: the programs that are started here would inherit that
+        signal.siginterrupt(stop, False)
     from titan_rl.observability.waits import answer_signals  # only now: it imports asyncio
 
     answer_signals(f"{mesh} rank {rank}")

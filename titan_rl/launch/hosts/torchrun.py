@@ -1,31 +1,41 @@
-"""One run over the hosts of one torchrun: rank 0 is the controller, every other rank a worker.
+"""One run over the hosts of one torchrun, or of one job: rank 0 is the controller, every other rank a worker.
 
     torchrun --nnodes N --nproc-per-node 1 … -m titan_rl.train --recipe NAME --trusted-network
+    RANK=… WORLD_SIZE=… MASTER_ADDR=… MASTER_PORT=… python -m titan_rl.train --recipe NAME --trusted-network
 
-The ranks meet in torchrun's own store, with static and with c10d rendezvous. A worker ends when rank 0 says that it is
-over, or when the store is gone, which ends with rank 0's torchrun. Stop signals, which launchers send to all ranks, are
-rank 0's business.
+The ranks meet in torchrun's own store, with static and with c10d rendezvous. Without torchrun, as in the jobs of
+`titan-rl launch`, rank 0 has the store, at MASTER_ADDR. A worker ends when rank 0 says that it is over; it fails when
+the store is gone. Stop signals, which launchers send to all processes, are rank 0's business.
 """
 
 from __future__ import annotations
 
 import atexit
 import signal
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 from titan_rl.errors import ConfigError
+from titan_rl.gateway.config import listen
 from titan_rl.launch.hosts.facts import address_towards
 from titan_rl.launch.hosts.worker import free_port, serve_host
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-WORKER, OVER = "titan_rl/{}/worker{}", "titan_rl/{}/over"
+WORKER, OVER, LEFT = "titan_rl/{}/worker{}", "titan_rl/{}/over", "titan_rl/{}/left{}"
 """Keys in the store, which outlives an attempt of torchrun (`--max-restarts`)."""
+NODES = "TITAN_RL_NODES"
+"""Variable with the names of the nodes in the order of their ranks, for messages; it may be missing."""
 MEET_SECONDS = 60.0
-"""How long rank 0 waits for the workers, and they for the store."""
+"""How long rank 0 waits for the workers, and they for the store. torchrun starts the ranks together."""
+JOB_SECONDS = 600.0
+"""The same without torchrun: a node may have to fetch an image first."""
+LEAVE_SECONDS = 5.0
+"""How long a store that is rank 0's own waits for the workers to hear that it is over."""
 FOR_EVER = timedelta(days=365)
 
 
@@ -44,7 +54,7 @@ def hosts_of(environ: Mapping[str, str]) -> int:
         )
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]:
         raise ConfigError(
-            f"WORLD_SIZE is {world}, as under torchrun, but there is no {', '.join(missing)}: use torchrun, or unset it"
+            f"WORLD_SIZE is {world}, as under torchrun, but there is no {', '.join(missing)}: set it too, or unset that"
         )
     return int(world)
 
@@ -53,40 +63,71 @@ def workers(environ: Mapping[str, str], ranks: int) -> tuple[str, ...]:
     """On rank 0: ADDRESS:PORT of every other rank, which end when this process does.
 
     Raises:
-        ConfigError: one did not come.
+        ConfigError: some did not come.
     """
-    store, attempt = _store(environ), environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    atexit.register(store.set, OVER.format(attempt), "1")
-    found = []
-    for rank in range(1, ranks):
-        try:
-            found.append(store.get(WORKER.format(attempt, rank)).decode())
-        except RuntimeError as error:  # torch's DistStoreError
-            raise ConfigError(f"rank {rank} of torchrun did not come within {MEET_SECONDS:g} s") from error
-    return tuple(found)
+    store, attempt, seconds = _store(environ), environ.get("TORCHELASTIC_RESTART_COUNT", "0"), _patience(environ)
+    keys = [WORKER.format(attempt, rank) for rank in range(1, ranks)]
+
+    def end() -> None:
+        store.set(OVER.format(attempt), "1")
+        if not _has_agent(environ):  # the store ends with this process
+            with suppress(RuntimeError):
+                store.wait([LEFT.format(attempt, rank) for rank in range(1, ranks)], timedelta(seconds=LEAVE_SECONDS))
+
+    atexit.register(end)
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+    except RuntimeError as error:  # torch's DistStoreError
+        nodes = dict(enumerate(environ.get(NODES, "").split()))
+        missing = [rank for rank, key in enumerate(keys, 1) if not store.check([key])]
+        names = ", ".join(f"rank {rank}" + f" ({nodes.get(rank)})" * (rank in nodes) for rank in missing)
+        raise ConfigError(
+            f"{names} of {ranks} did not come within {seconds:g} s: look at what was said there"
+        ) from error
+    return tuple(store.get(key).decode() for key in keys)
 
 
 def serve_rank(environ: Mapping[str, str], *, trusted: bool) -> NoReturn:
     """On any other rank: be a worker until rank 0 is over. Raises ConfigError."""
-    store, attempt = _store(environ), environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store, attempt, rank = _store(environ), environ.get("TORCHELASTIC_RESTART_COUNT", "0"), environ["RANK"]
     address = address_towards(f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}")
     port = free_port(address)
 
     def wait() -> None:
         for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 saves the weights, for which it needs this
-            signal.signal(stop, lambda *_: None)
-        store.set(WORKER.format(attempt, environ["RANK"]), f"{address}:{port}")
-        store.wait([OVER.format(attempt)], FOR_EVER)
+            signal.signal(stop, signal.SIG_IGN)  # the agent inherits it
+        store.set(WORKER.format(attempt, rank), f"{address}:{port}")
+        try:
+            store.wait([OVER.format(attempt)], FOR_EVER)
+        except RuntimeError:
+            sys.exit(f"rank {rank} ends: rank 0 is gone without a word, and the store of the ranks with it")
+        with suppress(RuntimeError):
+            store.set(LEFT.format(attempt, rank), "1")
 
     serve_host(address, port, trusted=trusted, until=wait)
 
 
+def _has_agent(environ: Mapping[str, str]) -> bool:
+    """Whether the store is torchrun's, which is there before any rank is started and outlives rank 0."""
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _patience(environ: Mapping[str, str]) -> float:
+    return MEET_SECONDS if _has_agent(environ) else JOB_SECONDS
+
+
 def _store(environ: Mapping[str, str]) -> TCPStore:
-    """torchrun's; it is there before any rank is started."""
+    """Where the ranks meet. Rank 0's own listens on MASTER_ADDR, and on no other address."""
     from torch.distributed import TCPStore
 
-    address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    address, port, seconds = environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), timedelta(seconds=_patience(environ))
+    if environ["RANK"] == "0" and not _has_agent(environ):
+        with listen(address, port) as server:
+            listening = server.detach()
+        return TCPStore(
+            address, port, is_master=True, timeout=seconds, wait_for_workers=False, master_listen_fd=listening
+        )
     try:
-        return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=MEET_SECONDS))
+        return TCPStore(address, port, is_master=False, timeout=seconds)
     except RuntimeError as error:
-        raise ConfigError(f"torchrun's rendezvous at {address}:{port} does not answer: {error}") from error
+        raise ConfigError(f"the rendezvous of the ranks at {address}:{port} does not answer: {error}") from error
