@@ -259,8 +259,8 @@ class RunConfig:
     """Decides prompts, sampling and initial weights."""
     deterministic: bool = False
     """Make the run a function of its config and seed, bit for bit, at any `loop.max_staleness`: the same weights again
-    from the same seed, and from any `generator.count`, `generator.tensor_parallel` of 1 or 2, batch sizes, prefix
-    caching, routing, delays and arrival times. An asynchronous run then samples each group from start to end by one
+    from the same seed, and from any `generator.count`, `tensor_parallel` of 1 or 2, `more_generators`, batch sizes,
+    prefix caching, routing, delays and arrival times. An asynchronous run then samples each group whole by one
     version and trains groups in order: `router.weight_sync` is "drain", `loop.window` 1, and more versions stay
     published. Not reproducible: rollouts that user code lets run into a time-out (`rollout/stop_timeout`).
     `False`: logprobs differ in their last bits with the batch that a request happens to meet. Held by tests on CPU, in

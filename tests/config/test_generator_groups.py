@@ -131,7 +131,7 @@ def test_the_settings_that_may_differ_are_settings() -> None:
     ("device", "settings", "sentence"),
     [
         ("cpu", {"tensor_parallel": 4}, "more_generators.large.tensor_parallel is 4, and on CPU"),
-        ("cpu", {"tensor_parallel": 2, "block_size": 16, "max_num_seqs": 3}, ""),
+        ("cpu", {"tensor_parallel": 2, "block_size": 64, "max_num_seqs": 3}, ""),
         ("cuda", {"tensor_parallel": 2}, "more_generators.large.tensor_parallel is 2 and generator.tensor_parallel 1"),
         ("cuda", {"block_size": 16}, "more_generators.large.block_size is 16 and generator.block_size 32"),
         ("cuda", {"max_num_seqs": 3, "gpu_memory_utilization": 0.5}, ""),
@@ -185,6 +185,14 @@ def test_a_group_can_have_hosts_of_its_own() -> None:
     nowhere = replace(where, more_generators={"large": ["host7"]})
     with pytest.raises(ConfigError, match="placement.more_generators.large: there is no host7; there are host0, host1"):
         plan(replace(mixed(), placement=nowhere), *hosts)
+
+
+def test_a_generator_that_is_placed_again_is_of_its_kind_and_may_leave_the_hosts_of_its_group() -> None:
+    hosts = [HostFacts(cpus=8, name=f"host{number}") for number in range(3)]
+    config = replace(mixed(), placement=PlacementConfig(more_generators={"large": "host2"}))
+    after = plan(config, *hosts[:2], kept=plan(config, *hosts))
+    assert after.mesh("generator2").positions == ("large, tp 0/2", "large, tp 1/2")
+    assert {*after.mesh("generator2").hosts} <= {"host0", "host1"}
 
 
 @pytest.mark.parametrize("hosts", [3, [3], {"a": 1}])

@@ -66,6 +66,15 @@ def test_the_run_was_asynchronous_and_learned_something(one: Outcome) -> None:
     assert len({line["rollout/reward_mean"] for line in one.steps if "rollout/reward_mean" in line}) > 1
 
 
+def test_generators_of_two_kinds_train_bitwise_what_one_trains(one: Outcome, tmp_path: Path) -> None:
+    other = {"tensor_parallel": 2, "max_num_seqs": 5, "block_size": 64, "prefix_caching": "false"}
+    kinds = {f"more_generators.other.{name}": value for name, value in other.items()}
+    assert train(tmp_path, generator__count=1, generator__engine=f"{DELAYS}:slow_pulls", **kinds) == one
+    logs = {log.name for log in tmp_path.glob("*/logs/generator*")}
+    assert logs == {"generator0.log", "generator1-rank0.log", "generator1-rank1.log"}
+
+
+@pytest.mark.acceptance
 def test_two_generators_train_bitwise_what_one_trains(one: Outcome, tmp_path: Path) -> None:
     assert train(tmp_path, generator__count=2, generator__engine=f"{DELAYS}:slow_pulls") == one
 
