@@ -38,31 +38,15 @@ Pure: no asyncio, no clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import Literal, Protocol
+from typing import Literal
 
 from titan_rl.errors import GeneratorNotServing, WeightsError
-from titan_rl.routing.generator import NEVER, TRANSITIONS, GeneratorHealth, GeneratorState
+from titan_rl.routing.generator import NEVER, TRANSITIONS, FleetListener, GeneratorHealth, GeneratorState
 from titan_rl.types import PolicyVersion
 
 SyncMode = Literal["drain", "hot_swap"]
 
 _RECOVERING, _SERVING, _SYNCING, _PINNED, _ASLEEP, _STALE, _DEAD = GeneratorState
-
-
-class FleetListener(Protocol):
-    """Told of every change of who may serve. A routing strategy keeps its list of candidates with it."""
-
-    def serves(self, name: str, version: PolicyVersion) -> None:
-        """The generator takes requests now, at this version (new to the strategy, back, or at a newer version)."""
-        ...
-
-    def pauses(self, name: str) -> None:
-        """It takes no requests for now and will be back: syncing, pinned or asleep."""
-        ...
-
-    def leaves(self, name: str) -> None:
-        """It may never be back: stale or dead."""
-        ...
 
 
 class Fleet:

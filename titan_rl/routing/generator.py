@@ -1,9 +1,10 @@
-"""A generator as the router knows it: its state, its version, and the sync that is running."""
+"""A generator as the router knows it: its state, its version, the sync that is running, and who is told of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 from titan_rl.types import PolicyVersion
 
@@ -40,6 +41,22 @@ TRANSITIONS: dict[GeneratorState, frozenset[GeneratorState]] = {
     _STALE: frozenset({_SYNCING, _ASLEEP, _DEAD}),
     _DEAD: frozenset(),
 }
+
+
+class FleetListener(Protocol):
+    """Told of every change of who may serve. A routing strategy keeps its list of candidates with it."""
+
+    def serves(self, name: str, version: PolicyVersion) -> None:
+        """The generator takes requests now, at this version (new to the strategy, back, or at a newer version)."""
+        ...
+
+    def pauses(self, name: str) -> None:
+        """It takes no requests for now and will be back: syncing, pinned or asleep."""
+        ...
+
+    def leaves(self, name: str) -> None:
+        """It may never be back: stale or dead."""
+        ...
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from typing import Protocol
 from titan_rl.errors import ConfigError
 from titan_rl.importing import import_name
 from titan_rl.routing.config import RouterConfig
-from titan_rl.routing.fleet import FleetListener
+from titan_rl.routing.generator import FleetListener
 from titan_rl.types import GenerationRequest, PolicyVersion
 
 SHORT_NAMES = {
