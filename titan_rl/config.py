@@ -94,18 +94,22 @@ class PlacementConfig:
         self.hosts = tuple(host for several in self.hosts for host in several.split(",") if host)
         more = {name: [hosts] if isinstance(hosts, str) else hosts for name, hosts in self.more_generators.items()}
         for name, hosts in more.items():
-            if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
+            if not isinstance(hosts, (list, tuple)) or not all(isinstance(host, str) for host in hosts):
                 raise ConfigError(f"placement.more_generators.{name}: expected names of hosts, got {hosts!r}")
         self.more_generators = more
         if twice := {host for host in self.hosts if self.hosts.count(host) > 1}:
             raise ConfigError(f"placement.hosts: {', '.join(sorted(twice))} twice: one worker is one host")
-        if 0 < sum(is_loopback(host.rpartition(":")[0]) for host in self.hosts) < len(self.hosts):
+        addresses = [*(host.rpartition(":")[0] for host in self.hosts), *([self.address] if self.address else [])]
+        if self.hosts and 0 < sum(map(is_loopback, addresses)) < len(addresses):
             raise ConfigError(
                 f"placement.hosts: {', '.join(self.hosts)}: the hosts must reach each other, and an address 127.… "
                 "leads every host to itself: give each worker the address under which the others reach it"
             )
         for host in self.hosts:
-            self.refuse_worker(host)
+            address, _, port = host.rpartition(":")
+            if not address or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise ConfigError(f"placement.hosts: {host} is not ADDRESS:PORT")
+            self._refuse_untrusted("placement.hosts", address, host)
         if self.address:
             self._refuse_untrusted("placement.address", self.address)
         bounds = {"threads": 1, "spares": 0, "restarts": 0, "least_generators": 1, "most_generators": 0}
@@ -120,13 +124,6 @@ class PlacementConfig:
     def several_hosts(self) -> bool:
         """Whether there may be other hosts than this one."""
         return bool(self.hosts or self.address)
-
-    def refuse_worker(self, worker: str) -> None:
-        """Raises ConfigError if this is not ADDRESS:PORT of a worker that the run may use."""
-        address, _, port = worker.rpartition(":")
-        if not address or not port.isdigit() or not 0 < int(port) < 65536:
-            raise ConfigError(f"placement.hosts: {worker} is not ADDRESS:PORT")
-        self._refuse_untrusted("placement.hosts", address, worker)
 
     def _refuse_untrusted(self, setting: str, address: str, what: str = "") -> None:
         if not (self.trusted_network or is_loopback(address)):

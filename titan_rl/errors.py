@@ -159,6 +159,10 @@ class MeshFailed(ActorGone):
         return self.args[1]
 
 
+class MeshLeaves(MeshFailed):
+    """A mesh is stopped or moved by command: nothing has failed."""
+
+
 class HostLost(TitanError):
     """A host does not answer."""
 

@@ -26,11 +26,13 @@ usage: {prog} RUN                                            show its hosts and 
 
 RUN is the directory of a run or service that is going on, on this host.
 
-add: each ADDRESS:PORT is a `titan-rl worker`. A new host gets one generator, on CUDA as many as its devices hold.
+add: each ADDRESS:PORT is a `titan-rl worker`. First starts what had no room. Then a new host brings one generator, on
+CUDA as many as it has devices for, up to placement.most_generators.
 Whoever reaches a worker's port can run any code there: trusted networks only.
-drain: a generator gets nothing new and finishes what it has, for at most router.drain_seconds.
+drain: a generator gets nothing new and finishes what it has; after router.drain_seconds the rest goes on elsewhere.
 remove: requests go on elsewhere from the tokens that they have.
-A host's generators leave the fleet with it, down to placement.least_generators; everything else on it moves."""
+A host's generators leave the fleet with it, down to placement.least_generators; everything else on it moves.
+A command goes on if this program is ended."""
 
 
 def main(argv: Sequence[str], *, prog: str) -> int:
@@ -43,7 +45,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
         count = command.values.get("--generators", "")
         if command.given:
             raise ConfigError(f"takes no settings; leave out {', '.join(sorted(command.given))}")
-        if count and not count.isdigit():
+        if count and not count.isdecimal():
             raise ConfigError(f"--generators: expected a number, got {count!r}")
         if not names:
             raise ConfigError("say which run: its directory")
@@ -74,10 +76,12 @@ def ask(run: Path, command: dict[str, object]) -> dict[str, list[str]]:
             connection.connect(os.readlink(run / CONTROL))
         except OSError as error:
             raise ConfigError(
-                f"{run} is the directory of no run that is up on this host ({error.strerror or error})"
+                f"{run} is the directory of no run that is up on this host, or of another user's "
+                f"({error.strerror or error})"
             ) from error
-        connection.sendall(json.dumps(command).encode() + b"\n")
-        with connection.makefile() as answer:
-            if not (line := answer.readline()):
-                raise ConfigError(f"the run in {run} ended before it answered")
-            return json.loads(line)
+        try:
+            connection.sendall(json.dumps(command).encode() + b"\n")
+            with connection.makefile() as answer:
+                return json.loads(answer.readline())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the run in {run} ended before it answered") from error

@@ -27,10 +27,15 @@ class Processes:
     def __init__(self, *hosts: HostFacts) -> None:
         self._spawned: list[str] = []
         self._on: dict[str, tuple[str, ...]] = {}  # hosts by mesh
+        self.devices: tuple[int, ...] = ()
+        """Of hosts that join."""
         self.hosts = {host.name: SimpleNamespace(facts=host, name=host.name) for host in hosts}
 
     async def attach(self, workers: dict[str, str], **_: Any) -> None:
-        self.hosts |= {name: SimpleNamespace(facts=HostFacts(cpus=2, name=name), name=name) for name in workers}
+        self.hosts |= {
+            name: SimpleNamespace(facts=HostFacts(cpus=2, name=name, cuda_devices=self.devices), name=name)
+            for name in workers
+        }
 
     def on(self, host: str) -> list[str]:
         return [name for name, hosts in self._on.items() if host in hosts]

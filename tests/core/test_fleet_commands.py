@@ -168,3 +168,48 @@ async def test_commands_come_through_the_run_directory(monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match="of no run that is up"):
         ask(tmp_path, command)
     await run.meshes.close()
+
+
+async def test_what_leaves_by_command_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await up(Run(monkeypatch, two_hosts(least_generators=1, restarts=0), *CPU))
+    run.meshes.workers["host1"] = "10.0.0.2:17000"
+    await FleetControl(run.meshes).do("remove", ["host1"], None)
+    await run.until_back("rollout0")
+    assert run.faults.settle() is None
+    await run.meshes.close()
+
+
+async def test_a_host_that_stays_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = HostFacts(cpus=4, cuda_devices=(0, 1, 2)), HostFacts(cpus=4, cuda_devices=(0, 1), name="host1")
+    run = await up(Run(monkeypatch, two_hosts(least_generators=2, device="cuda", trusted_network=True), *hosts))
+    run.meshes.workers["host1"] = "10.0.0.2:17000"
+    before = run.meshes.placement.meshes
+    with pytest.raises(ConfigError, match="host1 stays"):
+        await FleetControl(run.meshes).do("remove", ["host1"], None)
+    assert run.meshes.placement.meshes == before
+    await run.meshes.close()
+
+
+async def test_a_name_is_never_given_to_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await up(Run(monkeypatch, one_host(trusted_network=True)))
+    run.meshes.config.placement.address = "10.0.0.1"
+    control = FleetControl(run.meshes)
+    await control.do("add", ["10.0.0.2:1", "10.0.0.3:1"], None)
+    await control.do("remove", ["host1"], None)
+    await control.do("add", ["10.0.0.4:1"], None)
+    assert run.meshes.workers == {"host2": "10.0.0.3:1", "host3": "10.0.0.4:1"}
+    await run.meshes.close()
+
+
+async def test_what_had_no_room_comes_before_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Restarts, "pause", 0.0)
+    hosts = HostFacts(cpus=4, cuda_devices=(0, 1, 2)), HostFacts(cpus=4, cuda_devices=(0, 1), name="host1")
+    run = await up(Run(monkeypatch, two_hosts(restarts=0, device="cuda", trusted_network=True), *hosts))
+    run.meshes.config.placement.address = "10.0.0.1"
+    run.processes.devices = (0, 1)
+    gone = next(name for name in there(run)["host1"] if "generator" in name)
+    run.lose("host1")
+    await run.until("is left out")
+    await FleetControl(run.meshes).do("add", ["10.0.0.5:1"], None)
+    assert run.meshes.placement.mesh(gone).hosts == ("host1", "host1") and gone in run.meshes.up
+    await run.meshes.close()

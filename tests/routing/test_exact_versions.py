@@ -189,15 +189,29 @@ def test_a_generator_goes_back_for_groups_that_were_lost() -> None:
     assert fleet.startable(lambda name: 0) == ["g0"]
     fleet.verified("g0", fleet.pulling("g0"))
     fleet.ask_beside(v(0))
-    assert fleet.startable(lambda name: 0) == [], "1 is still wanted"
     fleet.ask_beside(v(2))
-    fleet.retire(v(1))
-    assert fleet.startable(lambda name: 0) == ["g0"]
-    assert fleet.pulling("g0") == v(0), "the oldest first"
+    assert fleet.startable(lambda name: 0) == ["g0"], "nobody else will serve the oldest"
+    assert fleet.pulling("g0") == v(0)
     fleet.verified("g0", v(0))
+    assert fleet.startable(lambda name: 0) == [], "0 is still wanted"
     fleet.retire(v(0))
     assert fleet.startable(lambda name: 0) == ["g0"]
-    assert fleet.pulling("g0") == v(2)
+    assert fleet.pulling("g0") == v(1)
+
+
+def test_of_those_that_are_left_the_newest_goes_back_for_what_one_that_left_has_served() -> None:
+    fleet = serving(3)
+    for version in (1, 2):
+        fleet.ask_beside(v(version))
+        (name,) = fleet.startable(lambda name: 0)
+        fleet.verified(name, fleet.pulling(name))
+    oldest = next(each.name for each in fleet if each.version == v(0))
+    newest = next(each.name for each in fleet if each.version == v(2))
+    fleet.died(oldest, "it was killed")
+    assert fleet.startable(lambda name: 0) == [], "its replacement will serve 0"
+    fleet.left_out(oldest, "it was taken away")
+    assert fleet.startable(lambda name: 0) == [newest]
+    assert fleet.pulling(newest) == v(0)
 
 
 def test_a_version_is_lost_when_every_generator_failed_to_pull_it() -> None:

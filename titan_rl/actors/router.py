@@ -13,6 +13,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -280,12 +281,15 @@ class GeneratorRouter(RequestRouter):
         longer than `router.drain_seconds` goes on elsewhere."""
         if name not in self._generators:
             return
-        generator, health = self._generators[name], self._fleet[name]
-        await self._until(lambda: not health.is_syncing and health.state is not GeneratorState.PINNED)
-        if health.state not in (GeneratorState.ASLEEP, GeneratorState.DEAD):
+        generator, health, config = self._generators[name], self._fleet[name], self._config
+        self._fleet.leaves(name)
+        with suppress(TimeoutError):  # whoever waits for it longer will hear that it is gone
+            async with asyncio.timeout(config.drain_seconds + config.pull_seconds):
+                await self._until(lambda: not health.is_syncing and health.state is not GeneratorState.PINNED)
+        if health.state in (GeneratorState.SERVING, GeneratorState.RECOVERING) and not health.is_syncing:
             self._fleet.sleep(name)
             self._advance()
-            await self._drained(generator, self._config.drain_seconds)
+            await self._drained(generator, config.drain_seconds)
 
     @served
     async def generator_left_out(self, name: str, reason: str) -> None:

@@ -112,6 +112,8 @@ class FaultBoard:
             on_lost: called once when it is lost, to replace it.
         """
         self._on_lost[mesh] = on_lost
+        if (end := self._end_of(mesh)).done():  # in this very moment
+            self._loop.call_soon(on_lost, end.result())
 
     def starts_again(self, mesh: str) -> None:
         """Its old processes are gone and reported; what is reported from now on is about new ones. Until they are

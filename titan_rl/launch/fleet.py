@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import time
@@ -21,7 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_rl.controller.faults import Restarts, kind_of
-from titan_rl.errors import ConfigError, MeshFailed, TitanError
+from titan_rl.errors import ConfigError, MeshLeaves, TitanError
+from titan_rl.launch.hosts.host import AttachedHost, Host, Needed
 from titan_rl.launch.process import scratch_directory
 from titan_rl.launch.resume import CONTROL
 
@@ -39,10 +41,10 @@ def in_service(meshes: Meshes) -> int:
     return len({*meshes.fleet} - meshes.left_out) - meshes.config.placement.spares
 
 
-def first_kind_serving(meshes: Meshes) -> int:
+def first_kind_serving(meshes: Meshes, without: Sequence[str] = ()) -> int:
     """Generators of `generator` that are to serve."""
-    own = [name for name in meshes.fleet if meshes.config.generator_group(name) == "generator"]
-    return len(own) - meshes.config.placement.spares
+    fleet = [name for name in meshes.fleet if name not in without]
+    return sum(meshes.config.generator_group(name) == "generator" for name in fleet) - meshes.config.placement.spares
 
 
 class FleetControl:
@@ -50,7 +52,8 @@ class FleetControl:
 
     def __init__(self, meshes: Meshes) -> None:
         self._meshes = meshes
-        self._one = asyncio.Lock()
+        self._hosts_ever = len(meshes.workers)
+        self._generators_ever = len(meshes.fleet)
 
     async def do(self, verb: str, names: Sequence[str], generators: int | None) -> list[str]:
         """Carry out a command.
@@ -64,20 +67,25 @@ class FleetControl:
             What to tell the user, in lines.
 
         Raises:
-            ConfigError: it cannot be done; nothing has changed.
+            ConfigError: it cannot be done; says what has changed, if anything has.
             HostLost: a host to add does not answer.
         """
-        if verb == "show":
-            return await self.describe()
-        async with self._one:
-            if verb == "add":
+        match verb:
+            case "show":
+                return await self.describe()
+            case "add":
                 return await self._add(names, generators)
-            for name in names:
-                if name in self._meshes.hosts:
-                    await self._leave(name, drain=verb == "drain")
-                elif self._meshes.workers.pop(name, None) is None:  # else it is lost, and not taken back any more
-                    await self._take_away(name, drain=verb == "drain")
-            return [f"{name} has left" for name in names]
+            case "drain" | "remove":
+                async with self._meshes.changing:
+                    there = list(dict.fromkeys([*self._meshes.hosts, *self._meshes.workers, *self._meshes.fleet]))
+                    for name in names:
+                        if name not in there:
+                            known = ", ".join(there)
+                            raise ConfigError(f"there is no host or generator {name!r}; there are {known}")
+                    for name in dict.fromkeys(names):
+                        await self._take_away(name, drain=verb == "drain")
+                    return [f"{name} has left" for name in names]
+        raise ConfigError(f"there is no command {verb!r}")
 
     async def describe(self) -> list[str]:
         """Every host and every mesh."""
@@ -92,120 +100,140 @@ class FleetControl:
             for mesh in meshes.placement.meshes:
                 if host.name in mesh.hosts:
                     up = meshes.up.get(mesh.name)
-                    state = "starts" if up is None else f"up for {time.monotonic() - up:.0f} s"
+                    state = f"up for {time.monotonic() - up:.0f} s" if up is not None else "starts"
+                    state = "left out, because it failed too often" if mesh.name in meshes.left_out else state
                     if up is not None and (status := known.get(mesh.name)) is not None:
                         at = f" {status.version}" if status.version else ""
                         state += f", {status.state}{at}, {status.in_flight} requests"
                     lines.append(f"  {mesh.name.ljust(12)} {state}")
-        return lines
+        lines += [f"{name} is lost, and awaited" for name in meshes.workers if name not in meshes.hosts]
+        return [*lines, *(f"{name}: no host has room" for name in meshes.fleet if name not in meshes.names)]
+
+    # More.
 
     async def _add(self, workers: Sequence[str], generators: int | None) -> list[str]:
         meshes, where = self._meshes, self._meshes.config.placement
         if workers and not where.several_hosts:
             raise ConfigError(
-                "the run listens to no network: start it with --placement.address ADDRESS, the one of its host at "
-                "which the others reach it"
+                "the run listens to no network: start it with --placement.address ADDRESS --trusted-network, the "
+                "address of its host at which the others reach it"
             )
-        for worker in workers:
-            where.refuse_worker(worker)
-        joined = self._names_for(workers)
-        room = where.most_generators - in_service(meshes) if where.most_generators else None
-        if room is not None and (room < (generators or 0) or not (workers or room)):
-            raise ConfigError(
-                f"there are {in_service(meshes)} generators, and placement.most_generators is {where.most_generators}"
-            )
-        await meshes.join(joined)
-        if generators is None:
-            generators = sum(self._fits(host) for host in joined) if joined else 1
-            generators = generators if room is None else min(generators, room)
-        return [*(f"{name} ({worker}) has joined" for name, worker in joined.items()), *await self._grow(generators)]
+        async with meshes.changing:
+            most = where.most_generators - len(meshes.fleet) + where.spares if where.most_generators else None
+            if most is not None and (most < (generators or 0) or not (workers or most)):
+                raise ConfigError(
+                    f"there are {len(meshes.fleet) - where.spares} generators, and placement.most_generators is "
+                    f"{where.most_generators}: nothing has changed"
+                )
+            joined = self._names_for(workers)
+            await meshes.join(joined)
+            meshes.workers |= joined
+            meshes.place_again()
+            await start_missing(meshes)  # what had no room before comes first
+            lines = [f"{name} ({worker}) has joined" for name, worker in joined.items()]
+            wanted = generators if generators is not None else sum(map(self._fits, joined)) if joined else 1
+            new = [f"generator{self._generators_ever + number}" for number in range(wanted)][:most]
+            while without := [name for name in new if name not in meshes.trial([*meshes.fleet, *new]).names]:
+                if generators is not None or not joined:
+                    done = "; ".join([*lines, f"no host has room for {', '.join(without)}"])
+                    raise ConfigError(f"{done}: no generator was added")
+                new = new[:-1]
+            return [*lines, *await self._grow(new)]
 
     def _fits(self, host: str) -> int:
-        """Generators for which a new host has room."""
-        meshes = self._meshes
-        ranks = meshes.config.generator.tensor_parallel
-        return len(meshes.hosts[host].facts.cuda_devices) // ranks if meshes.placement.device == "cuda" else 1
+        """Generators for which a new host may have room."""
+        ranks = self._meshes.config.generator.tensor_parallel
+        devices = len(self._meshes.hosts[host].facts.cuda_devices)
+        return devices // ranks if self._meshes.placement.device == "cuda" else 1
 
     def _names_for(self, workers: Sequence[str]) -> dict[str, str]:
         """The workers by the names of their hosts: the old one of a host that was lost."""
-        names: dict[str, str] = {}
+        meshes = self._meshes
+        there = {worker: name for name, worker in meshes.workers.items() if name in meshes.hosts}
+        lost = {worker: name for name, worker in meshes.workers.items() if name not in meshes.hosts}
+        if already := [f"{worker} is {there[worker]} already" for worker in workers if worker in there]:
+            raise ConfigError(already[0])
+        dataclasses.replace(meshes.config.placement, hosts=(*there, *workers))  # refuses what does not fit together
+        names = {}
         for worker in workers:
-            known = next((name for name, other in self._meshes.workers.items() if other == worker), "")
-            if known in self._meshes.hosts:
-                raise ConfigError(f"{worker} is {known} already")
-            names[known or f"host{len(self._meshes.workers) + len(names) + 1}"] = worker
+            self._hosts_ever += worker not in lost
+            names[lost.get(worker, f"host{self._hosts_ever}")] = worker
         return names
 
-    async def _grow(self, count: int) -> list[str]:
+    async def _grow(self, new: Sequence[str]) -> list[str]:
         meshes = self._meshes
-        new = [f"generator{self._meshes.ever + number}" for number in range(count)]
+        self._generators_ever += len(new)
         meshes.fleet += new
         meshes.place_again()
-        if without := [name for name in new if name not in meshes.names]:
-            meshes.fleet = [name for name in meshes.fleet if name not in new]
-            meshes.place_again()
-            raise ConfigError(f"no host has room for {', '.join(without)}: nothing was added")
-        meshes.ever += count
         await meshes.router.resize(first_kind_serving(meshes))
         await start_missing(meshes)
         return [
-            f"{name} is up on {meshes.placement.mesh(name).hosts[0]}; it serves once it has pulled and verified the "
-            "newest weights"
+            f"{name} is up on {meshes.placement.mesh(name).hosts[0]}; it serves, or waits as a spare, once it has "
+            "pulled and verified the newest weights"
             if name in meshes.up
             else f"{name} did not start; the log says why"
             for name in new
         ]
 
+    # Less.
+
     async def _take_away(self, name: str, *, drain: bool) -> None:
         meshes = self._meshes
-        if name not in meshes.fleet:
-            raise ConfigError(
-                f"there is no host or generator {name!r}; there are {', '.join([*meshes.hosts, *meshes.fleet])}"
-            )
-        if name not in meshes.left_out and in_service(meshes) <= (least := meshes.config.placement.least_generators):
-            raise ConfigError(f"{name} stays: placement.least_generators is {least}, and no more are there")
-        await self._shrink([name], "it was taken away by command", drain=drain)
-
-    async def _shrink(self, names: Sequence[str], reason: str, *, drain: bool) -> None:
-        """Take these generators away, which may be out of `fleet` already."""
-        meshes = self._meshes
-        meshes.fleet = [name for name in meshes.fleet if name not in names]
-        await meshes.router.resize(first_kind_serving(meshes))
-        if drain:
-            await asyncio.gather(*map(meshes.router.drain, names))
-        meshes.place_again()
-        for name in names:
-            meshes.faults.report(MeshFailed(reason, name))
-        await meshes.until(lambda: not any(name in meshes.up for name in names))
+        least = meshes.config.placement.least_generators
+        if name in meshes.hosts:
+            await self._leave(name, drain=drain)
+        elif name in meshes.workers:
+            del meshes.workers[name]  # it is lost, and not taken back any more
+        elif name not in meshes.left_out and in_service(meshes) <= least:
+            raise ConfigError(f"{name} stays: placement.least_generators is {least}, and no more serve, spares aside")
+        else:
+            await self._drain([name], without=[name], drain=drain)
+            await self._stop([name], "it was taken away by command")
 
     async def _leave(self, host: str, *, drain: bool) -> None:
         meshes = self._meshes
-        on_it = {mesh.name for mesh in meshes.placement.meshes if host in mesh.hosts}
+        on_it = [mesh.name for mesh in meshes.placement.meshes if host in mesh.hosts]
         if host == "host0" or "trainer" in on_it:
             whose = "the controller" if host == "host0" else "ranks of the trainer"
             raise ConfigError(f"{host} stays: it has {whose}. Stop the run, and resume it with other --hosts")
-        more_than_least = max(0, in_service(meshes) - meshes.config.placement.least_generators)
-        gone = [name for name in meshes.fleet if name in on_it][:more_than_least]
-        stay = on_it - {*gone, f"relay{host.removeprefix('host')}"}
-        before = meshes.fleet
-        meshes.fleet = [name for name in before if name not in gone]
-        meshes.leaving.add(host)
-        meshes.place_again()
-        if without := sorted(stay - {*meshes.names}):
-            meshes.fleet = before
-            meshes.leaving.discard(host)
-            meshes.place_again()
+        generators = [name for name in meshes.fleet if name in on_it]
+        spare = max(0, in_service(meshes) - meshes.config.placement.least_generators)
+        gone = [name for name in generators if name in meshes.left_out]
+        gone += [name for name in generators if name not in gone][:spare]
+        stay = [name for name in on_it if name not in gone and kind_of(name) != "relay"]
+        there = meshes.trial([name for name in meshes.fleet if name not in gone], without=host).names
+        if without := [name for name in stay if name not in there]:
             raise ConfigError(f"{host} stays: no other host has room for {', '.join(without)}")
+        await self._drain(generators, without=gone, drain=drain)
+        meshes.leaving.add(host)
+        meshes.workers.pop(host, None)
         reason = f"{host} leaves"
-        await self._shrink(gone, reason, drain=drain)
-        if drain:
-            await asyncio.gather(*(meshes.router.drain(name) for name in stay if kind_of(name) == "generator"))
-        del meshes.workers[host]
+        await self._stop(gone, reason)
         for mesh in meshes.provisioner.on(host):
-            meshes.faults.report(MeshFailed(reason, mesh))
+            meshes.faults.report(MeshLeaves(reason, mesh))
         await meshes.until(lambda: not meshes.provisioner.on(host))
         await meshes.provisioner.leave(host)
         meshes.leaving.discard(host)
+
+    async def _drain(self, names: Sequence[str], *, without: Sequence[str], drain: bool) -> None:
+        """Let generators finish what they have, of which some will not be there any more."""
+        meshes = self._meshes
+        await meshes.router.resize(first_kind_serving(meshes, without))
+        if drain:
+            for result in await asyncio.gather(*map(meshes.router.drain, names), return_exceptions=True):
+                if isinstance(result, Exception):  # what it has goes on elsewhere
+                    _log.warning("not drained: %s", result)
+
+    async def _stop(self, names: Sequence[str], reason: str) -> None:
+        """Take generators out of the fleet."""
+        meshes = self._meshes
+        meshes.fleet = [name for name in meshes.fleet if name not in names]
+        meshes.place_again()
+        for name in names:
+            meshes.left_out.discard(name)
+            await meshes.router.generator_left_out(name, reason)
+            meshes.faults.report(MeshLeaves(reason, name))
+        await meshes.until(lambda: not any(name in meshes.up for name in names))
 
 
 @asynccontextmanager
@@ -240,41 +268,63 @@ async def controlled(meshes: Meshes, run_directory: Path | None) -> AsyncIterato
 
     socket, link = scratch_directory() / f"{CONTROL}-{id(control)}", run_directory / CONTROL
     server = await asyncio.start_unix_server(serve, socket)
-    link.unlink(missing_ok=True)  # of a controller that was killed
-    link.symlink_to(socket)
+    try:
+        link.unlink(missing_ok=True)  # of a controller that was killed
+        link.symlink_to(socket)
+    except OSError as error:
+        meshes.say(f"`titan-rl fleet` cannot reach this run: {link} cannot be made: {error.strerror or error}")
     try:
         yield
     finally:
-        link.unlink(missing_ok=True)
         server.close()
         for task in commands:
             task.cancel()
         await asyncio.gather(*commands, return_exceptions=True)
         socket.unlink(missing_ok=True)
+        with suppress(OSError):  # the run ends for its own reason
+            link.unlink(missing_ok=True)
+
+
+async def refuse_unfit(meshes: Meshes, host: Host) -> None:
+    """Raises ConfigError if a host lacks what its part of the run needs; says what it may lack."""
+    if isinstance(host, AttachedHost):
+        on_it = "trainer" in meshes.specs and host.name in meshes.specs["trainer"].plan.hosts
+        runs = meshes.log_directory.parent if meshes.log_directory and on_it else None
+        processes = meshes.placement.processes
+        needed = Needed(meshes.config, meshes.serving, processes, meshes.model_path, meshes.imports, runs)
+        for warning in await host.refuse_unfit(needed):
+            meshes.say(warning)
 
 
 async def start_missing(meshes: Meshes) -> None:
-    """Start what has a place, but is neither up nor starting, also a generator that was left out before."""
-    missing = [name for name in meshes.names if name not in meshes.up and name not in meshes.starting]
-    for name in missing:
+    """Start what has a place, but is neither up nor starting, also a generator that was left out before. One call at a
+    time, under `Meshes.changing`."""
+
+    def missing() -> list[str]:
+        return [name for name in meshes.names if name not in meshes.up and name not in meshes.starting]
+
+    for name in missing():
         meshes.left_out.discard(name)
         meshes.restarts[name] = Restarts(meshes.config.placement.restarts)
-    relays = [name for name in missing if kind_of(name) == "relay"]  # others need their handles
-    await asyncio.gather(*map(meshes.start, relays))
-    await asyncio.gather(*(meshes.start(name) for name in missing if name not in relays))
+    # others need the handles of relays
+    await asyncio.gather(*(meshes.start(name) for name in missing() if kind_of(name) == "relay"))
+    await asyncio.gather(*(meshes.start(name) for name in missing() if kind_of(name) != "relay"))
 
 
 async def rejoin(meshes: Meshes, name: str, worker: str) -> None:
     """Take a lost host back when its worker answers again, unless somebody removes it. What had no room without it
     starts there."""
     tries = Restarts(0)
-    while name in meshes.workers and name not in meshes.hosts:
+    while meshes.workers.get(name) == worker and name not in meshes.hosts:
         tries.died(0.0)
         await asyncio.sleep(max(AGAIN_SECONDS, tries.pause))
-        try:
-            await meshes.join({name: worker})
-            meshes.say(f"{name} ({worker}) is back")
-            meshes.place_again()
-            await start_missing(meshes)
-        except TitanError as error:
-            _log.info("%s", error)
+        async with meshes.changing:
+            if meshes.workers.get(name) != worker or name in meshes.hosts:
+                return
+            try:
+                await meshes.join({name: worker})
+                meshes.say(f"{name} ({worker}) is back")
+                meshes.place_again()
+                await start_missing(meshes)
+            except TitanError as error:
+                _log.info("%s", error)

@@ -38,12 +38,13 @@ class Introductions:
         match kind_of(name):
             case "generator":
                 generator = meshes.generators[name] = meshes.clients[name]
+                host = meshes.specs[name].plan.hosts[0]
                 await meshes.router.generator_joined(name, generator.rank0)
-                if (relay := self.relay_on(meshes.specs[name].plan.hosts[0])) is not None:
+                if (relay := self.relay_on(host)) is not None:
                     await generator.use_relay(relay)
             case "relay":
+                there = meshes.clients[name].host
                 await self.tell_relays()
-                there = meshes.specs[name].plan.hosts[0]
                 on_it = [
                     mesh
                     for mesh in meshes.generators

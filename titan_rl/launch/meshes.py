@@ -19,7 +19,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ from titan_rl.actors.router_client import RouterClient
 from titan_rl.actors.trainer_client import Trainer
 from titan_rl.config import RunConfig
 from titan_rl.controller.faults import LOST_WITH, FaultBoard, Restarts, kind_of
-from titan_rl.errors import ActorGone, HostLost, MeshFailed, TitanError
+from titan_rl.errors import ActorGone, HostLost, MeshFailed, MeshLeaves, TitanError
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.launch.fleet import rejoin
-from titan_rl.launch.hosts.host import AttachedHost, Host, Needed, listen_for
+from titan_rl.launch.fleet import refuse_unfit, rejoin
+from titan_rl.launch.hosts.host import Host, listen_for
 from titan_rl.launch.introductions import Introductions
 from titan_rl.launch.mesh_specs import MeshClient, MeshSpec, describe
 from titan_rl.launch.placement import Placement, plan
@@ -92,12 +93,12 @@ class Meshes:
         self.leaving: set[str] = set()
         """Hosts on which nothing is placed any more."""
         self.introductions = Introductions(self)
-        self.ever = len(self.fleet)
-        """Generators that there ever were: no name is used twice."""
+        self.changing = asyncio.Lock()
+        """Held by whoever changes the fleet or its hosts."""
         self.workers: dict[str, str] = {}
         """ADDRESS:PORT by name, of all other hosts that are to belong to the run, also of those that are lost."""
-        self._serving = serving
-        self._log_directory = log_directory
+        self.serving = serving
+        self.log_directory = log_directory
         self.provisioner = Provisioner(
             log_directory=str(log_directory) if log_directory is not None else "",
             imports=imports,
@@ -150,10 +151,11 @@ class Meshes:
             HostLost: a host does not answer.
             ConfigError: the hosts cannot hold the placement, or one lacks something.
         """
-        await self.join({f"host{number}": worker for number, worker in enumerate(self.config.placement.hosts, 1)})
+        self.workers = {f"host{number}": worker for number, worker in enumerate(self.config.placement.hosts, 1)}
+        await self.join(self.workers)
         self.place_again()
         for host in self.hosts.values():
-            await self._refuse_unfit(host)
+            await refuse_unfit(self, host)
 
     async def join(self, workers: Mapping[str, str]) -> None:
         """Attach hosts. Nothing is placed on them by this; while meshes are up, they are checked first.
@@ -165,17 +167,8 @@ class Meshes:
             HostLost: one does not answer.
             ConfigError: one lacks something.
         """
-        silent, check = self.config.placement.host_seconds, self._refuse_unfit if self.up else None
+        silent, check = self.config.placement.host_seconds, partial(refuse_unfit, self) if self.up else None
         await self.provisioner.attach(workers, silent_seconds=silent, on_lost=self._host_lost, check=check)
-        self.workers |= workers
-
-    async def _refuse_unfit(self, host: Host) -> None:
-        if isinstance(host, AttachedHost):
-            on_it = "trainer" in self.specs and host.name in self.specs["trainer"].plan.hosts
-            runs = self._log_directory.parent if self._log_directory and on_it else None
-            needed = Needed(self.config, self._serving, self.placement.processes, self.model_path, self.imports, runs)
-            for warning in await host.refuse_unfit(needed):
-                self.say(warning)
 
     @property
     def hosts(self) -> dict[str, Host]:
@@ -213,11 +206,16 @@ class Meshes:
         await self.provisioner.stop_all()
         remove_segments_of(os.getpid())
 
-    def place_again(self) -> None:
-        """Place what has no place yet, or has lost it. Raises ConfigError if there is no room at the start."""
-        facts = [host.facts for host in self.hosts.values() if host.name not in self.leaving]
+    def trial(self, fleet: Sequence[str], *, without: str = "") -> Placement:
+        """The placement with these generators, without a host. What has no room is not in it. Raises ConfigError if
+        that happens at the start."""
+        hosts = [host.facts for host in self.hosts.values() if host.name not in {*self.leaving, without}]
         before = getattr(self, "placement", None)
-        self.placement = plan(self.config, *facts, serving=self._serving, generators=self.fleet, kept=before)
+        return plan(self.config, *hosts, serving=self.serving, generators=fleet, kept=before)
+
+    def place_again(self) -> None:
+        """Place what has no place yet, or has lost it. See `trial`."""
+        self.placement = self.trial(self.fleet)
         for name in self.specs.keys() - {*self.placement.names}:
             if kind_of(name) == "relay" or (kind_of(name) == "generator" and name not in self.fleet):
                 del self.specs[name]  # its host is gone, or it was taken out of the fleet
@@ -228,7 +226,7 @@ class Meshes:
 
     def _host_lost(self, host: Host) -> None:
         self.say(host.lost)
-        if host.name in self.workers:  # otherwise it was lost before it had joined
+        if host.name in self.workers:
             self._work(rejoin(self, host.name, self.workers[host.name]))
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -301,7 +299,9 @@ class Meshes:
         self.clients[name].lose(str(fault))
         self.generators.pop(name, None)
         self._watching.pop(name).cancel()
-        self.restarts[name].died(time.monotonic() - self.up.pop(name))
+        up_seconds = time.monotonic() - self.up.pop(name)
+        if not isinstance(fault, MeshLeaves):
+            self.restarts[name].died(up_seconds)
         self._on_mesh(name, "lost")
         again = f"; done again: {LOST_WITH[kind_of(name)]}"
         self.say(f"lost {name}: {fault}{again}" if name in self.specs else f"{name} leaves: {fault}")
@@ -339,23 +339,20 @@ class Meshes:
             if name in self.clients:
                 await self.provisioner.stop(name, kill=True, remove=getattr(self.clients[name], "channel", ""))
                 self._changed.set()
-            if fault is not None and restarts.exhausted and self._given_up(fault):
+            if await self._gone(name, str(fault)) or (fault and restarts.exhausted and self._given_up(fault)):
                 return False
             if restarts.pause:
                 self.say(f"{name} starts again in {restarts.pause:g} s: {fault}")
                 await asyncio.sleep(restarts.pause)
             self.faults.starts_again(name)
             try:
-                self.place_again()
-                if name not in self.specs:
-                    await self.introductions.farewell(name, str(fault))
-                if name not in self.specs:  # its host may have come back meanwhile
+                if await self._gone(name, str(fault)):
                     return False
                 if name not in self.names:
                     raise HostLost(f"no host that is left has room for {name}")
-                if name == "trainer" and self._log_directory is not None:  # it may have moved
+                if name == "trainer" and self.log_directory is not None:  # it may have moved
                     for host in set(self.specs[name].plan.hosts):
-                        await self.hosts[host].refuse_blind(self._log_directory.parent)
+                        await self.hosts[host].refuse_blind(self.log_directory.parent)
                 self._spawn(name)
                 await self.faults.unless_lost(name, self._set_up(name))
                 return name in self.up
@@ -363,6 +360,13 @@ class Meshes:
                 _log.warning("%s did not start", name, exc_info=error)
                 fault = MeshFailed(f"{name} did not start again: {error}", name)
                 restarts.died(0.0)
+
+    async def _gone(self, name: str, reason: str) -> bool:
+        """Whether the mesh, for which a place is sought, is not to be there any more."""
+        self.place_again()
+        if name not in self.specs:
+            await self.introductions.farewell(name, reason)
+        return name not in self.specs  # its host may have come back meanwhile
 
     def _given_up(self, fault: MeshFailed) -> bool:
         """Whether a mesh that fails again and again is not started any more."""

@@ -191,10 +191,11 @@ class _Room:
         )
 
     def for_generator(self, group: str, ranks: int) -> list[str]:
-        """The emptiest host. Raises ConfigError."""
-        named = self._where.more_generators.get(group.removeprefix("more_generators."))
+        """The emptiest host; those that joined later take generators of any group. Raises ConfigError."""
+        named = self._where.more_generators.get(group.partition(".")[2])
         setting, names = ("generators", self._where.generators) if named is None else (group, named)
-        if found := self._with_room(self._named(setting, names), ranks):
+        joined = [name for name in self.hosts if int(name.removeprefix("host")) > len(self._where.hosts)]
+        if found := self._with_room(self._named(setting, [*names, *joined] if names else ()), ranks):
             return found[:1]
         raise ConfigError(f"placement.{setting}: no host has {ranks} CUDA devices left for one generator")
 

@@ -174,8 +174,9 @@ class Provisioner:
         """
 
         def lost(host: Host) -> None:
-            if self.hosts.get(host.name) is host:  # it is not there yet while others are attached
-                del self.hosts[host.name]
+            if self.hosts.get(host.name) is not host:
+                return  # it was not taken yet: `attach` raises
+            del self.hosts[host.name]
             on_lost(host)
             for mesh in self._on(host):
                 self._on_fault(MeshFailed(host.lost, mesh.name))

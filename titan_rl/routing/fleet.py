@@ -12,7 +12,8 @@ It decides; the actor waits for idleness, pulls, and reports back:
 
 Usually all generators go to the newest version. In a deterministic run several versions are wanted at once
 (`ask_beside`): each is served until it is retired, because groups are sampled from start to end by one version. A
-generator leaves a wanted version only if another one serves it, and goes to the oldest one that nobody serves.
+generator leaves a wanted version only if another one serves it, and goes to the oldest one that nobody serves; or, if
+nobody else will come, the one at the newest version goes back to an older one.
 
 Always true, after every method:
 
@@ -85,7 +86,7 @@ class Fleet:
 
     @property
     def is_given_up(self) -> bool:
-        """Whether every generator is dead and none is to be replaced."""
+        """Whether no generator lives or is to be replaced."""
         return bool(self._generators) and all(health.left_out for health in self)
 
     def describe(self) -> str:
@@ -247,8 +248,13 @@ class Fleet:
         self.died(name, reason)
         self[name].reason, self[name].left_out = reason, True
 
+    def leaves(self, name: str) -> None:
+        """The generator will be taken away: it begins no sync any more, and is not pinned."""
+        self[name].leaving = True
+
     def resize(self, serving: int) -> None:
-        """So many generators are to be in service from now on; spares follow if there are more."""
+        """So many generators are to be in service from now on. Spares follow if there are more; if there are fewer,
+        those that serve go on until one of them dies."""
         self._serving = serving
         self._wake_spares()
 
@@ -305,7 +311,7 @@ class Fleet:
             GeneratorNotServing: no generator serves exactly this version outside of a sync, or no other one serves.
         """
         serving = [health for health in self if health.state is _SERVING]
-        free = [health.name for health in serving if health.version == version and not health.is_syncing]
+        free = [each.name for each in serving if each.version == version and not (each.is_syncing or each.leaving)]
         if not free:
             states = ", ".join(f"{health.name} is {health.state} at {health.version}" for health in self)
             raise GeneratorNotServing(f"no generator can be pinned at {version}: {states}")
@@ -360,11 +366,12 @@ class Fleet:
 
     def _goal(self, health: GeneratorHealth) -> PolicyVersion | None:
         """The version that a sync of the generator would bring, if it should begin one."""
-        if self.target is None or health.is_syncing or health.failures > self._retries:
+        if self.target is None or health.is_syncing or health.leaving or health.failures > self._retries:
             return None
         if health.state in (_RECOVERING, _STALE, _SYNCING):
             return self._best_for(health)
-        if health.state is not _SERVING or (health.version in self.wanted and not self._has_mate(health)):
+        alone = health.version in self.wanted and not self._has_mate(health)
+        if health.state is not _SERVING or (alone and not self._must_go_back(health)):
             return None
         best = self._best_for(health)
         idle = health.version not in self.wanted and best != health.version
@@ -378,6 +385,14 @@ class Fleet:
     def _missing(self, health: GeneratorHealth) -> list[PolicyVersion]:
         taken = {each.pulls if each.is_syncing else each.version for each in self._others(health)}
         return [version for version in self.wanted if version not in taken]
+
+    def _must_go_back(self, health: GeneratorHealth) -> bool:
+        """Whether an older version is wanted that nobody serves and nobody else will: then the newest one waits."""
+        others = [each for each in self if each is not health]
+        coming = any(each.is_awaited or each.is_syncing or each.state is _RECOVERING for each in others)
+        version = health.version or NEVER
+        newest = all((each.version or NEVER) <= version for each in self._others(health))
+        return newest and not coming and any(missing < version for missing in self._missing(health))
 
     def _has_mate(self, health: GeneratorHealth) -> bool:
         """Whether another generator serves its version."""

@@ -73,6 +73,8 @@ class GeneratorHealth:
     """The state in which the running sync (drain, pull, verification) began; None: no sync is running."""
     pulls: PolicyVersion | None = None
     """The version that the sync pulls; during its drain, the one that it would pull now."""
+    leaving: bool = False
+    """It will be taken away, and begins no sync any more."""
     must_wake: bool = False
     """It gave up its memory in sleep, so it takes weights only by a wake-up."""
     failures: int = 0
