@@ -48,7 +48,7 @@ class PlacementConfig:
     it is given, hosts can join a run that starts on this host alone (`titan-rl fleet RUN add`)."""
     trusted_network: bool = False
     """With other hosts, ports are opened that run any code for whoever reaches them. Say `true` if only people whom you
-    trust can."""
+    trust can. Not needed with TLS, unless the trainer spans several hosts."""
     trainer: tuple[str, ...] = ()
     """Hosts that share the trainer's ranks evenly; empty: as few as have room. All must see `logging.directory`."""
     generators: tuple[str, ...] = ()
@@ -109,9 +109,6 @@ class PlacementConfig:
             address, _, port = host.rpartition(":")
             if not address or not port.isdecimal() or not 0 < int(port) < 65536:
                 raise ConfigError(f"placement.hosts: {host} is not ADDRESS:PORT")
-            self._refuse_untrusted("placement.hosts", address, host)
-        if self.address:
-            self._refuse_untrusted("placement.address", self.address)
         bounds = {"threads": 1, "spares": 0, "restarts": 0, "least_generators": 1, "most_generators": 0}
         for name, least in bounds.items():
             if getattr(self, name) < least:
@@ -125,12 +122,11 @@ class PlacementConfig:
         """Whether there may be other hosts than this one."""
         return bool(self.hosts or self.address)
 
-    def _refuse_untrusted(self, setting: str, address: str, what: str = "") -> None:
-        if not (self.trusted_network or is_loopback(address)):
-            raise ConfigError(
-                f"{setting}: {what or address} is reached over a network, and whoever reaches a port of the run can "
-                "run any code: add --trusted-network if that is only people whom you trust"
-            )
+    def untrusted(self) -> tuple[str, ...]:
+        """Addresses of the run on networks which nobody said to trust."""
+        own = (f"{self.address}:0",) if self.address else ()
+        addresses = (host.rpartition(":")[0] for host in (*own, *self.hosts))
+        return tuple(each for each in addresses if not (self.trusted_network or is_loopback(each)))
 
 
 @dataclass(kw_only=True, slots=True)

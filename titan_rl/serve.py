@@ -98,7 +98,7 @@ signals:    SIGUSR1 prints what each task of every process waits for, and the st
         "--recipe NAME": "serve the policy of a recipe, with its settings",
         "--config FILE.toml": "settings; relative file names in it start at its directory",
         "--hosts ADDRESS:PORT,...": "workers on other hosts (`titan-rl worker`), as --placement.hosts",
-        train.TRUSTED: "needed with other hosts: whoever reaches a port of the service can run any code",
+        train.TRUSTED: "needed with other hosts, unless there is TLS: whoever reaches a port can run any code",
         "--dry-run": "print the resolved config and the placement, and start nothing",
     },
     aliases={

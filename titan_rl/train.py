@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titan_rl.t
     words = sys.argv[1:] if argv is None else argv
     try:
         if hosts_of(os.environ) > 1 and os.environ["RANK"] != "0":
-            serve_rank(os.environ, trusted=TRUSTED in words)
+            serve_rank(os.environ)
     except ConfigError as error:
         say(prog, error)
         return EXIT_USAGE
@@ -78,7 +78,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titan_rl.t
 def _act(command: Command, prog: str) -> int:
     config, imports, resume = _what_to_run(command, prog)
     if (ranks := hosts_of(os.environ)) > 1:
-        config = replace(config, placement=replace(config.placement, hosts=workers(os.environ, ranks)))
+        where = config.placement
+        hosts = workers(os.environ, ranks, trusted=where.trusted_network)
+        config = replace(config, placement=replace(where, hosts=hosts))
     sweep_dead_segments()  # so that /dev/shm has what it will have
     dry_run = "--dry-run" in command.flags
     if not may_start(_problems(config, imports), prog, dry_run=dry_run):
@@ -190,9 +192,9 @@ signals:    SIGUSR1 prints what each task of every process waits for, and the st
         "--config FILE.toml": "a recipe's name and settings; relative file names in it start at its directory",
         "--name NAME": "name of the run, as --logging.name",
         "--resume RUN": "go on with a run: its directory or one of its checkpoints; its settings need not be repeated; "
-        "`auto`: the newest unfinished run of this recipe and config, or a new one",
+        "`auto`: the newest unfinished run of this recipe and config (one with a checkpoint first), or a new one",
         "--hosts ADDRESS:PORT,...": "workers on other hosts (`titan-rl worker`), as --placement.hosts",
-        TRUSTED: "needed with other hosts: whoever reaches a port of the run can run any code",
+        TRUSTED: "needed with other hosts, unless there is TLS: whoever reaches a port of the run can run any code",
         "--dry-run": "print the resolved config and the placement, and start nothing",
     },
     aliases={"--name": "logging.name", "--hosts": "placement.hosts", TRUSTED: "placement.trusted_network"},

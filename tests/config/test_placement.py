@@ -7,6 +7,7 @@ import importlib.util
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -19,6 +20,7 @@ from titan_rl.errors import ConfigError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.launch.checks import CPU_HEAD_DIMS
 from titan_rl.launch.hosts.facts import HostFacts, detect_host, visible_devices
+from titan_rl.launch.mesh_specs import describe as describe_mesh
 from titan_rl.launch.placement import TORCHRUN_VARIABLES, describe, devices_needed, plan
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.rollout.config import AgentsConfig, EnvironmentConfig, RolloutConfig
@@ -164,10 +166,30 @@ def test_a_gateway_on_loopback_is_for_programs_on_its_host():
     assert plan(replace(config, rollout=reachable), *hosts).mesh("rollout0").hosts == ("host1",)
 
 
-@pytest.mark.parametrize("host", ["127.evil.com:1", "10.0.0.2:1", "[::1]:x", "10.0.0.2:70000", "10.0.0.2"])
-def test_hosts_that_are_no_loopback_or_no_address_are_refused(host):
+@pytest.mark.parametrize("host", ["[::1]:x", "10.0.0.2:70000", "10.0.0.2"])
+def test_hosts_that_are_no_address_are_refused(host):
     with pytest.raises(ConfigError, match="placement.hosts"):
         PlacementConfig(hosts=(host,))
+
+
+def test_all_hosts_but_loopback_are_on_a_network_that_must_be_trusted():
+    hosts = ("127.evil.com:1", "10.0.0.2:1")
+    assert PlacementConfig(hosts=hosts).untrusted() == ("127.evil.com", "10.0.0.2")
+    assert PlacementConfig(address="10.0.0.1").untrusted() == ("10.0.0.1",)
+    assert PlacementConfig(hosts=hosts, trusted_network=True).untrusted() == ()
+    assert PlacementConfig(hosts=("127.0.0.1:1", "localhost:2")).untrusted() == ()
+
+
+def test_a_trainer_over_several_hosts_needs_a_trusted_network():
+    hosts = HostFacts(cpus=2), HostFacts(cpus=2, name="host1")
+    where = PlacementConfig(hosts=("10.0.0.2:1",), trainer=("host0", "host1"))
+    config = RunConfig(trainer=TrainerConfig(data_parallel=2), placement=where)
+    placement = plan(config, *hosts)
+    meshes = SimpleNamespace(config=config, placement=placement, model_path=Path("policy"))
+    with pytest.raises(ConfigError, match="torch's connections between the hosts of a trainer are not encrypted"):
+        describe_mesh(placement.mesh("trainer"), meshes)
+    meshes.config = replace(config, placement=replace(where, trusted_network=True))
+    assert describe_mesh(placement.mesh("trainer"), meshes).plan.ranks == 2
 
 
 def test_the_description_has_one_row_for_every_process():

@@ -140,6 +140,12 @@ def test_runs_that_are_not_done_come_newest_first(tmp_path: Path) -> None:
     assert list(unfinished(tmp_path / "absent")) == []
 
 
+def test_a_run_that_failed_at_its_start_hides_no_run_that_has_a_checkpoint(tmp_path: Path) -> None:
+    failed = make_run(tmp_path / "failed", at=50)
+    trained = [make_run(tmp_path / f"trained{at}", at=at, steps=(2,)) for at in (30, 10)]
+    assert list(unfinished(tmp_path)) == [*trained, failed]
+
+
 def test_a_run_is_locked_once(tmp_path: Path) -> None:
     lock = lock_run(tmp_path)
     with pytest.raises(ConfigError, match="still going on"):

@@ -237,7 +237,7 @@ def test_workers_with_devices_need_none_on_the_controllers_host(capsys, started)
 
 def test_hosts_on_a_network_are_refused_unless_it_is_trusted(capsys, started):
     assert train.main(["--recipe", "copy4", "--hosts", "10.0.0.2:17000,10.0.0.3:17000"]) == 2
-    assert "add --trusted-network" in capsys.readouterr().err
+    assert "without --trusted-network" in capsys.readouterr().err
     assert train.main(["--recipe", "copy4", "--hosts", "10.0.0.2:17000,10.0.0.3:17000", "--trusted-network"]) == 0
     assert started[0][0].placement.hosts == ("10.0.0.2:17000", "10.0.0.3:17000")
 

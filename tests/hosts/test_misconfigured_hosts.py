@@ -89,10 +89,11 @@ def test_what_listens_is_no_worker(hosts: Hosts, tmp_path: Path) -> None:
 def test_a_worker_that_serves_another_run(hosts: Hosts, tmp_path: Path) -> None:
     used = worker(hosts[1], PORT + 2)
     program = (
-        "import fcntl, glob, os, sys; "
-        "(scratch,) = glob.glob(f'/tmp/titan_rl-{sys.argv[1]}.*'); "
-        "fcntl.flock(os.open(scratch + '/agent.lock', os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX); "
-        "print('locked', flush=True); input()"
+        "import fcntl, glob, os, sys, time\n"
+        "(scratch,) = glob.glob(f'/tmp/titan_rl-{sys.argv[1]}.*')\n"
+        "fcntl.flock(lock := os.open(scratch + '/agent.lock', os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)\n"
+        "print('locked', flush=True)\n"
+        "while True: os.utime(lock), time.sleep(0.1)  # a run that lives\n"
     )
     inside = [*Path(f"/proc/{used.pid}/status").read_text().split("NSpid:")[1].splitlines()[0].split()][-1]
     other = hosts[1].run([sys.executable, "-c", program, inside], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -175,7 +176,7 @@ def test_few_open_files_on_one_host(hosts: Hosts, tmp_path: Path) -> None:
         (["--hosts", "10.0.0.2"], "is not ADDRESS:PORT"),
         (["--hosts", "10.0.0.2:1,10.0.0.2:1", "--trusted-network"], "twice"),
         (["--hosts", "10.0.0.2:1,127.0.0.1:2", "--trusted-network"], "leads every host to itself"),
-        (["--hosts", "10.0.0.2:1"], "add --trusted-network"),
+        (["--hosts", "10.0.0.2:1"], "without --trusted-network"),
         (["--placement.generators", "host7"], "there is no host7; there are host0"),
         (["--hosts", "127.0.0.1:1", "--placement.trainer", "host0", "host1"], "cannot be shared evenly"),
     ],
@@ -194,13 +195,32 @@ def test_a_torchrun_whose_other_host_does_not_come(monkeypatch: pytest.MonkeyPat
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0"}
+    environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     monkeypatch.setattr(torchrun, "MEET_SECONDS", 0.5)
-    with pytest.raises(ConfigError, match="rank 1 of torchrun did not come"):
-        torchrun.workers(environ, 2)
+    with pytest.raises(ConfigError, match="rank 1 of 2 did not come"):
+        torchrun.workers(environ, 2, trusted=True)
+    assert store.get(torchrun.TRUSTED.format(0)) == b"1"
     with socket.create_server(("127.0.0.1", 0)) as server:
         environ["MASTER_PORT"] = str(server.getsockname()[1])
-    with pytest.raises(ConfigError, match="rendezvous at 127.0.0.1:"):
-        torchrun.workers(environ, 2)
+    with pytest.raises(ConfigError, match="rendezvous of the ranks at 127.0.0.1:"):
+        torchrun.workers(environ, 2, trusted=True)
+
+
+def test_all_ranks_of_torchrun_go_by_what_rank_0_says_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed import TCPStore
+
+    from titan_rl.errors import ConfigError
+    from titan_rl.launch.hosts import torchrun
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environ = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "1", "RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    monkeypatch.setattr(torchrun, "_store", lambda environ: store)
+    monkeypatch.setattr(torchrun, "address_towards", lambda peer: "10.77.0.2")
+    monkeypatch.setattr(torchrun, "free_port", lambda address: 17000)
+    with pytest.raises(ConfigError, match=r"cannot use 10\.77\.0\.1 without --trusted-network"):
+        torchrun.workers(environ, 2, trusted=False)
+    with pytest.raises(ConfigError, match=r"cannot use 10\.77\.0\.2 without --trusted-network"):
+        torchrun.serve_rank(environ)
 
 
 def test_ctrl_c_while_a_host_does_not_answer_ends_the_run_at_once(tmp_path: Path) -> None:

@@ -50,14 +50,14 @@ def test_the_nodes_that_do_not_come_are_named(rank_0, monkeypatch: pytest.Monkey
     environ, _ = rank_0
     monkeypatch.setattr(torchrun, "JOB_SECONDS", 0.1)
     with pytest.raises(ConfigError, match=r"^rank 1 \(n2\), rank 2 \(n3\) of 3 did not come within 0.1 s"):
-        torchrun.workers(environ, 3)
+        torchrun.workers(environ, 3, trusted=True)
 
 
 @pytest.mark.parametrize(("says_so", "code"), [(True, 0), (False, 1)])
 def test_a_worker_ends_when_rank_0_says_so_and_fails_when_it_is_gone(rank_0, says_so: bool, code: int) -> None:
     environ, at_exit = rank_0
     worker = rank({**environ, "WORLD_SIZE": "2"}, 1)
-    (address,) = torchrun.workers({**environ, "WORLD_SIZE": "2"}, 2)
+    (address,) = torchrun.workers({**environ, "WORLD_SIZE": "2"}, 2, trusted=True)
     assert address.startswith("127.0.0.1:")
     if says_so:
         at_exit[0]()

@@ -95,6 +95,10 @@ class AnyHostSource:
             found.update(zip(places, samples, strict=True))
         return tuple(found[position] for position in range(len(batch)))
 
+    async def close(self) -> None:
+        """Disconnect from the stores."""
+        await asyncio.gather(*(keeper.close() for keeper in self._stores.values()))
+
     def _fetch_from(self, store: str, batch: SampleBatch) -> list[TrainingSample]:
         distinct = {ref.sample_id: ref for ref in batch.refs}
         ends = np.cumsum([ref.nbytes for ref in distinct.values()]).tolist()

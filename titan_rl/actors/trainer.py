@@ -162,7 +162,8 @@ class PolicyTrainer(ConnectedActor):
         )
         self._updater.incarnation = incarnation
         if self._keeps_copies:
-            self._copies = StateCopies(owner_pid=owner_pid(), rank=self._rank, ranks=self._config.ranks)
+            here = self._hosts.count(os.environ[HOST]) if self._hosts else 0
+            self._copies = StateCopies(owner_pid=owner_pid(), rank=self._rank, ranks=self._config.ranks, here=here)
         group = dist.group.WORLD if self._config.ranks > 1 else None
         self._publisher = make_publisher(
             self._weights, channel=CHANNEL, rank=self._rank, group=group, hosts=self._hosts
@@ -178,7 +179,14 @@ class PolicyTrainer(ConnectedActor):
 
         here = os.environ.get(HOST)
         source = AnyHostSource({name: worker for name, (host, worker) in stores.items() if host != here})
-        await self.calls.run(sequence, lambda: setattr(self._ready(), "samples", source))
+
+        def attach() -> object:
+            before, self._ready().samples = self._ready().samples, source
+            return before
+
+        before = await self.calls.run(sequence, attach)
+        if isinstance(before, AnyHostSource):
+            await before.close()
 
     @in_order
     def warm_up_step(self, batch: SampleBatch, plan: PackingPlan) -> dict[str, float]:

@@ -29,7 +29,7 @@ from titan_rl.errors import AbsentError, ConfigError
 from titan_rl.gateway.config import GatewayConfig, listen
 from titan_rl.generation.config import ENGINES, LINEARS, refuse_unequal
 from titan_rl.importing import import_name, user_code
-from titan_rl.launch.hosts.facts import HostFacts
+from titan_rl.launch.hosts.facts import HostFacts, transport
 from titan_rl.launch.placement import assumed_hosts, plan, plays, resolve_device, with_devices
 from titan_rl.overrides import did_you_mean, get_setting
 from titan_rl.policy.losses import SHORT_NAMES as LOSSES
@@ -114,6 +114,8 @@ def check_serving(config: RunConfig, host: HostFacts, gateway: GatewayConfig) ->
 def _placement(config: RunConfig, host: HostFacts, *, serving: bool = False) -> Iterator[Problem]:
     like = with_devices(host, config) if config.placement.hosts else host  # the others may have the devices
     try:
+        if config.placement.several_hosts:
+            transport(config.placement.untrusted())
         processes = sum(mesh.ranks for mesh in plan(config, *assumed_hosts(config, like), serving=serving).meshes)
     except ConfigError as error:
         yield Problem(sentence=str(error), severity=Severity.ABSENT)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from titan_rl.controller.faults import Restarts, kind_of
 from titan_rl.errors import ConfigError, MeshLeaves, TitanError
+from titan_rl.launch.hosts.facts import transport
 from titan_rl.launch.hosts.host import AttachedHost, Host, Needed
 from titan_rl.launch.process import scratch_directory
 from titan_rl.launch.resume import CONTROL
@@ -153,7 +154,8 @@ class FleetControl:
         lost = {worker: name for name, worker in meshes.workers.items() if name not in meshes.hosts}
         if already := [f"{worker} is {there[worker]} already" for worker in workers if worker in there]:
             raise ConfigError(already[0])
-        dataclasses.replace(meshes.config.placement, hosts=(*there, *workers))  # refuses what does not fit together
+        where = dataclasses.replace(meshes.config.placement, hosts=(*there, *workers))  # refuses what does not fit
+        transport(where.untrusted())
         names = {}
         for worker in workers:
             self._hosts_ever += worker not in lost

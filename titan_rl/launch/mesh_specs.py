@@ -15,7 +15,7 @@ from titan_rl.actors.router_client import RouterClient
 from titan_rl.actors.trainer import PolicyTrainer
 from titan_rl.actors.trainer_client import Trainer
 from titan_rl.controller.faults import kind_of
-from titan_rl.errors import MeshFailed
+from titan_rl.errors import ConfigError, MeshFailed
 from titan_rl.launch.fleet import first_kind_serving
 from titan_rl.launch.placement import MeshPlan
 
@@ -70,6 +70,11 @@ def describe(plan: MeshPlan, meshes: Meshes) -> MeshSpec:
 
     match kind_of(name):
         case "trainer":
+            if len(set(plan.hosts)) > 1 and config.placement.untrusted():
+                raise ConfigError(
+                    "torch's connections between the hosts of a trainer are not encrypted: keep it on one host "
+                    "(placement.trainer), or add --trusted-network"
+                )
             return MeshSpec(
                 plan=plan,
                 actor=PolicyTrainer,

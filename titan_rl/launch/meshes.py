@@ -104,7 +104,7 @@ class Meshes:
             imports=imports,
             on_fault=self.faults.report,
             on_stop=say,
-            address=listen_for(config.placement.address, *config.placement.hosts),
+            address=listen_for(config.placement),
         )
         self.specs: dict[str, MeshSpec] = {}
         """By mesh: how it is started."""

@@ -5,7 +5,8 @@ spawn.
 
 The kernel reports the end of a process (`child`); Monarch reports actors that fail in a living process. A fault
 goes to the provisioner that spawned the mesh. Once a mesh is being stopped, its faults are dropped: Monarch may notice
-the end of a mesh much later, when another mesh, or another run in this process, has taken its place.
+the end of a mesh much later, when another mesh, or another run in this process, has taken its place. Monarch's own
+actors (loggers, managers of RDMA) are no mesh's: they fail with their process, whose end is reported anyway.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from monarch.actor import MeshFailure, ProcMesh
 
 from titan_rl.actors.connection import bounded
 from titan_rl.errors import ActorFailed, HostLost, MeshFailed
-from titan_rl.launch.hosts.host import AGENT, AttachedHost, ControllersHost, Host
+from titan_rl.launch.hosts.host import AttachedHost, ControllersHost, Host
 from titan_rl.launch.placement import TORCHRUN_VARIABLES, MeshPlan
 from titan_rl.launch.process import prepare_process
 from titan_rl.processes import HOST, OWNER, RENDEZVOUS, ending_in_words
@@ -40,14 +41,7 @@ MONARCH_SECONDS = 2.0
 _serial = itertools.count()
 """Makes the name of every mesh and actor mesh of this process unique."""
 
-_spawned: set[str] = set()
-"""The names of all actor meshes. A name stays when its mesh is gone: its fault may be late."""
-
 _provisioners: weakref.WeakSet[Provisioner] = weakref.WeakSet()
-
-_ON_EVERY_MESH = {"logger", "setup"}
-"""Monarch's own actors. Their faults are ignored: they fail with their process, whose end is reported anyway. So are
-those of agents (`hosts.agent`): a host that is lost is reported already, perhaps long before."""
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +56,7 @@ class Mesh:
             parts: its hosts, and on each its processes and how many they are.
         """
         self.name = name
-        self._spawn = spawn
+        self.start = spawn
         self._parts = parts
         self.actors: list[str] = []
         """The names of the actor meshes spawned here, as Monarch knows them."""
@@ -73,7 +67,7 @@ class Mesh:
 
     @property
     def any_ended(self) -> bool:
-        return any(host.any_ended(self._spawn) for host in self.hosts)
+        return any(host.any_ended(self.start) for host in self.hosts)
 
     def spawn(self, name: str, actor: type[Any], *args: Any, **options: Any) -> list[Any]:
         """One actor in every process.
@@ -89,7 +83,6 @@ class Mesh:
         ranks = []
         for _, processes, count in self._parts:
             unique = f"{name}_{next(_serial)}"
-            _spawned.add(unique)
             self.actors.append(unique)
             actors = processes.spawn(unique, actor, *args, **options)
             ranks += [actors.slice(ranks=rank) for rank in range(count)]
@@ -108,14 +101,14 @@ class Mesh:
             return
         try:
             if kill:
-                await host.kill(self._spawn)
-            await host.expect_ends(self._spawn)
+                await host.kill(self.start)
+            await host.expect_ends(self.start)
             if not host.lost:  # meanwhile; nobody would answer
                 await bounded(processes.stop(), what=f"stop of mesh {self.name}", seconds=STOP_SECONDS)
         except Exception as error:  # also Monarch's own errors, if the mesh was stopped during its start
             _log.warning("mesh %s: %s", self.name, error)
         finally:
-            await host.end(self._spawn)
+            await host.end(self.start)
 
 
 class Provisioner:
@@ -142,7 +135,6 @@ class Provisioner:
         self._on_fault = on_fault
         self._on_stop = on_stop
         self._meshes: dict[str, Mesh] = {}
-        self._mesh_of: dict[str, str] = {}  # by spawn
         self._words: dict[str, str] = {}  # Monarch's, by mesh
         self._more_words = threading.Condition()
         self._log_directory = log_directory
@@ -231,8 +223,8 @@ class Provisioner:
         self._words.pop(plan.name, None)
         ranks = len(plan.env)
         spawn = f"{plan.name}-{next(_serial)}"
-        self._mesh_of[spawn] = plan.name
-        parts = []
+        parts: list[tuple[Host, ProcMesh, int]] = []
+        mesh = self._meshes[plan.name] = Mesh(plan.name, spawn, parts)
         first = 0
         for name, count in Counter(plan.hosts).items():
             host = self.hosts[name]
@@ -246,7 +238,6 @@ class Provisioner:
             parts.append((host, processes, count))
             first += count
         assert first == ranks
-        mesh = self._meshes[plan.name] = Mesh(plan.name, spawn, parts)
         return mesh
 
     async def stop(self, name: str, *, kill: bool = False, remove: str = "") -> None:
@@ -268,23 +259,21 @@ class Provisioner:
         await asyncio.gather(*(host.leave() for host in self.hosts.values()))
 
     def hear(self, actors: str, report: str) -> None:
-        """Pass on a fault, unless it is about actors whose mesh was stopped. Called from Monarch's thread.
+        """Pass on a fault, if it is about actors of a mesh that is up. Called from Monarch's thread.
 
         Args:
-            actors: name of the actor mesh in Monarch. A name that was not spawned here concerns every mesh.
+            actors: name of the actor mesh in Monarch.
             report: Monarch's report.
         """
-        concerned = [m for m in list(self._meshes.values()) if actors in m.actors or actors not in _spawned]
-        if not concerned:
-            return
+        mesh = next((mesh for mesh in list(self._meshes.values()) if actors in mesh.actors), None)
+        if mesh is None:
+            return _log.info("a fault of no mesh that is up: %s", report)
         _log.error("fault: %s", report)
-        ended = [mesh for mesh in concerned if mesh.any_ended]
-        with self._more_words:
-            self._words |= {mesh.name: _first_lines(report) for mesh in ended}
+        if not mesh.any_ended:
+            return self._on_fault(MeshFailed(f"mesh {mesh.name} failed: {_first_lines(report)}", mesh.name))
+        with self._more_words:  # the fault follows from the end, which is reported with its exit status
+            self._words[mesh.name] = _first_lines(report)
             self._more_words.notify_all()
-        if not ended:  # otherwise the fault follows from the end, which is reported with its exit status
-            name = actors.rpartition("_")[0]
-            self._on_fault(MeshFailed(f"mesh {name} failed: {_first_lines(report)}", name))
 
     def _stopped(self, what: str) -> None:
         """Called from the thread that waits for the process."""
@@ -293,16 +282,18 @@ class Provisioner:
 
     def _ended(self, spawn: str, process: str, code: int | None) -> None:
         """Called from the thread that waited for the process, or with an agent's news."""
-        mesh = self._mesh_of[spawn]
-        concerned = self._meshes.get(mesh)
+        mesh = next((mesh for mesh in list(self._meshes.values()) if mesh.start == spawn), None)
+        if mesh is None:  # it was stopped
+            return
+        name = mesh.name
         if code is not None:
-            return self._report_end(mesh, process, ending_in_words(code))
+            return self._report_end(name, process, ending_in_words(code))
 
         def look() -> None:
             with self._more_words:
-                self._more_words.wait_for(lambda: mesh in self._words, MONARCH_SECONDS)
-            if self._meshes.get(mesh) is concerned:  # it was not stopped meanwhile, so that another one has its name
-                self._report_end(mesh, process, f"ended: {self._words.get(mesh, 'nobody saw its exit status')}")
+                self._more_words.wait_for(lambda: name in self._words, MONARCH_SECONDS)
+            if self._meshes.get(name) is mesh:  # it was not stopped meanwhile
+                self._report_end(name, process, f"ended: {self._words.get(name, 'nobody saw its exit status')}")
 
         threading.Thread(target=look, name=f"end of {process}", daemon=True).start()
 
@@ -336,8 +327,6 @@ def _hear(failure: MeshFailure) -> None:
     # Monarch ends this process if the hook raises, so every error in it is only logged.
     try:
         actors = failure.mesh_name.rsplit("-", 1)[0]  # Monarch appended an identifier
-        if actors in _ON_EVERY_MESH or actors.startswith(AGENT):
-            return
         for provisioner in list(_provisioners):
             provisioner.hear(actors, failure.report())
     except BaseException:

@@ -1,9 +1,10 @@
-"""When something that should make progress has stopped to."""
+"""When something that should make progress has stopped to, and what may go with the question."""
 
 from __future__ import annotations
 
 import asyncio
 import operator
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
@@ -31,3 +32,32 @@ async def until_still(pulse: Callable[[], Awaitable[list[int]]], seconds: float)
         if now:
             before = now
             await asyncio.sleep(seconds / LOOKS)
+
+
+LEAST_BYTES, MOST_BYTES = 16 << 10, 1 << 20
+"""The least takes a quarter of a second at 0.5 Mbit/s."""
+
+
+class Pace:
+    """How many bytes go with the next pulse: few after a late one, so that they never make a link look dead.
+
+    with pace as nbytes: await pulse(nbytes)        16 KiB, 32 KiB, … 1 MiB, late, 16 KiB, 32 KiB, …
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """
+        Args:
+            seconds: bound of `until_still`.
+        """
+        self._late_seconds = seconds / LOOKS / 2
+        self._clock = clock
+        self._nbytes = LEAST_BYTES
+        self._began = 0.0
+
+    def __enter__(self) -> int:
+        self._began = self._clock()
+        return self._nbytes
+
+    def __exit__(self, *error: object) -> None:
+        late = self._clock() - self._began > self._late_seconds
+        self._nbytes = LEAST_BYTES if late else min(MOST_BYTES, 2 * self._nbytes)

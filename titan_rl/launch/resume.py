@@ -3,7 +3,8 @@
     --resume RUN          a run directory: from its newest checkpoint that is as it was written; from the beginning,
                           if none was written yet
     --resume CHECKPOINT   one of its checkpoints
-    --resume auto         the newest unfinished run of this recipe and config, or else a new run
+    --resume auto         the newest unfinished run of this recipe and config, one with a checkpoint first (another may
+                          have failed at its start), or else a new run
 
 Checkpoints after the one that is taken are removed: the run leaves their way.
 
@@ -140,9 +141,9 @@ def find(path: Path) -> Resume:
 
 
 def unfinished(directory: Path) -> Iterator[Path]:
-    """The runs below `logging.directory` that are not done, newest first."""
+    """The runs below `logging.directory` that are not done: those with a checkpoint first, then the newest first."""
     runs = [file.parent for file in directory.glob(f"*/{CONFIG}")]
-    for run in sorted(runs, key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True):
+    for run in sorted(runs, key=lambda run: (bool(checkpoints(run)), (run / CONFIG).stat().st_mtime), reverse=True):
         if not (run / SUMMARY).exists():
             yield run
 

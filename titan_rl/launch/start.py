@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from titan_rl.config import RunConfig
 from titan_rl.controller.faults import FaultBoard
 from titan_rl.gateway.config import GatewayConfig
+from titan_rl.launch.hosts.facts import transport
 from titan_rl.launch.process import prepare_controller
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
@@ -155,6 +156,8 @@ async def _running(
 
     meshes = Meshes(config, gateway, serving=serving, **options)
     try:
+        if config.placement.several_hosts and transport() == "tls":
+            meshes.say("connections between hosts are encrypted and mutually authenticated (TLS)")
         await meshes.faults.watch(meshes.place())
         meshes.spawn()
         await meshes.faults.watch(bring_up(meshes))

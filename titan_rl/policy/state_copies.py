@@ -47,12 +47,13 @@ class StateCopies:
 
     Args:
         owner_pid: process whose death makes the files rubbish (see `segment_files`).
-        ranks: of the trainer on this host; each has as much to copy.
+        ranks: of the trainer; each has as much to copy.
+        here: how many of them are on this host; 0: all.
     """
 
-    def __init__(self, *, owner_pid: int, rank: int, ranks: int, directory: Path = DIRECTORY) -> None:
+    def __init__(self, *, owner_pid: int, rank: int, ranks: int, here: int = 0, directory: Path = DIRECTORY) -> None:
         self._paths = [segment_path(directory, owner_pid, f"state.{rank}", slot) for slot in range(3)]
-        self._ranks = ranks
+        self._ranks, self._here = ranks, here or ranks
         self._mapped: dict[int, Tensor] = {}  # slot -> its bytes
 
     def write(self, version: PolicyVersion, state: Sequence[Tensor], reference: Sequence[Tensor] = ()) -> None:
@@ -97,7 +98,7 @@ class StateCopies:
 
     def _make_room(self, missing: dict[int, int]) -> None:
         directory = self._paths[0].parent
-        if (needed := sum(missing.values()) * self._ranks) > (free := free_bytes(directory)) * LARGEST_SHARE:
+        if (needed := sum(missing.values()) * self._here) > (free := free_bytes(directory)) * LARGEST_SHARE:
             raise StorageError(
                 f"{needed / 2**20:.0f} MiB, for two copies of every rank's state, are more than half of the "
                 f"{free / 2**20:.0f} MiB that are free in {directory}"

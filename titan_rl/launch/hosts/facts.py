@@ -8,9 +8,10 @@ import re
 import resource
 import shutil
 import socket
+import ssl
 import struct
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,10 @@ _NVIDIA_SMI_SECONDS = 30.0
 """A driver that is still initialising answers within seconds. One that hangs must not block the command line."""
 
 _SIOCGIFADDR = 0x8915
+
+TLS = ("HYPERACTOR_TLS_CERT", "HYPERACTOR_TLS_KEY", "HYPERACTOR_TLS_CA")
+"""Variables of Monarch's with PEM files: this host's certificate, its key, and the authority that signed those of all
+hosts. With them Monarch encrypts what goes between hosts, and each end asks the other for its certificate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +116,10 @@ def _interface_of(address: str) -> str:
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name
-    raise ConfigError(f"no network interface of {socket.gethostname()} has the address {address}")
+    raise ConfigError(
+        f"no network interface of {socket.gethostname()} has {address} as its first address: name one that the host "
+        "itself knows, no secondary one and none of a router in front of it"
+    )
 
 
 def address_towards(peer: str) -> str:
@@ -123,3 +131,32 @@ def address_towards(peer: str) -> str:
         except OSError as error:
             raise ConfigError(f"{peer} cannot be reached: {error.strerror or error}") from error
         return str(probe.getsockname()[0])
+
+
+def transport(untrusted: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> str:
+    """How Monarch connects hosts: `tls` if the variables of `TLS` are there, else `tcp`.
+
+    Args:
+        untrusted: addresses on networks which nobody said to trust.
+
+    Raises:
+        ConfigError: these would be open to everybody; or only some variables are set, or a file is of no use.
+    """
+    files = [environ.get(name, "") for name in TLS]
+    if not any(files):
+        if untrusted:
+            raise ConfigError(
+                f"cannot use {', '.join(untrusted)} without --trusted-network: whoever reaches a port there can run "
+                f"any code; say it if only people whom you trust can, or use TLS ({', '.join(TLS)})"
+            )
+        return "tcp"
+    if not all(files):
+        missing = ", ".join(name for name, file in zip(TLS, files, strict=True) if not file)
+        raise ConfigError(f"TLS needs {', '.join(TLS)}, and {missing} is not set: set all three, or none")
+    try:
+        for file in files:
+            open(file).close()  # ssl's own error does not name it
+        ssl.create_default_context(cafile=files[2]).load_cert_chain(files[0], files[1], password="")
+    except OSError as error:
+        raise ConfigError(f"{', '.join(TLS)} are of no use: {error}") from error
+    return "tls"

@@ -27,15 +27,15 @@ from typing import Any
 from monarch.actor import attach_to_workers, enable_transport, this_host
 
 from titan_rl.actors.connection import Connection, bounded
-from titan_rl.config import RunConfig
+from titan_rl.config import PlacementConfig, RunConfig
 from titan_rl.errors import ActorGone, CallTimeout, ConfigError, HostLost, TitanError
 from titan_rl.gateway.config import listen
 from titan_rl.launch.checks import Severity, check_host
 from titan_rl.launch.child import ProcessWatch
 from titan_rl.launch.hosts.agent import HostAgent, Introduction, News, digest_of, versions
-from titan_rl.launch.hosts.facts import HostFacts, address_towards, detect_host
+from titan_rl.launch.hosts.facts import HostFacts, address_towards, detect_host, transport
 from titan_rl.launch.process import scratch_directory
-from titan_rl.launch.pulse import until_still
+from titan_rl.launch.pulse import MOST_BYTES, Pace, until_still
 from titan_rl.launch.start import tiny_policy
 from titan_rl.weights.segment_files import remove_segments_of
 
@@ -61,9 +61,6 @@ Ended = Callable[[str, str, int | None], None]
 _log = logging.getLogger(__name__)
 _serial = itertools.count()
 
-AGENT = "agent"
-"""What Monarch's names of agents and their processes begin with."""
-
 
 @dataclass(frozen=True, slots=True)
 class Needed:
@@ -78,23 +75,16 @@ class Needed:
     """None: the host need not see it."""
 
 
-def listen_for(own: str, *workers: str) -> str:
-    """Let Monarch listen for other hosts, on one interface; call it before any other call of Monarch's.
-
-    Args:
-        own: the interface's address; empty: that of the one which leads to the first of the workers.
-
-    Returns:
-        The address; empty if there will be no other hosts: Monarch then uses sockets of this host.
-
-    Raises:
-        ConfigError: the first one's name is not known, no network leads there, or the address is none of this host's.
+def listen_for(where: PlacementConfig) -> str:
+    """Let Monarch listen for other hosts, on `placement.address` or the interface that leads to the first of them;
+    returns the address. Empty: there will be none. Call it before any other call of Monarch's. Raises ConfigError: see
+    `transport`; or the first one's name is not known, no network leads there, or the address is none of this host's.
     """
-    if not (own or workers):
+    if not where.several_hosts:
         return ""
-    address = own or address_towards(workers[0])
+    scheme, address = transport(where.untrusted()), where.address or address_towards(where.hosts[0])
     listen(address, 0).close()
-    enable_transport(f"tcp://{address}:0")
+    enable_transport(f"{scheme}://{address}:0")
     return address
 
 
@@ -198,7 +188,7 @@ class AttachedHost(Host):
     Args:
         name: of the host in this run.
         worker: ADDRESS:PORT.
-        log_directory: where the output of its processes ends up, on the controller's host; empty: nowhere.
+        log_directory: where the output of its processes ends up; empty: nowhere. It names the run.
         silent_seconds: see `placement.host_seconds`.
         on_end, on_stop: see `ProcessWatch`.
         on_lost: called once, when the host is lost.
@@ -233,22 +223,23 @@ class AttachedHost(Host):
             ConfigError: it has another Python or other packages than this host.
         """
         address, silent = await self._reach(), self._silent_seconds
-        port = self.worker.rpartition(":")[2]
-        self.mesh = attach_to_workers(ca="trust_all_connections", workers=[f"tcp://{address}:{port}"])
-        self._processes = self.mesh.spawn_procs(per_host={"ranks": 1}, name=AGENT)
-        actor = self._processes.spawn(f"{AGENT}_{next(_serial)}", HostAgent, self._name, address, LEASE * silent)
+        there = [f"{transport()}://{address}:{self.worker.rpartition(':')[2]}"]
+        self.mesh = attach_to_workers(ca="trust_all_connections", workers=there)
+        self._processes = self.mesh.spawn_procs(per_host={"ranks": 1}, name="agent")
+        about = self._name, address, LEASE * silent, self._log_directory
+        actor = self._processes.spawn(f"agent_{next(_serial)}", HostAgent, *about)
         self._agent = Connection(
             actor.slice(ranks=0), what=f"{{}} of {self.label}", on_push=self._hear, on_lost=self._lose
         )
         try:
             await self._agent.call(ATTACH_SECONDS, HostAgent.echo, b"")
-            known: Introduction = await self._agent.call(FACTS_SECONDS, HostAgent.begin)
+            known: Introduction = await self._agent.call(FACTS_SECONDS + 2 * LEASE * silent, HostAgent.begin)
         except (ActorGone, CallTimeout) as error:
             self._lose(str(error))
             raise HostLost(
                 f"{self.label} takes connections and starts nothing. Perhaps a firewall keeps it from reaching this "
-                "host, or what listens there is no `titan-rl worker`, or one that was started again at the same port "
-                f"({error})"
+                "host; or it is no `titan-rl worker`, or one that was started again at the same port or listens at "
+                f"another address; or only one of the hosts has TLS, or their certificates do not fit ({error})"
             ) from error
         try:
             await self._agent.call(CALL_SECONDS / 2, HostAgent.echo, bytes(LARGE_BYTES))
@@ -321,13 +312,12 @@ class AttachedHost(Host):
         if self.lost:  # nobody there would answer, Monarch's worker neither
             return
         if pulses is not None:  # it was attached
-            await self._ask(HostAgent.pulse)  # the last lines of the logs
+            await self._ask(HostAgent.pulse, 16 * MOST_BYTES)  # the last lines of the logs
             await self._ask(HostAgent.remove_segments, "")
         self.lost = self.lost or "it was left"
         await self._agent.close()
         try:
-            seconds = REACH_SECONDS if pulses is None else CALL_SECONDS
-            await bounded(self.mesh.stop(), what=f"leaving {self.label}", seconds=seconds)
+            await bounded(self.mesh.stop(), what=f"leaving {self.label}", seconds=CALL_SECONDS / 2)
         except Exception as error:  # Monarch's own too: the next controller's attachment does not depend on it
             _log.warning("%s", error)
 
@@ -343,8 +333,11 @@ class AttachedHost(Host):
         agent = self._agent
         assert agent is not None
 
+        pace = Pace(self._silent_seconds)
+
         async def pulse() -> list[int]:
-            return [await agent.call(None, HostAgent.pulse)]
+            with pace as log_bytes:
+                return [await agent.call(None, HostAgent.pulse, log_bytes)]
 
         try:
             await until_still(pulse, self._silent_seconds)

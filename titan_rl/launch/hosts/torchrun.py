@@ -19,14 +19,15 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 from titan_rl.errors import ConfigError
-from titan_rl.gateway.config import listen
-from titan_rl.launch.hosts.facts import address_towards
+from titan_rl.gateway.config import is_loopback, listen
+from titan_rl.launch.hosts.facts import address_towards, transport
 from titan_rl.launch.hosts.worker import free_port, serve_host
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-WORKER, OVER, LEFT = "titan_rl/{}/worker{}", "titan_rl/{}/over", "titan_rl/{}/left{}"
+TRUSTED, WORKER = "titan_rl/{}/trusted", "titan_rl/{}/worker{}"
+OVER, LEFT = "titan_rl/{}/over", "titan_rl/{}/left{}"
 """Keys in the store, which outlives an attempt of torchrun (`--max-restarts`)."""
 NODES = "TITAN_RL_NODES"
 """Variable with the names of the nodes in the order of their ranks, for messages; it may be missing."""
@@ -59,11 +60,14 @@ def hosts_of(environ: Mapping[str, str]) -> int:
     return int(world)
 
 
-def workers(environ: Mapping[str, str], ranks: int) -> tuple[str, ...]:
+def workers(environ: Mapping[str, str], ranks: int, *, trusted: bool) -> tuple[str, ...]:
     """On rank 0: ADDRESS:PORT of every other rank, which end when this process does.
 
+    Args:
+        trusted: `placement.trusted_network`, for all ranks.
+
     Raises:
-        ConfigError: some did not come.
+        ConfigError: some did not come, or may not listen.
     """
     store, attempt, seconds = _store(environ), environ.get("TORCHELASTIC_RESTART_COUNT", "0"), _patience(environ)
     keys = [WORKER.format(attempt, rank) for rank in range(1, ranks)]
@@ -75,6 +79,8 @@ def workers(environ: Mapping[str, str], ranks: int) -> tuple[str, ...]:
                 store.wait([LEFT.format(attempt, rank) for rank in range(1, ranks)], timedelta(seconds=LEAVE_SECONDS))
 
     atexit.register(end)
+    store.set(TRUSTED.format(attempt), str(int(trusted)))
+    transport(() if trusted or is_loopback(environ["MASTER_ADDR"]) else (environ["MASTER_ADDR"],))
     try:
         store.wait(keys, timedelta(seconds=seconds))
     except RuntimeError as error:  # torch's DistStoreError
@@ -87,7 +93,7 @@ def workers(environ: Mapping[str, str], ranks: int) -> tuple[str, ...]:
     return tuple(store.get(key).decode() for key in keys)
 
 
-def serve_rank(environ: Mapping[str, str], *, trusted: bool) -> NoReturn:
+def serve_rank(environ: Mapping[str, str]) -> NoReturn:
     """On any other rank: be a worker until rank 0 is over. Raises ConfigError."""
     store, attempt, rank = _store(environ), environ.get("TORCHELASTIC_RESTART_COUNT", "0"), environ["RANK"]
     address = address_towards(f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}")
@@ -104,6 +110,10 @@ def serve_rank(environ: Mapping[str, str], *, trusted: bool) -> NoReturn:
         with suppress(RuntimeError):
             store.set(LEFT.format(attempt, rank), "1")
 
+    try:
+        trusted = store.get(TRUSTED.format(attempt)) == b"1"
+    except RuntimeError as error:
+        raise ConfigError(f"rank 0 did not start a run within {_patience(environ):g} s") from error
     serve_host(address, port, trusted=trusted, until=wait)
 
 

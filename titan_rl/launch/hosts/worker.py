@@ -1,8 +1,8 @@
 """`titan-rl worker --listen ADDRESS:PORT`: lends this host to one run after the other.
 
-Whoever reaches the port can run any code here: trusted networks only. The worker listens on the address that it is
-given and on no other. It starts nothing by itself; a run's controller starts an agent, which ends with everything that
-the run has here when it is told to, or does not hear of the controller any more.
+Whoever reaches the port can run any code here: trusted networks only, or TLS (`facts.TLS`). The worker listens on the
+address that it is given and on no other. It starts nothing by itself; a run's controller starts an agent, which ends
+with everything that the run has here when it is told to, or does not hear of the controller any more.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from titan_rl.errors import ConfigError
 from titan_rl.gateway.config import is_loopback, listen
+from titan_rl.launch.hosts.facts import transport
 from titan_rl.launch.process import prepare_controller, scratch_directory
 from titan_rl.overrides import Command, Verb
 from titan_rl.processes import leave
@@ -33,15 +34,14 @@ def serve_host(address: str, port: int, *, trusted: bool, until: Callable[[], ob
     Raises:
         ConfigError: nobody may or can listen there.
     """
-    if not (trusted or is_loopback(address)):
-        raise ConfigError(f"cannot listen on {address} without --trusted-network: {WARNING}")
+    scheme = transport(() if trusted or is_loopback(address) else (address,))
     listen(address, port).close()
     prepare_controller()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["TMPDIR"] = str(scratch_directory())  # of Monarch's sockets
     from monarch.actor import start_worker_loop_forever
 
-    start_worker_loop_forever(address=f"tcp://{address}:{port}", ca="trust_all_connections")
+    start_worker_loop_forever(address=f"{scheme}://{address}:{port}", ca="trust_all_connections")
     leave(until)  # what runs here dies with this process; Monarch has no other end for its loop
 
 
@@ -53,7 +53,7 @@ def free_port(address: str) -> int:
 
 def _act(command: Command, prog: str) -> int:
     host, _, port = command.values.get("--listen", "").rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or host in ("0.0.0.0", "[::]"):
         raise ConfigError(
             "say where to listen: --listen ADDRESS:PORT, the address under which other hosts reach this one"
         )
@@ -63,7 +63,8 @@ def _act(command: Command, prog: str) -> int:
         # not blocked and waited for: every process of a run here would inherit that
         for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(stop, lambda *_: sys.exit())
-        print(f"{prog} listens on {host}:{number} ({WARNING}); Ctrl-C ends it", flush=True)
+        warning = WARNING if transport() == "tcp" else "TLS: whoever has a certificate of the run can run any code here"
+        print(f"{prog} listens on {host}:{number} ({warning}); Ctrl-C ends it", flush=True)
         while True:
             signal.pause()
 
@@ -77,9 +78,10 @@ usage: {prog} --listen ADDRESS:PORT [--trusted-network]
 
 Lend this host to runs that are started elsewhere with --hosts ADDRESS:PORT.
 
-Whoever reaches the port can run any code here. Use it on trusted networks only.""",
+Whoever reaches the port can run any code here. Use it on trusted networks only, or with TLS: set HYPERACTOR_TLS_CERT,
+HYPERACTOR_TLS_KEY and HYPERACTOR_TLS_CA on every host.""",
     options={
         "--listen ADDRESS:PORT": "IP address under which other hosts reach this one, and a free port (0: any)",
-        "--trusted-network": "needed for any address but loopback",
+        "--trusted-network": "needed for any address but loopback, unless there is TLS",
     },
 )

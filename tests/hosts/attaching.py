@@ -1,0 +1,44 @@
+"""Program of test_locked_worker.py: a controller that attaches a worker, and again at each line `attach`.
+
+Prints `attached PID` of the agent, `lost NAME`, `refused WHY`, and whatever a run would say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from titan_rl.config import PlacementConfig
+from titan_rl.errors import ConfigError
+from titan_rl.launch.process import prepare_controller
+from titan_rl.processes import leave
+
+
+async def attach(worker: str) -> None:
+    from titan_rl.launch.hosts.host import listen_for
+    from titan_rl.launch.provisioner import Provisioner
+
+    def say(*what: object) -> None:
+        print(*what, flush=True)
+
+    address = listen_for(PlacementConfig(hosts=(worker,)))
+    hosts = Provisioner(log_directory="", imports=(), on_fault=say, on_stop=say, address=address)
+    try:
+        while True:
+            await hosts.attach({"host1": worker}, silent_seconds=2, on_lost=lambda host: say("lost", host.name))
+            say("attached", hosts.hosts["host1"].owner)
+            if await asyncio.to_thread(sys.stdin.readline) != "attach\n":
+                return
+    except ConfigError as error:
+        say("refused", error)
+    finally:
+        await hosts.stop_all()
+
+
+def main() -> None:
+    prepare_controller()
+    asyncio.run(attach(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    leave(main)

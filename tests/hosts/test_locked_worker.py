@@ -1,0 +1,132 @@
+"""A worker serves one run at a time; the next one waits for a run that has lost its controller."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from titan_rl.launch.hosts.agent import lock_worker
+
+
+def held(file: Path) -> int:
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
+
+
+async def test_a_free_worker_is_locked_at_once(tmp_path: Path) -> None:
+    mine = await lock_worker(tmp_path / "lock", "/runs/mine", 60.0, pytest.fail)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(os.open(tmp_path / "lock", os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(mine)
+
+
+async def test_the_end_of_a_run_without_pulse_is_waited_for(tmp_path: Path) -> None:
+    other = held(tmp_path / "lock")
+    said: list[str] = []
+
+    def waits() -> None:
+        said.append("waits")
+        os.close(other)
+
+    os.close(await lock_worker(tmp_path / "lock", "/runs/mine", 10.0, waits))
+    assert said == ["waits"]
+
+
+async def test_a_run_that_lives_is_not_waited_for(tmp_path: Path) -> None:
+    other = held(tmp_path / "lock")
+    locking = asyncio.ensure_future(lock_worker(tmp_path / "lock", "/runs/mine", 10.0, pytest.fail))
+    await asyncio.sleep(0)  # it has looked once
+    os.utime(other, ns=(1, 1))
+    with pytest.raises(BlockingIOError):
+        await locking
+    os.close(other)
+
+
+async def test_a_run_that_does_not_end_is_not_waited_for_longer_than_its_lease(tmp_path: Path) -> None:
+    other = held(tmp_path / "lock")
+    with pytest.raises(BlockingIOError):
+        await lock_worker(tmp_path / "lock", "/runs/mine", 0.1, lambda: None)
+    os.close(other)
+
+
+async def test_an_earlier_agent_of_the_same_run_is_killed(tmp_path: Path) -> None:
+    hold = (
+        "import asyncio, sys; from pathlib import Path; from titan_rl.launch.hosts.agent import lock_worker; "
+        "asyncio.run(lock_worker(Path(sys.argv[1]), '/runs/mine', 60.0, sys.exit)); "
+        "print('locked', flush=True); input()"
+    )
+    earlier = program("-c", hold, str(tmp_path / "lock"))
+    until(earlier, "locked")
+    os.close(await lock_worker(tmp_path / "lock", "/runs/mine", 60.0, pytest.fail))
+    assert earlier.wait() == -signal.SIGKILL
+
+
+def program(*arguments: str) -> subprocess.Popen[str]:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([sys.executable, *arguments], bufsize=1, **pipes)
+
+
+def until(process: subprocess.Popen[str], what: str) -> list[str]:
+    """What it says until a line begins so."""
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if line.startswith(what):
+            return said
+    raise AssertionError("".join(said))
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[str]:
+    lent = program("-m", "titan_rl.cli", "worker", "--listen", "127.0.0.1:0")
+    try:
+        listens = next(line for line in lent.stdout if "listens on" in line)
+        yield listens.partition("listens on ")[2].split()[0]
+    finally:
+        lent.terminate()
+        lent.wait()
+
+
+def controller(worker: str) -> subprocess.Popen[str]:
+    return program(str(Path(__file__).with_name("attaching.py")), worker)
+
+
+def test_the_next_run_waits_for_one_whose_controller_was_killed(worker: str) -> None:
+    first = controller(worker)
+    until(first, "attached")
+    refused = controller(worker)
+    assert "serves another run" in until(refused, "refused")[-1]
+    assert refused.wait(60) == 0
+    first.kill()
+    first.wait()
+    second = controller(worker)
+    until(second, "attached")
+    second.stdin.write("leave\n")
+    assert second.wait(60) == 0
+    third = controller(worker)
+    assert not any("waiting" in line for line in until(third, "attached"))
+    third.stdin.write("leave\n")
+    assert third.wait(60) == 0
+
+
+def test_a_host_whose_agent_has_died_can_be_attached_again(worker: str) -> None:
+    run = controller(worker)
+    agent = int(until(run, "attached")[-1].split()[1])
+    left = Path(f"/dev/shm/titan_rl-{agent}-policy-0")
+    left.write_bytes(b"weights")
+    os.kill(agent, signal.SIGKILL)
+    until(run, "lost host1")
+    run.stdin.write("attach\n")
+    assert int(until(run, "attached")[-1].split()[1]) != agent
+    assert not left.exists()
+    run.stdin.write("leave\n")
+    assert run.wait(60) == 0

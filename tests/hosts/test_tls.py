@@ -1,0 +1,129 @@
+"""With certificates the hosts of a run are encrypted, know each other, and need no trusted network (60 s)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from namespaces import Host, Hosts, skip_reason
+
+from titan_rl.errors import ConfigError
+from titan_rl.launch.hosts.facts import TLS, transport
+
+needs_hosts = pytest.mark.skipif(bool(skip_reason()), reason=skip_reason() or "-")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed"),
+    pytest.mark.timeout(600),
+]
+
+MANUAL = Path(__file__).resolve().parents[2] / "titan_rl" / "launch" / "README.md"
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+RUN = (
+    *("--recipe", "cpu_smoke", "--placement.trainer", "host0"),
+    *("--generator.engine", "simulated", "--generator.tensor-parallel", "1"),
+)
+
+
+STRANGER = (
+    "import socket, ssl, sys; host, port, authority = sys.argv[1:]; "
+    "connection = socket.create_connection((host, int(port))); "
+    "context = ssl.create_default_context(cafile=authority); "
+    "print(context.wrap_socket(connection, server_hostname=host).recv(1))"
+)
+"""A client without a certificate."""
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return certificates(tmp_path_factory.mktemp("ours"))
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with Hosts(2) as up:
+        yield up
+
+
+def certificates(directory: Path) -> Path:
+    """Made as the manual says."""
+    (commands,) = re.findall(r"```text\n(openssl .*?)```", MANUAL.read_text(), re.DOTALL)
+    commands = commands.replace("10.0.0.", "10.77.0.")
+    subprocess.run(["sh", "-e", "-c", commands], cwd=directory, check=True, capture_output=True)
+    return directory
+
+
+def variables(directory: Path, address: str) -> dict[str, str]:
+    names = f"{address}.pem", f"{address}.key", "ca.pem"
+    return dict(zip(TLS, (str(directory / name) for name in names), strict=True))
+
+
+def started(host: Host, command: list[str], tls: dict[str, str]) -> subprocess.Popen[str]:
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return host.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"} | tls, **pipes)
+
+
+@contextmanager
+def worker(host: Host, port: int, tls: dict[str, str]) -> Iterator[str]:
+    """A worker with these certificates; its address."""
+    address = f"{host.address}:{port}"
+    command = [sys.executable, "-m", "titan_rl.cli", "worker", "--listen", address]
+    lent = started(host, command if tls else [*command, "--trusted-network"], tls)
+    try:
+        assert any("listens on" in line for line in lent.stdout)
+        yield address
+    finally:
+        lent.terminate()
+        lent.wait()
+
+
+def train(host: Host, address: str, runs: Path, tls: dict[str, str]) -> tuple[int, str]:
+    """Exit code and output of a run over this host and the worker's."""
+    command = [sys.executable, "-m", "titan_rl.train", *RUN, "--hosts", address, "--logging.directory", str(runs)]
+    run = started(host, command, tls)
+    said, _ = run.communicate(timeout=500)
+    return run.returncode, said
+
+
+@needs_hosts
+def test_a_run_with_certificates_needs_no_trusted_network_and_takes_no_strangers(
+    hosts: Hosts, ours: Path, tmp_path: Path
+) -> None:
+    with worker(hosts[1], 17000, variables(ours, ADDRESSES[1])) as address:
+        code, said = train(hosts[0], address, tmp_path, variables(ours, ADDRESSES[0]))
+        assert code == 0, said[-3000:]
+        assert "encrypted and mutually authenticated" in said
+        stranger = [sys.executable, "-c", STRANGER, hosts[1].address, "17000", str(ours / "ca.pem")]
+        assert "certificate required" in started(hosts[0], stranger, {}).communicate(timeout=60)[0]
+
+
+@needs_hosts
+@pytest.mark.parametrize("theirs", ["another authority", "no TLS"])
+def test_a_host_that_does_not_fit_is_named(theirs: str, hosts: Hosts, ours: Path, tmp_path: Path) -> None:
+    port, there = 17001, {}
+    if theirs == "another authority":
+        port, there = 17002, variables(certificates(tmp_path), ADDRESSES[1])
+    with worker(hosts[1], port, there) as address:
+        code, said = train(hosts[0], address, tmp_path, variables(ours, ADDRESSES[0]))
+    assert code == 1 and f"host1 ({address}) takes connections and starts nothing" in said, said[-3000:]
+    assert "or only one of the hosts has TLS, or their certificates do not fit" in said
+
+
+def test_what_is_wrong_with_the_variables_is_named(ours: Path) -> None:
+    whole = variables(ours, ADDRESSES[0])
+    assert transport(["10.0.0.2:1"], whole) == "tls"
+    assert transport([], {}) == "tcp"
+    with pytest.raises(ConfigError, match="cannot use 10.0.0.2:1 without --trusted-network"):
+        transport(["10.0.0.2:1"], {})
+    with pytest.raises(ConfigError, match="HYPERACTOR_TLS_KEY is not set: set all three"):
+        transport([], {name: file for name, file in whole.items() if name != TLS[1]})
+    with pytest.raises(ConfigError, match=r"of no use: .*nowhere\.pem"):
+        transport([], whole | {TLS[0]: "/nowhere.pem"})
+    with pytest.raises(ConfigError, match="of no use: .*mismatch"):
+        transport([], whole | {TLS[1]: str(ours / f"{ADDRESSES[1]}.key")})
