@@ -19,10 +19,13 @@ The last line is one JSON object:
   training_time_ratio    seconds from the end of the first step to the end of the last one, undisturbed ÷ disturbed
   worst_detection_s      longest time until the death of a process was noticed
   worst_hang_detection_s the same of a process that was stopped; placement.hang_seconds is the bound
+  worst_host_detection_s the same of a host that was killed or cut off; placement.host_seconds is the bound
   worst_recovery_s       longest time from a fault to the return of what it hit, or to the next finished step
 
 Exit code 1: a check failed, and the run directories are kept. /dev/shm of the runs is one of their own where this
-machine lets us mount one; where it does not, faults that need it are left out.
+machine lets us mount one; where it does not, faults that need it are left out. With faults of hosts the disturbed run
+is over three hosts, which are network namespaces of this machine, and the undisturbed one on one host; where it cannot
+make such hosts, these faults are left out too.
 
 Other options go to both runs, such as --generator.engine simulated.
 """
@@ -36,16 +39,19 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts" / "bench")]
 
 from chaos_parts.checks import Finding, check_leftovers, check_run, check_same  # noqa: E402
+from chaos_parts.ground import Ground  # noqa: E402
 from chaos_parts.runner import Outcome, RunFailed, train  # noqa: E402
 from chaos_parts.schedule import (  # noqa: E402
     HEADER,
     KINDS,
+    NEEDS_HOSTS,
     NEEDS_MOUNT,
     Injected,
     judge,
@@ -56,6 +62,8 @@ from chaos_parts.schedule import (  # noqa: E402
     worst,
 )
 from parts.table import print_report  # noqa: E402
+
+from tests.hosts.namespaces import Hosts, skip_reason  # noqa: E402
 
 STEPS_PER_MINUTE = 25
 """Of the undisturbed run on two quiet cores."""
@@ -69,7 +77,8 @@ SHAPES = (
 )
 """By seed."""
 PRIVATE = "CHAOS_HAS_ITS_OWN_SHARED_MEMORY"
-SHARED_BYTES = "512m"
+SHARED_BYTES = 512 << 20
+HOSTS = 3
 
 
 def main() -> int:
@@ -77,7 +86,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the schedule and of the run")
     parser.add_argument("--minutes", type=float, default=20, help=f"{STEPS_PER_MINUTE} steps each (default: 20)")
     parser.add_argument("--deterministic", action="store_true", help="compare with the undisturbed run bit for bit")
-    parser.add_argument("--every", type=int, default=20, help="steps between two faults (default: 20)")
+    parser.add_argument("--every", type=int, default=18, help="steps between two faults (default: 18)")
     parser.add_argument(
         "--only",
         action="append",
@@ -91,6 +100,10 @@ def main() -> int:
         print("no shared memory of our own can be mounted here: left out are", ", ".join(sorted(NEEDS_MOUNT)))
         kinds = [kind for kind in kinds if kind not in NEEDS_MOUNT]
 
+    if NEEDS_HOSTS & {*kinds} and (reason := skip_reason()):
+        print(f"{reason}: left out are", ", ".join(sorted(NEEDS_HOSTS)))
+        kinds = [kind for kind in kinds if kind not in NEEDS_HOSTS]
+
     steps = round(options.minutes * STEPS_PER_MINUTE)
     faults = schedule(options.seed, steps, options.every, kinds)
     settings = settings_of(options.seed, steps, options.deterministic, more)
@@ -99,9 +112,12 @@ def main() -> int:
     finding, undisturbed = Finding(), None
     disturbed = Outcome(directory / "disturbed")
     try:
-        train(disturbed, settings, faults)
-        finding = check_run(disturbed.run)
-        finding.problems += check_leftovers(disturbed.mark, disturbed.controllers, disturbed.ports, disturbed.scratch)
+        with Hosts(HOSTS, shared_memory=SHARED_BYTES) if NEEDS_HOSTS & {*kinds} else nullcontext(()) as hosts:
+            ground = disturbed.ground = Ground(hosts)
+            train(disturbed, settings, faults)
+            finding = check_run(disturbed.run)
+            left = check_leftovers(disturbed.mark, ground, disturbed.controllers, disturbed.ports, disturbed.scratch)
+            finding.problems += left
         undisturbed = Outcome(directory / "undisturbed")
         train(undisturbed, settings, [])
     except RunFailed as error:
@@ -160,6 +176,7 @@ def report(
         "training_time_ratio": round(undisturbed.seconds / disturbed.seconds, 3) if complete and undisturbed else None,
         "worst_detection_s": rounded(fault.detected for fault in faults if is_death(fault)),
         "worst_hang_detection_s": rounded(fault.detected for fault in faults if KINDS[fault.fault.kind].hangs),
+        "worst_host_detection_s": rounded(fault.detected for fault in faults if fault.fault.kind in NEEDS_HOSTS),
         "worst_recovery_s": rounded(fault.recovered for fault in faults),
     }
     for problem in problems:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos_parts.faults import SHARED, marked, open_ports
+from chaos_parts.ground import Ground
 from chaos_parts.task import STALENESS, trouble_of
 
 COMPARED = ("train/loss", "train/grad_norm", "rollout/reward_", "staleness/", "evaluation/")
@@ -76,19 +77,25 @@ def check_steps(lines: Iterable[dict[str, Any]], *, steps: int, groups: int) -> 
             yield f"step {line['step']} trained a sample that was {line['staleness/age_max']} steps old"
 
 
-def check_leftovers(mark: str, controllers: Iterable[int], ports: set[int], scratch: Path) -> Iterator[str]:
-    """What the run has left on this machine.
+def check_leftovers(
+    mark: str, ground: Ground, controllers: Iterable[int], ports: set[int], scratch: Path
+) -> Iterator[str]:
+    """What the run has left on this machine, and in the shared memory of hosts. A port of theirs needs a process.
 
     Args:
-        controllers: process ids of the run's controllers.
+        controllers: process ids of the run's controllers, on their host.
         ports: on which it listened.
         scratch: where its processes made temporary files.
     """
     if left := marked(mark):
         yield f"{len(left)} processes are left: {left}"
     for pid in controllers:
-        for path in (*SHARED.glob(f"titan_rl-{pid}-*"), *scratch.glob(f"titan_rl-{pid}.*")):
+        for path in scratch.glob(f"titan_rl-{pid}.*"):
             yield f"{path} is left"
+    for owner in ["*"] if ground.hosts else controllers:
+        for there in ground.everywhere:
+            for path in there(lambda owner=owner: [*SHARED.glob(f"titan_rl-{owner}-*")]):
+                yield f"{path} is left"
     if still := ports & open_ports():
         yield f"somebody still listens on {sorted(still)}"
 

@@ -1,7 +1,7 @@
 """Does the faults: finds the processes and files of one run from outside, and kills, stops or damages them.
 
-Processes carry a mark in their environment. Files in shared memory carry the controller's process id. What is done for
-a while (a full disk, files in the way) is taken back by `Hit.undo`.
+Processes carry a mark in their environment. Files in shared memory carry the process id of the controller or, on other
+hosts, of an agent. What is done for a while (a full disk, a cut link) is taken back by `Hit.undo`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from chaos_parts.ground import Ground, There, inner_pid, lives
 from chaos_parts.schedule import KINDS, Fault
 
 T = TypeVar("T")
@@ -78,22 +79,23 @@ def meshes(pids: Sequence[int]) -> list[Process]:
 
 def listening_ports(pids: Sequence[int]) -> set[int]:
     """TCP ports on which one of these processes listens."""
-    inodes: set[str] = set()
+    found = set()
     for pid in pids:
         with contextlib.suppress(OSError):
-            links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
-            inodes.update(link[len("socket:[") : -1] for link in links if link.startswith("socket:["))
-    return {port for port, inode in _listening() if inode in inodes}
+            links = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
+            found |= {port for port, inode in _listening(pid) if f"socket:[{inode}]" in links}
+    return found
 
 
 def open_ports() -> set[int]:
     """All TCP ports of this machine on which somebody listens."""
-    return {port for port, _ in _listening()}
+    return {port for port, _ in _listening(os.getpid())}
 
 
-def _listening() -> Iterator[tuple[int, str]]:
+def _listening(pid: int) -> Iterator[tuple[int, str]]:
+    """Ports and inodes on the host of a process."""
     for name in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A":
                 yield int(fields[1].rpartition(":")[2], 16), fields[9]
@@ -106,13 +108,18 @@ class Attack:
         controller: its process id.
         mark: of its processes.
         run: its directory.
+        ground: where it is made.
         noticed: when the run first logged a text since a moment; asked while damage is tried.
     """
 
-    def __init__(self, controller: int, mark: str, run: Path, noticed: Callable[[str, float], float | None]) -> None:
+    def __init__(
+        self, controller: int, mark: str, run: Path, ground: Ground, noticed: Callable[[str, float], float | None]
+    ) -> None:
         self._controller = controller
+        self._owner = "*" if ground.hosts else inner_pid(controller)
         self._mark = mark
         self._run = run
+        self._ground = ground
         self._noticed = noticed
 
     def inject(self, fault: Fault) -> Hit:
@@ -132,9 +139,9 @@ class Attack:
                 os.kill(child, signal.SIGKILL)
                 return Hit(f"the environment's process of {worker} (pid {child}) was killed")
             case "publication damaged":
-                return self._damage_publication(KINDS[kind].seen)
+                return self._there("trainer", 0.0)(self._damage_publication, KINDS[kind].seen)
             case "sample damaged":
-                return self._damage_sample(luck)
+                return self._there("rollout", luck)(self._damage_sample, luck)
             case "shared memory full":
                 return self._fill_shared_memory()
             case "disk full":
@@ -145,9 +152,14 @@ class Attack:
                 return self._use_up_descriptors(_pick(self._ranks("gateway", "rollout"), luck))
             case "HTTP clients vanish":
                 return self._call_and_vanish(luck)
+            case "kill host":
+                return Hit(self._ground.kill(luck))
+            case "cut link":
+                what, mend = self._ground.cut(luck)
+                return Hit(what, undo=mend)
             case "trainer killed, its copies damaged":
-                for copy in self._segments("state."):
-                    _flip(copy)
+                for there in self._ground.everywhere:
+                    there(self._damage_copies)
         return self._hit_mesh(kind, luck)
 
     def _end_controller(self, number: signal.Signals, how: str) -> Hit:
@@ -168,9 +180,13 @@ class Attack:
         """Processes of the meshes of these kinds (`generator1` is a generator)."""
         return [each for each in meshes(marked(self._mark)) if each.mesh.rstrip("0123456789") in parts]
 
+    def _there(self, part: str, luck: float) -> There:
+        """The host of a process of such a mesh."""
+        return self._ground.there(_pick(self._ranks(part), luck).pid)
+
     def _segments(self, channel: str) -> list[Path]:
-        """Files in shared memory whose channel begins so, the newest last."""
-        found = SHARED.glob(f"titan_rl-{self._controller}-{channel}*")
+        """Files in a host's shared memory whose channel begins so, the newest last."""
+        found = SHARED.glob(f"titan_rl-{self._owner}-{channel}*")
         with contextlib.suppress(FileNotFoundError):
             return sorted(found, key=lambda path: path.stat().st_mtime)
         return []
@@ -188,7 +204,7 @@ class Attack:
         ends: dict[Path, bytes] = {}
         hits: list[Hit] = []
         while time.monotonic() < until:
-            if hits and not Path(f"/proc/{self._controller}").exists():
+            if hits and not lives(self._controller):
                 return hits[-1]  # it could not live with it
             for path in self._segments("policy-"):
                 with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:
@@ -206,25 +222,34 @@ class Attack:
             time.sleep(0.0005)
         raise LookupError("no publication could be damaged before it was read")
 
+    def _damage_copies(self) -> None:
+        for copy in self._segments("state."):
+            _flip(copy)
+
     def _damage_sample(self, luck: float) -> Hit:
         sample = _pick(self._segments("samples.")[-8:], 1.0 - luck / 2)
         _flip(sample)
         return Hit(f"{sample.name} was damaged")
 
     def _fill_shared_memory(self) -> Hit:
-        filler = SHARED / f"chaos-{self._controller}"
-        free = os.statvfs(SHARED)
-        with open(filler, "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize)
-        return Hit(f"{SHARED} is full for {WHILE_SECONDS:g} s", undo=lambda: filler.unlink(missing_ok=True))
+        there, filler = self._ground.there(self._controller), SHARED / f"chaos-{self._controller}"
+
+        def fill() -> None:
+            free = os.statvfs(SHARED)
+            with open(filler, "wb") as file:
+                os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize)
+
+        there(fill)
+        return Hit(f"{SHARED} is full for {WHILE_SECONDS:g} s", undo=lambda: there(filler.unlink))
 
     def _fill_disk(self) -> Hit:
-        disk = self._run / "checkpoints"
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "chaos", str(disk)], check=True)
-        return Hit(
-            f"{disk} is on a full disk for {WHILE_SECONDS:g} s or more",
-            undo=lambda: void(subprocess.run(["umount", "-l", str(disk)], check=True)),
-        )
+        there, disk = self._there("trainer", 0.0), self._run / "checkpoints"
+
+        def do(*command: str) -> None:
+            there(lambda: void(subprocess.run([*command, str(disk)], check=True)))
+
+        do("mount", "-t", "tmpfs", "-o", "size=64k", "chaos")
+        return Hit(f"{disk} is on a full disk for {WHILE_SECONDS:g} s or more", undo=lambda: do("umount", "-l"))
 
     def _block_checkpoints(self) -> Hit:
         """A file is where the directory should be, which stops root too."""
@@ -254,13 +279,18 @@ class Attack:
         (port, *_) = sorted(listening_ports([gateway.pid])) or [0]
         if not port:
             raise LookupError(f"{gateway} does not listen")
-        request = b"POST /v1/chat/completions HTTP/1.1\r\nHost: chaos\r\nContent-Length: 1000\r\n\r\n{"
-        for number in range(CALLERS):
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0) as caller:
-                caller.sendall(request[: 1 + number * len(request) // CALLERS])
-                # the connection is reset instead of closed
-                caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        address = self._ground.hosts[0].address if self._ground.hosts else "127.0.0.1"
+        self._ground.there(gateway.pid)(_connect_and_vanish, address, port)
         return Hit(f"{CALLERS} clients of {gateway} vanished")
+
+
+def _connect_and_vanish(address: str, port: int) -> None:
+    request = b"POST /v1/chat/completions HTTP/1.1\r\nHost: chaos\r\nContent-Length: 1000\r\n\r\n{"
+    for number in range(CALLERS):
+        with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=1.0) as caller:
+            caller.sendall(request[: 1 + number * len(request) // CALLERS])
+            # the connection is reset instead of closed
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def void(result: object) -> None:

@@ -1,6 +1,7 @@
 """One run from its start to its end, with faults on the way.
 
-- The run is started as a user would start it. It is started again only when a fault has ended its controller.
+- The run is started as a user would start it. It is started again only when a fault has ended its controller, on all
+  hosts that are there by then.
 - Faults come one at a time, each after its step has finished.
 - Whatever happens, no process of the run is left when `train` returns.
 """
@@ -12,18 +13,17 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from chaos_parts.faults import MARK, WHILE_SECONDS, Attack, Hit, listening_ports, marked
+from chaos_parts.ground import Ground, inner_pid
 from chaos_parts.schedule import ENDS_CONTROLLER, KINDS, Fault, Injected, read_log
 
-ROOT = Path(__file__).resolve().parents[2]
 LOOK_SECONDS = 0.02
 STALL_SECONDS = 300.0
 """A run that finishes no step for so long has failed."""
@@ -46,8 +46,9 @@ class Outcome:
     directory: Path
     """Holds the run's directory, its output and its temporary files."""
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    ground: Ground = field(default_factory=Ground)
     controllers: list[int] = field(default_factory=list)
-    """Process ids, one for each start."""
+    """Process ids on their host, one for each start."""
     ports: set[int] = field(default_factory=set)
     """On which it was seen to listen."""
     finished: dict[int, float] = field(default_factory=dict)
@@ -113,6 +114,7 @@ class _Runner:
             finally:
                 self._take_back()
                 self._end_all()
+                self._outcome.ground.close()
 
     def _look(self) -> None:
         self._read_steps()
@@ -140,20 +142,11 @@ class _Runner:
 
     def _start(self) -> None:
         outcome = self._outcome
-        # a path as long as this may be too long for sockets; then the run uses /tmp
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", MARK: outcome.mark, "TMPDIR": str(outcome.scratch)}
-        command = [sys.executable, "-m", "titan_rl.train", *self._settings, "--resume", "auto"]
-        with outcome.output.open("ab") as output:
-            self._process = subprocess.Popen(
-                [*command, "--logging.directory", str(outcome.directory)],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        outcome.controllers.append(self._process.pid)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", MARK: outcome.mark}
+        command = ["titan_rl.train", *self._settings, "--resume", "auto", "--logging.directory", str(outcome.directory)]
+        # a path as long as that of the scratch directory may be too long for sockets; then the run uses /tmp
+        self._process = outcome.ground.start(command, environment, outcome.scratch, outcome.output)
+        outcome.controllers.append(inner_pid(self._process.pid))
         self._stepped, self._moved = False, time.time()
 
     def _start_again(self, code: int) -> None:
@@ -165,8 +158,9 @@ class _Runner:
         ended = last if last is not None and last.fault.kind in ENDS_CONTROLLER and last.detected is None else None
         if ended is None or code not in ENDINGS:
             raise RunFailed(f"the run ended with exit code {code} after {self._last()}{self._tail()}")
-        self._wait_until_gone()
+        self._wait_until_gone(self._outcome.ground.is_controllers)
         ended.detected = time.time() - ended.at
+        self._wait_until_gone()  # other hosts are cut off
         self._take_back()
         said = self._outcome.output.stat().st_size
         self._start()
@@ -184,12 +178,15 @@ class _Runner:
             time.sleep(LOOK_SECONDS)
         return max(self._outcome.finished, default=0)
 
-    def _wait_until_gone(self) -> None:
+    def _wait_until_gone(self, which: Callable[[int], bool] = lambda pid: True) -> None:
         until = time.monotonic() + GONE_SECONDS
-        while left := marked(self._outcome.mark):
+        while left := [pid for pid in self._processes() if which(pid)]:
             if time.monotonic() > until:
                 raise RunFailed(f"{GONE_SECONDS:g} s after {self._last()} these processes live: {left}")
             time.sleep(LOOK_SECONDS)
+
+    def _processes(self) -> list[int]:
+        return [pid for pid in marked(self._outcome.mark) if pid not in self._outcome.ground.idle()]
 
     def _end_all(self) -> None:
         """Nothing of the run is left, even if it has to be killed."""
@@ -207,9 +204,10 @@ class _Runner:
 
     def _begin(self, fault: Fault) -> None:
         """Begin a fault; some take a while to find their moment."""
-        pids = marked(self._outcome.mark)
-        self._outcome.ports |= listening_ports(pids)
-        attack = Attack(self._process.pid, self._outcome.mark, self._outcome.run, self._logged)
+        if not self._outcome.ground.hosts:
+            self._outcome.ports |= listening_ports(self._processes())
+        outcome = self._outcome
+        attack = Attack(self._process.pid, outcome.mark, outcome.run, outcome.ground, self._logged)
         self._injecting = fault, self._hands.submit(attack.inject, fault)
 
     def _note_hit(self) -> None:

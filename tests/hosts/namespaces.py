@@ -25,7 +25,9 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _NEWNS, _NEWUTS, _NEWIPC, _NEWPID, _NEWNET = 0x00020000, 0x04000000, 0x08000000, 0x20000000, 0x40000000
 """CLONE_NEW… of linux/sched.h."""
@@ -124,9 +126,18 @@ class Host:
             options: of `subprocess.Popen`.
         """
         options = {"cwd": os.getcwd(), **options}
-        process = self._resident.submit(subprocess.Popen, command, env=env, **options).result()
+        process = self.call(subprocess.Popen, command, env=env, **options)
         self._processes.append(process)
         return process
+
+    def call(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
+        """Call it in a thread whose network and file systems are this host's. Process ids in it are this machine's, and
+        so /proc is of no use there."""
+        return self._resident.submit(function, *args, **options).result()
+
+    def holds(self, pid: int) -> bool:
+        """Whether a process of this machine is on this host."""
+        return os.path.samefile(f"/proc/{pid}/ns/net", self._network.path)
 
     def kill(self) -> None:
         """SIGKILL everything on this host, and return when it is gone. Then the host is up again: empty, with an empty
@@ -157,9 +168,9 @@ class Host:
     def _boot(self) -> None:
         self._resident = ThreadPoolExecutor(1, thread_name_prefix=self.name)
         self._resident.submit(self._move_in).result()
-        self._first = self._resident.submit(
+        self._first = self.call(
             subprocess.Popen, self._first_command, cwd="/", stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        ).result()
+        )
         if self._first.stdout.readline() != b"up\n":
             raise OSError(f"{self.name} did not start: its first process could not mount its file systems")
 

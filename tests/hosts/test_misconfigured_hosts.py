@@ -11,14 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from namespaces import Host, Hosts, skip_reason
+
+from tests.hosts.namespaces import Hosts, skip_reason
+from tests.hosts.workers import PORT, lend
 
 pytestmark = [
     pytest.mark.skipif(bool(skip_reason()), reason=skip_reason() or "-"),
     pytest.mark.timeout(300),
 ]
 
-PORT = 17000
 REPOSITORY = Path(__file__).resolve().parents[2]
 TASK = "from titan_rl.environments.copy import Copy\n\n\nclass Mine(Copy):\n    pass\n"
 
@@ -27,13 +28,6 @@ TASK = "from titan_rl.environments.copy import Copy\n\n\nclass Mine(Copy):\n    
 def hosts() -> Iterator[Hosts]:
     with Hosts(2, shared_memory=64 << 20) as up:
         yield up
-
-
-def worker(host: Host, port: int, command: list[str] | None = None) -> subprocess.Popen[str]:
-    listen = [sys.executable, "-m", "titan_rl.cli", "worker", "--listen", f"{host.address}:{port}", "--trusted-network"]
-    process = host.run([*(command or []), *listen], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert any("listens on" in line for line in process.stdout)  # Monarch says something too
-    return process
 
 
 def refused(hosts: Hosts, runs: Path, *arguments: str, address: str = "") -> str:
@@ -49,7 +43,7 @@ def refused(hosts: Hosts, runs: Path, *arguments: str, address: str = "") -> str
 
 def refused_with_worker(hosts: Hosts, runs: Path, port: int, before: list[str], *arguments: str) -> str:
     """The same with a worker on the second host that is started behind this command."""
-    lent = worker(hosts[1], port, before)
+    lent = lend(hosts[1], port, behind=before)
     try:
         return refused(hosts, runs, *arguments, address=f"{hosts[1].address}:{port}")
     finally:
@@ -87,7 +81,7 @@ def test_what_listens_is_no_worker(hosts: Hosts, tmp_path: Path) -> None:
 
 
 def test_a_worker_that_serves_another_run(hosts: Hosts, tmp_path: Path) -> None:
-    used = worker(hosts[1], PORT + 2)
+    used = lend(hosts[1], PORT + 2)
     program = (
         "import fcntl, glob, os, sys, time\n"
         "(scratch,) = glob.glob(f'/tmp/titan_rl-{sys.argv[1]}.*')\n"
@@ -109,7 +103,7 @@ def test_a_worker_that_serves_another_run(hosts: Hosts, tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_in_use_and_an_address_that_is_not_here(hosts: Hosts) -> None:
-    used = worker(hosts[1], PORT + 3)
+    used = lend(hosts[1], PORT + 3)
     try:
         for address, why in ((f"{hosts[1].address}:{PORT + 3}", "in use"), ("10.77.0.9:17000", "assign")):
             listen = [sys.executable, "-m", "titan_rl.cli", "worker", "--listen", address, "--trusted-network"]

@@ -5,15 +5,17 @@ With `deterministic` the weights of a run are the same bits on one host and on t
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import threading
 from pathlib import Path
 
 import pytest
-from namespaces import Host, Hosts, skip_reason
+
+from tests.hosts.namespaces import Hosts, skip_reason
+from tests.hosts.workers import workers
 
 pytestmark = [
     pytest.mark.skipif(bool(skip_reason()), reason=skip_reason() or "-"),
@@ -21,33 +23,13 @@ pytestmark = [
 ]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PORT = 17000
 TRAIN = [sys.executable, "-m", "titan_rl.train"]
 SMALL = (
-    *("--recipe", "copy4_async", "--deterministic", "true", "--generator.engine", "simulated"),
-    *("--loop.steps", "14", "--loop.groups-per-step", "4", "--rollout.samples-per-group", "4"),
+    *("--deterministic", "true", "--loop.groups-per-step", "4", "--rollout.samples-per-group", "4"),
     *("--rollout.workers", "2", "--evaluation.every", "0", "--evaluation.prompts", "8"),
-    *("--evaluation.target-exact-match", "0", "--placement.host-seconds", "4", "--logging.tensorboard", "false"),
+    *("--evaluation.target-exact-match", "0", "--logging.tensorboard", "false"),
 )
-
-
-@contextmanager
-def workers(hosts: Sequence[Host]) -> Iterator[list[str]]:
-    """Workers on these hosts; their addresses."""
-    started = []
-    try:
-        for host in hosts:
-            address = f"{host.address}:{PORT}"
-            command = [sys.executable, "-m", "titan_rl.cli", "worker", "--listen", address, "--trusted-network"]
-            worker = host.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            started.append(worker)
-            # Monarch says something too
-            assert any("trusted networks only" in line and address in line for line in worker.stdout)
-        yield [f"{host.address}:{PORT}" for host in hosts]
-    finally:
-        for worker in started:
-            worker.terminate()
-            worker.wait(30)
+DISTURBED = ("--recipe", "copy4_async", "--generator.engine", "simulated", "--loop.steps", "14", *SMALL)
 
 
 def weights(runs: Path) -> bytes:
@@ -55,21 +37,29 @@ def weights(runs: Path) -> bytes:
     return file.read_bytes()
 
 
-@pytest.fixture(scope="module")
-def on_one_host(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    runs = tmp_path_factory.mktemp("one")
-    command = [*TRAIN, *SMALL, "--logging.directory", str(runs)]
+def on_one_host(runs: Path, *settings: str) -> bytes:
+    """The weights of a run on this machine."""
+    command = [*TRAIN, *settings, "--logging.directory", str(runs)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     return weights(runs)
 
 
-@pytest.mark.parametrize("event", ["nothing", "host is killed", "link is cut"])
-def test_a_run_over_two_hosts_ends_with_the_weights_of_one_host(event: str, on_one_host: bytes, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return on_one_host(tmp_path_factory.mktemp("one"), *DISTURBED)
+
+
+@pytest.mark.parametrize("event", ["link is down for a moment", "host is killed", "link is cut"])
+def test_a_run_over_two_hosts_ends_with_the_weights_of_one_host(event: str, undisturbed: bytes, tmp_path: Path) -> None:
+    """The other host is lost, or back before that. A link that is mended later brings no lost host back."""
+    moment = event == "link is down for a moment"
+    happens = event
     with Hosts(2) as hosts, workers(hosts[1:]) as addresses:
         where = ["--hosts", ",".join(addresses), "--trusted-network", "--placement.trainer", "host0"]
         run = hosts[0].run(
-            [*TRAIN, *SMALL, *where, "--logging.directory", str(tmp_path)],
+            [*TRAIN, *DISTURBED, *where, "--placement.host-seconds", "20" if moment else "4"]
+            + ["--logging.directory", str(tmp_path)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -77,15 +67,45 @@ def test_a_run_over_two_hosts_ends_with_the_weights_of_one_host(event: str, on_o
         said = []
         for line in run.stdout:
             said.append(line)
-            if event != "nothing" and line.startswith("step") and int(line.split()[1].split("/")[0]) >= 4:
-                {"host is killed": hosts[1].kill, "link is cut": hosts[1].cut}[event]()
-                event = "nothing"
+            if happens and line.startswith("step") and int(line.split()[1].split("/")[0]) >= 4:
+                (hosts[1].kill if event == "host is killed" else hosts[1].cut)()
+                happens = ""
+                if moment:
+                    mended = threading.Timer(1.0, hosts[1].mend)
+                    mended.start()
+            if "host1" in line and "is lost" in line:
+                hosts[1].mend()
+        if moment:
+            mended.join()
         output = "".join(said)
         assert run.wait(60) == 0, output[-4000:]
-        assert ("host1" in output) is ("is lost" in output)
+        assert ("is lost" in output, "lost generator" in output) == (not moment, not moment), output[-4000:]
         logs = {file.stem for file in tmp_path.glob("*/logs/*.log")}
         assert {"generator0", "generator1", "relay0", "relay1", "rollout0", "rollout1"} <= logs
-    assert weights(tmp_path) == on_one_host
+    assert weights(tmp_path) == undisturbed
+
+
+ACCEPTANCE = functools.partial(pytest.param, marks=pytest.mark.acceptance)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "trainers"),
+    [("copy4_async", 2), ACCEPTANCE("copy4_async", 1), ACCEPTANCE("copy4", 1), ACCEPTANCE("cpu_smoke", 2)],
+)
+def test_copy4_over_two_hosts_ends_with_the_weights_of_one_host(recipe: str, trainers: int, tmp_path: Path) -> None:
+    """Real engines, one on each host, and trainer ranks on the first host or on both."""
+    settings = ("--recipe", recipe, *SMALL, "--loop.steps", "4", "--trainer.data-parallel", str(trainers))
+    with Hosts(2) as hosts, workers(hosts[1:]) as addresses:
+        where = ["--hosts", *addresses, "--trusted-network", "--placement.trainer", *["host0", "host1"][:trainers]]
+        run = hosts[0].run(
+            [*TRAIN, *settings, *where, "--logging.directory", str(tmp_path / "two")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        output, _ = run.communicate(timeout=400)
+    assert run.returncode == 0, output[-4000:]
+    assert weights(tmp_path / "two") == on_one_host(tmp_path / "one", *settings)
 
 
 def test_torchrun_makes_hosts_of_its_ranks_and_the_trainer_spans_two_of_them(tmp_path: Path) -> None:

@@ -1,0 +1,38 @@
+"""`titan-rl worker` on hosts, for tests and benches."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from tests.hosts.namespaces import Host
+
+PORT = 17000
+
+
+def lend(host: Host, port: int = PORT, *, behind: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """Start a worker; returns when it listens.
+
+    Args:
+        behind: a command that runs another one.
+    """
+    listen = [sys.executable, "-m", "titan_rl.cli", "worker", "--listen", f"{host.address}:{port}", "--trusted-network"]
+    worker = host.run([*behind, *listen], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert any("trusted networks only" in line for line in worker.stdout)  # Monarch says something too
+    return worker
+
+
+@contextmanager
+def workers(hosts: Sequence[Host]) -> Iterator[list[str]]:
+    """A worker on each of these hosts; their addresses."""
+    lent = []
+    try:
+        for host in hosts:
+            lent.append(lend(host))
+        yield [f"{host.address}:{PORT}" for host in hosts]
+    finally:
+        for worker in lent:
+            worker.terminate()
+            worker.wait(30)
