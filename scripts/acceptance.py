@@ -139,6 +139,7 @@ JOBS = (
     ),
     bench("weight_sync", at_most={"ratio_to_memcpy": 3.0, "ratio_total": 6.0}),
     bench("fanout", at_most={"trainer_egress_copies": 1.1, "time_ratio_to_link_bound": 1.3}),
+    bench("start", at_most={"start_ratio_8_hosts": 1.3}),
     learns("copy4", exact_match=0.95),
     bench("data_plane", at_most={"controller_bytes_per_sample": 1023.9}, shared_memory_to_controller_16mb=4.0),
     learns("copy4_async", exact_match=0.95),
@@ -166,7 +167,7 @@ JOBS = (
         lambda _: [sys.executable, "scripts/chaos.py", "--seed", "0", "--minutes", "20", "--deterministic"],
         last_line_json,
         {"training_time_ratio": 0.9, "bitwise_equal": 1, "kinds": 30},
-        {"lost": 0, "worst_detection_s": 2.0, "worst_hang_detection_s": 8.0},
+        {"lost": 0, "worst_detection_s": 2.0, "worst_hang_detection_s": 8.0, "worst_host_detection_s": 6.0},
     ),
     Job(
         "jobs on a real Slurm",  # apt-get install slurm-wlm munge

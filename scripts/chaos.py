@@ -24,8 +24,8 @@ The last line is one JSON object:
 
 Exit code 1: a check failed, and the run directories are kept. /dev/shm of the runs is one of their own where this
 machine lets us mount one; where it does not, faults that need it are left out. With faults of hosts the disturbed run
-is over three hosts, which are network namespaces of this machine, and the undisturbed one on one host; where it cannot
-make such hosts, these faults are left out too.
+is over several hosts, which are network namespaces of this machine, and the undisturbed one on one host. Where this
+machine cannot make such hosts, these faults are left out too.
 
 Other options go to both runs, such as --generator.engine simulated.
 """
@@ -78,7 +78,8 @@ SHAPES = (
 """By seed."""
 PRIVATE = "CHAOS_HAS_ITS_OWN_SHARED_MEMORY"
 SHARED_BYTES = 512 << 20
-HOSTS = 3
+HOSTS = 4
+"""The controller's, two with a worker, and one that joins."""
 
 
 def main() -> int:

@@ -153,10 +153,12 @@ class Attack:
             case "HTTP clients vanish":
                 return self._call_and_vanish(luck)
             case "kill host":
-                return Hit(self._ground.kill(luck))
+                return Hit(self._ground.kill(self._run, luck))
             case "cut link":
-                what, mend = self._ground.cut(luck)
+                what, mend = self._ground.cut(self._run, luck)
                 return Hit(what, undo=mend)
+            case "join host":
+                return Hit(self._ground.join(self._run, luck))
             case "trainer killed, its copies damaged":
                 for there in self._ground.everywhere:
                     there(self._damage_copies)

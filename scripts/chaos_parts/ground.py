@@ -1,8 +1,9 @@
 """Where a run is made: on this machine, or over several hosts, which are network namespaces of it.
 
-The controller is on the first host. Every other one may have a worker, which serves the run until its host is killed or
-its link is cut. Processes of all hosts are seen from here. Shared memory, mounts and ports are a host's own: what is
-done with them is done there (`there`).
+The controller is on the first host. Every other one may have a worker, and the run is started over all of these. The
+last one gets its worker when it joins, and one that was killed gets a new one then or at the next start of the run.
+Processes of all hosts are seen from here. Shared memory, mounts and ports are a host's own: what is done with them is
+done there (`there`).
 """
 
 from __future__ import annotations
@@ -46,8 +47,6 @@ class Worker:
     host: Host
     address: str
     process: subprocess.Popen[Any]
-    serves: bool = True
-    """Whether it is a host of the run, as far as is known here."""
 
 
 class Ground:
@@ -85,7 +84,7 @@ class Ground:
     def start(
         self, command: Sequence[str], environment: Mapping[str, str], scratch: Path, output: Path
     ) -> subprocess.Popen[Any]:
-        """Start the controller, on all hosts that can serve.
+        """Start the controller.
 
         Args:
             scratch: for temporary files.
@@ -110,9 +109,9 @@ class Ground:
         if not self.hosts:
             return start(None, command)
         self._start, self._output = start, output
-        for host in self.hosts[1:]:
-            worker = self._worker_of(host) or self._lend(host)
-            worker.serves = True
+        for host in self._without_worker():
+            if host is not self.hosts[-1]:
+                self._lend(host)
         where = ["--placement.hosts", *(worker.address for worker in self._workers), "--trusted-network"]
         bound = ["--placement.host-seconds", str(HOST_SECONDS), "--rollout.agents.host", self.hosts[0].address]
         return start(self.hosts[0], [*command, *where, *bound])
@@ -124,28 +123,47 @@ class Ground:
             worker.process.wait()
         self._workers.clear()
 
-    def kill(self, luck: float) -> str:
-        """Kill everything on a host. Raises LookupError if only the controller's serves."""
-        worker = self._serving(luck)
+    def kill(self, run: Path, luck: float) -> str:
+        """Kill everything on a host of the run. Raises LookupError if there is only the controller's."""
+        worker = self._serving(run, luck)
         worker.host.kill()
         self._workers.remove(worker)
         return f"everything on {worker.host.name} ({worker.address}) was killed"
 
-    def cut(self, luck: float) -> tuple[str, Callable[[], None]]:
+    def cut(self, run: Path, luck: float) -> tuple[str, Callable[[], None]]:
         """Cut a host off; returns also what mends the link. Raises LookupError as `kill` does."""
-        worker = self._serving(luck)
+        worker = self._serving(run, luck)
         worker.host.cut()
-        worker.serves = False
         return f"the link of {worker.host.name} ({worker.address}) is cut", worker.host.mend
 
-    def _serving(self, luck: float) -> Worker:
-        serving = [worker for worker in self._workers if worker.serves]
+    def join(self, run: Path, luck: float) -> str:
+        """Let a host join. Raises LookupError if all have a worker; OSError if the run does not take it."""
+        if not (idle := self._without_worker()):
+            raise LookupError("every host has a worker")
+        worker = self._lend(idle[int(luck * len(idle))])
+        words = ["-m", "titan_rl.cli", "fleet", str(run), "add", worker.address]
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise OSError(done.stderr)
+        return f"{worker.host.name} joins: {'; '.join(done.stdout.splitlines())}"
+
+    def _serving(self, run: Path, luck: float) -> Worker:
+        from titan_rl.fleet import ask
+
+        from titan_rl.errors import TitanError
+
+        try:
+            shown = "\n".join(ask(run, {"verb": "show", "names": [], "generators": None})["lines"])
+        except TitanError as error:
+            raise LookupError(str(error)) from error  # it is starting
+        serving = [worker for worker in self._workers if f" at {worker.host.address}: " in shown]
         if not serving:
             raise LookupError("no host but the controller's serves the run")
         return serving[int(luck * len(serving))]
 
-    def _worker_of(self, host: Host) -> Worker | None:
-        return next((worker for worker in self._workers if worker.host is host), None)
+    def _without_worker(self) -> list[Host]:
+        have = {worker.host.name for worker in self._workers}
+        return [host for host in self.hosts[1:] if host.name not in have]
 
     def _lend(self, host: Host) -> Worker:
         """Start a worker, at a port that none had before; returns when it listens."""

@@ -52,11 +52,12 @@ KINDS: dict[str, Kind] = {
     "HTTP clients vanish": Kind(),
     "kill host": Kind(seen="is lost: "),
     "cut link": Kind(seen="is lost: "),
+    "join host": Kind(),
 }
 """All but those of user code, which are in the task (`task.TROUBLES`)."""
 
 NEEDS_MOUNT = {"shared memory full", "disk full"}
-NEEDS_HOSTS = {"kill host", "cut link"}
+NEEDS_HOSTS = {"kill host", "cut link", "join host"}
 ENDS_CONTROLLER = {kind for kind in KINDS if kind.startswith("controller")}
 LASTING = {kind for kind, each in KINDS.items() if each.seen.startswith("no checkpoint")}
 """These go on until somebody notices."""

@@ -52,7 +52,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.mark.parametrize("event", ["link is down for a moment", "host is killed", "link is cut"])
 def test_a_run_over_two_hosts_ends_with_the_weights_of_one_host(event: str, undisturbed: bytes, tmp_path: Path) -> None:
-    """The other host is lost, or back before that. A link that is mended later brings no lost host back."""
+    """The other host is lost, or back before that. A link is mended when its host is lost."""
     moment = event == "link is down for a moment"
     happens = event
     with Hosts(2) as hosts, workers(hosts[1:]) as addresses:
