@@ -148,9 +148,8 @@ class Ground:
         return f"{worker.host.name} joins: {'; '.join(done.stdout.splitlines())}"
 
     def _serving(self, run: Path, luck: float) -> Worker:
-        from titan_rl.fleet import ask
-
         from titan_rl.errors import TitanError
+        from titan_rl.fleet import ask
 
         try:
             shown = "\n".join(ask(run, {"verb": "show", "names": [], "generators": None})["lines"])

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from namespaces import Host, Hosts, skip_reason
-from test_runs_over_hosts import SMALL, TRAIN, workers
+from test_runs_over_hosts import SMALL, TRAIN
+
+from tests.hosts.namespaces import Host, Hosts, skip_reason
+from tests.hosts.workers import workers
 
 pytestmark = [
     pytest.mark.skipif(bool(skip_reason()), reason=skip_reason() or "-"),

@@ -24,12 +24,15 @@ pytestmark = [
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRAIN = [sys.executable, "-m", "titan_rl.train"]
-SMALL = (
+FEW = (
     *("--deterministic", "true", "--loop.groups-per-step", "4", "--rollout.samples-per-group", "4"),
     *("--rollout.workers", "2", "--evaluation.every", "0", "--evaluation.prompts", "8"),
     *("--evaluation.target-exact-match", "0", "--logging.tensorboard", "false"),
 )
-DISTURBED = ("--recipe", "copy4_async", "--generator.engine", "simulated", "--loop.steps", "14", *SMALL)
+SMALL = (
+    *("--recipe", "copy4_async", "--generator.engine", "simulated", "--loop.steps", "14"),
+    *("--placement.host-seconds", "4", *FEW),
+)
 
 
 def weights(runs: Path) -> bytes:
@@ -47,19 +50,18 @@ def on_one_host(runs: Path, *settings: str) -> bytes:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    return on_one_host(tmp_path_factory.mktemp("one"), *DISTURBED)
+    return on_one_host(tmp_path_factory.mktemp("one"), *SMALL)
 
 
 @pytest.mark.parametrize("event", ["link is down for a moment", "host is killed", "link is cut"])
 def test_a_run_over_two_hosts_ends_with_the_weights_of_one_host(event: str, undisturbed: bytes, tmp_path: Path) -> None:
     """The other host is lost, or back before that. A link is mended when its host is lost."""
-    moment = event == "link is down for a moment"
-    happens = event
+    moment, happens = event == "link is down for a moment", event
+    patience = ("--placement.host-seconds", "20") if moment else ()
     with Hosts(2) as hosts, workers(hosts[1:]) as addresses:
         where = ["--hosts", ",".join(addresses), "--trusted-network", "--placement.trainer", "host0"]
         run = hosts[0].run(
-            [*TRAIN, *DISTURBED, *where, "--placement.host-seconds", "20" if moment else "4"]
-            + ["--logging.directory", str(tmp_path)],
+            [*TRAIN, *SMALL, *where, *patience, "--logging.directory", str(tmp_path)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -94,7 +96,7 @@ ACCEPTANCE = functools.partial(pytest.param, marks=pytest.mark.acceptance)
 )
 def test_copy4_over_two_hosts_ends_with_the_weights_of_one_host(recipe: str, trainers: int, tmp_path: Path) -> None:
     """Real engines, one on each host, and trainer ranks on the first host or on both."""
-    settings = ("--recipe", recipe, *SMALL, "--loop.steps", "4", "--trainer.data-parallel", str(trainers))
+    settings = ("--recipe", recipe, *FEW, "--loop.steps", "4", "--trainer.data-parallel", str(trainers))
     with Hosts(2) as hosts, workers(hosts[1:]) as addresses:
         where = ["--hosts", *addresses, "--trusted-network", "--placement.trainer", *["host0", "host1"][:trainers]]
         run = hosts[0].run(

@@ -154,8 +154,7 @@ class Meshes:
         self.workers = {f"host{number}": worker for number, worker in enumerate(self.config.placement.hosts, 1)}
         await self.join(self.workers)
         self.place_again()
-        for host in self.hosts.values():
-            await refuse_unfit(self, host)
+        await asyncio.gather(*(refuse_unfit(self, host) for host in self.hosts.values()))
 
     async def join(self, workers: Mapping[str, str]) -> None:
         """Attach hosts. Nothing is placed on them by this; while meshes are up, they are checked first.
