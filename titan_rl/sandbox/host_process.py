@@ -72,6 +72,8 @@ class ForkedProcess:
         self._kill = kill
         self._how = ""
         self._lost = False
+        self.lost_host = False
+        """Whether it ended because its host died."""
         self.transport: asyncio.WriteTransport
         self.on_answers: Callable[[list[Answer | None]], None] = lambda answers: None
         """Called with answers. A None among them ends a list of calls that ran one after the other."""
@@ -99,6 +101,10 @@ class ForkedProcess:
     def _end(self) -> None:
         if self._lost and self._how and not self.ended.done():
             self.ended.set_result(self._how)
+
+
+class HostGone(TaskError):
+    """The host of an environment has died: no fault of the call that a process of it was doing."""
 
 
 class HostProcess:
@@ -165,7 +171,7 @@ class HostProcess:
         with theirs:
             if self.exited:
                 fork.transport.abort()
-                raise TaskError(f"the process that it is forked from {self._ending()}")
+                raise HostGone(f"the process that it is forked from {self._ending()}")
             try:
                 socket.send_fds(self._socket, [pack_frame(Fork(number))], [theirs.fileno()])
             except OSError as error:
@@ -284,6 +290,7 @@ class HostProcess:
         self._exited.set()
         while self._forks:
             _, fork = self._forks.popitem()
+            fork.lost_host = True
             fork.process_ended(f"ended: the process that it was forked from {self._ending()}")
         # a process that user code started may hold the socket open: do not wait for its end of stream
         self._loop.call_later(DRAIN_SECONDS, self._transport.abort)

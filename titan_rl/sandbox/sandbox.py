@@ -18,8 +18,8 @@ from collections.abc import Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from titan_rl.errors import TaskError, TaskTimeout, TitanError
-from titan_rl.sandbox.host_process import ForkedProcess, HostProcess
+from titan_rl.errors import ActorGone, TaskError, TaskTimeout, TitanError
+from titan_rl.sandbox.host_process import ForkedProcess, HostGone, HostProcess
 from titan_rl.sandbox.scheduler import MAX_PROCESSES, SLACK_SECONDS, Scheduler, Worker
 from titan_rl.sandbox.wire import Answer, Call, CallKind, EnvironmentSetup, TaskInfo
 from titan_rl.types import Endpoint, Purpose
@@ -105,10 +105,13 @@ class Sandbox:
 
         Raises:
             TaskError: it raised or ended its process; or this object is closed.
+            ActorGone: the process that it was forked from has died: the rollout is lost, and is to be played again.
         """
         call = Call(CallKind.PLAY, purpose, index, endpoint=endpoint)
         try:
             return self._value(call, await self._run_alone(call, None))
+        except HostGone as error:
+            raise ActorGone(f"{call}: {error}") from None
         except TaskError as error:
             raise type(error)(f"{call}: {error}") from None
 
@@ -258,7 +261,8 @@ class Sandbox:
             return answer
         if late and seconds is not None:
             raise TaskTimeout("took too long")
-        raise TaskError(self._closed or f"its process {process.ended.result()} and returned nothing")
+        gone = HostGone if process.lost_host and not self._closed else TaskError
+        raise gone(self._closed or f"its process {process.ended.result()} and returned nothing")
 
     def _settle(self, pending: _Pending, answer: Answer) -> None:
         try:
