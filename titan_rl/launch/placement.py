@@ -300,8 +300,7 @@ def plan(
     if device == "cpu":
         # otherwise vLLM pins its threads to cores of its own choice, the same ones in every process
         engine["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    before, spares = len(names), configured[len(configured) - where.spares :]
-    # the largest first, as long as a host has so much room
+    before, spares = len(names), configured[len(configured) - where.spares :]  # the largest first, while there is room
     for name in sorted(generators, key=lambda name: -config.generator_settings(name).tensor_parallel):
         group, ranks = config.generator_group(name), config.generator_settings(name).tensor_parallel
         kind = group.partition(".")[2] if name not in spares else "spare"
