@@ -56,6 +56,8 @@ class Processes:
         await asyncio.sleep(0)
         self._on.pop(name, None)
 
+    async def started(self) -> None: ...
+
     async def stop_all(self) -> None: ...
 
 

@@ -249,6 +249,7 @@ class Meshes:
         spec, client = self.specs[name], self.clients[name]
         self._on_mesh(name, spec.doing)
         self._begun.add(name)
+        await self.provisioner.started()
         self.pids[name] = await spec.setup(client)
         self._on_mesh(name, "ready")
         self.up[name] = time.monotonic()

@@ -66,6 +66,10 @@ class Mesh:
         return [host for host, _, _ in self._parts]
 
     @property
+    def processes(self) -> list[ProcMesh]:
+        return [processes for _, processes, _ in self._parts]
+
+    @property
     def any_ended(self) -> bool:
         return any(host.any_ended(self.start) for host in self.hosts)
 
@@ -239,6 +243,12 @@ class Provisioner:
             first += count
         assert first == ranks
         return mesh
+
+    async def started(self) -> None:
+        """Returns when the processes of all meshes have started, or failed to. Before that, to pickle a handle on them
+        blocks the event loop until then: hosts would hear nothing of this controller and end what they have of it."""
+        parts = [part.initialized for mesh in self._meshes.values() for part in mesh.processes]
+        await asyncio.gather(*parts, return_exceptions=True)
 
     async def stop(self, name: str, *, kill: bool = False, remove: str = "") -> None:
         """Stop one mesh, if it is up. See `Mesh.stop`.
