@@ -5,7 +5,6 @@ With `deterministic` the weights of a run are the same bits on one host and on t
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import sys
@@ -87,12 +86,9 @@ def test_a_run_over_two_hosts_ends_with_the_weights_of_one_host(event: str, undi
     assert weights(tmp_path) == undisturbed
 
 
-ACCEPTANCE = functools.partial(pytest.param, marks=pytest.mark.acceptance)
-
-
+@pytest.mark.acceptance
 @pytest.mark.parametrize(
-    ("recipe", "trainers"),
-    [("copy4_async", 2), ACCEPTANCE("copy4_async", 1), ACCEPTANCE("copy4", 1), ACCEPTANCE("cpu_smoke", 2)],
+    ("recipe", "trainers"), [("copy4_async", 2), ("copy4_async", 1), ("copy4", 1), ("cpu_smoke", 2)]
 )
 def test_copy4_over_two_hosts_ends_with_the_weights_of_one_host(recipe: str, trainers: int, tmp_path: Path) -> None:
     """Real engines, one on each host, and trainer ranks on the first host or on both."""
