@@ -49,6 +49,7 @@ ENDED_BY = {
     "gateway/callers.py:unless": "the end that it is given",
     "gateway/sampling.py:__anext__": "the requests, which end",
     "gateway/sampling.py:run": "the thread of the jobs, which are short",
+    "launch/meshes.py:place": "calls to agents, which have a bound",
     "launch/meshes.py:watched": "the work of a replacement; `close` cancels it",
     "rollout/rollouter.py:_until_over": "the program, its idle time, or its end",
     "rollout/rollouter.py:close": "the sessions, whose programs have been ended",
