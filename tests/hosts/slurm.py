@@ -92,9 +92,10 @@ class Slurm:
         self("srun", f"--dependency=afterany:{job}", "--nodes=1", "true", seconds=800)
 
     def close(self) -> None:
-        with suppress(AssertionError, subprocess.TimeoutExpired):
-            self("scancel", "--signal=KILL", "--full", "--user=root")
-            self("scancel", "--user=root")
+        all_nodes = ("srun", "--exclusive", f"--nodes={len(self._names)}", "true")  # once no job has a process left
+        for command in (("scancel", "--signal=KILL", "--full", "--user=root"), ("scancel", "--user=root"), all_nodes):
+            with suppress(AssertionError, subprocess.TimeoutExpired):
+                self(*command)
         for file in self.directory.glob("*.pid"):
             with suppress(ProcessLookupError, ValueError):
                 process = os.pidfd_open(int(file.read_text()))
