@@ -58,16 +58,14 @@ class Mesh:
         self.name = name
         self.start = spawn
         self._parts = parts
+        self.over = asyncio.Event()
+        """A host of it is lost, or it is being stopped: Monarch may never say that the rest has started."""
         self.actors: list[str] = []
         """The names of the actor meshes spawned here, as Monarch knows them."""
 
     @property
     def hosts(self) -> list[Host]:
         return [host for host, _, _ in self._parts]
-
-    @property
-    def processes(self) -> list[ProcMesh]:
-        return [processes for _, processes, _ in self._parts]
 
     @property
     def any_ended(self) -> bool:
@@ -92,12 +90,24 @@ class Mesh:
             ranks += [actors.slice(ranks=rank) for rank in range(count)]
         return ranks
 
+    async def started(self) -> None:
+        """Returns when the processes have started or failed to, or will not be waited for any more."""
+        starting = asyncio.gather(*(part.initialized for _, part, _ in self._parts), return_exceptions=True)
+        either: list[asyncio.Future[Any]] = [starting, asyncio.ensure_future(self.over.wait())]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in either:
+                each.cancel()
+            await asyncio.gather(*either, return_exceptions=True)
+
     async def stop(self, *, kill: bool = False) -> None:
         """End the processes. Never raises: a process that does not stop in time is killed and logged.
 
         Args:
             kill: do not ask them first, because they hang or because one of them is gone.
         """
+        self.over.set()
         await asyncio.gather(*(self._stop(host, processes, kill) for host, processes, _ in self._parts))
 
     async def _stop(self, host: Host, processes: ProcMesh, kill: bool) -> None:
@@ -175,6 +185,7 @@ class Provisioner:
             del self.hosts[host.name]
             on_lost(host)
             for mesh in self._on(host):
+                mesh.over.set()
                 self._on_fault(MeshFailed(host.lost, mesh.name))
 
         new = [
@@ -247,8 +258,7 @@ class Provisioner:
     async def started(self) -> None:
         """Returns when the processes of all meshes have started, or failed to. Before that, to pickle a handle on them
         blocks the event loop until then: hosts would hear nothing of this controller and end what they have of it."""
-        parts = [part.initialized for mesh in self._meshes.values() for part in mesh.processes]
-        await asyncio.gather(*parts, return_exceptions=True)
+        await asyncio.gather(*(mesh.started() for mesh in self._meshes.values()))
 
     async def stop(self, name: str, *, kill: bool = False, remove: str = "") -> None:
         """Stop one mesh, if it is up. See `Mesh.stop`.
