@@ -39,7 +39,7 @@ async def main() -> None:
     calls = {name: Connection(relay, what=f"{{}} on {name}") for name, relay in relays.items()}
     handles = {name: (0, relay) for name, relay in relays.items()}
     for name in HOSTS:
-        await calls[name].call(SECONDS, WeightRelay.use, handles, ["trainer"])
+        await calls[name].call(SECONDS, WeightRelay.use, handles)
     publication = await calls["trainer"].call(SECONDS, Node.publish, "policy", 1, NBYTES)
     token, chunks = await calls["a"].call(SECONDS, WeightRelay.open, publication)
     await calls["a"].call(SECONDS, WeightRelay.arrived, token, len(chunks) // 2)
@@ -47,7 +47,7 @@ async def main() -> None:
     await asyncio.to_thread(sys.stdin.readline)
     for name in ("trainer", "a", "c"):  # as the controller does when it hears of it
         left = {host: handle for host, handle in handles.items() if host != "b"}
-        await calls[name].call(SECONDS, WeightRelay.use, left, ["trainer"])
+        await calls[name].call(SECONDS, WeightRelay.use, left)
     await asyncio.gather(*(calls[name].call(SECONDS, WeightRelay.bring, publication) for name in "ac"))
     whole = [await calls[name].call(SECONDS, Node.has, publication) for name in "ac"]
     print(json.dumps(whole), flush=True)
