@@ -22,6 +22,7 @@ from leftovers import (
     wait_for_line,
 )
 
+from tests.support.metrics import assert_metrics_are_known
 from titan_rl.actors.gateway import GatewayClient
 from titan_rl.config_registry import copy4
 from titan_rl.errors import ActorGone
@@ -48,6 +49,7 @@ def test_an_unmodified_script_is_trained_through_the_gateway_and_nothing_listens
     assert_nothing_is_left(run)
 
     (directory,) = tmp_path.iterdir()
+    assert_metrics_are_known(directory)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "train/loss" in line]
     assert [step["step"] for step in steps] == [1, 2]

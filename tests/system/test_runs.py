@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from leftovers import REPOSITORY, RUN_SECONDS, assert_nothing_is_left, finish, start_run
 
+from tests.support.metrics import assert_metrics_are_known
+
 
 def readme_example() -> str:
     """The README's file with a task of one's own."""
@@ -45,6 +47,7 @@ def test_the_task_of_the_readme_is_learned_and_shown_under_torchrun_and_its_chec
         assert part in output
     assert f"reward {summary['reward_before']:.3f} → {summary['reward_after']:.3f}" in output
 
+    assert_metrics_are_known(directory)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     trained = [line for line in lines if "train/loss" in line]
     assert [line["step"] for line in trained] == list(range(1, summary["steps"] + 1))
@@ -116,6 +119,7 @@ def steps_of(name: str, *arguments: str, runs: Path, learned: bool = True) -> li
     assert run.returncode == (0 if learned else 1), output
     assert ("did not learn" in output) is not learned, output
     assert_nothing_is_left(run)
+    assert_metrics_are_known(run_directory(runs))
     lines = [json.loads(line) for line in (run_directory(runs) / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "train/loss" in line]
 

@@ -147,6 +147,7 @@ class StepRecords:
                 "groups/failed": counts.failed,
                 "groups/active": counts.active,
                 "groups/lost": summary.lost,
+                "groups/equal_rewards": float(np.mean([len(report.rewards) <= 1 for report in reports])),
                 "data_plane/held_samples": sum(store.samples for store in held),
                 "data_plane/held_bytes": sum(store.nbytes for store in held),
                 **await _fleet_metrics(system),
