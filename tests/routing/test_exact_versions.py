@@ -23,7 +23,8 @@ def v(step: int) -> PolicyVersion:
 
 
 class World:
-    """A fleet, its dispatcher, and groups of several turns, each of which wants one version from start to end."""
+    """A fleet, its dispatcher, and groups of several turns, each of which wants one version from start to end. A group
+    begins once its version is served and holds one of a few places until it ends, as programs do."""
 
     def __init__(
         self,
@@ -31,6 +32,7 @@ class World:
         strategy: RoundRobin | LeastLoaded | StickySession,
         rng: random.Random,
         serving: int | None = None,
+        places: int = 1000,
     ) -> None:
         self.rng = rng
         self.fleet = Fleet(strategy, serving=serving)
@@ -38,6 +40,10 @@ class World:
         for index in range(generators):
             self.fleet.joined(f"g{index}")
         self.groups: dict[str, tuple[PolicyVersion, int]] = {}  # version, turns that are left
+        self.places = places
+        self.unserved: list[str] = []  # groups whose version was not served yet
+        self.queue: list[str] = []  # groups that have begun and have no place
+        self.holders: set[str] = set()
         self.live: dict[str, Assignment] = {}
         self.draining: set[str] = set()
         self.pulling: dict[str, PolicyVersion] = {}
@@ -48,7 +54,15 @@ class World:
 
     def advance(self) -> None:
         self.take(self.dispatcher.reconsider(0.0))
-        self.draining |= set(self.fleet.startable(self.dispatcher.load))
+        self.draining |= set(self.fleet.startable(self.dispatcher.load, self.dispatcher.demanded))
+        served = [group for group in self.unserved if self.fleet.is_served(self.groups[group][0])]
+        self.unserved = [group for group in self.unserved if group not in served]
+        self.queue += served
+        while self.queue and len(self.holders) < self.places:
+            group = self.queue.pop(0)
+            self.holders.add(group)
+            self.turn(group)
+            self.draining |= set(self.fleet.startable(self.dispatcher.load, self.dispatcher.demanded))
 
     def take(self, assignments: list[Assignment]) -> None:
         for each in assignments:
@@ -69,7 +83,7 @@ class World:
             self.sent += 1
             group = f"{step}-{self.sent}"
             self.groups[group] = (v(step), self.rng.randint(1, 3))
-            self.turn(group)
+            self.unserved.append(group)
         self.retire()
         self.advance()
 
@@ -90,6 +104,7 @@ class World:
             self.turn(group)
         else:
             del self.groups[group]
+            self.holders.remove(group)
             self.retire()
         self.advance()
 
@@ -114,6 +129,13 @@ class World:
             self.dispatcher.lost(request_id, 0.0, died="killed")
         self.advance()
 
+    def leave_out(self) -> None:
+        """No replacement comes for a dead one, if another one lives or is to come."""
+        there = [health.name for health in self.fleet if not health.left_out]
+        if len(there) > 1 and (dead := [health.name for health in self.fleet if health.is_awaited]):
+            self.fleet.left_out(self.rng.choice(dead), "it was taken away")
+            self.advance()
+
     def replace(self) -> None:
         self.fleet.joined(self.rng.choice([health.name for health in self.fleet if health.is_awaited]))
         self.advance()
@@ -131,14 +153,16 @@ class World:
     steps=st.integers(1, 8),
     serving=st.sampled_from([None, 1, 2]),
     deaths=st.integers(0, 6),
+    places=st.sampled_from([1, 2, 4, 1000]),
     seed=st.integers(0, 2**32),
 )
 def test_every_request_is_served_by_its_version_in_the_end(
-    generators: int, strategy, steps: int, serving: int | None, deaths: int, seed: int
+    generators: int, strategy, steps: int, serving: int | None, deaths: int, places: int, seed: int
 ) -> None:
-    """Though generators die, if they are replaced."""
+    """Though generators die, if one is left or comes, and though groups of one version hold the places that those of
+    another one wait for."""
     rng = random.Random(seed)
-    world = World(generators, strategy(), rng, serving)
+    world = World(generators, strategy(), rng, serving, places)
     step = 0
     while step < steps or world.groups:
         events = world.possible()
@@ -153,6 +177,8 @@ def test_every_request_is_served_by_its_version_in_the_end(
         if deaths and rng.random() < 0.1:
             deaths -= 1
             world.die()
+            if rng.random() < 0.3:
+                world.leave_out()
             continue
         assert events, f"nothing can happen any more: {world.fleet.describe()}, {world.groups}"
         rng.choice(events)()
@@ -182,7 +208,7 @@ def test_the_last_generator_of_a_wanted_version_stays() -> None:
     assert fleet.pulling("g0") == v(2)
 
 
-def test_a_generator_goes_back_for_groups_that_were_lost() -> None:
+def test_a_generator_without_requests_goes_back_for_those_that_wait() -> None:
     fleet = serving(1)
     fleet.ask_beside(v(1))
     fleet.retire(v(0))
@@ -190,16 +216,17 @@ def test_a_generator_goes_back_for_groups_that_were_lost() -> None:
     fleet.verified("g0", fleet.pulling("g0"))
     fleet.ask_beside(v(0))
     fleet.ask_beside(v(2))
-    assert fleet.startable(lambda name: 0) == ["g0"], "nobody else will serve the oldest"
-    assert fleet.pulling("g0") == v(0)
-    fleet.verified("g0", v(0))
-    assert fleet.startable(lambda name: 0) == [], "0 is still wanted"
-    fleet.retire(v(0))
+    assert fleet.startable(lambda name: 0) == [], "groups of version 1 are to be played, and nobody asks for another"
+    assert fleet.startable(lambda name: 1, {v(2)}) == [], "those of version 1 are being played"
+    assert fleet.startable(lambda name: 0, {v(2)}) == ["g0"]
+    assert fleet.pulling("g0") == v(2), "which is asked for, before the oldest"
+    fleet.verified("g0", v(2))
+    fleet.retire(v(2))
     assert fleet.startable(lambda name: 0) == ["g0"]
-    assert fleet.pulling("g0") == v(1)
+    assert fleet.pulling("g0") == v(0)
 
 
-def test_of_those_that_are_left_the_newest_goes_back_for_what_one_that_left_has_served() -> None:
+def test_of_those_that_are_left_an_idle_one_goes_back_for_what_one_that_left_has_served() -> None:
     fleet = serving(3)
     for version in (1, 2):
         fleet.ask_beside(v(version))
@@ -207,10 +234,11 @@ def test_of_those_that_are_left_the_newest_goes_back_for_what_one_that_left_has_
         fleet.verified(name, fleet.pulling(name))
     oldest = next(each.name for each in fleet if each.version == v(0))
     newest = next(each.name for each in fleet if each.version == v(2))
+    load = {each.name: int(each.name != newest) for each in fleet}.__getitem__
     fleet.died(oldest, "it was killed")
-    assert fleet.startable(lambda name: 0) == [], "its replacement will serve 0"
+    assert fleet.startable(load, {v(0)}) == [], "its replacement will serve 0"
     fleet.left_out(oldest, "it was taken away")
-    assert fleet.startable(lambda name: 0) == [newest]
+    assert fleet.startable(load, {v(0)}) == [newest]
     assert fleet.pulling(newest) == v(0)
 
 

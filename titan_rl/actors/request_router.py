@@ -101,6 +101,8 @@ class RequestRouter(RequestServer):
         refusals = [(request, self._refusal(request)) for request in requests]
         self.answer([], [(request.request_id, error) for request, error in refusals if error is not None])
         self._send(self._dispatcher.submit([request for request, error in refusals if error is None], self._now()))
+        if self._dispatcher.waiting and any(request.exact_version is not None for request in requests):
+            self._advance()  # a generator that has nothing to do may serve their version
 
     def give_up(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -177,8 +179,8 @@ class RequestRouter(RequestServer):
         generator.served += self.answer(answers, errors + self._dispatcher.failures())
         if (fatal := next((error for _, error in failures if is_gone(error)), None)) is not None:
             self._died(generator, fatal)
-        if parts or failures:
-            self._advance()  # requests may wait for another attempt
+        if parts or failures or (self._dispatcher.waiting and not self._dispatcher.in_flight(generator.name)):
+            self._advance()  # requests may wait for another attempt, or for a version that an idle generator may serve
         else:
             self._tell()  # a drain may be waiting for the last request
 

@@ -168,7 +168,9 @@ class GeneratorRouter(RequestRouter):
         """Requests first, so that a generator that was just verified serves those that wait however fast versions
         follow each other; then the changes of weights that can begin."""
         super()._advance()
-        for name in () if self._ended is not None else self._fleet.startable(self._dispatcher.load):
+        if self._ended is not None:
+            return
+        for name in self._fleet.startable(self._dispatcher.load, self._dispatcher.demanded):
             generator = self._generators[name]
             task = generator.sync = asyncio.get_running_loop().create_task(self._sync(generator))
             self._syncs.add(task)

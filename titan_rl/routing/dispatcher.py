@@ -89,6 +89,11 @@ class Dispatcher:
         return len(self._waiting)
 
     @property
+    def demanded(self) -> set[PolicyVersion]:
+        """Versions that waiting requests ask for exactly."""
+        return {version for each in self._waiting.values() if (version := each.asked.exact_version) is not None}
+
+    @property
     def live(self) -> int:
         return len(self._attempts)
 

@@ -13,7 +13,8 @@ It decides; the actor waits for idleness, pulls, and reports back:
 Usually all generators go to the newest version. In a deterministic run several versions are wanted at once
 (`ask_beside`): each is served until it is retired, because groups are sampled from start to end by one version. A
 generator leaves a wanted version only if another one serves it, and goes to the oldest one that nobody serves; or, if
-nobody else will come, the one at the newest version goes back to an older one.
+nobody else will come, while it has no request and others wait for a version that nobody serves: whoever plays these
+may hold what the groups of its own version need.
 
 Always true, after every method:
 
@@ -77,6 +78,7 @@ class Fleet:
         """Newest version that was requested."""
         self.wanted: list[PolicyVersion] = []
         """Versions that are to be served, oldest first."""
+        self._demanded: Collection[PolicyVersion] = ()
 
     def __getitem__(self, name: str) -> GeneratorHealth:
         return self._generators[name]
@@ -141,16 +143,20 @@ class Fleet:
         )
         return not self.is_served(version) and all(given_up)
 
-    def startable(self, load: Callable[[str], int]) -> list[str]:
+    def startable(self, load: Callable[[str], int], demanded: Collection[PolicyVersion] = ()) -> list[str]:
         """Generators whose sync begins now. Each is in a sync from here until `verified`, `failed` or `died`, whichever
         comes first; a sync that has ended reports nothing more.
 
         If only some may close at once, those with the oldest version go first, and of equals those with the least load:
         an idle generator is back at once, while a busy one occupies a place for a whole drain.
+
+        Args:
+            demanded: versions that waiting requests ask for.
         """
         started = []
+        self._demanded = demanded
         for health in sorted(self, key=lambda health: (health.version or NEVER, load(health.name))):
-            if (goal := self._goal(health)) is None:
+            if (goal := self._goal(health, idle=not load(health.name))) is None:
                 continue
             drains = health.state is _SERVING and self._mode == "drain"
             if drains and self._max_syncing and sum(each.is_closed for each in self) >= self._max_syncing:
@@ -364,35 +370,36 @@ class Fleet:
             self.move(health.name, _SYNCING)
         health.sync_from = None
 
-    def _goal(self, health: GeneratorHealth) -> PolicyVersion | None:
+    def _goal(self, health: GeneratorHealth, *, idle: bool = False) -> PolicyVersion | None:
         """The version that a sync of the generator would bring, if it should begin one."""
         if self.target is None or health.is_syncing or health.leaving or health.failures > self._retries:
             return None
         if health.state in (_RECOVERING, _STALE, _SYNCING):
             return self._best_for(health)
-        alone = health.version in self.wanted and not self._has_mate(health)
-        if health.state is not _SERVING or (alone and not self._must_go_back(health)):
+        if health.state is not _SERVING:
             return None
-        best = self._best_for(health)
-        idle = health.version not in self.wanted and best != health.version
-        return best if idle or best in self._missing(health) else None
+        if health.version not in self.wanted:
+            best = self._best_for(health)
+            return best if best != health.version else None
+        first = next((version for version in self._missing(health) if version != health.version), None)
+        leaves = self._has_mate(health) or (idle and first in self._demanded and not self._is_coming(health))
+        return first if leaves else None
 
     def _best_for(self, health: GeneratorHealth) -> PolicyVersion:
-        """The oldest wanted version that no other generator serves or is about to; else the newest."""
+        """The oldest wanted version that no other generator serves or is about to, demanded ones first; else the
+        newest."""
         assert self.target is not None
         return next(iter(self._missing(health)), self.target)
 
     def _missing(self, health: GeneratorHealth) -> list[PolicyVersion]:
         taken = {each.pulls if each.is_syncing else each.version for each in self._others(health)}
-        return [version for version in self.wanted if version not in taken]
+        missing = [version for version in self.wanted if version not in taken]
+        return sorted(missing, key=lambda version: version not in self._demanded)
 
-    def _must_go_back(self, health: GeneratorHealth) -> bool:
-        """Whether an older version is wanted that nobody serves and nobody else will: then the newest one waits."""
-        others = [each for each in self if each is not health]
-        coming = any(each.is_awaited or each.is_syncing or each.state is _RECOVERING for each in others)
-        version = health.version or NEVER
-        newest = all((each.version or NEVER) <= version for each in self._others(health))
-        return newest and not coming and any(missing < version for missing in self._missing(health))
+    def _is_coming(self, health: GeneratorHealth) -> bool:
+        """Whether another generator will serve, which does not now."""
+        others = (each for each in self if each is not health)
+        return any(each.is_awaited or each.is_syncing or each.state is _RECOVERING for each in others)
 
     def _has_mate(self, health: GeneratorHealth) -> bool:
         """Whether another generator serves its version."""
