@@ -18,7 +18,7 @@ from titan_rl.config_registry import RECIPES
 from titan_rl.controller.faults import kind_of
 from titan_rl.errors import ConfigError
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.launch.checks import CPU_HEAD_DIMS
+from titan_rl.launch.checks import CPU_BLOCK, CPU_HEAD_DIMS
 from titan_rl.launch.hosts.facts import HostFacts, detect_host, visible_devices
 from titan_rl.launch.mesh_specs import describe as describe_mesh
 from titan_rl.launch.placement import TORCHRUN_VARIABLES, describe, devices_needed, plan
@@ -251,12 +251,14 @@ def test_all_variables_that_torchrun_sets_are_known():
     assert set_by_agent | launcher | {"LOCAL_RANK"} <= set(TORCHRUN_VARIABLES)
 
 
-def test_the_head_sizes_of_the_cpu_attention_are_vllms():
+def test_the_head_and_block_sizes_of_the_cpu_attention_are_vllms():
     tree = ast.parse(source("vllm", "v1", "attention", "backends", "cpu_attn.py"))
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    (sizes,) = [node for node in functions if node.name == "get_supported_head_sizes"]
-    assert isinstance(sizes.body[-1], ast.Return) and sizes.body[-1].value is not None
-    assert tuple(ast.literal_eval(sizes.body[-1].value)) == CPU_HEAD_DIMS
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    heads, blocks = (
+        ast.unparse(functions[f"get_supported_{what}"].body[-1]) for what in ("head_sizes", "kernel_block_sizes")
+    )
+    assert heads == f"return {[*CPU_HEAD_DIMS]}"
+    assert blocks == f"return [MultipleOf({CPU_BLOCK})]"
 
 
 def test_a_run_has_a_gateway_where_programs_play_its_rollouts():

