@@ -42,7 +42,7 @@ class RelayHosts:
         for host in hosts:
             self._owners[host] = subprocess.Popen(["sleep", "1000"])
             self.relays[host] = RelayMesh(self._spawn(host), host)
-        await self._tell()
+        await self.tell()
 
     def spawn(self, host: str, name: str, actor: Any, *args: Any, **options: Any) -> Any:
         """An actor in a process on that host; its constructor takes the host's owner first."""
@@ -53,7 +53,13 @@ class RelayHosts:
         """Another relay, after the one of this host was killed."""
         await self._provisioner.stop(host, kill=True)
         self.relays[host].replace(self._spawn(host))
-        await self._tell()
+        await self.tell()
+
+    async def tell(self) -> None:
+        """Each relay of all others."""
+        relays = list(self.relays.values())
+        pids = await asyncio.gather(*(relay.setup(relays, seconds=SECONDS) for relay in relays))
+        self.pids = {host: pid for host, (pid,) in zip(self.relays, pids, strict=True)}
 
     async def stop(self) -> None:
         await self._provisioner.stop_all()
@@ -109,11 +115,6 @@ class RelayHosts:
 
     def _spawn(self, host: str) -> Any:
         return self.spawn(host, host, SpiedRelay, host)[0]
-
-    async def _tell(self) -> None:
-        relays = list(self.relays.values())
-        pids = await asyncio.gather(*(relay.setup(relays, seconds=SECONDS) for relay in relays))
-        self.pids = {host: pid for host, (pid,) in zip(self.relays, pids, strict=True)}
 
 
 class _On:

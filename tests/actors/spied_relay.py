@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+from typing import Any
 
 from titan_rl.actors import relay as relaying
 from titan_rl.actors.connection import served
 from titan_rl.actors.relay import WeightRelay
 from titan_rl.processes import OWNER
+from titan_rl.weights.manifest import Publication
 
 ELEMENTS = 1_500_000
 CHUNKS = -(-4 * ELEMENTS // relaying.LEAST_CHUNK_BYTES)
@@ -24,6 +26,17 @@ class SpiedRelay(WeightRelay):
         self._held_from = CHUNKS
         self._released = asyncio.Event()
         self._holds = asyncio.Event()
+        self._frozen = False
+
+    @served
+    async def open(self, publication: Publication) -> tuple[int, list[Any]]:
+        token, handles = await WeightRelay.open.answer(self, publication)
+        return token, [Frozen()] * len(handles) if self._frozen else handles
+
+    @served
+    async def freeze(self, frozen: bool) -> None:
+        """Whether to read this relay's memory takes for ever."""
+        self._frozen = frozen
 
     @served
     async def arrived(self, token: int, chunk: int) -> None:
@@ -59,3 +72,10 @@ class SpiedRelay(WeightRelay):
     @served
     async def be_patient(self, seconds: int) -> None:
         relaying.PATIENCE_SECONDS = seconds
+
+
+class Frozen:
+    """A handle on memory that cannot be read any more."""
+
+    def read_into(self, part: memoryview, *, timeout: int) -> asyncio.Future[None]:
+        return asyncio.get_running_loop().create_future()

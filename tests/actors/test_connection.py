@@ -209,11 +209,14 @@ async def test_a_client_that_leaves_leaves_nothing_behind(connection: Connection
 
 async def test_open_and_new_calls_fail_when_the_process_is_gone(connection: Connection) -> None:
     pid = await connection.call(SECONDS, Echo.pid)
-    waiting = asyncio.create_task(connection.call(None, Echo.never))
+    waiting, gone = asyncio.create_task(connection.call(None, Echo.never)), asyncio.create_task(connection.gone())
     await connection.call(SECONDS, Echo.echo, 0)  # `never` has arrived before
+    assert not gone.done()
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ActorFailed, match="^echo.never of rank 0: the process or actor is gone"):
         await asyncio.wait_for(waiting, SECONDS)
+    with pytest.raises(ActorGone, match="^echo.memory of rank 0: the process or actor is gone"):
+        await asyncio.wait_for(gone, SECONDS)
     with pytest.raises(ActorFailed, match="^echo.echo of rank 0: the process or actor is gone"):
         await connection.call(SECONDS, Echo.echo, 0)
 

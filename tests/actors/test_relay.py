@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from relay_hosts import TRAINER, RelayHosts
+from relay_hosts import SECONDS, TRAINER, RelayHosts
 from spied_relay import CHUNKS, SpiedRelay
 
-from titan_rl.actors.relay import WeightRelay
+from titan_rl.actors.relay import READS, WeightRelay
 from titan_rl.errors import WeightsError
 from titan_rl.weights.fanout import parents
 
@@ -101,9 +101,27 @@ async def test_a_late_parent_is_left_for_the_trainers_host(hosts: RelayHosts) ->
     await asyncio.gather(*(hosts.bring(host, publication) for host in RECEIVERS))
 
 
-async def test_a_parent_that_dies_costs_its_children_no_chunk_that_they_have(hosts: RelayHosts) -> None:
+async def test_reads_from_a_parent_end_when_it_has_left(hosts: RelayHosts) -> None:
     await hosts.handed()
     publication = hosts.publish(8)
+    below = next(host for host in RECEIVERS if TRAINER not in SCHEDULE[host])
+    leaves = SCHEDULE[below][0]
+    await hosts.call(leaves, SpiedRelay.freeze, True)
+    await hosts.call(below, SpiedRelay.be_patient, 1000)
+    brought, reads = asyncio.create_task(hosts.bring(below, publication)), 0
+    while reads < READS:
+        reads += await hosts.call(leaves, SpiedRelay.handed)
+    others = [relay for host, relay in hosts.relays.items() if host != leaves]
+    await hosts.relays[below].setup(others, seconds=SECONDS)
+    await brought
+    assert hosts.has(below, publication)
+    await hosts.call(leaves, SpiedRelay.freeze, False)
+    await hosts.tell()
+
+
+async def test_a_parent_that_dies_costs_its_children_no_chunk_that_they_have(hosts: RelayHosts) -> None:
+    await hosts.handed()
+    publication = hosts.publish(9)
     below = next(host for host in RECEIVERS if TRAINER not in SCHEDULE[host])
     dying = SCHEDULE[below][0]
     living = [host for host in RECEIVERS if host != dying]
@@ -127,7 +145,7 @@ async def test_a_parent_that_dies_costs_its_children_no_chunk_that_they_have(hos
 
 
 async def test_a_host_that_joins_late_takes_one_copy(hosts: RelayHosts) -> None:
-    publication = hosts.publish(9)
+    publication = hosts.publish(10)
     await asyncio.gather(*(hosts.bring(host, publication) for host in RECEIVERS))
     await hosts.handed()
     await hosts.start("late")
@@ -139,10 +157,10 @@ async def test_a_host_that_joins_late_takes_one_copy(hosts: RelayHosts) -> None:
 async def test_weights_come_from_the_host_where_they_were_made_also_after_the_trainer_has_moved(
     hosts: RelayHosts,
 ) -> None:
-    before, others = hosts.publish(10), ["b", "c", "d", "e", "late"]
+    before, others = hosts.publish(11), ["b", "c", "d", "e", "late"]
     await asyncio.gather(*(hosts.bring(host, before) for host in ("a", "b")))
     hosts.move_trainer("a")  # where the relay has brought weights into the slots that the trainer now writes
-    after = [hosts.publish(11), hosts.publish(12)]
+    after = [hosts.publish(12), hosts.publish(13)]
     await hosts.handed()
     await asyncio.gather(*(hosts.bring(host, each) for each in after for host in (TRAINER, *others)))
     assert all(hosts.has(host, each) for each in after for host in hosts.relays)
@@ -151,15 +169,15 @@ async def test_weights_come_from_the_host_where_they_were_made_also_after_the_tr
 
 
 async def test_a_publication_whose_hosts_have_left_is_named(hosts: RelayHosts) -> None:
-    gone = dataclasses.replace(hosts.publish(13), hosts=("left",))
-    with pytest.raises(WeightsError, match="relayed v13 is on no host that is left"):
+    gone = dataclasses.replace(hosts.publish(14), hosts=("left",))
+    with pytest.raises(WeightsError, match="relayed v14 is on no host that is left"):
         await hosts.bring("d", gone)
 
 
 async def test_a_publication_that_is_nowhere_is_an_error_that_says_who_was_asked(hosts: RelayHosts) -> None:
-    publication = hosts.publish(14)
+    publication = hosts.publish(15)
     with hosts.on(TRAINER):
         hosts._publisher.close()
-    gone = r"relayed v14 did not come to c: .*trainer: WeightsError: relayed v14 is gone: there is no "
+    gone = r"relayed v15 did not come to c: .*trainer: WeightsError: relayed v15 is gone: there is no "
     with pytest.raises(WeightsError, match=gone):
         await hosts.bring("c", publication)

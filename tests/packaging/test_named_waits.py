@@ -18,9 +18,11 @@ PACKAGE = Path(__file__).resolve().parents[2] / "titan_rl"
 ENDED_BY = {
     "actors/connection.py:_ended": "Monarch ends the call with the process of the actor",
     "actors/connection.py:_receive": "`_ended` cancels it, when the actor or its process is gone",
+    "actors/connection.py:gone": "`_connect` ends with the process; who asked cancels it",
     "actors/connection.py:connect": "the client says when it leaves; of one that died the task stays, idle",
     "actors/gateway.py:_of_session": "a call to the gateway: the idle time or the end of the rollout, or its process",
     "actors/generator.py:_outcome": "the engine loop answers, or fails the generator; a hang is found by its pulse",
+    "actors/relay.py:_take": "the reads, which have a bound, and `Connection.gone`",
     "actors/relay.py:arrived": "the transfer of the chunk, whose calls have a bound; if it fails, so does this",
     "actors/relay.py:bring": "the transfer, whose calls have a bound, or the publication that takes its place",
     "actors/request_router.py:_until": "every request that ends; `_end` fails the router",

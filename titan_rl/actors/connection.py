@@ -14,9 +14,8 @@
 - Above this module nobody sees an exception type of Monarch. A caller's time-out does not cancel the remote work, and
   it does not mean that the actor is gone.
 
-Monarch's own `call_one` opens a reply port for every call, and Monarch 0.7 never frees such a port. Each call leaks
-about 1 KB in the caller (a split port) and 0.3 KB in the actor (a sequence number): gigabytes in a run of a million
-groups.
+Monarch's own `call_one` opens a reply port for every call, and Monarch 0.7 never frees it. Each call leaks about 1 KB
+in the caller (a split port) and 0.3 KB in the actor (a sequence number): gigabytes in a run of a million groups.
 """
 
 from __future__ import annotations
@@ -224,11 +223,16 @@ class Connection:
         return self._result(self._what.format(name), outcome, seconds)
 
     def tell(self, endpoint: ServedMethod[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call an endpoint without waiting for an outcome. Only what it pushes shows that the call arrived. If it
-        fails, the connection is lost, because nobody else would hear of it. If the actor is gone, `on_lost` is
-        called."""
+        """Call an endpoint without waiting for an outcome: only what it pushes shows that the call arrived. If it
+        fails, the connection is lost, as nobody else would hear of it. If the actor is gone, `on_lost` is called."""
         if self._put(None, endpoint.answer.__name__, args, kwargs) is None:
             self._on_lost(self._lost)
+
+    async def gone(self) -> None:
+        """Raises ActorGone when the actor called last is gone: for who reads its memory, which tells nobody."""
+        if self._link is not None:
+            await asyncio.wait([self._link.task])
+        raise ActorGone(f"{self._what.format('memory')}: {self._lost or 'the process or actor is gone'}")
 
     def lose(self, reason: str) -> None:
         """The caller knows that the actor is gone: open calls fail now, and so does every call until `replace`."""
@@ -284,8 +288,7 @@ class Connection:
             try:
                 outcome.set_result(pickle.loads(pickled))
             except Exception as error:
-                why = f"{type(error).__name__}: {error}"
-                outcome.set_result(_Raised(f"answered what cannot be unpickled: {why}"))
+                outcome.set_result(_Raised(f"answered what cannot be unpickled: {type(error).__name__}: {error}"))
 
     def _end(self, link: _Link, reason: str) -> None:
         """The link has ended, or must. The next call opens a new one."""

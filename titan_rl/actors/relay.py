@@ -49,7 +49,7 @@ READS = 3
 PATIENCE_SECONDS = 10
 SLOWEST_BYTES_PER_SECOND = 10 << 20
 """A parent is late if a chunk has not come after the patience and the time that all chunks in flight take at this
-speed. That a parent is gone, calls to it tell sooner; that its memory cannot be read any more, nothing tells."""
+speed. That a parent is gone, its connection tells sooner; that its memory cannot be read any more, nothing tells."""
 
 _log = logging.getLogger(__name__)
 
@@ -279,7 +279,8 @@ class WeightRelay(ConnectedActor):
         """Fetch what is missing of a tree's chunks from this host, some at a time."""
         if holder not in self._relays:
             raise WeightsError("there is no such host")
-        call = self._relays[holder][1].call
+        connection = self._relays[holder][1]
+        call = connection.call
         token, handles = await call(_bound(slot.publication.manifest.nbytes), WeightRelay.open, slot.publication)
         seconds = _bound(2 * READS * slot.chunk_bytes)
         missing = slot.missing(tree)
@@ -301,8 +302,9 @@ class WeightRelay(ConnectedActor):
 
         with waiting(lambda: f"{len(missing)} more chunks of {slot.name} from {holder}"):
             async with asyncio.TaskGroup() as tasks:
-                for _ in range(READS):
-                    tasks.create_task(take())
+                gone = tasks.create_task(connection.gone())
+                await asyncio.wait([tasks.create_task(take()) for _ in range(READS)])
+                gone.cancel()
 
 
 class RelayMesh:
