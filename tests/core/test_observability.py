@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from rich.text import Text
 
 from titan_rl.errors import ConfigError, StorageError
 from titan_rl.launch.process import log_to_file
+from titan_rl.observability import backends
 from titan_rl.observability.activity import Activities
+from titan_rl.observability.backends import Backend, Step, close_all
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
 from titan_rl.one_line import one_line
@@ -102,7 +105,7 @@ def test_a_failing_tensorboard_never_ends_a_run_and_is_said_once(
         def __init__(self, directory: str) -> None:
             self.at("when it is made")
 
-        def add_scalar(self, *_: object) -> None:
+        def add_scalar(self, *_: object, **__: object) -> None:
             self.at("when it is written")
 
         def close(self) -> None:
@@ -120,6 +123,70 @@ def test_a_failing_tensorboard_never_ends_a_run_and_is_said_once(
     writer.close()
     assert len(said) == 1 and said[0].startswith("TensorBoard failed") and "No space left" in said[0]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(("hangs", "said"), [("show", "is 2 steps behind"), ("close", "did not close within 0.1 s")])
+def test_a_backend_that_hangs_holds_up_nobody(hangs: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "MOST_WAITING", 2)
+    monkeypatch.setattr(backends, "CLOSE_SECONDS", 0.1)
+    reached, let_go, told = threading.Event(), threading.Event(), []
+
+    class Library:
+        def show(self, step: Step) -> None:
+            self.at("show")
+
+        def close(self) -> None:
+            self.at("close")
+
+        def at(self, moment: str) -> None:
+            if moment == hangs:
+                reached.set()
+                let_go.wait()
+
+    backend = Backend("library", Library, told.append)
+    backend.put(Step(1, {}))
+    if hangs == "show":
+        reached.wait()
+        for step in range(2, 10):
+            backend.put(Step(step, {}))
+    close_all([backend])
+    let_go.set()
+    backend.join()
+    assert told == [f"library {said}; it is told no more, and the run goes on"]
+
+
+def test_wandb_keeps_the_numbers_offline(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="pip install 'titan-rl[wandb]'")
+    script = """
+import sys
+from pathlib import Path
+from titan_rl.observability.metrics import MetricsWriter
+writer = MetricsWriter(
+    Path(sys.argv[1]), tensorboard=False, wandb_project="p", run_name="mine", config={"seed": 7}, say=print
+)
+for step in (1, 2):
+    writer.write(step, {"train/loss": 1.0 / step, "train/nan": float("nan")}, groups=(1,))
+writer.close()
+
+from wandb.proto.wandb_internal_pb2 import Record
+for path in sorted(Path(sys.argv[1]).glob("wandb/offline-run-*/run-mine.wandb")):
+    data = path.read_bytes()[7:]  # LevelDB's log: checksum, length and type of each record; all are in the first block
+    while data:
+        length = int.from_bytes(data[4:6], "little")
+        (record := Record()).ParseFromString(data[7 : 7 + length])
+        data = data[7 + length :]
+        if record.WhichOneof("record_type") == "history":
+            items = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
+            print(items["_step"], items["train/loss"], items["train/nan"], "groups" in items)
+"""
+    environment = {**os.environ, "WANDB_MODE": "offline", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert [(int(step), float(loss)) for step, loss, *_ in rows] == [(n, pytest.approx(1 / n)) for n in (1, 2)]
+    assert all(row[2:] == ["NaN", "False"] for row in rows), done.stdout
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread

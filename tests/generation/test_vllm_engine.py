@@ -117,8 +117,17 @@ def test_equal_prefixes_are_reused_until_the_cache_is_dropped(engine: Facts) -> 
 
 def test_metrics_are_plain_numbers(engine: Facts) -> None:
     metrics = engine["metrics"]
-    assert {"seconds_in_engine", "seconds_to_first_token", "prompt_tokens", "cached_tokens"} == metrics.keys()
+    of_request = {"seconds_in_engine", "seconds_to_first_token", "prompt_tokens", "cached_tokens", "preemptions"}
+    assert of_request | {"requests_running", "requests_waiting", "kv_use"} == metrics.keys()
     assert all(type(value) is float for value in metrics.values())
+    assert metrics["requests_running"] == 1 and metrics["requests_waiting"] == 0
+    assert 0 < metrics["kv_use"] < 1
+
+
+def test_what_the_cache_had_no_room_for_counts_as_preempted_and_what_a_new_version_dropped_does_not(
+    engine: Facts,
+) -> None:
+    assert engine["preemptions"] == {"dropped": 1.0, "preempted": 1.0}
 
 
 def test_an_aborted_request_keeps_its_tokens_and_disturbs_nobody(engine: Facts) -> None:

@@ -212,6 +212,14 @@ def one_engine(model: Path, other: Path) -> dict[str, Any]:
     dropped = drain(engine, [make_request("dropped", prompt=LONG_PROMPT, new=2)])["dropped"]
     facts["cached"] = [each.metrics["cached_tokens"] for each in (cold, warm, dropped)]
     facts["metrics"] = warm.metrics
+    for name in ("dropped", "preempted"):
+        engine.add(make_request(name, new=8))
+        engine.step()
+        if name == "dropped":
+            engine.drop_cache()
+        else:  # as vLLM does where the cache is full
+            engine.llm_engine.engine_core.reset_prefix_cache(reset_running_requests=True)
+    facts["preemptions"] = {name: each.metrics["preemptions"] for name, each in drain(engine, []).items()}
 
     for name in ("kept", "aborted"):
         engine.add(make_request(name, new=24, seed=100))

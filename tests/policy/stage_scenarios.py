@@ -44,7 +44,7 @@ def reference(
     policy.freeze_reference()
     result["steps"] = [train(policy, batch) for _ in range(4)]
     policy.freeze_reference()
-    result["against itself"] = train(policy, batch)["reference_kl"]
+    result["against itself"] = train(policy, batch)["reference_kl_k3"]
 
     for estimator in estimators:
         config = replace(

@@ -173,14 +173,14 @@ def test_a_good_token_that_became_far_likelier_no_longer_pushes():
 @pytest.mark.parametrize("log_ratio", [1e4, 400.0, -400.0, -1e4, 0.0])
 def test_metrics_of_any_log_ratio_are_numbers(log_ratio, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    metrics = StepMetrics({}, counted=True)
+    metrics = StepMetrics({}, counted=True, reference=True)
     metrics.add(
         loss=torch.tensor(1.0),
         loss_metrics={},
         entropies=torch.ones(2),
         log_ratio=torch.full((2,), log_ratio),
         on_policy=torch.tensor([True, False]),
-        reference_kl=None,
+        reference_log_ratio=torch.full((2,), log_ratio),
     )
     metrics.reduce_sums(gradient_finite=True)
     report = metrics.report(seconds=1.0)

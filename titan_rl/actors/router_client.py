@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
@@ -64,7 +65,11 @@ class RouterClient(RequestClient):
             RequestError: the request is invalid or ran out of time, or generators died while they ran it.
             GeneratorFailed, ActorFailed: no generator can serve it; the message has the cause.
         """
-        return await self._lifeline.again(lambda: self._generate(request))
+        asked_at = time.monotonic()
+        completion = await self._lifeline.again(lambda: self._generate(request))
+        elsewhere = time.monotonic() - asked_at - completion.metrics.get("seconds_in_engine", 0.0)
+        completion.metrics["seconds_waiting"] = elsewhere
+        return completion
 
     async def _generate(self, request: GenerationRequest) -> Completion:
         """Ask the router that is there now."""

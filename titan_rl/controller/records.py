@@ -126,6 +126,9 @@ class StepRecords:
                 "rollout/reward_mean": reward,
                 "rollout/reward_std": float(np.std(rewards)),
                 "rollout/tokens": sampled,
+                "rollout/tokens_per_second": sampled / seconds if seconds else 0.0,
+                "rollout/length_mean": sampled / len(rollouts),
+                "rollout/length_max": max(rollout.sampled_tokens for rollout in rollouts),
                 "rollout/truncated_share": truncated,
                 "environment/restarts": sum(report.restarts for report in [*reports, *failed]),
                 "rollout/failed": sum(1 for rollout in rollouts if rollout.error),
@@ -220,4 +223,7 @@ def _mean_of_engine_metrics(rollouts: Sequence[RolloutReport]) -> dict[str, floa
     for rollout in rollouts:
         for name, value in rollout.metrics.items():
             values.setdefault(f"generation/{name}", []).append(value)
-    return {name: float(np.mean(numbers)) for name, numbers in values.items()}
+    means = {name: float(np.mean(numbers)) for name, numbers in values.items()}
+    if prompt := means.get("generation/prompt_tokens"):
+        means["generation/prefix_cache_hits"] = means["generation/cached_tokens"] / prompt
+    return means

@@ -4,7 +4,7 @@ A line is complete or absent: each is written at once, so a killed run keeps eve
 record of a run. Where it cannot be written, because the disk is full or somebody removed the file, the run says so,
 keeps the lines and goes on; on a disk that has room again a later step writes them. Ending there would lose more, since
 nothing else could be saved either. A run whose lines cannot be written at its end fails. TensorBoard and W&B only show
-what is in there: when one of them fails, the run says so once and goes on without it.
+what is in there (`backends`).
 """
 
 from __future__ import annotations
@@ -12,24 +12,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import logging
 import math
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from titan_rl.errors import ConfigError, StorageError
+from titan_rl.observability.backends import Backend, Step, TensorBoard, WeightsAndBiases, close_all
 
-TENSORBOARD = "TensorBoard"
-WANDB = "W&B"
 GROUPS = "groups"
 """Key of a step's groups, by id."""
-
-_log = logging.getLogger(__name__)
 
 
 class MetricsWriter:
@@ -52,7 +49,7 @@ class MetricsWriter:
             config: the run config as nested plain data, shown by W&B.
             keep_bytes: of a `metrics.jsonl` that is there; what follows them is cut off.
             say: told when fewer than `keep_bytes` are there, when lines cannot be written and when they can again, and
-                once of each of TensorBoard and W&B that fails.
+                once, in any thread, of each of TensorBoard and W&B that fails.
 
         Raises:
             ConfigError: TensorBoard or W&B is asked for and not installed.
@@ -65,25 +62,17 @@ class MetricsWriter:
         self._unwritten = b""
         self._lock = threading.Lock()  # checkpoints are committed in a thread
         self._say = say
-        self._shows: dict[str, Any] = {}
+        self._backends: list[Backend] = []
         if tensorboard:
-            try:
-                from tensorboard.summary import Writer
-            except ImportError as error:
-                raise ConfigError("logging.tensorboard is on, but the package tensorboard is not installed") from error
-            with self._giving_up(TENSORBOARD):
-                shutil.rmtree(directory / "tensorboard", ignore_errors=True)
-                self._shows[TENSORBOARD] = Writer(str(directory / "tensorboard"))
-                self._show_again()
+            _require("tensorboard", "logging.tensorboard is on")
+            where = directory / "tensorboard"
+            shutil.rmtree(where, ignore_errors=True)
+            # It cannot cut its files off at a step, so those of an earlier process are drawn again.
+            self._backends.append(Backend("TensorBoard", partial(TensorBoard, where), say, self._earlier()))
         if wandb_project:
-            try:
-                import wandb
-            except ImportError as error:
-                raise ConfigError("logging.wandb_project is set, but the package wandb is not installed") from error
-            with self._giving_up(WANDB):
-                self._shows[WANDB] = wandb.init(
-                    project=wandb_project, name=run_name, id=run_name, resume="allow", dir=str(directory), config=config
-                )
+            _require("wandb", "logging.wandb_project is set")
+            begin = partial(WeightsAndBiases, directory, project=wandb_project, name=run_name, config=config)
+            self._backends.append(Backend("W&B", begin, say))
 
     def write(self, step: int, numbers: dict[str, float], *, groups: Sequence[int] = ()) -> None:
         """One step's numbers. NaN and inf are written as null: JSON has no such values.
@@ -103,11 +92,8 @@ class MetricsWriter:
             if kept:
                 self._say(f"{self._path}: the numbers that were kept are written")
 
-        with self._giving_up(TENSORBOARD):
-            self._draw(step, numbers)
-        if (run := self._shows.get(WANDB)) is not None:
-            with self._giving_up(WANDB):
-                run.log(numbers, step=step)
+        for backend in self._backends:
+            backend.put(Step(step, dict(numbers)))
 
     @property
     def nbytes(self) -> int:
@@ -141,17 +127,14 @@ class MetricsWriter:
                 raise StorageError(f"{self._path}: {count} lines of numbers cannot be written: {error}") from error
             self._unwritten = b""
 
-    def _draw(self, step: int, numbers: dict[str, float]) -> None:
-        if (writer := self._shows.get(TENSORBOARD)) is not None:
-            for key, value in numbers.items():
-                writer.add_scalar(key, value, step)
-
-    def _show_again(self) -> None:
-        """Draw the steps of an earlier process, which TensorBoard cannot cut off at one of them."""
+    def _earlier(self) -> list[Step]:
+        """The steps that are in the file."""
+        steps = []
         for line in self._path.read_text(encoding="utf-8").splitlines():
             step, numbers = (read := json.loads(line)).pop("step"), read
             numbers.pop(GROUPS, None)
-            self._draw(step, {key: math.nan if value is None else value for key, value in numbers.items()})
+            steps.append(Step(step, {key: math.nan if value is None else value for key, value in numbers.items()}))
+        return steps
 
     def close(self) -> None:
         """Never raises."""
@@ -160,20 +143,12 @@ class MetricsWriter:
         except StorageError as error:
             self._say(str(error))
         self._file.close()
-        for name, close in ((TENSORBOARD, "close"), (WANDB, "finish")):
-            if name in self._shows:
-                with self._giving_up(name):
-                    getattr(self._shows[name], close)()
+        close_all(self._backends)
 
-    @contextmanager
-    def _giving_up(self, name: str) -> Iterator[None]:
-        """Use a writer that may fail. One that fails gets no further steps."""
-        try:
-            yield
-        except Exception as error:
-            self._shows.pop(name, None)
-            _log.warning("%s failed", name, exc_info=error)
-            self._say(f"{name} failed and is told no more, the run goes on: {type(error).__name__}: {error}")
+
+def _require(package: str, asked: str) -> None:
+    if find_spec(package) is None:
+        raise ConfigError(f"{asked}, but the package {package} is not installed")
 
 
 def _cut(path: Path, keep: int) -> int:

@@ -13,6 +13,11 @@ divergence"; Kong 1992 for the effective sample size):
     effective_sample_size   (sum of w)^2 / sum of w^2 / tokens: 1 on-policy, 1 / tokens when one token is all
     weight_mean, weight_max the mean is 1 in expectation; far from it the sample says little about the policy
 
+With a reference policy, and v = exp(reference logprob - logprob) of the same tokens:
+
+    reference_kl_k1         mean of -log v: estimates KL(current || reference), unbiased on-policy, of either sign
+    reference_kl_k3         mean of v - 1 - log v: never negative
+
 How far the engine is from the trainer is measured on the tokens that this very version sampled, where w should be 1:
 logprob_difference_mean and _max of |log w|, and logprob_outside_share, how many have w outside [0.9, 1.1].
 """
@@ -39,11 +44,13 @@ _SUMS = (
     "kl_k3",
     "weight",
     "weight_square",
-    "reference_kl",
+    "reference_kl_k1",
+    "reference_kl_k3",
     "on_policy_tokens",
     "logprob_difference",
     "logprob_outside",
 )
+_OF_REFERENCE = ("reference_kl_k1", "reference_kl_k3")
 _MAXIMA = ("weight_max", "logprob_difference_max")
 
 RATIO_BAND = (0.9, 1.1)
@@ -57,14 +64,18 @@ e^709, and e^-600 is above 0: otherwise the effective sample size would be infin
 class StepMetrics:
     """Add micro-batches, `reduce_sums`, then `report` (or `describe_failure`)."""
 
-    def __init__(self, declared: Mapping[str, Literal["mean", "max"]], *, counted: bool) -> None:
+    def __init__(
+        self, declared: Mapping[str, Literal["mean", "max"]], *, counted: bool, reference: bool = False
+    ) -> None:
         """
         Args:
             declared: the loss's metrics.
             counted: False on ranks that repeat another's tokens (tensor parallelism); they add nothing to sums.
+            reference: whether there is a reference policy.
         """
         self._declared = declared
         self._counted = counted
+        self._reference = reference
         self._means = [name for name, kind in declared.items() if kind == "mean"]
         self._tops = [name for name, kind in declared.items() if kind == "max"]
         self._sums: Tensor | None = None  # [sums then means] float64
@@ -81,7 +92,7 @@ class StepMetrics:
         entropies: Tensor,
         log_ratio: Tensor,
         on_policy: Tensor,
-        reference_kl: Tensor | None,
+        reference_log_ratio: Tensor | None,
     ) -> None:
         """One micro-batch of N >= 1 trained tokens; nothing here carries gradient.
 
@@ -91,7 +102,7 @@ class StepMetrics:
             entropies: [N] nats.
             log_ratio: [N] logprob - behaviour logprob.
             on_policy: [N] bool, whether the current version sampled the token.
-            reference_kl: [N] the estimate at each token; None: there is no reference.
+            reference_log_ratio: [N] logprob - reference logprob; None: there is no reference.
         """
         if set(loss_metrics) != set(self._declared):
             raise TrainingError(
@@ -102,6 +113,7 @@ class StepMetrics:
         weight = log_ratio.clamp(-_LARGEST_LOG_WEIGHT, _LARGEST_LOG_WEIGHT).exp()
         low, high = RATIO_BAND
         difference = torch.where(on_policy, log_ratio.abs(), 0.0)
+        away = log_ratio.new_zeros(1) if reference_log_ratio is None else reference_log_ratio.double()
         own = {
             "tokens": torch.full_like(weight, 1.0).sum(),
             "loss": loss,
@@ -110,7 +122,8 @@ class StepMetrics:
             "kl_k3": (weight - 1 - log_ratio).sum(),
             "weight": weight.sum(),
             "weight_square": weight.square().sum(),
-            "reference_kl": torch.zeros_like(loss) if reference_kl is None else reference_kl.sum(),
+            "reference_kl_k1": away.sum(),
+            "reference_kl_k3": (away.clamp(min=-_LARGEST_LOG_WEIGHT).neg().exp() - 1 + away).sum(),
             "on_policy_tokens": on_policy.sum(),
             "logprob_difference": difference.sum(),
             "logprob_outside": (on_policy & ((weight < low) | (weight > high))).sum(),
@@ -182,7 +195,8 @@ class StepMetrics:
         difference_mean, outside_share = self.engine_difference
         return {
             "seconds": slowest,
-            **{name: total[name] / tokens for name in ("loss", "entropy", "kl_k1", "kl_k3", "reference_kl")},
+            **{name: total[name] / tokens for name in ("loss", "entropy", "kl_k1", "kl_k3")},
+            **{name: total[name] / tokens for name in _OF_REFERENCE if self._reference},
             "weight_mean": total["weight"] / tokens,
             "weight_max": top["weight_max"],
             "effective_sample_size": total["weight"] ** 2 / total["weight_square"] / tokens,

@@ -179,8 +179,8 @@ class PolicyUpdater:
             masked_share), trained_tokens, tokens, imbalance, seconds; how far the samples are off-policy: kl_k1,
             kl_k3, effective_sample_size, weight_mean, weight_max; how far the engine is from this policy on the tokens
             that this very version sampled: on_policy_tokens, logprob_difference_mean, logprob_difference_max,
-            logprob_outside_share (0 when there are none), and logprob_alarm (1 when that is too far); reference_kl (0
-            when there is no reference). `step_metrics` defines them.
+            logprob_outside_share (0 when there are none), and logprob_alarm (1 when that is too far); with a reference
+            reference_kl_k1 and reference_kl_k3. `step_metrics` defines them.
 
         Raises:
             SamplesLost: samples are missing or damaged (on all ranks; the weights are untouched).
@@ -312,7 +312,8 @@ class PolicyUpdater:
             raise TrainingError(f"{what}: none of the batch's {plan.samples} samples has a trained token")
         if longest > (positions := self._policy.shape.max_length):
             raise TrainingError(f"{what}: a sample has {longest} tokens, the policy has {positions} positions")
-        metrics = StepMetrics({} if warm_up else self._loss.metrics, counted=self._policy.tensor_rank == 0)
+        declared, reference = ({}, False) if warm_up else (self._loss.metrics, self._reference is not None)
+        metrics = StepMetrics(declared, counted=self._policy.tensor_rank == 0, reference=reference)
         samples = RankSamples(self.samples, self._policy, batch, plan)
         for each in samples.rounds():
             loss = self._round_loss(pack(each, self._device), trained, metrics, warm_up=warm_up)
@@ -359,7 +360,6 @@ class PolicyUpdater:
         if not len(microbatch.rows):
             return logprobs.sum()
         loss_metrics: dict[str, Tensor] = {}
-        reference_kl: Tensor | None = None
         if warm_up:
             loss = -logprobs.sum()
         else:
@@ -374,8 +374,8 @@ class PolicyUpdater:
                 )
             )
         if reference_logprobs is not None:
-            reference_kl = kl_penalty(self._config.kl.estimator, logprobs, reference_logprobs)
-            loss = loss + self._config.kl.coefficient * reference_kl.sum()
+            penalty = kl_penalty(self._config.kl.estimator, logprobs, reference_logprobs)
+            loss = loss + self._config.kl.coefficient * penalty.sum()
         metrics.add(
             loss=loss.detach(),
             loss_metrics=loss_metrics,
@@ -383,7 +383,7 @@ class PolicyUpdater:
             log_ratio=logprobs.detach() - microbatch.behaviour_logprobs,
             # Of whatever incarnation: what an earlier one sampled at this step, it sampled with these weights.
             on_policy=(microbatch.versions & LARGEST_STEP) == self.step,
-            reference_kl=None if reference_kl is None else reference_kl.detach(),
+            reference_log_ratio=None if reference_logprobs is None else logprobs.detach() - reference_logprobs,
         )
         return loss
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,9 @@ class VllmEngine:
         self._running: dict[str, RunningRequest] = {}
         self._streaming: dict[str, RunningRequest] = {}  # of those
         self._asleep = False
+        self._scheduled: dict[str, Any] = {}  # vLLM's own requests
+        self._dropped: Counter[str] = Counter()  # by request: how often a new version took its KV
+        self._kv_use = 0.0  # share of the KV cache, after the last step
         self._core.set_weight_version(str(NO_VERSION))
         self._sampling = SeededSampling(self._worker.model_runner)
         if config.deterministic and device == "cpu":
@@ -141,6 +145,11 @@ class VllmEngine:
     def model(self) -> Any:
         """The model of this rank's worker."""
         return self._worker.get_model()
+
+    @property
+    def _scheduler(self) -> Any:
+        core: Any = self._core  # in this process, for which vLLM's interface does not speak
+        return core.engine_core.scheduler
 
     @property
     def _worker(self) -> Any:
@@ -177,6 +186,7 @@ class VllmEngine:
         self._sampling.seeds[request.request_id] = request.seed
         self._core.add_request(core_request)
         running = self._running[request.request_id] = RunningRequest(request, self._clock())
+        self._scheduled[request.request_id] = self._scheduler.requests[request.request_id]
         if request.streams:
             self._streaming[request.request_id] = running
 
@@ -189,6 +199,10 @@ class VllmEngine:
     def step(self) -> StepOutput:
         outputs = self._core.get_output()
         now = self._clock()
+        # What has ended is not in vLLM's own numbers any more.
+        kv_use, self._kv_use = self._kv_use, self._scheduler.get_kv_cache_usage()
+        waiting = self._scheduler.get_request_counts()[1]
+        batch = len(self._running) - waiting
         version = int(outputs.weight_version or NO_VERSION)
         sampled: list[int] = []
         finished: list[Completion] = []
@@ -202,6 +216,10 @@ class VllmEngine:
                 sampled += tokens
             if output.finish_reason is not None:
                 finished.append(self._finish(running, str(output.finish_reason), now))
+        if finished:
+            levels = {"requests_running": float(batch), "requests_waiting": float(waiting), "kv_use": kv_use}
+            for completion in finished:
+                completion.metrics.update(levels)
         return StepOutput(finished, np.array(sampled, dtype=np.int32))
 
     def take_pieces(self) -> list[Piece]:
@@ -226,6 +244,7 @@ class VllmEngine:
         yield from weights.served_shards(self.model, self._rank)
 
     def drop_cache(self) -> None:
+        self._dropped.update(request.request_id for request in self._scheduler.running)
         if not self._core.reset_prefix_cache(reset_running_requests=True):
             raise GeneratorFailed("vLLM did not drop its KV cache: tokens of old weights would be reused")
 
@@ -251,14 +270,18 @@ class VllmEngine:
 
     def _end(self, request_id: str) -> RunningRequest:
         self._streaming.pop(request_id, None)
-        del self._sampling.seeds[request_id]
+        del self._sampling.seeds[request_id], self._scheduled[request_id]
+        self._dropped.pop(request_id, None)
         return self._running.pop(request_id)
 
     def _finish(self, running: RunningRequest, reason: str, now: float) -> Completion:
         if reason not in _FINISH_REASONS:
             raise GeneratorFailed(f"vLLM ended request {running.request_id!r} with {reason!r}")
+        completion = running.complete(_FINISH_REASONS[reason], now)
+        preemptions = self._scheduled[running.request_id].num_preemptions - self._dropped[running.request_id]
+        completion.metrics["preemptions"] = float(preemptions)
         self._end(running.request_id)
-        return running.complete(_FINISH_REASONS[reason], now)
+        return completion
 
 
 def _sampled_logprobs(output: EngineCoreOutput) -> list[np.float32]:
