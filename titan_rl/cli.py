@@ -6,6 +6,7 @@
     titan-rl serve --policy.path DIR  serve a checkpoint over HTTP (OpenAI's API)
     titan-rl worker --listen ADDRESS  lend this host to runs that are started elsewhere
     titan-rl fleet RUN …              show a living run's hosts and generators, add and take away
+    titan-rl report RUN [RUN2 …]      write one HTML file that shows a run, or compares several
 
 Loads neither torch, vLLM nor Monarch before a run really starts.
 """
@@ -110,6 +111,13 @@ def _launch(arguments: Sequence[str]) -> int:
     return submit.main(arguments, prog=f"{PROG} launch")
 
 
+def _report(arguments: Sequence[str]) -> int:
+    """Write one HTML file that shows a run, or compares several: RUN [RUN2 ...] [--output FILE]."""
+    from titan_rl.commands import report
+
+    return report.main(arguments, prog=f"{PROG} report")
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "recipes": _recipes,
@@ -119,6 +127,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "worker": _worker,
     "fleet": _fleet,
     "launch": _launch,
+    "report": _report,
 }
 
 

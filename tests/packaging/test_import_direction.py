@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "titan_rl"
 
 FLOORS = (
-    {"train", "serve", "export", "submit", "fleet", "cli"},
+    {"train", "serve", "export", "submit", "fleet", "commands", "cli"},
     {"config_registry"},
     {"launch"},
     {"controller"},
@@ -27,6 +27,7 @@ FLOORS = (
     {"routing"},
     {"scheduling"},
     {"weights", "data_plane"},
+    {"report"},
     {"observability"},
     {"config"},
     {"*.config"},

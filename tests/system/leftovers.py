@@ -126,5 +126,7 @@ def assert_nothing_is_left(run: subprocess.Popen[str]) -> None:
     assert list(Path(tempfile.gettempdir()).glob(f"titan_rl-{run.pid}*")) == []  # the scratch directory
 
 
-def last_line(output: str) -> str:
-    return output.rstrip("\n").rpartition("\n")[2]
+def ending(output: str) -> str:
+    """The line that says what ended the run. Only the path of the report follows."""
+    lines = output.rstrip("\n").split("\n")
+    return lines[-2] if lines[-1].startswith("report: ") else lines[-1]

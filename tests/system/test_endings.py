@@ -15,7 +15,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from leftovers import assert_nothing_is_left, finish, last_line, process_of, start_run, wait_for_line
+from leftovers import assert_nothing_is_left, ending, finish, process_of, start_run, wait_for_line
 
 SMALL = ("--recipe", "copy4", "--generator.count", "1", "--loop.groups-per-step", "4", "--evaluation.prompts", "20")
 ENDLESS = (*SMALL, "--loop.steps", "100000")
@@ -79,8 +79,8 @@ def test_one_signal_after_a_step_saves_the_weights_and_leaves_nothing(tmp_path: 
     assert run.returncode == 128 + number, output
     assert saved_step(output, tmp_path) >= 1
     (directory,) = tmp_path.iterdir()
-    assert last_line(output).startswith(f"the run was stopped by {number.name}; the weights after step ")
-    assert f"; titan-rl train --resume {directory} goes on from step-" in last_line(output)
+    assert ending(output).startswith(f"the run was stopped by {number.name}; the weights after step ")
+    assert f"; titan-rl train --resume {directory} goes on from step-" in ending(output)
     assert_nothing_is_left(run)
     check_what_every_process_answered(told, directory / "logs")
 
@@ -130,7 +130,7 @@ def test_a_run_directory_that_is_removed_is_a_sentence(tmp_path: Path) -> None:
     assert run.returncode == 1, output
     (line,) = [line for line in output.splitlines() if line.startswith("failed: ")]
     assert "No such file or directory" in line
-    assert last_line(output).endswith("no weights were saved; there is nothing to go on from: start it again")
+    assert ending(output).endswith("no weights were saved; there is nothing to go on from: start it again")
     assert "Traceback" not in output
     assert_nothing_is_left(run)
 
@@ -148,5 +148,5 @@ def test_a_policy_that_has_learned_everything_ends_its_run_well(tmp_path: Path) 
     assert "stopping early: nothing is left to learn" in output
     assert "held-out exact match 1.000 → 1.000" in output
     assert saved_step(output, tmp_path / "runs") < 100
-    assert re.match(r"the run is done after step \d+, early: nothing is left to learn", last_line(output))
+    assert re.match(r"the run is done after step \d+, early: nothing is left to learn", ending(output))
     assert_nothing_is_left(run)

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from leftovers import assert_nothing_is_left, finish, last_line, process_of, start_run, wait_for_line
+from leftovers import assert_nothing_is_left, ending, finish, process_of, start_run, wait_for_line
 
 KILLED_RUN = str(Path(__file__).with_name("killed_run.py"))
 SETTINGS = (
@@ -45,8 +45,11 @@ def checkpointed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = start_run(*SETTINGS, "--loop.steps", "2", "--logging.name", "before", runs=runs)
     output = finish(run)
     assert run.returncode == 0, output
-    assert last_line(output).startswith("the run is done after step 2; the weights after step 2 are in ")
-    assert last_line(output).endswith(" --loop.steps N trains it further")
+    assert ending(output).startswith("the run is done after step 2; the weights after step 2 are in ")
+    assert ending(output).endswith(" --loop.steps N trains it further")
+    (directory,) = runs.iterdir()
+    assert output.endswith(f"\nreport: {directory / 'report.html'}\n")
+    assert "titan_rl report" in (directory / "report.html").read_text()
     return runs
 
 
@@ -71,7 +74,7 @@ def test_a_stopped_run_is_over_in_time_and_leaves_nothing(
     asked = time.monotonic()
     output = finish(run)
     seconds = time.monotonic() - asked
-    print(f"{phase}, {signals}: over after {seconds:.1f} s with exit code {run.returncode}: {last_line(output)}")
+    print(f"{phase}, {signals}: over after {seconds:.1f} s with exit code {run.returncode}: {ending(output)}")
     assert seconds < BUSY * BOUND_SECONDS, output
     assert "Traceback" not in output and "FATAL" not in output
     assert_nothing_is_left(run)
@@ -81,11 +84,9 @@ def test_a_stopped_run_is_over_in_time_and_leaves_nothing(
         assert list(tmp_path.iterdir()) == []
         return
     how = "is done after step 4" if run.returncode == 0 else "was stopped by "
-    assert re.match(
-        rf"the run {how}.*; (the weights after step \d+ are in|no weights were saved).*; ", last_line(output)
-    )
+    assert re.match(rf"the run {how}.*; (the weights after step \d+ are in|no weights were saved).*; ", ending(output))
     (directory,) = tmp_path.iterdir()
-    assert f"titan-rl train --resume {directory} " in last_line(output)
+    assert f"titan-rl train --resume {directory} " in ending(output)
 
 
 @pytest.mark.acceptance
@@ -105,9 +106,9 @@ def test_a_run_that_is_stopped_while_a_part_is_replaced_is_over_in_time(
         run.send_signal(signal.SIGINT)
     output = finish(run)
     seconds = time.monotonic() - asked
-    print(f"{victim} is replaced, twice {twice}: over after {seconds:.1f} s: {last_line(output)}")
+    print(f"{victim} is replaced, twice {twice}: over after {seconds:.1f} s: {ending(output)}")
     assert run.returncode == 130, output
-    assert last_line(output).startswith("the run was stopped by Ctrl-C (SIGINT); ")
+    assert ending(output).startswith("the run was stopped by Ctrl-C (SIGINT); ")
     assert seconds < BUSY * BOUND_SECONDS, output
     assert "Traceback" not in output and "FATAL" not in output
     assert_nothing_is_left(run)

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from leftovers import assert_nothing_is_left, finish, last_line, shared_memory_of, start_run, wait_for_line
+from leftovers import assert_nothing_is_left, ending, finish, shared_memory_of, start_run, wait_for_line
 
 from titan_rl.launch.process import PREFIX
 
@@ -55,6 +55,6 @@ def test_a_start_removes_what_a_dead_run_left_and_nothing_of_a_living_one(tmp_pa
         wait_for_line(first, "step ")
     first.send_signal(signal.SIGTERM)
     output = finish(first)
-    assert first.returncode == 143 and last_line(output).startswith("the run was stopped by SIGTERM"), output
+    assert first.returncode == 143 and ending(output).startswith("the run was stopped by SIGTERM"), output
     assert_nothing_is_left(first)
     assert not any(os.path.exists(each) for each in remains)

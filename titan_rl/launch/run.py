@@ -4,8 +4,8 @@ A run that goes on (`resume`) does so in its own directory.
 
 Exit codes: 0 done, 1 failed or not learned, 2 wrong config, 130 stopped by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP (a
 service that is stopped: 0). However a run ends, its directory holds the resolved config, every finished step and the
-logs, and also the trainer's newest weights if the trainer still lives. No process of the run is left. Its last line
-says what ended it, what was saved, and how to go on.
+logs, and also the trainer's newest weights if the trainer still lives. No process of the run is left. Its last two
+lines say what ended it, what was saved and how to go on, and where its report is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,6 +40,8 @@ from titan_rl.observability.progress import RunDisplay
 from titan_rl.observability.waits import answer_signals
 from titan_rl.one_line import one_line
 from titan_rl.overrides import to_toml
+from titan_rl.report.page import REPORT, write_report
+from titan_rl.report.read import METRICS
 from titan_rl.weights.segment_files import remove_segments_of
 
 T = TypeVar("T")
@@ -49,7 +51,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 
 LONGEST_CAUSE = 400
-"""Characters of an error in the last line. The logs have all of it."""
+"""Characters of an error in the line that says what ended the run. The logs have all of it."""
 
 MOST_IN_VAIN = 3
 """A run ends when it has to go back so often in a row without a step between: the cause is not going to go away."""
@@ -84,12 +86,13 @@ def run(config: RunConfig, imports: tuple[str, ...] = (), resume: Resume | None 
     def end(loop: TrainingLoop, directory: Path) -> tuple[int, str]:
         return _conclude(config, loop, directory, console, started)
 
-    def last_line(how: str, directory: Path) -> str:
-        return f"the run {how}; {saved[-1] if saved else 'no weights were saved'}; {_going_on(directory)}"
+    def last_lines(how: str, directory: Path) -> Iterator[str]:
+        yield f"the run {how}; {saved[-1] if saved else 'no weights were saved'}; {_going_on(directory)}"
+        yield from _report(directory)
 
     stopping = "saving the newest weights, then closing; once more: closing without saving"
     directory = None if resume is None else resume.run
-    return _conduct(config, work, end, last_line, say=say, stopping=stopping, directory=directory)
+    return _conduct(config, work, end, last_lines, say=say, stopping=stopping, directory=directory)
 
 
 def run_service(config: RunConfig, gateway: GatewayConfig, imports: tuple[str, ...] = ()) -> int:
@@ -112,11 +115,11 @@ def run_service(config: RunConfig, gateway: GatewayConfig, imports: tuple[str, .
             say(f"serving {gateway.model} at {up.url}/v1, {key}; Ctrl-C stops it")
             await up.run()
 
-    def last_line(how: str, directory: Path) -> str:
-        return f"the service {how}; it keeps nothing; logs: {directory / 'logs'}"
+    def last_lines(how: str, directory: Path) -> Iterator[str]:
+        yield f"the service {how}; it keeps nothing; logs: {directory / 'logs'}"
 
     named = dataclasses.replace(config, recipe="serve")
-    code = _conduct(named, work, lambda *_: (EXIT_OK, "is over"), last_line, say=say, stopping="closing")
+    code = _conduct(named, work, lambda *_: (EXIT_OK, "is over"), last_lines, say=say, stopping="closing")
     return EXIT_OK if code > 128 else code
 
 
@@ -124,7 +127,7 @@ def _conduct(
     config: RunConfig,
     work: Callable[[Path, FaultBoard], Coroutine[Any, Any, T]],
     end: Callable[[T, Path], tuple[int, str]],
-    last_line: Callable[[str, Path], str],
+    last_lines: Callable[[str, Path], Iterator[str]],
     *,
     say: Callable[[str], None],
     stopping: str,
@@ -135,7 +138,7 @@ def _conduct(
     Args:
         work: called with the run directory and the board that collects faults and signals.
         end: reports the result of `work`; returns the exit code, and how the work ended, in words.
-        last_line: given how it ended, the last words.
+        last_lines: given how it ended, the last words; each line is said before the next is asked for.
         stopping: text that says what happens after a stop signal.
         directory: of the run; None: make a new one.
     """
@@ -164,7 +167,8 @@ def _conduct(
         code = EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
         how = f"failed: {type(error).__name__}: {one_line(str(error), LONGEST_CAUSE)}"
     os.close(lock)
-    say(last_line(how, directory))
+    for line in last_lines(how, directory):
+        say(line)
     return code
 
 
@@ -316,6 +320,16 @@ def _conclude(
         return EXIT_FAILED, f"missed its target: {below}"
     early = f", early: {summary.stopped_early}" if summary.stopped_early else ""
     return EXIT_OK, f"is done after step {summary.steps}{early}"
+
+
+def _report(run: Path) -> Iterator[str]:
+    """Write the report, which cannot change how the run ended; says where it is. A run without numbers has none."""
+    if (run / METRICS).is_file():
+        try:
+            yield f"report: {write_report([run], run / REPORT)}"
+        except Exception as error:
+            _log.warning("the report could not be written", exc_info=error)
+            yield f"the report could not be written: {type(error).__name__}: {one_line(str(error), LONGEST_CAUSE)}"
 
 
 def _going_on(run: Path) -> str:

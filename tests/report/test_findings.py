@@ -1,0 +1,150 @@
+"""What the report says of a run, from numbers alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_rl.report.findings import Finding, Kind, findings
+from titan_rl.report.lanes import Lane, Timeline
+from titan_rl.report.read import Run
+from titan_rl.report.rollouts import Facts
+
+STEPS = 30
+FLAT = [0.3 + 0.02 * (-1) ** step for step in range(STEPS)]
+RISING = [step / STEPS for step in range(STEPS)]
+FACTS = Facts(
+    offset=0, step=STEPS, evaluated=False, group=1, attempt=0, sample=0, kept=("random",), reward=1.0, advantage=0.0,
+    stop="stop", error="", wanted="12", prompt="", answer="12", tokens=3, gap=None,
+)  # fmt: skip
+
+
+def run_of(
+    *, facts: list[Facts] | None = None, config: dict[str, Any] | None = None, lanes: list[Lane] | None = None,
+    **metrics: list[float | None],
+) -> Run:  # fmt: skip
+    """Metrics are named with `__` for `/`."""
+    series = {name.replace("__", "/"): dict(enumerate(values, 1)) for name, values in metrics.items()}
+    series.setdefault("train/loss", dict.fromkeys(range(1, STEPS + 1), 0.0))
+    timeline = Timeline(10.0, lanes) if lanes else None
+    return Run(Path("run"), config or {}, {"steps": STEPS}, series, timeline, facts or [], len(facts or []))
+
+
+def titles(run: Run) -> set[str]:
+    return {each.title for each in findings(run)}
+
+
+def said(run: Run, title: str) -> Finding:
+    (found,) = (each for each in findings(run) if each.title == title)
+    return found
+
+
+def test_a_run_without_numbers_says_nothing():
+    assert findings(run_of()) == []
+
+
+def test_a_rising_score_is_good_news():
+    found = said(run_of(evaluation__exact_match=[0.01, 0.9]), "The policy learned")
+    assert found.kind is Kind.GOOD and "1.0% to 90.0%" in found.text
+
+
+def test_a_score_that_fell_from_its_best_says_how_far():
+    run = run_of(evaluation__exact_match=[0.1, 0.8, 0.5])
+    assert {"The policy learned", "The best score was earlier"} <= titles(run)
+    assert "80.0%" in said(run, "The best score was earlier").text
+
+
+def test_a_flat_reward_is_a_problem_and_a_rising_one_is_not():
+    assert said(run_of(rollout__reward_mean=FLAT), "Reward is flat").kind is Kind.PROBLEM
+    assert titles(run_of(rollout__reward_mean=RISING)) == set()
+
+
+def test_a_reward_at_its_top_is_not_called_flat():
+    assert titles(run_of(rollout__reward_mean=[0.99, 1.0] * 15, facts=[FACTS])) == set()
+
+
+def test_a_reward_that_falls_is_a_problem():
+    assert "Reward falls" in titles(run_of(rollout__reward_mean=RISING[::-1]))
+
+
+def test_a_run_of_few_steps_is_not_judged_by_its_trend():
+    assert titles(run_of(rollout__reward_mean=[0.3] * 5)) == set()
+
+
+@pytest.mark.parametrize(("reward", "kind"), [(0.02, Kind.PROBLEM), (0.97, Kind.NOTE)])
+def test_equal_groups_are_a_problem_unless_the_task_is_solved(reward: float, kind: Kind):
+    run = run_of(groups__equal_rewards=[1.0] * STEPS, rollout__reward_mean=[reward] * STEPS, facts=[FACTS])
+    assert said(run, "All groups are equal").kind is kind
+
+
+def test_a_rising_mismatch_is_told_from_rounding():
+    growing = [2e-5 * (1 + step) for step in range(STEPS)]
+    assert "Mismatch is rising" in titles(run_of(train__logprob_difference_mean=growing))
+    assert titles(run_of(train__logprob_difference_mean=[each * 1e-3 for each in growing])) == set()
+
+
+def test_an_alarm_counts_its_steps():
+    run = run_of(train__logprob_alarm=[0.0, 1.0, 1.0])
+    assert "In 2 of 30 steps" in said(run, "Trainer and generator disagree").text
+
+
+def test_a_mesh_that_waits_more_than_half_of_its_time_is_named_with_whom_it_waits_for():
+    lanes = [
+        Lane("trainer", 1, 10.0, {}, {("wait", "rollouts"): 5.5, ("wait", "controller"): 1.0, ("forward", ""): 3.5}),
+        Lane("generator_0", 1, 10.0, {}, {("decode", ""): 6.0, ("wait", "trainer"): 4.0}),
+    ]
+    found = said(run_of(lanes=lanes), "trainer is idle more than half of the time")
+    assert "65%" in found.text and "rollouts" in found.text
+    assert len(findings(run_of(lanes=lanes))) == 1
+
+
+def test_answers_that_are_cut_and_rollouts_that_fail_are_counted():
+    config = {"rollout.samples_per_group": 4, "loop.groups_per_step": 5}
+    run = run_of(
+        rollout__truncated_share=[0.25] * STEPS,
+        rollout__failed=[2] * STEPS,
+        config=config,
+        facts=[replace(FACTS, error="ValueError: no")],
+    )
+    assert "25%" in said(run, "Answers are cut by length").text
+    assert "10%" in said(run, "Rollouts fail").text and "ValueError: no" in said(run, "Rollouts fail").text
+
+
+def test_entropy_that_is_gone_while_the_reward_is_low_is_a_problem():
+    falling = [1.0 / (1 + step) ** 2 for step in range(STEPS)]
+    assert "The policy settled too soon" in titles(run_of(train__entropy=falling, rollout__reward_mean=FLAT))
+    assert "The policy settled too soon" not in titles(run_of(train__entropy=falling, rollout__reward_mean=RISING))
+
+
+def test_a_symbol_that_is_wanted_and_never_written_is_dead():
+    facts = [replace(FACTS, wanted="7", answer="1", reward=0.0)] * 6 + [FACTS]
+    found = said(run_of(facts=facts), "'7' is a dead symbol")
+    assert found.kind is Kind.PROBLEM and "6 recorded rollouts" in found.text
+
+
+def test_a_symbol_that_is_written_but_never_rewarded_is_told_apart():
+    facts = [replace(FACTS, wanted="7", answer="7", reward=0.0)] * 6 + [FACTS]
+    assert titles(run_of(facts=facts)) == {"'7' never gets reward"}
+
+
+def test_words_are_not_symbols_and_old_rollouts_are_not_judged():
+    words = [replace(FACTS, wanted="".join(map(chr, range(200, 400))), answer="")] * 6
+    assert titles(run_of(facts=words)) == set()
+    assert titles(run_of(facts=[replace(FACTS, wanted="7", answer="1", step=1)] * 6)) == set()
+
+
+def test_a_number_that_is_not_finite_names_its_first_step():
+    assert "first in step 2" in said(run_of(train__grad_norm=[1.0, None, None]), "A number is not finite").text
+
+
+def test_a_run_that_is_not_done_says_how_to_go_on():
+    run = replace(run_of(config={"loop.steps": 50}), summary={})
+    assert "30 of 50 steps" in said(run, "The run is not done").text
+
+
+def test_problems_come_first():
+    run = run_of(evaluation__exact_match=[0.1, 0.9], rollout__reward_mean=FLAT, rollout__truncated_share=[0.5] * STEPS)
+    assert [each.kind for each in findings(run)] == [Kind.PROBLEM, Kind.WARNING, Kind.GOOD]

@@ -1,0 +1,43 @@
+"""`titan-rl report RUN [RUN2 ...] [--output FILE]`: one HTML file that shows a run, or compares several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan_rl.errors import ConfigError
+from titan_rl.overrides import Command, Verb
+from titan_rl.report.page import REPORT, write_report
+from titan_rl.report.read import CONFIG, METRICS
+
+ABOUT = """
+usage: {prog} RUN [RUN2 ...] [--output FILE]
+
+Write one HTML file that shows a run, or compares several: findings, curves, staleness and lengths, what every mesh did,
+rollouts token by token, settings. It needs no network. A run may still be going on."""
+
+
+def main(argv: Sequence[str], *, prog: str) -> int:
+    """Write the report and print where it is; returns the exit code."""
+    words = list(argv)
+    options = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
+    runs = [Path(word) for word in words[:options]]
+
+    def act(command: Command, prog: str) -> int:
+        if command.given:
+            raise ConfigError(f"takes no settings; leave out {', '.join(sorted(command.given))}")
+        if not runs:
+            raise ConfigError("say which runs: their directories")
+        for run in runs:
+            if not any((run / name).is_file() for name in (CONFIG, METRICS)):
+                raise ConfigError(f"{run} is no run directory: it has neither {CONFIG} nor {METRICS}")
+        output = command.values.get("--output")
+        where = Path(output) if output else runs[0] / REPORT if len(runs) == 1 else Path(REPORT)
+        try:
+            print(write_report([run.resolve() for run in runs], where))
+        except OSError as error:
+            raise ConfigError(f"{where} cannot be written: {error.strerror or error}") from error
+        return 0
+
+    options_help = {"--output FILE": f"where to; without it RUN/{REPORT}, of several runs ./{REPORT}"}
+    return Verb(act=act, about=ABOUT, options=options_help).run(words[options:], prog=prog)

@@ -1,0 +1,281 @@
+"""What the numbers of a run say in plain words, and what to do about it.
+
+Every finding is a pure function of the numbers; nothing is said of fewer than `FEWEST_STEPS` steps. A finding that is
+not sure enough to act on is not made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import fmean, stdev
+
+from titan_rl.report.read import Run
+from titan_rl.report.rollouts import Facts
+
+FEWEST_STEPS = 9
+"""Below, the thirds of a run that are compared hold fewer than three steps each."""
+SURE = 2.0
+"""Standard errors; a smaller change of a mean counts as none."""
+TOP_SHARE = 0.98
+"""Of the largest reward seen; a mean above it has nothing left to gain."""
+MOST_EQUAL = 0.8
+MOST_IDLE = 0.5
+MOST_CUT = 0.1
+MOST_FAILED = 0.05
+MOST_CLIPPED_STEPS = 0.5
+LEAST_EFFECTIVE = 0.5
+MISMATCH_GROWTH = 3.0
+LEAST_MISMATCH = 1e-5
+"""Nats. Rounding of float32 alone makes less."""
+COLLAPSED_ENTROPY = 0.1
+"""Of the entropy that the run began with."""
+MOST_SYMBOLS = 100
+"""Characters in the wanted answers; a task with more has no alphabet to speak of."""
+FEWEST_WANTED = 5
+"""Rollouts that want a symbol before it is called dead."""
+
+
+class Kind(StrEnum):
+    PROBLEM = "problem"  # the run does not do what it is for, or will not for long
+    WARNING = "warning"  # something is lost: speed, samples, trust in the numbers
+    NOTE = "note"  # good to know
+    GOOD = "good"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    kind: Kind
+    title: str
+    text: str
+    do: str = ""
+    see: str = ""
+    """A metric, or "timeline" or "rollouts": where the page shows it."""
+
+
+def findings(run: Run) -> list[Finding]:
+    """Of one run, the gravest first."""
+    order = list(Kind)
+    return sorted((each for rule in RULES for each in rule(run)), key=lambda each: order.index(each.kind))
+
+
+def _thirds(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]] | None:
+    """The first and the last third; None where they say nothing."""
+    if len(values) < FEWEST_STEPS:
+        return None
+    size = len(values) // 3
+    return values[:size], values[-size:]
+
+
+def _change(values: Sequence[float]) -> tuple[float, float, bool] | None:
+    """Mean of the first and the last third, and whether they differ by more than chance."""
+    if (thirds := _thirds(values)) is None:
+        return None
+    first, last = thirds
+    error = math.hypot(*(stdev(each) / math.sqrt(len(each)) for each in thirds))
+    before, after = fmean(first), fmean(last)
+    return before, after, abs(after - before) > SURE * error
+
+
+def _late(run: Run, name: str) -> float | None:
+    """Mean over the last third of the steps."""
+    thirds = _thirds(run.values(name))
+    return None if thirds is None else fmean(thirds[1])
+
+
+def _learned(run: Run) -> Iterator[Finding]:
+    scores = run.values("evaluation/exact_match")
+    if len(scores) < 2:
+        return
+    first, last = scores[0], scores[-1]
+    said = f"Held-out exact match went from {first:.1%} to {last:.1%}."
+    if last > first:
+        yield Finding(Kind.GOOD, "The policy learned", said, see="evaluation/exact_match")
+    elif last < first:
+        do = "Read held-out answers in the rollouts below: the reward may pay for something else than the score."
+        yield Finding(Kind.PROBLEM, "The held-out score fell", said, do, "evaluation/exact_match")
+    best = max(scores)
+    if best - last > 0.1:
+        do = "Take an earlier checkpoint, or lower trainer.optimizer.lr."
+        text = f"It reached {best:.1%} and ended at {last:.1%}."
+        yield Finding(Kind.WARNING, "The best score was earlier", text, do, "evaluation/exact_match")
+
+
+def _reward(run: Run) -> Iterator[Finding]:
+    rewards = run.values("rollout/reward_mean")
+    if (change := _change(rewards)) is None:
+        return
+    before, after, sure = change
+    said = f"Mean reward was {before:.3f} in the first third of the steps and {after:.3f} in the last."
+    largest = max((facts.reward for facts in run.facts), default=max(rewards))
+    if after >= TOP_SHARE * largest > 0:
+        return
+    if not sure:
+        do = (
+            "Read the best and the worst rollouts of a step. If groups are all equal, make prompts easier or the reward"
+            " finer; else raise trainer.optimizer.lr or rollout.samples_per_group."
+        )
+        yield Finding(
+            Kind.PROBLEM, "Reward is flat", f"{said} The difference is within chance.", do, "rollout/reward_mean"
+        )
+    elif after < before:
+        do = "Lower trainer.optimizer.lr; look at the gradient norm and the importance weights where it turns."
+        yield Finding(Kind.PROBLEM, "Reward falls", said, do, "rollout/reward_mean")
+
+
+def _equal_groups(run: Run) -> Iterator[Finding]:
+    equal = _late(run, "groups/equal_rewards")
+    reward = _late(run, "rollout/reward_mean")
+    if equal is None or reward is None or equal <= MOST_EQUAL:
+        return
+    largest = max((facts.reward for facts in run.facts), default=1.0)
+    solved = reward >= largest / 2
+    whole = "All groups are equal" if equal > 0.999 else "Nearly all groups are equal"
+    text = f"In {equal:.0%} of the last third's groups every rollout got the same reward: they teach nothing."
+    do = (
+        "The task is solved at this difficulty: harder prompts, or stop here."
+        if solved
+        else "Easier prompts, a reward with steps in between, or more rollout.samples_per_group."
+    )
+    yield Finding(Kind.NOTE if solved else Kind.PROBLEM, whole, text, do, "groups/equal_rewards")
+
+
+def _mismatch(run: Run) -> Iterator[Finding]:
+    name = "train/logprob_difference_mean"
+    do = (
+        "Trainer and generator compute different functions: compare trainer.dtype and generator.dtype, and colour"
+        " rollouts by logprob gap to find the tokens."
+    )
+    if alarms := sum(value > 0 for value in run.values("train/logprob_alarm")):
+        text = f"In {alarms} of {run.steps} steps the mismatch was beyond trainer.logprob_alarm."
+        yield Finding(Kind.PROBLEM, "Trainer and generator disagree", text, do, name)
+    change = _change(run.values(name))
+    if change and change[2] and change[1] > max(LEAST_MISMATCH, MISMATCH_GROWTH * change[0]):
+        text = f"The mean difference of logprobs on on-policy tokens grew from {change[0]:.1e} to {change[1]:.1e} nats."
+        yield Finding(Kind.WARNING, "Mismatch is rising", text, do, name)
+
+
+def _idle(run: Run) -> Iterator[Finding]:
+    for lane in run.timeline.lanes if run.timeline else ():
+        if lane.idle > MOST_IDLE and lane.mesh not in ("controller", "router", "gateway"):
+            text = f"It waited {lane.idle:.0%} of its time, mostly for {lane.waits_for}."
+            do = f"`titan-rl bubbles {run.directory}` says when. " + (
+                "Give the generators more devices, or raise loop.max_staleness."
+                if lane.mesh.startswith("trainer")
+                else "Fewer of them would do, or more work per step: loop.groups_per_step, loop.max_staleness."
+            )
+            yield Finding(Kind.WARNING, f"{lane.mesh} is idle more than half of the time", text, do, "timeline")
+
+
+def _cut(run: Run) -> Iterator[Finding]:
+    share = _late(run, "rollout/truncated_share")
+    if share is not None and share > MOST_CUT:
+        text = f"{share:.0%} of the rollouts of the last third were cut off by the limit on new tokens."
+        do = "Raise rollout.sampling.max_new_tokens, or let the reward pay for answers that end."
+        yield Finding(Kind.WARNING, "Answers are cut by length", text, do, "rollout/truncated_share")
+
+
+def _failed(run: Run) -> Iterator[Finding]:
+    failed, played = run.series.get("rollout/failed", {}), run.values("rollout/failed")
+    size = run.config.get("rollout.samples_per_group", 0) * run.config.get("loop.groups_per_step", 0)
+    share = sum(played) / (size * len(failed)) if failed and size else 0.0
+    if share > MOST_FAILED:
+        cause = next((facts.error for facts in run.facts if facts.error), "")
+        text = f"{share:.0%} of the rollouts failed and were not trained." + (
+            f" One cause: {cause[:200]}" if cause else ""
+        )
+        do = "The logs of the rollout workers have the tracebacks."
+        yield Finding(Kind.WARNING, "Rollouts fail", text, do, "rollout/failed")
+
+
+def _entropy(run: Run) -> Iterator[Finding]:
+    change, reward = _change(run.values("train/entropy")), _late(run, "rollout/reward_mean")
+    largest = max((facts.reward for facts in run.facts), default=1.0)
+    if change and reward is not None and reward < largest / 2 and change[1] < COLLAPSED_ENTROPY * change[0]:
+        text = f"Entropy fell from {change[0]:.2f} to {change[1]:.2f} nats while the mean reward is {reward:.2f}."
+        do = "Set entropy_bonus in trainer.loss.kwargs, lower trainer.optimizer.lr, or start earlier and stop sooner."
+        yield Finding(Kind.PROBLEM, "The policy settled too soon", text, do, "train/entropy")
+
+
+def _off_policy(run: Run) -> Iterator[Finding]:
+    size = _late(run, "train/effective_sample_size")
+    if size is not None and size < LEAST_EFFECTIVE:
+        text = f"After importance weighting only {size:.0%} of the tokens count in the last third."
+        do = "Lower loop.max_staleness or trainer.optimizer.lr."
+        yield Finding(Kind.WARNING, "Samples are far off-policy", text, do, "train/effective_sample_size")
+
+
+def _gradient(run: Run) -> Iterator[Finding]:
+    norms, most = run.values("train/grad_norm"), run.config.get("trainer.optimizer.max_grad_norm", 0)
+    clipped = sum(norm > most for norm in norms) / len(norms) if norms and most else 0.0
+    if len(norms) >= FEWEST_STEPS and clipped > MOST_CLIPPED_STEPS:
+        text = f"In {clipped:.0%} of the steps the gradient was longer than max_grad_norm = {most:g}."
+        do = "Raise trainer.optimizer.max_grad_norm, or count on a smaller step than trainer.optimizer.lr says."
+        yield Finding(Kind.NOTE, "Most gradients are clipped", text, do, "train/grad_norm")
+
+
+def _not_finite(run: Run) -> Iterator[Finding]:
+    for name, series in run.series.items():
+        if missing := [step for step, value in series.items() if value is None]:
+            text = f"{name} was NaN or infinite in {len(missing)} steps, first in step {missing[0]}."
+            do = "Look at the step before: gradient norm, importance weights, its rollouts."
+            yield Finding(Kind.PROBLEM, "A number is not finite", text, do, name)
+
+
+def _dead_symbols(run: Run) -> Iterator[Finding]:
+    """Characters of the wanted answers that the policy does not write, or never writes to any profit, at the end."""
+    last = run.steps - max(run.steps // 3, 1)
+    late = [facts for facts in run.facts if facts.step > last and facts.wanted and not facts.error]
+    wanting: dict[str, list[Facts]] = defaultdict(list)
+    for facts in late:
+        for symbol in {*facts.wanted}:
+            wanting[symbol].append(facts)
+    if not late or len(wanting) > MOST_SYMBOLS:
+        return
+    written = {symbol for facts in late for symbol in facts.answer}
+    best = max(facts.reward for facts in late)
+    for symbol, rollouts in sorted(wanting.items()):
+        if len(rollouts) < FEWEST_WANTED or symbol.isspace():
+            continue
+        count = f"{len(rollouts)} recorded rollouts of the last third want {symbol!r}"
+        do = "Set entropy_bonus in trainer.loss.kwargs, so that no symbol dies out before it is found to be right."
+        if symbol not in written:
+            text = f"{count}; the policy never wrote it."
+            yield Finding(Kind.PROBLEM, f"{symbol!r} is a dead symbol", text, do, "rollouts")
+        elif all(facts.reward <= 0 < best for facts in rollouts):
+            text = f"{count}; none of them got any reward."
+            yield Finding(Kind.WARNING, f"{symbol!r} never gets reward", text, do, "rollouts")
+
+
+def _lost(run: Run) -> Iterator[Finding]:
+    if lost := max(run.values("fleet/lost"), default=0.0):
+        text = f"Up to {lost:.0f} generators were dead at once; their requests went on elsewhere."
+        yield Finding(Kind.NOTE, "Generators were lost", text, "Their logs say why.", "fleet/lost")
+
+
+def _unfinished(run: Run) -> Iterator[Finding]:
+    wanted = run.config.get("loop.steps", 0)
+    if not run.summary and run.steps < wanted:
+        text = f"It has {run.steps} of {wanted} steps: it was stopped, it failed, or it is still going on."
+        yield Finding(Kind.NOTE, "The run is not done", text, f"titan-rl train --resume {run.directory} goes on.")
+
+
+RULES: tuple[Callable[[Run], Iterator[Finding]], ...] = (
+    _learned,
+    _reward,
+    _equal_groups,
+    _entropy,
+    _not_finite,
+    _mismatch,
+    _dead_symbols,
+    _failed,
+    _cut,
+    _off_policy,
+    _idle,
+    _lost,
+    _gradient,
+    _unfinished,
+)

@@ -1,0 +1,225 @@
+"""One HTML file that needs nothing else: no network, no server, no account.
+
+- No text of a run is HTML or script: all of it is packed data (`packed.py`), and the page sets it as text only.
+- A content security policy lets the page's own script run and nothing else, and forbids every request.
+- What is large is thinned, and the page says so.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from titan_rl import __version__
+from titan_rl.observability.metric_table import metric_of
+from titan_rl.report.findings import findings
+from titan_rl.report.packed import packed
+from titan_rl.report.read import ROLLOUTS, Run, read_run, rollout_at
+from titan_rl.report.rollouts import Facts, chunks, in_turns, preview
+
+REPORT = "report.html"
+MOST_ROLLOUT_BYTES = 7_500_000
+"""Of packed rollouts in a report, over all its runs; with everything else it stays below 10 MB."""
+MOST_POINTS = 1_000
+"""Of a curve; a longer one is drawn by means over equally many steps."""
+LENGTH_BINS = 24
+
+SCRIPTS = ("base.js", "head.js", "charts.js", "lanes.js", "browser.js", "tokens.js", "main.js")
+LIBRARY = "uPlot.iife.min.js"
+"""uPlot 1.6.32 from npm, MIT."""
+
+
+def write_report(runs: Sequence[Path], output: Path) -> Path:
+    """Write the report of one run, or of several to compare; returns where it is."""
+    draft = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        with open(draft, "w", encoding="utf-8") as file:
+            file.writelines(_page([read_run(directory) for directory in runs]))
+        draft.replace(output)
+    finally:
+        draft.unlink(missing_ok=True)
+    return output
+
+
+def _page(runs: Sequence[Run]) -> Iterator[str]:
+    styles = _asset("vendor/uPlot.min.css") + _asset("page/style.css")
+    script = "\n".join([_asset(f"vendor/{LIBRARY}"), *(_asset(f"page/{name}") for name in SCRIPTS)])
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    shown: list[dict[str, Any]] = []
+    blocks: list[tuple[str, str]] = []
+    for number, run in enumerate(runs):
+        for chunk, (kept, block) in enumerate(_chunks(run, MOST_ROLLOUT_BYTES // len(runs))):
+            blocks.append((f"rollouts-{number}-{chunk}", block))
+            shown += [_row(facts, number, chunk, place) for place, facts in enumerate(kept)]
+    head = _asset("page/page.html").replace("{{script-hash}}", f"sha256-{digest}").replace("{{style}}", styles)
+    before, after = head.split("{{data}}")
+    yield before
+    yield _block("main", packed(json.dumps(_main(runs, len(shown)), ensure_ascii=False, allow_nan=False)))
+    yield f"<script>{script}</script>\n"
+    columns = {name: [row[name] for row in shown] for name in (shown[0] if shown else ())}
+    yield _block("rollouts", packed(json.dumps(columns, ensure_ascii=False, separators=(",", ":"), allow_nan=False)))
+    for name, block in blocks:
+        yield _block(name, block)
+    yield after
+
+
+def _asset(name: str) -> str:
+    return files("titan_rl.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _block(name: str, data: str) -> str:
+    return f'<script type="text/plain" id="data-{name}">{data}</script>\n'
+
+
+def _chunks(run: Run, most_bytes: int) -> Iterator[tuple[list[Facts], str]]:
+    if run.facts:
+        with open(run.directory / ROLLOUTS, "rb") as file:
+            yield from chunks(in_turns(run.facts), lambda facts: rollout_at(file, facts), most_bytes)
+
+
+def _row(facts: Facts, run: int, chunk: int, place: int) -> dict[str, Any]:
+    """One line of the list of rollouts."""
+    return {
+        "run": run,
+        "chunk": chunk,
+        "place": place,
+        "step": facts.step,
+        "evaluated": int(facts.evaluated),
+        "group": facts.group,
+        "attempt": facts.attempt,
+        "sample": facts.sample,
+        "kept": " ".join(facts.kept),
+        "reward": _short(facts.reward),
+        "advantage": None if facts.advantage is None else _short(facts.advantage),
+        "stop": facts.stop,
+        "error": preview(facts.error),
+        "tokens": facts.tokens,
+        "gap": None if facts.gap is None else _short(facts.gap),
+        "prompt": preview(facts.prompt),
+        "answer": preview(facts.answer),
+        "wanted": preview(facts.wanted),
+    }
+
+
+def _main(runs: Sequence[Run], shown: int) -> dict[str, Any]:
+    """Everything but rollouts."""
+    names = dict.fromkeys(name for run in runs for name in run.series)
+    return {
+        "version": __version__,
+        "written": time.strftime("%Y-%m-%d %H:%M"),
+        "runs": [_about(run) for run in runs],
+        "findings": [[{**_plain(each), "run": number} for each in findings(run)] for number, run in enumerate(runs)],
+        "metrics": {name: _meaning(name) for name in names},
+        "series": {name: [_curve(run.series.get(name, {})) for run in runs] for name in names},
+        "seconds": [_curve(run.seconds) for run in runs],
+        "ages": [_ages(run) for run in runs],
+        "lengths": _lengths(runs),
+        "timelines": [_timeline(run) for run in runs],
+        "settings": _settings(runs),
+        "rollouts": {"shown": shown, "recorded": sum(run.recorded for run in runs)},
+    }
+
+
+def _plain(finding: Any) -> dict[str, str]:
+    return {name: str(getattr(finding, name)) for name in ("kind", "title", "text", "do", "see")}
+
+
+def _about(run: Run) -> dict[str, Any]:
+    return {
+        "name": run.name,
+        "directory": str(run.directory),
+        "recipe": str(run.config.get("recipe", "")),
+        "steps": run.steps,
+        "wanted_steps": run.config.get("loop.steps"),
+        "done": bool(run.summary),
+        "stopped_early": str(run.summary.get("stopped_early") or ""),
+        "seconds": _short(run.summary.get("seconds_total") or max(run.seconds.values(), default=0.0) or 0.0),
+        "tokens": sum(run.values("rollout/tokens")),
+        "bound": run.config.get("loop.max_staleness"),
+    }
+
+
+def _meaning(name: str) -> dict[str, str]:
+    metric = metric_of(name)
+    return {key: getattr(metric, key) for key in ("unit", "meaning", "bad", "do")} if metric else {}
+
+
+def _curve(series: Mapping[int, float | None]) -> dict[str, Any]:
+    """Steps and values; `of` is the number of steps of which each value is the mean."""
+    entries = [(step, value) for step, value in series.items()]
+    of = -(-len(entries) // MOST_POINTS) or 1
+    steps, values = [], []
+    for at in range(0, len(entries), of):
+        part = [value for _, value in entries[at : at + of] if value is not None]
+        steps.append(entries[min(at + of, len(entries)) - 1][0])
+        values.append(_short(sum(part) / len(part)) if part else None)
+    return {"steps": steps, "values": values, "of": of}
+
+
+def _ages(run: Run) -> list[float]:
+    """Share of the trained samples by age in optimizer steps, mean over the steps."""
+    ages: list[float] = []
+    while values := run.values(f"staleness/share_of_age_{len(ages)}"):
+        ages.append(_short(sum(values) / len(values)))
+    return ages
+
+
+def _lengths(runs: Sequence[Run]) -> dict[str, Any]:
+    """Shares of rollouts by sampled tokens. Only those that were kept at random: best and worst are a choice."""
+    lengths = [[each.tokens for each in run.facts if "random" in each.kept and not each.evaluated] for run in runs]
+    longest = max((length for each in lengths for length in each), default=0)
+    width = max(1, -(-(longest + 1) // LENGTH_BINS))
+    bins = longest // width + 1
+    shares = []
+    for each in lengths:
+        counts = [0] * bins
+        for length in each:
+            counts[length // width] += 1
+        shares.append([_short(count / len(each)) for count in counts] if each else [])
+    return {"width": width, "shares": shares, "rollouts": [len(each) for each in lengths]}
+
+
+def _timeline(run: Run) -> dict[str, Any] | None:
+    if run.timeline is None:
+        return None
+    lanes = [
+        {
+            "mesh": lane.mesh,
+            "processes": lane.processes,
+            "idle": _short(lane.idle),
+            "kinds": [
+                {
+                    "name": name,
+                    "waits_for": waits_for,
+                    "share": _short(lane.totals[name, waits_for] / lane.seconds),
+                    "shares": [round(share, 3) for share in shares],
+                }
+                for (name, waits_for), shares in sorted(
+                    lane.shares.items(), key=lambda entry: (bool(entry[0][1]), -lane.totals[entry[0]])
+                )
+            ],
+        }
+        for lane in run.timeline.lanes
+    ]
+    return {"seconds": run.timeline.seconds, "lanes": lanes}
+
+
+def _settings(runs: Sequence[Run]) -> list[list[Any]]:
+    """Every setting with its value in each run; None: the run has no such setting."""
+    names = dict.fromkeys(name for run in runs for name in run.config)
+    return [[name, *(_said(run.config[name]) if name in run.config else None for run in runs)] for name in names]
+
+
+def _said(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")

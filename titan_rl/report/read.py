@@ -1,0 +1,133 @@
+"""What a run directory says, as plain data.
+
+Files may be missing, cut off in the middle of a line, or from an older run. Whatever is there is read; a line that is
+not whole JSON is left out. Nothing here raises for what a file contains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import tomli
+
+from titan_rl.report.jsonl import json_lines
+from titan_rl.report.lanes import Timeline, read_timeline
+from titan_rl.report.rollouts import Facts
+
+METRICS, ROLLOUTS, SPANS = "metrics.jsonl", "rollouts.jsonl", "spans"
+CONFIG, SUMMARY = "config.toml", "summary.json"
+
+MOST_ROLLOUTS_BYTES = 400 << 20
+"""Of a larger `rollouts.jsonl` only every n-th line is parsed, so that a report takes seconds, not minutes."""
+
+Series = dict[int, float | None]
+"""One metric: step → value; None where it was NaN or infinite."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, as its files tell it."""
+
+    directory: Path
+    config: Mapping[str, Any]
+    """Setting, as `trainer.optimizer.lr` → value."""
+    summary: Mapping[str, Any]
+    """Empty where the run is not done."""
+    series: Mapping[str, Series]
+    timeline: Timeline | None = None
+    facts: list[Facts] = field(default_factory=list)
+    """Of every recorded rollout, in the order of the file."""
+    recorded: int = 0
+    """Rollouts in the file; more than `facts` where the file is too large to parse whole."""
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+    @property
+    def steps(self) -> int:
+        """Finished optimizer steps."""
+        return max(self.series.get("train/loss", ()), default=0)
+
+    @cached_property
+    def seconds(self) -> dict[int, float]:
+        """Seconds since the start of the run's process, by step: what `seconds/step` adds up to."""
+        spent = {step: value or 0.0 for step, value in self.series.get("seconds/step", {}).items()}
+        return dict(zip(spent, accumulate(spent.values()), strict=True))
+
+    def values(self, name: str) -> list[float]:
+        """The finite values of a metric, in the order of the steps."""
+        return [value for value in self.series.get(name, {}).values() if value is not None]
+
+
+def read_run(directory: Path) -> Run:
+    """Read everything but the tokens of the rollouts."""
+    facts, recorded = _facts(directory / ROLLOUTS)
+    return Run(
+        directory=directory,
+        config=dict(_flat(_read_config(directory / CONFIG))),
+        summary=_read_summary(directory / SUMMARY),
+        series=_read_series(directory / METRICS),
+        timeline=read_timeline(directory / SPANS),
+        facts=facts,
+        recorded=recorded,
+    )
+
+
+def rollout_at(file: BinaryIO, facts: Facts) -> dict[str, Any]:
+    """The whole record of a rollout."""
+    file.seek(facts.offset)
+    return json.loads(file.readline(), parse_constant=lambda name: None)
+
+
+def _facts(path: Path) -> tuple[list[Facts], int]:
+    size = path.stat().st_size if path.is_file() else 0
+    every = 1 + size // MOST_ROLLOUTS_BYTES
+    facts = []
+    for offset, record in json_lines(path, every):
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):  # not a rollout as we know it
+            facts.append(Facts.of(record, offset))
+    return facts, len(facts) * every
+
+
+def _read_series(path: Path) -> dict[str, Series]:
+    series: dict[str, Series] = {}
+    for _, line in json_lines(path):
+        step = line.pop("step", None)
+        if not isinstance(step, int):
+            continue
+        for name, value in line.items():
+            if value is None or isinstance(value, (int, float)):
+                series.setdefault(name, {})[step] = value
+    return {name: dict(sorted(values.items())) for name, values in series.items()}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        return tomli.loads(path.read_text(encoding="utf-8"))
+    return {}
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        read = json.loads(path.read_text(encoding="utf-8"))
+        return read if isinstance(read, dict) else {}
+    return {}
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        elif isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+            for number, each in enumerate(value):
+                yield from _flat(each, f"{prefix}{name}.{number}.")
+        else:
+            yield f"{prefix}{name}", value
