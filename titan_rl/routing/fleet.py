@@ -11,10 +11,8 @@ It decides; the actor waits for idleness, pulls, and reports back:
     ask(v) ─▶ startable(): [g0]  ─▶ (drain: wait until g0 is idle) ─▶ pulling(g0) = v ─▶ verified(g0, v) | failed(g0, …)
 
 Usually all generators go to the newest version. In a deterministic run several versions are wanted at once
-(`ask_beside`): each is served until it is retired, because groups are sampled from start to end by one version. A
-generator leaves a wanted version only if another one serves it, and goes to the oldest one that nobody serves; or, if
-nobody else will come, while it has no request and others wait for a version that nobody serves: whoever plays these
-may hold what the groups of its own version need.
+(`ask_beside`): each is served until it is retired, because groups are sampled from start to end by one version. Which
+generator takes which, `WantedVersions` chooses.
 
 Always true, after every method:
 
@@ -44,6 +42,7 @@ from typing import Literal
 
 from titan_rl.errors import GeneratorNotServing, WeightsError
 from titan_rl.routing.generator import NEVER, TRANSITIONS, FleetListener, GeneratorHealth, GeneratorState
+from titan_rl.routing.wanted_versions import WantedVersions
 from titan_rl.types import PolicyVersion
 
 SyncMode = Literal["drain", "hot_swap"]
@@ -74,11 +73,7 @@ class Fleet:
         self._max_syncing = max_syncing
         self._retries = retries
         self._generators: dict[str, GeneratorHealth] = {}
-        self.target: PolicyVersion | None = None
-        """Newest version that was requested."""
-        self.wanted: list[PolicyVersion] = []
-        """Versions that are to be served, oldest first."""
-        self._demanded: Collection[PolicyVersion] = ()
+        self._wants = WantedVersions()
 
     def __getitem__(self, name: str) -> GeneratorHealth:
         return self._generators[name]
@@ -97,6 +92,16 @@ class Fleet:
 
     # New weights.
 
+    @property
+    def target(self) -> PolicyVersion | None:
+        """Newest version that was requested."""
+        return self._wants.target
+
+    @property
+    def wanted(self) -> list[PolicyVersion]:
+        """Versions that are to be served, oldest first."""
+        return self._wants.versions
+
     def ask(self, version: PolicyVersion) -> None:
         """Request that the fleet serves `version`, and no other.
 
@@ -112,25 +117,25 @@ class Fleet:
             # Requested again: generators that failed get new attempts.
             if version != self.target or not health.is_syncing:
                 health.failures = 0
-        self.target, self.wanted = version, [version]
+        self._wants = WantedVersions(version, [version])
 
     def ask_beside(self, version: PolicyVersion) -> None:
         """Request that some generator serves `version`, beside the other versions that are wanted."""
-        self.wanted = sorted({*self.wanted, version})
-        self.target = max(version, self.target or NEVER)
+        self._wants = WantedVersions(max(version, self.target or NEVER), sorted({*self.wanted, version}))
         for health in self:
             health.failures = 0
 
     def start_over(self) -> None:
         """The trainer goes on from an earlier state: what is requested next may be older than what was. Until then
         everybody serves what they serve."""
-        self.target, self.wanted = None, []
+        self._wants = WantedVersions()
         for health in self:
             health.reached = NEVER
 
     def retire(self, version: PolicyVersion) -> None:
         """A version need not be served any more."""
-        self.wanted = [each for each in self.wanted if each != version]
+        if version in self.wanted:
+            self.wanted.remove(version)
 
     def is_served(self, version: PolicyVersion) -> bool:
         return any(health.state is _SERVING and health.version == version for health in self)
@@ -154,7 +159,7 @@ class Fleet:
             demanded: versions that waiting requests ask for.
         """
         started = []
-        self._demanded = demanded
+        self._wants.demanded = demanded
         for health in sorted(self, key=lambda health: (health.version or NEVER, load(health.name))):
             if (goal := self._goal(health, idle=not load(health.name))) is None:
                 continue
@@ -174,7 +179,7 @@ class Fleet:
     def pulling(self, name: str) -> PolicyVersion:
         """The pull itself begins now. Returns the version to pull."""
         health = self[name]
-        health.pulls = self._best_for(health)
+        health.pulls = self._wants.best_for(health, self)
         return health.pulls
 
     def goes_back(self, name: str) -> bool:
@@ -372,43 +377,6 @@ class Fleet:
 
     def _goal(self, health: GeneratorHealth, *, idle: bool = False) -> PolicyVersion | None:
         """The version that a sync of the generator would bring, if it should begin one."""
-        if self.target is None or health.is_syncing or health.leaving or health.failures > self._retries:
+        if health.leaving or health.failures > self._retries:
             return None
-        if health.state in (_RECOVERING, _STALE, _SYNCING):
-            return self._best_for(health)
-        if health.state is not _SERVING:
-            return None
-        if health.version not in self.wanted:
-            best = self._best_for(health)
-            return best if best != health.version else None
-        first = next((version for version in self._missing(health) if version != health.version), None)
-        leaves = self._has_mate(health) or (idle and first in self._demanded and not self._is_coming(health))
-        return first if leaves else None
-
-    def _best_for(self, health: GeneratorHealth) -> PolicyVersion:
-        """The oldest wanted version that no other generator serves or is about to, demanded ones first; else the
-        newest."""
-        assert self.target is not None
-        return next(iter(self._missing(health)), self.target)
-
-    def _missing(self, health: GeneratorHealth) -> list[PolicyVersion]:
-        taken = {each.pulls if each.is_syncing else each.version for each in self._others(health)}
-        missing = [version for version in self.wanted if version not in taken]
-        return sorted(missing, key=lambda version: version not in self._demanded)
-
-    def _is_coming(self, health: GeneratorHealth) -> bool:
-        """Whether another generator will serve, which does not now."""
-        others = (each for each in self if each is not health)
-        return any(each.is_awaited or each.is_syncing or each.state is _RECOVERING for each in others)
-
-    def _has_mate(self, health: GeneratorHealth) -> bool:
-        """Whether another generator serves its version."""
-        return any(each.state is _SERVING and each.version == health.version for each in self._others(health))
-
-    def _others(self, health: GeneratorHealth) -> Iterator[GeneratorHealth]:
-        """The other generators that serve, or are about to."""
-        return (
-            each
-            for each in self
-            if each is not health and (each.state is _SERVING or each.is_syncing) and not each.is_late
-        )
+        return self._wants.goal(health, self, idle=idle)
