@@ -7,6 +7,7 @@
     titan-rl worker --listen ADDRESS  lend this host to runs that are started elsewhere
     titan-rl fleet RUN …              show a living run's hosts and generators, add and take away
     titan-rl report RUN [RUN2 …]      write one HTML file that shows a run, or compares several
+    titan-rl bubbles RUN              show which part of a run waited for whom
 
 Loads neither torch, vLLM nor Monarch before a run really starts.
 """
@@ -118,6 +119,13 @@ def _report(arguments: Sequence[str]) -> int:
     return report.main(arguments, prog=f"{PROG} report")
 
 
+def _bubbles(arguments: Sequence[str]) -> int:
+    """Show which part of a run waited for whom, and for how long: RUN [--json]."""
+    from titan_rl.commands import bubbles
+
+    return bubbles.main(arguments, prog=f"{PROG} bubbles")
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "recipes": _recipes,
@@ -128,6 +136,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "fleet": _fleet,
     "launch": _launch,
     "report": _report,
+    "bubbles": _bubbles,
 }
 
 

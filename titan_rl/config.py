@@ -230,6 +230,9 @@ class LoggingConfig:
     """Also log to this Weights & Biases project; empty: never contact it."""
     progress: bool = True
     """Live display in a terminal; plain lines elsewhere."""
+    spans: bool = True
+    """Write what every process does and for whom it waits into `spans/`, and at the end all of it into
+    `trace.json.gz`, for Perfetto and `titan-rl bubbles`. Costs less than 1 % of a run (`scripts/bench/timeline.py`)."""
     save_final: bool = True
     """Write the newest weights as a Hugging Face checkpoint when the run ends, also when it fails or is stopped."""
 

@@ -37,6 +37,7 @@ from monarch.actor import Actor, ActorError, Channel, concurrent_endpoint
 
 from titan_rl.actors.outbox import Outbox
 from titan_rl.errors import ActorFailed, ActorGone, CallTimeout, TitanError
+from titan_rl.observability.timeline import Pulse, timeline
 from titan_rl.observability.waits import waiting
 
 P = ParamSpec("P")
@@ -123,10 +124,10 @@ class ConnectedActor(Actor):
         return True
 
     @served
-    async def pulse(self) -> int:
-        """A number that grows while this actor makes progress. The default shows that its event loop lives."""
+    async def pulse(self) -> Pulse:
+        """Shows that this actor's event loop lives, unless an actor knows of better progress."""
         self._pulses += 1
-        return self._pulses
+        return Pulse(self._pulses, timeline.lived())
 
     @served
     async def connect(self, address: bytes) -> None:

@@ -17,6 +17,7 @@ from titan_rl.actors.connection import ConnectedActor, Connection, Lifeline, ser
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.errors import ActorFailed, ActorGone, ConfigError, RequestLost, RolloutOver
 from titan_rl.gateway.config import GatewayConfig
+from titan_rl.observability.timeline import Pulse, timeline
 from titan_rl.rollout.turns import RolloutRecord, RolloutRequest
 from titan_rl.types import Endpoint
 
@@ -78,7 +79,8 @@ class Gateway(ConnectedActor):
         name, settings = self._renderer
         renderer = make_renderer(name, self._model_path, settings)
         policy = ServedPolicy(name=self._config.model, renderer=renderer, max_model_len=self._max_model_len)
-        self._fleet = RouterClient(router, seconds=STATUS_SECONDS, who="gateway")
+        self._fleet = fleet = RouterClient(router, seconds=STATUS_SECONDS, who="gateway")
+        timeline.follow(lambda: "generators" if fleet.waits else "programs")
         config = replace(self._config, port=port or self._config.port)
         try:
             self._server = GatewayServer(config, self._fleet, policy, run_seed=self._run_seed)
@@ -175,7 +177,7 @@ class GatewayMesh:
         """Wait until the gateway is closed. Raises ActorFailed if it ends by itself or its process is gone."""
         await self._calls.call(None, Gateway.serve)
 
-    async def pulse(self) -> list[int]:
+    async def pulse(self) -> list[Pulse]:
         """How often the gateway has answered. The caller sets the time limit."""
         return [await self._calls.call(None, Gateway.pulse)]
 

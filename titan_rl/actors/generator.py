@@ -27,6 +27,7 @@ from titan_rl.actors.requests import RequestServer
 from titan_rl.errors import ActorGone, GeneratorFailed, TitanError, WeightsError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.engine_loop import EngineLoop
+from titan_rl.observability.timeline import Pulse
 from titan_rl.types import Completion, GenerationRequest, Piece
 from titan_rl.weights.manifest import Publication, PullReport
 
@@ -155,9 +156,10 @@ class Generator(RequestServer):
         self._relays.replaced()
 
     @served
-    async def pulse(self) -> int:
+    async def pulse(self) -> Pulse:
         """The progress of the engine loop, of whatever rank."""
-        return await ConnectedActor.pulse.answer(self) if self._loop is None else self._loop.pulse()
+        alive = await ConnectedActor.pulse.answer(self)
+        return alive if self._loop is None else Pulse(self._loop.pulse(), alive.lived)
 
     @served
     async def peer_failed(self, reason: str) -> None:
@@ -303,7 +305,7 @@ class GeneratorMesh:
         for connection, actor in zip(self.ranks, actors, strict=True):
             connection.replace(actor)
 
-    async def pulse(self) -> list[int]:
+    async def pulse(self) -> list[Pulse]:
         """See `Generator.pulse`; of every rank. The caller sets the time limit."""
         return await asyncio.gather(*(rank.call(None, Generator.pulse) for rank in self.ranks))
 

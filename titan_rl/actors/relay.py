@@ -34,6 +34,7 @@ from monarch.rdma import RDMABuffer
 
 from titan_rl.actors.connection import ConnectedActor, Connection, served
 from titan_rl.errors import ActorGone, WeightsError
+from titan_rl.observability.timeline import Pulse, timeline
 from titan_rl.observability.waits import waiting
 from titan_rl.weights.fanout import Parents, parents
 from titan_rl.weights.manifest import Publication
@@ -116,6 +117,7 @@ class WeightRelay(ConnectedActor):
             relays: by host, this one's among them and in the same order everywhere: how often its relay was replaced,
                 and the handle of the one that is there now.
         """
+        timeline.follow(lambda: "weights")
         for host, (life, relay) in relays.items():
             if host not in self._relays:
                 self._relays[host] = life, Connection(relay, what=f"{{}} of the relay on {host}")
@@ -343,7 +345,7 @@ class RelayMesh:
         with suppress(ActorGone):
             await self.setup(relays, seconds=None)
 
-    async def pulse(self) -> list[int]:
+    async def pulse(self) -> list[Pulse]:
         """How often the relay has answered. The caller sets the time limit."""
         return [await self._calls.call(None, WeightRelay.pulse)]
 

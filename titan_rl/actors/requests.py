@@ -220,6 +220,11 @@ class RequestClient:
             self._open.add(request.request_id)
             self._tick.append(request)
 
+    @property
+    def waits(self) -> bool:
+        """Whether any request is not answered yet."""
+        return bool(self._open)
+
     def is_open(self, request_id: str) -> bool:
         """Whether the request is not answered yet, aborted or not."""
         return request_id in self._open

@@ -22,6 +22,8 @@ from titan_rl.data_plane.layout import encoded_size
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport, SampleStore, SharedMemorySource
 from titan_rl.errors import ActorFailed, ActorGone, GroupStopped, RequestLost, SharedMemoryFull
+from titan_rl.observability.activity import activity
+from titan_rl.observability.timeline import timeline
 from titan_rl.processes import owner_pid
 from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.rollout.report import GroupReport, GroupResult, report_of
@@ -83,6 +85,7 @@ class RolloutWorker(StoreKeeper):
         """
         placement = self._config.placement
         self._router = RouterClient(router, seconds=placement.start_seconds, who=self._mesh)
+        timeline.follow(self._waits_for)
         if gateway is not None:
             self._gateway = GatewayClient(gateway, seconds=placement.start_seconds)
         return os.getpid(), self._store.name, await self._runner.start(self._gateway)
@@ -104,10 +107,11 @@ class RolloutWorker(StoreKeeper):
             TitanError: another error ended it. None of its samples are stored.
         """
         task = self._begin(request)
-        try:
-            return await self._report(request, await task)
-        except asyncio.CancelledError:
-            raise GroupStopped(f"{request} was stopped") from None
+        with activity("rollout", group=request.group_id, attempt=request.attempt, purpose=request.purpose):
+            try:
+                return await self._report(request, await task)
+            except asyncio.CancelledError:
+                raise GroupStopped(f"{request} was stopped") from None
 
     @served
     async def stop_groups(self) -> None:
@@ -143,6 +147,14 @@ class RolloutWorker(StoreKeeper):
             await self._router.disconnect()
         if (held := self._store.close()).samples:
             _log.info("given up at the end: %s", held)
+
+    def _waits_for(self) -> str:
+        """For whom all that is played here waits."""
+        if self._router is not None and self._router.waits:
+            return "generators"
+        if self._runner.sandbox.busy:
+            return "environment"
+        return "programs" if self._playing else "slots"
 
     def _begin(self, request: GroupRequest) -> asyncio.Task[GroupResult]:
         if self._router is None:

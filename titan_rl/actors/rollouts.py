@@ -22,6 +22,7 @@ from titan_rl.actors.rollout_worker import RolloutWorker
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport, SharedMemorySource, channel_of
 from titan_rl.errors import ActorFailed, ActorGone
+from titan_rl.observability.timeline import Pulse
 from titan_rl.rollout.report import GroupReport, unplayed
 from titan_rl.sandbox.wire import TaskInfo
 from titan_rl.scheduling.group import MAX_ATTEMPTS
@@ -125,7 +126,7 @@ class RolloutMesh:
         """What the store holds now."""
         return await self._call(RolloutWorker.held)
 
-    async def pulse(self) -> list[int]:
+    async def pulse(self) -> list[Pulse]:
         """How often the worker has answered. The caller sets the time limit."""
         return [await self._calls.call(None, RolloutWorker.pulse)]
 

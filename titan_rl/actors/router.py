@@ -22,6 +22,8 @@ from titan_rl.actors.generator import Generator
 from titan_rl.actors.request_router import RequestRouter, RoutedGenerator
 from titan_rl.actors.requests import is_gone
 from titan_rl.errors import ActorGone, CallTimeout, GeneratorFailed, TitanError, WeightsError
+from titan_rl.observability.activity import activity
+from titan_rl.observability.timeline import timeline
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.generator import GeneratorState, GeneratorStatus
 from titan_rl.types import PolicyVersion
@@ -78,6 +80,7 @@ class GeneratorRouter(RequestRouter):
     async def setup(self, wanted: Sequence[Publication]) -> int:
         """Let generators serve these versions, which a router before this one was asked for, without waiting for it.
         Returns this process's id."""
+        timeline.follow(lambda: "generators" if self._asked_by else "rollouts")
         for publication in wanted:
             self._want_beside(publication)
         self._advance()
@@ -191,7 +194,8 @@ class GeneratorRouter(RequestRouter):
         late = loop.call_later(drain + pull, self._or_end, self._is_late, generator)
         try:
             if self._fleet.must_drain(name):
-                await self._drained(generator, drain)
+                with activity("drain", generator=name):
+                    await self._drained(generator, drain)
             late.cancel()
             late = loop.call_later(pull, self._or_end, self._is_late, generator)
             publication = self._publications[self._fleet.pulling(name)]
@@ -199,11 +203,12 @@ class GeneratorRouter(RequestRouter):
             call = generator.client.connection.call
             if self._fleet[name].sync_from is GeneratorState.RECOVERING:
                 await call(None, Generator.reset)  # a router before this one may have left requests there
-            if self._fleet[name].must_wake:
-                report = await call(None, Generator.wake_up, publication)
-            else:
-                back = self._fleet.goes_back(name)
-                report = await call(None, Generator.pull_model_state_dict, publication, go_back=back)
+            with activity("pull", generator=name, version=publication.version):
+                if self._fleet[name].must_wake:
+                    report = await call(None, Generator.wake_up, publication)
+                else:
+                    back = self._fleet.goes_back(name)
+                    report = await call(None, Generator.pull_model_state_dict, publication, go_back=back)
             self._fleet.verified(name, report.version)
             generator.outcome = replace(report, seconds_waited=waited + report.seconds_waited)
         except Exception as why:  # whatever fails here concerns this generator only

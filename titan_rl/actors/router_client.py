@@ -14,6 +14,7 @@ from titan_rl.actors.connection import Lifeline, ServedMethod
 from titan_rl.actors.requests import RequestClient
 from titan_rl.actors.router import GeneratorRouter
 from titan_rl.errors import ActorGone, GeneratorFailed, RequestError, TitanError
+from titan_rl.observability.timeline import Pulse
 from titan_rl.routing.generator import GeneratorStatus
 from titan_rl.types import Completion, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import FleetPull, Publication, PullReport
@@ -224,7 +225,7 @@ class RouterClient(RequestClient):
         """The processes of this mesh are gone: stop their requests. When this returns, their ids may be used again."""
         await self._call(GeneratorRouter.client_lost, who)
 
-    async def pulse(self) -> list[int]:
+    async def pulse(self) -> list[Pulse]:
         """See `ConnectedActor.pulse`. The caller sets the time limit."""
         return [await self.connection.call(None, GeneratorRouter.pulse)]
 

@@ -7,7 +7,6 @@ their numbers. So all ranks enter their collectives in the same order, even if m
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
 import time
@@ -22,6 +21,8 @@ from titan_rl.actors.connection import ConnectedActor, ServedMethod, served
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import write_samples
 from titan_rl.errors import CheckpointError, StorageError, TrainingError
+from titan_rl.observability.activity import activity
+from titan_rl.observability.timeline import timeline
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.packing import PackingPlan
 from titan_rl.processes import HOST, RENDEZVOUS, open_rendezvous, owner_pid
@@ -82,7 +83,14 @@ def in_order(method: Callable[Concatenate[Any, P], T]) -> ServedMethod[Concatena
     """An endpoint of `PolicyTrainer` that runs in its `CallQueue`; callers put the call's number first."""
 
     async def answer(self: PolicyTrainer, sequence: int, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self.calls.run(sequence, functools.partial(method, self, *args, **kwargs))
+        def work() -> T:
+            timeline.doing(method.__name__)
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                timeline.doing("wait", "rollouts")
+
+        return await self.calls.run(sequence, work)
 
     answer.__name__, answer.__qualname__, answer.__doc__ = method.__name__, method.__qualname__, method.__doc__
     return served(answer)
@@ -263,7 +271,8 @@ class PolicyTrainer(ConnectedActor):
                 self._copied = ()
                 self._ready().finish_save()  # in any case: `directory` may be removed when this has answered
 
-        await asyncio.to_thread(write)
+        with activity("write checkpoint"):
+            await asyncio.to_thread(write)
 
     @in_order
     def restore(self, directory: str, incarnation: int) -> tuple[int, str]:
@@ -295,6 +304,7 @@ class PolicyTrainer(ConnectedActor):
     def _publish(self, version: PolicyVersion, shards: Iterable[TensorShard]) -> Publication:
         import torch
 
+        timeline.doing("publish")
         updater, publisher = self._ready(), self._publisher
         assert publisher is not None
         return publisher.publish(version, shards, dtype=getattr(torch, self._served_dtype), aliases=updater.aliases)
@@ -302,6 +312,7 @@ class PolicyTrainer(ConnectedActor):
     def _copy(self, *, reference: bool = False) -> str:
         """Copy the state in memory; returns why that cannot be done. Then it is not tried again."""
         if self._copies is not None:
+            timeline.doing("copy state")
             try:
                 self._ready().copy_state(self._copies, reference=reference)
             except StorageError as error:

@@ -24,6 +24,7 @@ from titan_rl.actors.connection import Connection, Lifeline, ServedMethod
 from titan_rl.actors.trainer import PolicyTrainer
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import ActorFailed, ActorGone, CallTimeout, CheckpointError, TrainerStateLost
+from titan_rl.observability.timeline import Pulse
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.packing import PackingPlan, plan_packing
 from titan_rl.types import PolicyVersion
@@ -240,7 +241,7 @@ class Trainer:
             await self._again(self._call(self._step_seconds, PolicyTrainer.publish_again, str(directory), version))
         )
 
-    async def pulse(self) -> list[int]:
+    async def pulse(self) -> list[Pulse]:
         """Per rank, how often it has answered, whatever it computes. The caller sets the time limit."""
         return await asyncio.gather(*(rank.call(None, PolicyTrainer.pulse) for rank in self._ranks))
 

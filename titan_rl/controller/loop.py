@@ -45,6 +45,7 @@ from titan_rl.errors import ActorGone, SamplesLost, TrainerStateLost
 from titan_rl.observability.activity import Activities, Watchdog
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
+from titan_rl.observability.timeline import timeline
 from titan_rl.rollout.report import unplayed
 from titan_rl.scheduling.group import Batch, Group
 from titan_rl.scheduling.schedule import Untrainable
@@ -76,7 +77,6 @@ class TrainingLoop:
             ledger: of the checkpoint in the directory `restore_from`, where the run goes on; None: it begins.
         """
         config = system.config
-        loop = config.loop
         self._system = system
         self._display = display
         self._checkpoints = checkpoints
@@ -84,11 +84,11 @@ class TrainingLoop:
         self.ledger = ledger = ledger or new_ledger(config)
         self._buffer, self._schedule, self._streak = ledger.buffer, ledger.schedule, ledger.streak
         self._reports, self._lessons = ledger.reports, ledger.lessons
-        self._filter = make_filter(loop.filter)
+        self._filter = make_filter(config.loop.filter)
         self._publications = Publications(system.trainer, max_live=config.weights_settings().max_live)
-        self._watchdog = Watchdog(seconds=loop.watchdog_seconds, clock=clock)
+        self._watchdog = Watchdog(seconds=config.loop.watchdog_seconds, clock=clock)
         self.records = StepRecords(ledger.summary, self._buffer.knobs, display=display, metrics=metrics, clock=clock)
-        self._activity = Activities(display, self.records.phases, self._watchdog, clock=clock)
+        self._activity = Activities(display, self.records.phases, self._watchdog, timeline, clock=clock)
         self._evaluations = Evaluations(
             system,
             self._buffer,

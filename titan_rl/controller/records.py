@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from titan_rl.controller.evaluations import Evaluation
+from titan_rl.controller.idle import IdleShares
 from titan_rl.controller.system import System
 from titan_rl.data_plane.store import HeldReport
 from titan_rl.errors import TitanError
@@ -62,6 +63,7 @@ class StepRecords:
         self._metrics = metrics
         self._clock = clock
         self.phases = PhaseSeconds(clock)
+        self._idle = IdleShares()
         self._last_step = clock()
         self.summary = summary
         self.first_step_at: float | None = None
@@ -154,6 +156,7 @@ class StepRecords:
                 "data_plane/held_samples": sum(store.samples for store in held),
                 "data_plane/held_bytes": sum(store.nbytes for store in held),
                 **await _fleet_metrics(system),
+                **self._idle.take(system),
                 **{f"train/{name}": value for name, value in trained.items()},
                 **{f"seconds/{name}": value for name, value in phases.items()},
                 "seconds/step": seconds,

@@ -30,6 +30,7 @@ from titan_rl.gateway.config import GatewayConfig, listen
 from titan_rl.gateway.openai_routes import error_object, routes
 from titan_rl.gateway.responses import ApiError, JsonResponse, api_error
 from titan_rl.gateway.sampling import GatewayMetrics, Sampler
+from titan_rl.observability.activity import activity
 from titan_rl.routing.generator import GeneratorState
 
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -193,7 +194,8 @@ class CallMiddleware:
             await send(message)
 
         path = scope["path"] if scope["path"] in self._paths else "other"
-        with self._metrics.open.track_inprogress(), self._metrics.seconds.labels(path).time():
+        counted = self._metrics.open.track_inprogress(), self._metrics.seconds.labels(path).time()
+        with counted[0], counted[1], activity("HTTP", path=path):
             try:
                 await self._answer(scope, receive, watched)
             except ClientGone:

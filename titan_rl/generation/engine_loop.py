@@ -26,6 +26,7 @@ from titan_rl.errors import GeneratorFailed, GeneratorNotServing, RequestError
 from titan_rl.generation.decisions import DecisionMaker, LoopAction, LoopDecision
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.lockstep import DecisionChannel, Lockstep, Outcome, PullOutcome
+from titan_rl.observability.timeline import timeline
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
 from titan_rl.weights.manifest import Publication, PullReport
 
@@ -212,6 +213,7 @@ class EngineLoop:
     # In the engine thread.
 
     def _run(self) -> None:
+        timeline.doing("build")
         try:
             lockstep = self._make_lockstep()
             engine = lockstep.engine
@@ -228,6 +230,7 @@ class EngineLoop:
                 self._lead(engine, lockstep)
             else:
                 self._follow(lockstep)
+            timeline.doing("close")
             self._channel.close()
             engine.close()
         except BaseException as error:
@@ -244,11 +247,13 @@ class EngineLoop:
             self._channel.send(decision)
             decided_at = self._clock()
             outcome = self._apply(decision, lockstep)
+            timeline.doing("settle")
             self._settle(decision, outcome, decided_at)
 
     def _follow(self, lockstep: Lockstep) -> None:
         action = None
         while action is not LoopAction.CLOSE:
+            timeline.doing("wait", "rank 0")
             decision = self._channel.receive()
             action = decision.action
             self._apply(decision, lockstep)
@@ -263,9 +268,12 @@ class EngineLoop:
         """Wait for work, at most for a heartbeat, and take the next decision and its waiting futures."""
         with self._changed:
             has_work = engine.has_work()
+            if self._inbox.next_action(has_work) is LoopAction.IDLE:
+                timeline.doing("wait", "weights" if self._inbox.version is None else "rollouts")
             self._changed.wait_for(
                 lambda: self._inbox.next_action(has_work) is not LoopAction.IDLE, timeout=self._heartbeat_seconds
             )
+            timeline.doing("settle")
             decision = self._inbox.decide(has_work, digest)
             now = self._clock()
             for request in decision.admit:

@@ -18,6 +18,7 @@ import numpy as np
 from titan_rl.errors import LockstepError, WeightsError
 from titan_rl.generation.decisions import LoopAction, LoopDecision
 from titan_rl.generation.engine import Engine
+from titan_rl.observability.timeline import timeline
 from titan_rl.types import Completion, Piece, PolicyVersion
 from titan_rl.weights.manifest import Publication
 
@@ -198,9 +199,11 @@ class Lockstep:
             case LoopAction.PULL_MODEL_STATE_DICT:
                 return self._pull(decision)
             case LoopAction.SLEEP:
+                timeline.doing("sleep")
                 completions = engine.abort(engine.running())
                 return Outcome(completions=completions, freed_bytes=engine.sleep())
             case LoopAction.WAKE:
+                timeline.doing("wake")
                 engine.wake()
                 return self._pull(decision)
             case LoopAction.CLOSE:
@@ -210,6 +213,7 @@ class Lockstep:
 
     def _step(self, decision: LoopDecision) -> Outcome:
         engine = self.engine
+        timeline.doing("prefill" if decision.admit else "decode")
         completions = engine.abort(decision.abort) if decision.abort else []
         for request in decision.admit:
             engine.add(request)
@@ -217,6 +221,7 @@ class Lockstep:
             if not engine.has_work():
                 break
             output = engine.step()
+            timeline.doing("decode")
             self._digest.add_sampled(output.sampled)
             completions += output.finished
         return Outcome(completions=completions, pieces=engine.take_pieces() if self._rank == 0 else [])
@@ -227,12 +232,14 @@ class Lockstep:
             raise LockstepError(f"decision {decision.sequence} ({decision.action}) carries no publication")
         engine = self.engine
         pull = PullOutcome(publication=publication, requests_in_flight=len(engine.running()))
+        timeline.doing("pull")
         started = self._clock()
         pull.error = self._together(publication, lambda: self._load(publication))
         copied = self._clock()
         pull.seconds_copied = copied - started
         fingerprint: int | None = None
         if pull.error is None:
+            timeline.doing("verify")
 
             def verify() -> None:
                 nonlocal fingerprint

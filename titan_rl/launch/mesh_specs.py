@@ -18,6 +18,7 @@ from titan_rl.controller.faults import kind_of
 from titan_rl.errors import ConfigError, MeshFailed
 from titan_rl.launch.fleet import first_kind_serving
 from titan_rl.launch.placement import MeshPlan
+from titan_rl.observability.timeline import Pulse
 
 if TYPE_CHECKING:
     from titan_rl.launch.meshes import Meshes
@@ -34,8 +35,8 @@ class MeshClient(Protocol):
         """From now on these actors are called, or this one (see `MeshSpec.client`)."""
         ...
 
-    async def pulse(self) -> list[int]:
-        """Per rank, a number that grows while it makes progress."""
+    async def pulse(self) -> list[Pulse]:
+        """Of each rank."""
         ...
 
     async def close(self) -> None: ...

@@ -102,6 +102,7 @@ class Meshes:
         self.provisioner = Provisioner(
             log_directory=str(log_directory) if log_directory is not None else "",
             imports=imports,
+            spans=config.logging.spans and not serving,
             on_fault=self.faults.report,
             on_stop=say,
             address=listen_for(config.placement),

@@ -33,6 +33,8 @@ from types import FrameType
 from titan_rl.errors import Stopped, TitanError
 from titan_rl.importing import import_user_module
 from titan_rl.launch.placement import SUPERVISION_ENVIRONMENT
+from titan_rl.observability.timeline import SPANS, timeline
+from titan_rl.processes import HOST
 
 PREFIX = "titan_rl-"
 LONGEST_PARENT = 40
@@ -56,16 +58,20 @@ def prepare_controller() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, OPEN_FILES if most < 0 else min(OPEN_FILES, most)), most))
 
 
-def prepare_process(mesh: str, log_directory: str, imports: tuple[str, ...]) -> None:
-    """Redirect output to the process's log file, and import the user's modules under the names that pickles refer to.
+def prepare_process(mesh: str, log_directory: str, imports: tuple[str, ...], spans: bool = False) -> None:
+    """Redirect output to the process's log file, begin its timeline, and import the user's modules under the names that
+    pickles refer to.
 
     Args:
         mesh: name of the mesh, for the file name; the rank comes from the environment.
         log_directory: of the run; empty: do not redirect output.
         imports: files or modules of the user, in order.
+        spans: whether there is a timeline, in `SPANS` beside the logs.
     """
+    rank = os.environ.get("RANK", "0")
+    if log_directory and spans:
+        timeline.begin(Path(log_directory).parent / SPANS, mesh, rank=int(rank), host=os.environ.get(HOST, ""))
     if log_directory:
-        rank = os.environ.get("RANK", "0")
         alone = os.environ.get("WORLD_SIZE", "1") == "1"
         redirect_output(Path(log_directory) / (f"{mesh}.log" if alone else f"{mesh}-rank{rank}.log"))
     for name in imports:

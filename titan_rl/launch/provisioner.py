@@ -133,6 +133,7 @@ class Provisioner:
         *,
         log_directory: str,
         imports: tuple[str, ...],
+        spans: bool = False,
         on_fault: Callable[[ActorFailed], None],
         on_stop: Callable[[str], None] = lambda what: None,
         address: str = "",
@@ -141,11 +142,13 @@ class Provisioner:
         Args:
             log_directory: where each process writes its log.
             imports: the user's modules, imported first in every process.
+            spans: see `prepare_process`.
             on_fault: called once for every process that ends and every actor that fails, from any thread.
             on_stop: called with a sentence when a process was stopped (SIGSTOP) or goes on, from any thread.
             address: of this host, if others will be attached.
         """
         self._imports = imports
+        self._spans = spans
         self._on_fault = on_fault
         self._on_stop = on_stop
         self._meshes: dict[str, Mesh] = {}
@@ -247,7 +250,7 @@ class Provisioner:
             processes = host.mesh.spawn_procs(
                 per_host={"ranks": count},
                 name=plan.name,
-                bootstrap=functools.partial(prepare_process, plan.name, host.logs, self._imports),
+                bootstrap=functools.partial(prepare_process, plan.name, host.logs, self._imports, self._spans),
                 bootstrap_command=command,
             )
             parts.append((host, processes, count))

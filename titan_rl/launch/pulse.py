@@ -9,16 +9,17 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from titan_rl.errors import CallTimeout
+from titan_rl.observability.timeline import Pulse
 
 LOOKS = 5
 """How often to look within the bound. One look that comes late, because this process had no time, proves nothing."""
 
 
-async def until_still(pulse: Callable[[], Awaitable[list[int]]], seconds: float) -> None:
+async def until_still(pulse: Callable[[], Awaitable[list[Pulse]]], seconds: float) -> None:
     """Return when nothing has moved for so long.
 
     Args:
-        pulse: per part, a number that grows while it makes progress; raises if there is nothing to look at any more.
+        pulse: of each part; raises if there is nothing to look at any more.
     """
     before: list[int] = []
     still = 0  # looks in a row at which a part did not answer, or had not moved
@@ -26,7 +27,7 @@ async def until_still(pulse: Callable[[], Awaitable[list[int]]], seconds: float)
         now: list[int] = []
         with suppress(TimeoutError, CallTimeout):
             async with asyncio.timeout(seconds / LOOKS):
-                now = await pulse()
+                now = [part.progress for part in await pulse()]
         moved = bool(now) and all(map(operator.ne, now, before))
         still = 0 if moved else still + 1
         if now:

@@ -37,6 +37,8 @@ from titan_rl.launch.resume import CONFIG, SUMMARY, Resume, lock_run
 from titan_rl.launch.start import serve, start
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
+from titan_rl.observability.timeline import SPANS, timeline
+from titan_rl.observability.trace import write_trace
 from titan_rl.observability.waits import answer_signals
 from titan_rl.one_line import one_line
 from titan_rl.overrides import to_toml
@@ -73,6 +75,9 @@ def run(config: RunConfig, imports: tuple[str, ...] = (), resume: Resume | None 
 
     async def work(directory: Path, faults: FaultBoard) -> TrainingLoop:
         say(f"run directory: {directory}")
+        if config.logging.spans:
+            timeline.begin(directory / SPANS, "controller")
+            timeline.follow(lambda: "the meshes")
         checkpoint = None if resume is None else resume.begin(say)
         write_config(directory, config)
         (directory / SUMMARY).unlink(missing_ok=True)
@@ -166,6 +171,9 @@ def _conduct(
         say(f"logs: {directory / 'logs'}")
         code = EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
         how = f"failed: {type(error).__name__}: {one_line(str(error), LONGEST_CAUSE)}"
+    if timeline.is_on:
+        timeline.end()
+        write_trace(directory)
     os.close(lock)
     for line in last_lines(how, directory):
         say(line)

@@ -1,9 +1,11 @@
-"""Spans: what a run is doing now. They feed the display, the metrics and the watchdog.
+"""Spans: what a run is doing now. They feed the display, the metrics, the watchdog and the timeline.
 
     with activity("train", step=3, samples=256):                 # shown, timed, watched
         ...
     with activity("trainer", waits_for=buffer.waits_for):        # only watched: waiting is no progress
         ...
+
+The controller's feed its display too; `activity` below feeds the timeline of any process.
 
 A span has a name, which is the phase of `seconds/…` in the metrics, and ids, which tell spans of one name apart. Spans
 overlap freely.
@@ -14,10 +16,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
+from titan_rl.observability.timeline import timeline
 from titan_rl.observability.waits import waiting
 
 
@@ -66,6 +69,33 @@ class Activities:
         finally:
             for sink in self._sinks:
                 sink.ended(span)
+
+
+activity = Activities(timeline)
+"""Opens spans that only the timeline shows."""
+
+
+class Together:
+    """One span for many pieces of work at once: from the first that begins to the last that ends.
+
+    with Together("grader"): ...
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._open = 0
+        self._span: AbstractContextManager[None] = nullcontext()
+
+    def __enter__(self) -> None:
+        self._open += 1
+        if self._open == 1:
+            self._span = activity(self._name)
+            self._span.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._open -= 1
+        if not self._open:
+            self._span.__exit__(None, None, None)
 
 
 class PhaseSeconds:

@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from titan_rl.observability.timeline import WatchedSelector
 from titan_rl.processes import answering
 
 T = TypeVar("T")
@@ -139,10 +140,10 @@ def _write(descriptor: int, text: str) -> None:
 
 
 class _Policy(asyncio.DefaultEventLoopPolicy):
-    """Event loops whose tasks are known with their births, whoever makes the loops."""
+    """Event loops whose tasks are known with their births, and whose waits are timed, whoever makes the loops."""
 
     def new_event_loop(self) -> asyncio.AbstractEventLoop:
-        loop = super().new_event_loop()
+        loop = asyncio.SelectorEventLoop(WatchedSelector())
         loop.set_task_factory(_note_birth)
         return loop
 

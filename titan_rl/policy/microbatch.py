@@ -21,6 +21,7 @@ from torch import Tensor
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SampleSource, prefetched
 from titan_rl.errors import SampleError, SamplesLost, TrainingError
+from titan_rl.observability.timeline import timeline
 from titan_rl.policy.packing import PackingPlan
 from titan_rl.types import TrainingSample
 
@@ -47,6 +48,7 @@ class RankSamples:
         fetching = prefetched(self._source, self._batches)
         given_up = False
         for _ in self._batches:
+            timeline.doing("pack")
             samples: Sequence[TrainingSample] = ()
             if not given_up:
                 try:

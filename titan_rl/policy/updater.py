@@ -30,6 +30,7 @@ from torch import Tensor
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SampleSource, SharedMemorySource
 from titan_rl.errors import ConfigError, StorageError, TrainingError
+from titan_rl.observability.timeline import timeline
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.losses import PolicyLoss, TrainedTokens, build_loss, kl_penalty
 from titan_rl.policy.microbatch import MicroBatch, RankSamples, pack
@@ -60,7 +61,6 @@ class PolicyUpdater:
         step: finished RL optimizer steps.
         incarnation: with `step`, the version that on-policy tokens carry.
         aliases: `(name, stored name)` of tensors that share another's storage.
-        samples: where batches by reference are fetched from.
     """
 
     def __init__(
@@ -154,8 +154,7 @@ class PolicyUpdater:
             self._warm_up = warm_up_optimizer(self._config.warmup, self._policy.module)
         metrics = self._optimize(batch, plan, self._warm_up, warm_up=True)
         self._warm_up_steps += 1
-        told = ("loss", "grad_norm", "lr", "trained_tokens", "tokens", "imbalance")
-        return {name: metrics[name] for name in told}
+        return {name: metrics[name] for name in ("loss", "grad_norm", "lr", "trained_tokens", "tokens", "imbalance")}
 
     def freeze_reference(self) -> None:
         """Compare the policy from now on with its weights as they are now: the KL term of the loss. Raises
@@ -317,10 +316,12 @@ class PolicyUpdater:
         samples = RankSamples(self.samples, self._policy, batch, plan)
         for each in samples.rounds():
             loss = self._round_loss(pack(each, self._device), trained, metrics, warm_up=warm_up)
+            timeline.doing("backward")
             (loss / trained).backward()
         if (error := samples.losses(what)) is not None:
             optimizer.discard_gradients()
             raise error
+        timeline.doing("optimizer")
         grad_norm = optimizer.clip_gradients()
         metrics.reduce_sums(gradient_finite=math.isfinite(grad_norm))
         if not metrics.finite:
@@ -352,6 +353,7 @@ class PolicyUpdater:
 
     def _round_loss(self, microbatch: MicroBatch, trained: int, metrics: StepMetrics, *, warm_up: bool) -> Tensor:
         """The summed loss of one micro-batch; where nothing is trained, a zero that still has a gradient."""
+        timeline.doing("forward")
         temperature = WARM_UP_TEMPERATURE if warm_up else self._temperature
         # Every rank takes part in every forward pass, also with nothing to train.
         reference_logprobs = None if warm_up else self._reference_logprobs(microbatch)

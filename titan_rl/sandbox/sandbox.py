@@ -19,10 +19,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_rl.errors import ActorGone, TaskError, TaskTimeout, TitanError
+from titan_rl.observability.activity import Together, activity
 from titan_rl.sandbox.host_process import ForkedProcess, HostGone, HostProcess
 from titan_rl.sandbox.scheduler import MAX_PROCESSES, SLACK_SECONDS, Scheduler, Worker
 from titan_rl.sandbox.wire import Answer, Call, CallKind, EnvironmentSetup, TaskInfo
 from titan_rl.types import Endpoint, Purpose
+
+GRADING = frozenset({CallKind.SCORE, CallKind.SCORE_GROUP})
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +56,7 @@ class Sandbox:
         self._processes: dict[Worker[_Pending], ForkedProcess] = {}
         self._timers: dict[Worker[_Pending], asyncio.TimerHandle] = {}
         self._attending: asyncio.Handle | None = None
+        self._environment, self._grading = Together("environment"), Together("grader")
         self._tasks: set[asyncio.Task[None]] = set()
         self._one_more_try = asyncio.Semaphore(MAX_PROCESSES)
         self._shown: set[str] = set()  # places whose traceback was logged
@@ -80,6 +84,11 @@ class Sandbox:
         """Process id of the host, while there is one."""
         return self._host.pid if self._host is not None else None
 
+    @property
+    def busy(self) -> bool:
+        """Whether a call is not answered yet."""
+        return bool(self._unanswered)
+
     async def call(self, call: Call) -> Any:
         """Run one call. `CallKind` describes its value.
 
@@ -94,7 +103,8 @@ class Sandbox:
         self._scheduler.submit(pending)
         self._attend_soon()
         try:
-            return await pending.future
+            with self._grading if call.kind in GRADING else self._environment:
+                return await pending.future
         finally:
             self._unanswered.discard(pending)
 
@@ -109,7 +119,8 @@ class Sandbox:
         """
         call = Call(CallKind.PLAY, purpose, index, endpoint=endpoint)
         try:
-            return self._value(call, await self._run_alone(call, None))
+            with activity("program", prompt=index):
+                return self._value(call, await self._run_alone(call, None))
         except HostGone as error:
             raise ActorGone(f"{call}: {error}") from None
         except TaskError as error:

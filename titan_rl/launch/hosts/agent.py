@@ -5,7 +5,8 @@
 - It owns the run's files in its host's shared memory. Those of dead agents are removed when the next one begins.
 - It has its worker for itself. An earlier one of the same run is killed, that of a run whose controller is gone waited
   for.
-- What processes print goes into files of this host; each pulse sends what is new in them to the controller.
+- What processes print, and their timelines, go into files of this host; each pulse sends what is new in them to the
+  controller.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from titan_rl.errors import ConfigError
 from titan_rl.launch.child import ProcessWatch
 from titan_rl.launch.hosts.facts import HostFacts, detect_host
 from titan_rl.launch.process import prepare_controller, scratch_directory
+from titan_rl.observability.timeline import SPANS, Pulse
 from titan_rl.policy.models.tiny import TinyPolicyConfig, make_tiny_policy
 from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segments
 
@@ -72,7 +74,7 @@ class News(NamedTuple):
 
     kind: Literal["ended", "stopped", "log"]
     of: str
-    """The spawn that lost a process, or the name of a log file."""
+    """The spawn that lost a process, or the path of a file relative to that of the logs."""
     process: str = ""
     """Name of the process that ended, or a sentence about one that was stopped."""
     code: int | None = None
@@ -207,19 +209,20 @@ class HostAgent(ConnectedActor):
         )
 
     @served
-    async def pulse(self, log_bytes: int = 0) -> int:
-        """The controller lives; it is sent so much of what is new in the logs, of each file the same share."""
+    async def pulse(self, log_bytes: int = 0) -> Pulse:
+        """The controller lives; it is sent so much of what is new in the logs and timelines, of each file the same
+        share."""
         self._heard.set()
         os.utime(self._lock)
-        files = sorted((scratch_directory() / "logs").glob("*"))
+        scratch = scratch_directory()
+        files = [*sorted((scratch / "logs").glob("*")), *sorted((scratch / SPANS).glob("*"))]
         for file in files:
             with file.open("rb") as log:
                 log.seek(self._sent.get(file, 0))
                 if text := log.read(log_bytes // len(files)):
                     self._sent[file] = log.tell()
-                    caller().push(News("log", file.name, text=text))
-        self._pulses += 1
-        return self._pulses
+                    caller().push(News("log", os.path.relpath(file, scratch / "logs"), text=text))
+        return await ConnectedActor.pulse.answer(self)
 
     @served
     async def expect_ends(self, spawn: str) -> None:

@@ -37,6 +37,7 @@ from titan_rl.launch.hosts.facts import HostFacts, address_towards, detect_host,
 from titan_rl.launch.process import scratch_directory
 from titan_rl.launch.pulse import MOST_BYTES, Pace, until_still
 from titan_rl.launch.start import tiny_policy
+from titan_rl.observability.timeline import Pulse
 from titan_rl.weights.segment_files import remove_segments_of
 
 ATTACH_SECONDS = 10.0
@@ -335,7 +336,7 @@ class AttachedHost(Host):
 
         pace = Pace(self._silent_seconds)
 
-        async def pulse() -> list[int]:
+        async def pulse() -> list[Pulse]:
             with pace as log_bytes:
                 return [await agent.call(None, HostAgent.pulse, log_bytes)]
 

@@ -1,0 +1,180 @@
+"""Merged timelines: who waited for whom, the idle shares, and the trace. On timelines that the tests make up."""
+
+import gzip
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_rl.commands import bubbles as verb
+from titan_rl.controller.idle import idle_shares
+from titan_rl.errors import ConfigError
+from titan_rl.observability.bubbles import Account, Bubbles, accounts, find_bubbles
+from titan_rl.observability.spans import Life, Recorded, read_spans
+from titan_rl.observability.timeline import MAIN, Lived
+from titan_rl.observability.trace import events, rows, write_trace
+
+LABELS = ["", "", "rollouts", "slots", "generators", "rank 0", "environment"]
+
+
+def life(mesh: str, *pieces: tuple[float, str], rank: int = 0, others: tuple[Recorded, ...] = ()) -> Life:
+    """A process that begins at 0 and does these things one after the other: seconds, and for whom it waits."""
+    found = Life(f"{mesh}.{rank}", mesh, rank, "host0", 1, 0.0)
+    at = 0.0
+    for seconds, waits_for in pieces:
+        found.main.append(Recorded("wait" if waits_for else "work", MAIN, at, seconds, waits_for))
+        at += seconds
+    found.others += others
+    return found
+
+
+def step(began: float, seconds: float) -> Recorded:
+    return Recorded("train", "train", began, seconds)
+
+
+PIECES = st.lists(st.tuples(st.floats(0.01, 3), st.sampled_from(LABELS)), max_size=12)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["trainer", "generator0", "rollout0", "router"]), PIECES), min_size=1, max_size=6
+    )
+)
+def test_the_shares_of_every_mesh_add_up_to_the_whole_window(made):
+    ranks: Counter[str] = Counter()
+    lives = []
+    for mesh, pieces in made:
+        lives.append(life(mesh, *pieces, rank=ranks[mesh]))
+        ranks[mesh] += 1
+    for each in accounts(lives, 1.0, 9.0):
+        assert each.ranks == ranks[each.mesh]
+        assert each.busy + each.idle == pytest.approx(1.0)
+        direct = [
+            max(0.0, min(span.ended, 9.0) - max(span.began, 1.0))
+            for one in lives
+            if one.mesh == each.mesh
+            for span in one.main
+            if not span.waits_for
+        ]
+        assert each.busy == pytest.approx(sum(direct) / 8.0 / each.ranks, abs=1e-4), "who works is never idle"
+
+
+def test_a_generator_without_requests_waits_for_what_the_rollout_workers_wait_for():
+    lives = [
+        life("generator0", (10, "rollouts")),
+        life("generator0", (10, "rank 0"), rank=1),
+        life("rollout0", (4, ""), (3, "slots"), (3, "environment")),
+        life("rollout1", (5, "slots"), (5, "slots")),
+    ]
+    generator, *_ = accounts(lives, 0.0, 10.0)
+    assert generator == Account(
+        "generator0", 2, 0.0, pytest.approx({"rollouts": 0.4, "slots": 0.3, "environment": 0.3})
+    )
+
+
+def test_the_time_without_a_process_is_none_of_work():
+    trainer, _ = accounts([life("trainer", (4, "")), life("router", (10, ""))], 0.0, 10.0)
+    assert trainer.waits == pytest.approx({"its restart": 0.6})
+
+
+def test_the_biggest_bubble_is_a_sentence_about_what_computes():
+    lives = [
+        life("trainer", (6, ""), (4, "rollouts")),
+        life("generator0", (2, ""), (8, "rollouts")),
+        life("rollout0", (10, "slots")),
+        life("controller", (10, "the meshes"), others=(step(0, 4), step(5, 5))),
+    ]
+    found = find_bubbles(lives)
+    assert (found.steps, found.seconds) == (2, 10)
+    assert [each.mesh for each in found.meshes] == ["trainer", "generator0", "rollout0", "controller"]
+    assert found.sentence() == (
+        "The biggest bubble: for 80% of the 10.0 s of 2 steps the generator waited for free slots, which a train step "
+        "and its weight sync give back: a larger loop.max_staleness lets them go on while the trainer works."
+    )
+    assert "no bubble" in Bubbles(1, 1.0, [Account("trainer", 1, 1.0, {})]).sentence()
+    with pytest.raises(ConfigError, match="no step"):
+        find_bubbles(lives[:-1])
+
+
+def test_idle_shares_are_those_of_the_time_between_two_looks():
+    before = {"trainer": [Lived(10, 1), Lived(10, 2)], "router": [Lived(50, 5)], "rollout0": [Lived()]}
+    after = {"trainer": [Lived(20, 6), Lived(20, 2)], "router": [Lived(1, 1)], "new": [Lived(1, 1)]}
+    assert idle_shares(before, after | {"rollout0": [Lived()]}) == {"trainer": 0.25}, "the router was replaced"
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 5)), max_size=40))
+def test_no_two_spans_of_a_row_overlap(made):
+    spans = [Recorded("rollout", "rollout", began, seconds) for began, seconds in made]
+    found = rows(spans)
+    assert sorted(span for row in found for span in row) == sorted(spans)
+    for row in found:
+        for one, after in zip(row, row[1:], strict=False):
+            assert one.ended <= after.began + 1e-5
+    at_once = max((sum(s.began <= t < s.ended - 1e-5 for s in spans) for t, _ in made), default=0)
+    assert len(found) >= at_once
+
+
+def test_a_trace_names_processes_lanes_and_for_whom_they_wait():
+    one = life("generator0", (1, ""), (2, "rollouts"), others=(Recorded("drain", "drain", 0.5, 1, "", {"to": 3}),))
+    found = list(events([one]))
+    assert [event["args"]["name"] for event in found if event["name"] == "process_name"] == [
+        "generator0.0 (host0, pid 1)"
+    ]
+    assert [event["args"]["name"] for event in found if event["name"] == "thread_name"] == [MAIN, "drain"]
+    spans = [event for event in found if event["ph"] == "X"]
+    assert [(event["cat"], event["ts"], event.get("args")) for event in spans] == [
+        ("work", 0, None),
+        ("wait", 1e6, {"waits for": "rollouts"}),
+        ("work", 0.5e6, {"to": 3}),
+    ]
+
+
+def write_run(run, epoch=100.0):
+    (run / "spans").mkdir()
+    header = {"rank": 0, "host": "host0", "pid": 1, "epoch": epoch}
+    waits = {"n": "wait", "t": 1.0, "d": 3.0, "l": MAIN, "w": "rollouts"}
+    for mesh, lines in {
+        "trainer": [waits],
+        "controller": [
+            {**waits, "w": "the meshes"},
+            {"n": "train", "t": 2.0, "d": 1.0, "l": "train", "a": {"step": 1}},
+        ],
+    }.items():
+        whole = [{"process": f"{mesh}.0", "mesh": mesh, **header}, *lines]
+        text = "".join(json.dumps(line) + "\n" for line in whole)
+        (run / "spans" / f"{mesh}.0.jsonl").write_text(text + '{"n": "torn')
+
+
+def test_a_killed_run_gets_its_trace_from_the_verb(tmp_path, capsys):
+    write_run(tmp_path)
+    assert verb.main([str(tmp_path)], prog="titan-rl bubbles") == 0
+    said = capsys.readouterr().out
+    assert "trainer        0%   100%   rollouts 100% (1.0 s)" in said and "The biggest bubble: " in said
+    trace = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
+    assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X"}
+    assert verb.main(["--json", str(tmp_path)], prog="titan-rl bubbles") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["meshes"][0] == {"mesh": "trainer", "ranks": 1, "busy": 0.0, "idle": 1.0, "waits": {"rollouts": 1.0}}
+
+
+def test_what_is_no_run_is_a_sentence(tmp_path, capsys):
+    assert verb.main([str(tmp_path)], prog="titan-rl bubbles") == 2
+    assert verb.main([], prog="titan-rl bubbles") == 2
+    assert "has no timelines" in capsys.readouterr().err
+
+
+def test_hosts_are_aligned_by_their_time_of_day_and_processes_of_one_host_by_its_clock(tmp_path):
+    write_run(tmp_path)
+    file = tmp_path / "spans" / "trainer.0.jsonl"
+    file.write_text(file.read_text().replace('"epoch": 100.0', '"epoch": 100.001'))
+    assert {each.main[0].began for each in read_spans(tmp_path)} == {101.0}
+    file.write_text(file.read_text().replace('"host": "host0"', '"host": "host1"').replace("100.001", "200.5"))
+    assert {each.main[0].began for each in read_spans(tmp_path)} == {101.0, 201.5}
+
+
+def test_a_trace_that_cannot_be_written_stops_nothing(tmp_path):
+    write_run(tmp_path)
+    (tmp_path / ".trace.json.gz").mkdir()
+    assert write_trace(tmp_path) is None

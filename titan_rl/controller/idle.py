@@ -1,0 +1,86 @@
+"""The share of time in which each mesh waits, as its processes count it: `idle/MESH` in the metrics.
+
+The controller asks all processes at the end of a step, at most once a second, and never waits for the answers: the
+numbers of a step are those of the newest look that was answered before its end. A process that was replaced, or does
+not answer, is left out of a look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from typing import Protocol
+
+from titan_rl.controller.system import System
+from titan_rl.errors import TitanError
+from titan_rl.observability.activity import activity
+from titan_rl.observability.timeline import Lived, Pulse, timeline
+
+LOOK_SECONDS = 1.0
+"""Least pause between two looks."""
+LOOK_SHARE = 0.01
+"""Most of the time that looks may take; with many processes they are rarer."""
+ANSWER_SECONDS = 10.0
+"""Bound on a look."""
+
+Look = dict[str, list[Lived]]
+"""Per mesh, what each rank has counted."""
+
+
+def idle_shares(before: Look, after: Look) -> dict[str, float]:
+    """Per mesh, the share of the time between two looks in which its ranks waited."""
+    shares: dict[str, float] = {}
+    for mesh, ranks in after.items():
+        pairs = [(old, new) for old, new in zip(before.get(mesh, ()), ranks, strict=False) if new.seconds > old.seconds]
+        seconds = sum(new.seconds - old.seconds for old, new in pairs)
+        if seconds and len(pairs) == len(ranks):
+            shares[mesh] = sum(new.waited - old.waited for old, new in pairs) / seconds
+    return shares
+
+
+class Asked(Protocol):
+    """The client of a mesh."""
+
+    async def pulse(self) -> list[Pulse]: ...
+
+
+class IdleShares:
+    """Looks, and compares each look with the one before. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._before: Look = {}
+        self._looking: asyncio.Task[Look] | None = None
+        self._next = 0.0
+
+    def take(self, system: System) -> dict[str, float]:
+        """`idle/MESH`, if a look was answered since the last call. May begin the next one."""
+        shares: dict[str, float] = {}
+        if not timeline.is_on:
+            return shares
+        if self._looking is not None and self._looking.done():
+            before, self._before = self._before, self._looking.result()
+            shares = {f"idle/{mesh}": share for mesh, share in idle_shares(before, self._before).items()}
+            self._looking = None
+        if self._looking is None and time.monotonic() >= self._next:
+            self._looking = asyncio.ensure_future(self._look(system))
+        return shares
+
+    async def _look(self, system: System) -> Look:
+        began = time.monotonic()
+        found: Look = {}
+
+        async def ask(mesh: str, client: Asked) -> None:
+            with suppress(TitanError, TimeoutError):
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    found[mesh] = [each.lived for each in await client.pulse()]
+
+        meshes: dict[str, Asked] = {"trainer": system.trainer, "router": system.router, **system.generators}
+        meshes |= {worker.name: worker for worker in system.rollouts.workers}
+        if system.gateway is not None:
+            meshes["gateway"] = system.gateway
+        with activity("look"):
+            await asyncio.gather(*(ask(mesh, client) for mesh, client in meshes.items()))
+        now = time.monotonic()
+        self._next = now + max(LOOK_SECONDS, (now - began) / LOOK_SHARE)
+        return found

@@ -1,0 +1,183 @@
+"""Which mesh waited for whom, and for how long, from the beginning of a run's first step to the end of its last.
+
+- Every moment of every rank is work, a wait, or the time without a process. So the shares of a mesh add up to 1.
+- Who waits for others that all wait themselves waits for what those wait for. A generator without requests waits for
+  free slots, for example, while the rollout workers do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from titan_rl.errors import ConfigError
+from titan_rl.observability.spans import Life, Recorded
+
+ROLLOUTS, RANK_0, SLOTS, GONE = "rollouts", "rank 0", "slots", "its restart"
+"""Labels of waits: the rollout workers; the first rank of the same mesh; room for one more group; a process."""
+
+ORDER = ("trainer", "generator", "rollout", "gateway", "router", "relay", "controller")
+COMPUTE = ("trainer", "generator")
+"""Kinds of meshes whose devices cost something."""
+
+MOST_CELLS = 500_000
+"""Beyond so many changes of anybody's state, the window is cut into so many equal cells."""
+
+MEANINGS = {
+    ROLLOUTS: "the rollout workers, which were busy",
+    SLOTS: "free slots, which a train step and its weight sync give back",
+    "generators": "the generators, which were busy",
+    "environment": "user code of the environment",
+    "programs": "the environment's programs",
+    "weights": "weights",
+    RANK_0: "rank 0",
+}
+
+HINTS = {
+    ("generator", SLOTS): "a larger loop.max_staleness lets them go on while the trainer works",
+    ("generator", ROLLOUTS): "more rollout.workers keep them supplied",
+    ("generator", "environment"): "more groups in flight (loop.max_staleness) or quicker user code fills this time",
+    ("trainer", "generators"): "more generators, shorter answers or a larger loop.max_staleness fill this time",
+    ("trainer", "environment"): "quicker user code or a larger loop.max_staleness fills this time",
+    ("trainer", ROLLOUTS): "more rollout.workers fill this time",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """How one mesh spent the window, averaged over its ranks."""
+
+    mesh: str
+    ranks: int
+    busy: float
+    """A share of the window, like all that follow."""
+    waits: dict[str, float]
+    """By for whom, the longest first."""
+
+    @property
+    def kind(self) -> str:
+        return self.mesh.rstrip("0123456789")
+
+    @property
+    def idle(self) -> float:
+        return sum(self.waits.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Bubbles:
+    """How all meshes spent the window."""
+
+    steps: int
+    seconds: float
+    meshes: list[Account]
+
+    def sentence(self) -> str:
+        """The biggest bubble, in words."""
+        causes: dict[tuple[str, str], float] = {}  # seconds of ranks
+        for each in self.meshes:
+            if each.kind in COMPUTE:
+                for cause, share in each.waits.items():
+                    key = each.kind, cause
+                    causes[key] = causes.get(key, 0.0) + share * each.ranks * self.seconds
+        if not causes or max(causes.values()) <= 0:
+            return "There is no bubble: trainer and generators were always busy."
+        kind, cause = max(causes, key=lambda key: causes[key])
+        ranks = sum(each.ranks for each in self.meshes if each.kind == kind)
+        share = causes[kind, cause] / (ranks * self.seconds)
+        who = f"the {kind}" if kind == "trainer" or ranks == 1 else f"the {kind}s"
+        what = MEANINGS.get(cause, cause)
+        hint = f": {HINTS[kind, cause]}" if (kind, cause) in HINTS else ""
+        return (
+            f"The biggest bubble: for {share:.0%} of the {self.seconds:.1f} s of {self.steps} steps {who} waited for "
+            f"{what}{hint}."
+        )
+
+    def to_json(self) -> dict[str, object]:
+        meshes = [
+            {"mesh": each.mesh, "ranks": each.ranks, "busy": each.busy, "idle": each.idle, "waits": each.waits}
+            for each in self.meshes
+        ]
+        return {"steps": self.steps, "seconds": self.seconds, "meshes": meshes, "biggest": self.sentence()}
+
+
+def steps_of(lives: Sequence[Life]) -> list[Recorded]:
+    """The train steps, as the controller saw them."""
+    return sorted(
+        (span for life in lives if life.mesh == "controller" for span in life.others if span.lane == "train"),
+        key=lambda span: span.began,
+    )
+
+
+def find_bubbles(lives: Sequence[Life]) -> Bubbles:
+    """Raises ConfigError if there is no step."""
+    steps = steps_of(lives)
+    if not steps:
+        raise ConfigError("no step of this run is in its timelines, so there is nothing to compare")
+    first, last = steps[0].began, max(step.ended for step in steps)
+    return Bubbles(len(steps), last - first, accounts(lives, first, last))
+
+
+def accounts(lives: Sequence[Life], first: float, last: float) -> list[Account]:
+    """How every mesh spent the time between two moments."""
+    ranks: dict[tuple[str, int], list[Recorded]] = {}
+    for life in lives:
+        ranks.setdefault((life.mesh, life.rank), []).extend(life.main)
+    labels = ["", GONE, *sorted({span.waits_for for spans in ranks.values() for span in spans if span.waits_for})]
+    codes = {label: code for code, label in enumerate(labels)}
+    grid = _grid(ranks.values(), first, last)
+    middles, seconds = (grid[:-1] + grid[1:]) / 2, np.diff(grid)
+    states = {
+        rank: _states(sorted(spans, key=lambda span: span.began), middles, codes) for rank, spans in ranks.items()
+    }
+
+    for (mesh, rank), mine in states.items():
+        if rank and RANK_0 in codes and (mesh, 0) in states:
+            _resolve(mine, codes[RANK_0], [states[mesh, 0]])
+    players = [state for (mesh, _), state in sorted(states.items()) if mesh.startswith("rollout")]
+    if ROLLOUTS in codes and players:
+        for (mesh, _), mine in states.items():
+            if not mesh.startswith("rollout"):
+                _resolve(mine, codes[ROLLOUTS], players)
+
+    found: dict[str, list[np.ndarray]] = {}
+    for (mesh, _), state in states.items():
+        found.setdefault(mesh, []).append(np.bincount(state, weights=seconds, minlength=len(labels)))
+    meshes = []
+    for mesh, each in found.items():
+        shares = np.mean(each, axis=0) / max(last - first, 1e-9)
+        waits = {label: float(share) for label, share in zip(labels[1:], shares[1:], strict=True) if share > 0}
+        by_length = dict(sorted(waits.items(), key=lambda item: -item[1]))
+        meshes.append(Account(mesh, len(each), float(shares[0]), by_length))
+    return sorted(meshes, key=lambda each: (ORDER.index(each.kind) if each.kind in ORDER else len(ORDER), each.mesh))
+
+
+def _grid(everything: object, first: float, last: float) -> np.ndarray:
+    """[K + 1] times between which no state changes, the window's edges first and last."""
+    moments = [moment for spans in everything for span in spans for moment in (span.began, span.ended)]  # type: ignore[attr-defined]
+    inside = np.unique(np.clip(np.array([first, last, *moments]), first, last))
+    return inside if len(inside) <= MOST_CELLS else np.linspace(first, last, MOST_CELLS + 1)
+
+
+def _states(spans: Sequence[Recorded], middles: np.ndarray, codes: dict[str, int]) -> np.ndarray:
+    """[K] int64, the code of what one rank does in each cell; 0 is work."""
+    if not spans:
+        return np.full(len(middles), codes[GONE])
+    began = np.array([span.began for span in spans])
+    ended = np.array([span.ended for span in spans])
+    code = np.array([codes[span.waits_for] for span in spans])
+    at = np.searchsorted(began, middles, side="right") - 1
+    # between two pieces there is only what rounding took away
+    inside = (at >= 0) & (middles <= ended[at] + _ROUNDING)
+    return np.where(inside, code[at], codes[GONE])
+
+
+_ROUNDING = 1e-5
+
+
+def _resolve(mine: np.ndarray, label: int, others: Sequence[np.ndarray]) -> None:
+    """Where one waits for others that all wait, it waits for what the first of them waits for."""
+    all_wait = np.all([other > 0 for other in others], axis=0)
+    at = (mine == label) & all_wait
+    mine[at] = others[0][at]
