@@ -14,6 +14,7 @@ import numpy as np
 from leftovers import REPOSITORY, RUN_SECONDS, assert_nothing_is_left, finish, start_run
 
 from tests.support.metrics import assert_metrics_are_known
+from tests.support.timelines import assert_timeline_is_whole
 
 
 def readme_example() -> str:
@@ -56,6 +57,7 @@ def test_the_task_of_the_readme_is_learned_and_shown_under_torchrun_and_its_chec
     logs = {path.name for path in (directory / "logs").iterdir()}
     assert {"controller.log", "trainer.log", "generator0.log", "router.log", "rollout0.log"} <= logs
 
+    assert_timeline_is_whole(directory)
     assert_checkpoint_scores_like_the_policy(directory / "checkpoint")
 
 

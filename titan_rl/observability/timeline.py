@@ -242,14 +242,13 @@ def _line_of_piece(piece: Piece) -> str:
 
 
 def _line_of_span(span: Span, ended: float, waits_for: str) -> str:
-    line: dict[str, object] = {"n": span.name, "t": round(span.began, 6), "d": round(ended - span.began, 6)}
-    line["l"] = span.name
+    line = f'{{"n": "{span.name}", "t": {span.began:.6f}, "d": {ended - span.began:.6f}, "l": "{span.name}"'
     if span.waits_for is not None:
-        line["w"] = waits_for or "nothing"
+        line += f', "w": {json.dumps(waits_for or "nothing")}'
     if span.ids:
-        plain = (int, float, str)
-        line["a"] = {name: value if isinstance(value, plain) else str(value) for name, value in span.ids.items()}
-    return json.dumps(line)
+        ids = (f'"{key}": {each if type(each) is int else json.dumps(str(each))}' for key, each in span.ids.items())
+        line += f', "a": {{{", ".join(ids)}}}'
+    return f"{line}}}"
 
 
 def _birth() -> float:
