@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from titan_rl.observability.activity import Activities
 from titan_rl.observability.spans import read_spans
 from titan_rl.observability.timeline import GRAIN_SECONDS, SPANS, Lived, MainLane, Timeline, timeline
-from titan_rl.observability.waits import _Policy
+from titan_rl.observability.waits import WatchedEventLoops
 
 TURNS = st.lists(
     st.tuples(
@@ -132,7 +132,7 @@ def test_an_event_loop_works_or_waits_for_whom_its_actor_says(tmp_path: Path):
         await done.wait()
         timeline.end()
 
-    loop = _Policy().new_event_loop()
+    loop = WatchedEventLoops().new_event_loop()
     loop.run_until_complete(serve())
     loop.close()
     (life,) = read_spans(tmp_path)

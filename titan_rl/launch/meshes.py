@@ -71,8 +71,7 @@ class Meshes:
             serving: serve a checkpoint, without trainer and rollout workers.
             imports, log_directory, faults, on_mesh, say: see `start.Options`.
         """
-        self.config = config
-        self.gateway_config = gateway
+        self.config, self.gateway_config = config, gateway
         self.imports = imports
         self.model_path = model_directory(config)
         """Hugging Face directory that trainer and generators load."""
@@ -97,8 +96,7 @@ class Meshes:
         """Held by whoever changes the fleet or its hosts."""
         self.workers: dict[str, str] = {}
         """ADDRESS:PORT by name, of all other hosts that are to belong to the run, also of those that are lost."""
-        self.serving = serving
-        self.log_directory = log_directory
+        self.serving, self.log_directory = serving, log_directory
         self.provisioner = Provisioner(
             log_directory=str(log_directory) if log_directory is not None else "",
             imports=imports,

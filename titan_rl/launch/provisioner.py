@@ -196,6 +196,7 @@ class Provisioner:
                 name,
                 worker,
                 log_directory=self._log_directory,
+                spans=self._spans,
                 silent_seconds=silent_seconds,
                 on_end=self._ended,
                 on_stop=self._stopped,

@@ -80,9 +80,14 @@ def answer_signals(name: str, *, log: Path | None = None) -> None:
                 _write(descriptor, said)
                 os.close(descriptor)
 
-    asyncio.set_event_loop_policy(_Policy())
+    watch_event_loops()
     signal.signal(signal.SIGUSR1, answer)
     faulthandler.register(signal.SIGUSR2, file=2)
+
+
+def watch_event_loops() -> None:
+    """From now on event loops of this process tell what their tasks wait for, and the timeline when they wait."""
+    asyncio.set_event_loop_policy(WatchedEventLoops())
 
 
 def report(name: str) -> str:
@@ -139,7 +144,7 @@ def _write(descriptor: int, text: str) -> None:
             rest = rest[os.write(descriptor, rest) :]
 
 
-class _Policy(asyncio.DefaultEventLoopPolicy):
+class WatchedEventLoops(asyncio.DefaultEventLoopPolicy):
     """Event loops whose tasks are known with their births, and whose waits are timed, whoever makes the loops."""
 
     def new_event_loop(self) -> asyncio.AbstractEventLoop:

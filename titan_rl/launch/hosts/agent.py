@@ -35,7 +35,8 @@ from titan_rl.errors import ConfigError
 from titan_rl.launch.child import ProcessWatch
 from titan_rl.launch.hosts.facts import HostFacts, detect_host
 from titan_rl.launch.process import prepare_controller, scratch_directory
-from titan_rl.observability.timeline import SPANS, Pulse
+from titan_rl.observability.timeline import SPANS, Pulse, timeline
+from titan_rl.observability.waits import watch_event_loops
 from titan_rl.policy.models.tiny import TinyPolicyConfig, make_tiny_policy
 from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segments
 
@@ -146,6 +147,12 @@ async def lock_worker(file: Path, run: str, silent_seconds: float, waits: Callab
     return descriptor
 
 
+def prepare_agent(host: str) -> None:
+    """Begin the timeline of an agent's process, before it has an event loop."""
+    watch_event_loops()
+    timeline.begin(scratch_directory() / SPANS, f"agent_{host}", host=host)
+
+
 class HostAgent(ConnectedActor):
     """See the module.
 
@@ -177,6 +184,7 @@ class HostAgent(ConnectedActor):
             return tell_from_thread
 
         self._heard.set()
+        timeline.follow(lambda: "the controller")
 
         def waits() -> None:
             self._heard.set()

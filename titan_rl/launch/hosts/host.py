@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import os
@@ -32,7 +33,7 @@ from titan_rl.errors import ActorGone, CallTimeout, ConfigError, HostLost, Titan
 from titan_rl.gateway.config import listen
 from titan_rl.launch.checks import Severity, check_host
 from titan_rl.launch.child import ProcessWatch
-from titan_rl.launch.hosts.agent import HostAgent, Introduction, News, digest_of, versions
+from titan_rl.launch.hosts.agent import HostAgent, Introduction, News, digest_of, prepare_agent, versions
 from titan_rl.launch.hosts.facts import HostFacts, address_towards, detect_host, transport
 from titan_rl.launch.process import scratch_directory
 from titan_rl.launch.pulse import MOST_BYTES, Pace, until_still
@@ -189,7 +190,7 @@ class AttachedHost(Host):
     Args:
         name: of the host in this run.
         worker: ADDRESS:PORT.
-        log_directory: where the output of its processes ends up; empty: nowhere. It names the run.
+        log_directory, spans: see `Provisioner`. The first names the run.
         silent_seconds: see `placement.host_seconds`.
         on_end, on_stop: see `ProcessWatch`.
         on_lost: called once, when the host is lost.
@@ -201,15 +202,15 @@ class AttachedHost(Host):
         worker: str,
         *,
         log_directory: str,
+        spans: bool,
         silent_seconds: float,
         on_end: Ended,
         on_stop: Callable[[str], None],
         on_lost: Callable[[AttachedHost], None],
     ) -> None:
-        self.worker = worker
+        self._name, self.worker = name, worker
         self.label = f"{name} ({worker})"
-        self._name = name
-        self._log_directory = log_directory
+        self._log_directory, self._spans = log_directory, spans
         self._silent_seconds = silent_seconds
         self._on_end, self._on_stop, self._on_lost = on_end, on_stop, on_lost
         self._ended: set[str] = set()
@@ -226,7 +227,8 @@ class AttachedHost(Host):
         address, silent = await self._reach(), self._silent_seconds
         there = [f"{transport()}://{address}:{self.worker.rpartition(':')[2]}"]
         self.mesh = attach_to_workers(ca="trust_all_connections", workers=there)
-        self._processes = self.mesh.spawn_procs(per_host={"ranks": 1}, name="agent")
+        begin = functools.partial(prepare_agent, self._name) if self._spans else None
+        self._processes = self.mesh.spawn_procs(per_host={"ranks": 1}, name="agent", bootstrap=begin)
         about = self._name, address, LEASE * silent, self._log_directory
         actor = self._processes.spawn(f"agent_{next(_serial)}", HostAgent, *about)
         self._agent = Connection(
@@ -333,7 +335,6 @@ class AttachedHost(Host):
     async def _watch(self) -> None:
         agent = self._agent
         assert agent is not None
-
         pace = Pace(self._silent_seconds)
 
         async def pulse() -> list[Pulse]:
