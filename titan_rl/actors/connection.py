@@ -144,8 +144,7 @@ class ConnectedActor(Actor):
         with suppress(asyncio.CancelledError):  # the actor is being stopped
             while (calls := pickle.loads(await receiver.recv())) is not None:
                 for number, name, arguments in calls:
-                    answering = _answer(self, number, name, arguments, outcomes)
-                    task = asyncio.get_running_loop().create_task(answering)
+                    task = asyncio.get_running_loop().create_task(_answer(self, number, name, arguments, outcomes))
                     _answering.add(task)
                     task.add_done_callback(_answering.discard)
 
