@@ -149,7 +149,7 @@ def _rollout(
             {"role": "assistant", "content": said},
         ],
         "turns": [
-            {"request": f"r{step}-{sample}-{turn}", "seed": step, "generator": f"generator_{sample % 2}",
+            {"request": f"r{step}-{sample}-{turn}", "seed": step, "generator": f"generator{sample % 2}",
              "finish": "stop", "tokens": count}
             for turn, count in enumerate((len(call), len(last)))
         ],
@@ -175,10 +175,10 @@ def _branch(
 
 
 def _write_spans(directory: Path, steps: int, chance: random.Random) -> None:
-    meshes = ("controller", "trainer", "router", "generator_0", "generator_1", "rollout_0")
+    meshes = ("controller", "trainer", "router", "generator0", "generator1", "rollout0")
     for pid, mesh in enumerate(meshes):
         moment = 100.0 + chance.random() / 10
-        header = {"process": f"{mesh}.0", "mesh": mesh, "rank": 0, "host": "here", "pid": pid, "epoch": 1.7e9}
+        header = {"process": mesh, "mesh": mesh, "rank": 0, "host": "here", "pid": pid, "epoch": 1.7e9}
         lines: list[dict[str, Any]] = [header]
 
         def add(name: str, seconds: float, waits_for: str = "", lines: list[dict[str, Any]] = lines) -> None:
@@ -198,11 +198,13 @@ def _write_spans(directory: Path, steps: int, chance: random.Random) -> None:
                 add("prefill", 0.06 * wobble)
                 add("decode", 0.5 * wobble)
                 add("pull", 0.05 * wobble)
-                add("wait", 0.09 * wobble, "trainer")
-            elif mesh == "rollout_0":
+                add("wait", 0.09 * wobble, "slots")
+            elif mesh == "rollout0":
                 add("environment", 0.2 * wobble)
                 add("wait", 0.5 * wobble, "generators")
             else:
                 add("serve", 0.1 * wobble)
                 add("wait", 0.6 * wobble, "rollouts")
-        (directory / f"{mesh}.0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            if mesh == "controller":
+                lines.append({"n": "train", "t": moment - 0.2, "d": 0.2, "l": "train", "a": {"step": 1}})
+        (directory / f"{mesh}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from titan_rl.report.findings import Finding, Kind, findings
+from titan_rl.observability.bubbles import Account
+from titan_rl.report.findings import Finding, Kind, compared, findings
 from titan_rl.report.lanes import Lane, Timeline
 from titan_rl.report.read import Run
 from titan_rl.report.rollouts import Facts
@@ -29,8 +30,8 @@ def run_of(
     """Metrics are named with `__` for `/`."""
     series = {name.replace("__", "/"): dict(enumerate(values, 1)) for name, values in metrics.items()}
     series.setdefault("train/loss", dict.fromkeys(range(1, STEPS + 1), 0.0))
-    timeline = Timeline(10.0, lanes) if lanes else None
-    return Run(Path("run"), config or {}, {"steps": STEPS}, series, timeline, facts or [], len(facts or []))
+    timelines = [Timeline("steps", 0.0, 10.0, lanes)] if lanes else []
+    return Run(Path("run"), config or {}, {"steps": STEPS}, series, timelines, facts or [], len(facts or []))
 
 
 def titles(run: Run) -> set[str]:
@@ -93,11 +94,12 @@ def test_an_alarm_counts_its_steps():
 
 def test_a_mesh_that_waits_more_than_half_of_its_time_is_named_with_whom_it_waits_for():
     lanes = [
-        Lane("trainer", 1, 10.0, {}, {("wait", "rollouts"): 5.5, ("wait", "controller"): 1.0, ("forward", ""): 3.5}),
-        Lane("generator_0", 1, 10.0, {}, {("decode", ""): 6.0, ("wait", "trainer"): 4.0}),
+        Lane("trainer", 1, {}, Account("trainer", 1, 0.35, {"rollouts": 0.55, "weights": 0.1})),
+        Lane("generator0", 1, {}, Account("generator0", 1, 0.6, {"slots": 0.4})),
+        Lane("router", 1, {}, Account("router", 1, 0.1, {"rollouts": 0.9})),
     ]
     found = said(run_of(lanes=lanes), "trainer is idle more than half of the time")
-    assert "65%" in found.text and "rollouts" in found.text
+    assert "65%" in found.text and "the rollout workers" in found.text and "rollout.workers" in found.do
     assert len(findings(run_of(lanes=lanes))) == 1
 
 
@@ -143,6 +145,17 @@ def test_a_number_that_is_not_finite_names_its_first_step():
 def test_a_run_that_is_not_done_says_how_to_go_on():
     run = replace(run_of(config={"loop.steps": 50}), summary={})
     assert "30 of 50 steps" in said(run, "The run is not done").text
+
+
+def test_of_two_runs_the_better_one_is_named_with_the_settings_that_differ():
+    good = run_of(evaluation__exact_match=[0.0, 0.9], config={"trainer.optimizer.lr": 0.001, "seed": 0})
+    bad = replace(
+        run_of(evaluation__exact_match=[0.0, 0.2], config={"trainer.optimizer.lr": 0.1}), directory=Path("bad")
+    )
+    (found,) = compared([bad, good])
+    assert found.title == "run did better than bad"
+    assert found.do == "They differ in `trainer.optimizer.lr` (0.001 and 0.1), `seed` (0 and None)."
+    assert compared([good]) == [] == compared([good, run_of()])
 
 
 def test_problems_come_first():

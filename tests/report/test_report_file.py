@@ -14,7 +14,7 @@ from synthetic import HOSTILE, make_run
 
 from titan_rl.commands.report import main
 from titan_rl.report import page
-from titan_rl.report.lanes import read_timeline
+from titan_rl.report.lanes import read_timelines
 from titan_rl.report.page import write_report
 from titan_rl.report.rollouts import graph
 
@@ -83,7 +83,7 @@ def test_hostile_text_is_nowhere_but_in_packed_data(tmp_path: Path):
 
 def test_a_killed_run_is_shown_as_far_as_it_came(tmp_path: Path):
     run = make_run(tmp_path / "run", steps=4, done=False)
-    for name in ("metrics.jsonl", "rollouts.jsonl", "spans/trainer.0.jsonl"):
+    for name in ("metrics.jsonl", "rollouts.jsonl", "spans/trainer.jsonl"):
         whole = (run / name).read_bytes()
         (run / name).write_bytes(whole[:-20])
     with open(run / "rollouts.jsonl", "ab") as file:
@@ -99,7 +99,7 @@ def test_an_older_run_has_numbers_only(tmp_path: Path):
     (run / "metrics.jsonl").write_text('{"step": 1, "train/loss": NaN, "groups": [1]}\n{"step": 2, "train/loss": 1}\n')
     found = blocks(write_report([run], run / "report.html"))
     assert found["main"]["series"]["train/loss"][0] == {"steps": [1, 2], "values": [None, 1.0], "of": 1}
-    assert found["main"]["timelines"] == [None] and found["rollouts"] == {}
+    assert found["main"]["timelines"] == [[]] and found["rollouts"] == {}
 
 
 def test_two_runs_are_compared_setting_by_setting(run: Path, tmp_path: Path):
@@ -109,14 +109,16 @@ def test_two_runs_are_compared_setting_by_setting(run: Path, tmp_path: Path):
     assert different == {"trainer.optimizer.lr", "loop.steps"}
 
 
-def test_a_lane_is_the_mean_of_its_processes(run: Path):
-    timeline = read_timeline(run / "spans")
-    assert timeline is not None
-    assert [lane.mesh for lane in timeline.lanes][:3] == ["controller", "trainer", "router"]
-    for lane in timeline.lanes:
-        for at in range(4, 400):
+def test_a_lane_is_the_mean_of_its_ranks(run: Path):
+    steps, whole = read_timelines(run)
+    assert [lane.mesh for lane in steps.lanes][:3] == ["trainer", "generator0", "generator1"]
+    assert 0 < steps.start < steps.start + steps.seconds <= whole.seconds
+    for lane in steps.lanes:
+        for at in range(400):
             assert sum(shares[at] for shares in lane.shares.values()) == pytest.approx(1, abs=1e-3)
-        assert 0 < lane.idle < 1
+        waited = sum(sum(shares) / len(shares) for (_, waits_for), shares in lane.shares.items() if waits_for)
+        assert lane.account is not None and 0 < lane.account.idle < 1
+        assert waited <= lane.account.idle + 1e-3, "what titan-rl bubbles says counts missing processes as idle"
 
 
 def test_a_long_run_keeps_some_rollouts_of_every_step_and_says_how_many(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean, stdev
 
+from titan_rl.observability.bubbles import COMPUTE, HINTS, MEANINGS
 from titan_rl.report.read import Run
 from titan_rl.report.rollouts import Facts
 
@@ -39,6 +40,12 @@ FEWEST_WANTED = 5
 """Rollouts that want a symbol before it is called dead."""
 
 
+SCORES = ("evaluation/exact_match", "evaluation/reward", "rollout/reward_mean")
+"""By which runs are compared: the first that all of them have."""
+MOST_NAMED = 5
+"""Settings that a comparison names; the page lists all."""
+
+
 class Kind(StrEnum):
     PROBLEM = "problem"  # the run does not do what it is for, or will not for long
     WARNING = "warning"  # something is lost: speed, samples, trust in the numbers
@@ -60,6 +67,33 @@ def findings(run: Run) -> list[Finding]:
     """Of one run, the gravest first."""
     order = list(Kind)
     return sorted((each for rule in RULES for each in rule(run)), key=lambda each: order.index(each.kind))
+
+
+def compared(runs: Sequence[Run]) -> list[Finding]:
+    """Of several runs, which of them did best, and by which settings it differs from the others."""
+    metric = next((name for name in SCORES if all(run.values(name) for run in runs)), None)
+    if len(runs) < 2 or metric is None:
+        return []
+    scores = [run.values(metric)[-1] for run in runs]
+    best = max(range(len(runs)), key=lambda number: scores[number])
+    found = []
+    for run, score in zip(runs, scores, strict=True):
+        if run is runs[best]:
+            continue
+        names = dict.fromkeys((*runs[best].config, *run.config))
+        apart = [name for name in names if runs[best].config.get(name) != run.config.get(name)]
+        said = [f"`{name}` ({runs[best].config.get(name)} and {run.config.get(name)})" for name in apart[:MOST_NAMED]]
+        more = f" and {len(apart) - MOST_NAMED} more" if len(apart) > MOST_NAMED else ""
+        found.append(
+            Finding(
+                Kind.NOTE,
+                f"{runs[best].name} did better than {run.name}" if score < scores[best] else "The runs ended equal",
+                f"`{metric}` ended at {scores[best]:.3f} and {score:.3f}.",
+                f"They differ in {', '.join(said)}{more}." if apart else "They have the same settings.",
+                metric,
+            )
+        )
+    return found
 
 
 def _thirds(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]] | None:
@@ -159,15 +193,16 @@ def _mismatch(run: Run) -> Iterator[Finding]:
 
 
 def _idle(run: Run) -> Iterator[Finding]:
-    for lane in run.timeline.lanes if run.timeline else ():
-        if lane.idle > MOST_IDLE and lane.mesh not in ("controller", "router", "gateway"):
-            text = f"It waited {lane.idle:.0%} of its time, mostly for {lane.waits_for}."
-            do = f"`titan-rl bubbles {run.directory}` says when. " + (
-                "Give the generators more devices, or raise loop.max_staleness."
-                if lane.mesh.startswith("trainer")
-                else "Fewer of them would do, or more work per step: loop.groups_per_step, loop.max_staleness."
-            )
-            yield Finding(Kind.WARNING, f"{lane.mesh} is idle more than half of the time", text, do, "timeline")
+    for lane in run.timelines[0].lanes if run.timelines else ():
+        account = lane.account
+        if account is None or account.idle <= MOST_IDLE or account.kind not in COMPUTE:
+            continue
+        cause = next(iter(account.waits))
+        text = f"It waited {account.idle:.0%} of the time of the steps, longest for {MEANINGS.get(cause, cause)}."
+        hint = HINTS.get((account.kind, cause))
+        do = f"{hint[0].upper()}{hint[1:]}. " if hint else ""
+        do += f"`titan-rl bubbles {run.directory}` tells more."
+        yield Finding(Kind.WARNING, f"{lane.mesh} is idle more than half of the time", text, do, "timeline")
 
 
 def _cut(run: Run) -> Iterator[Finding]:
@@ -243,7 +278,7 @@ def _dead_symbols(run: Run) -> Iterator[Finding]:
         count = f"{len(rollouts)} recorded rollouts of the last third want {symbol!r}"
         do = "Set entropy_bonus in trainer.loss.kwargs, so that no symbol dies out before it is found to be right."
         if symbol not in written:
-            text = f"{count}; the policy never wrote it."
+            text = f"{count}; no answer has it."
             yield Finding(Kind.PROBLEM, f"{symbol!r} is a dead symbol", text, do, "rollouts")
         elif all(facts.reward <= 0 < best for facts in rollouts):
             text = f"{count}; none of them got any reward."

@@ -1,114 +1,93 @@
-"""What every mesh did over the run's time, from RUN/spans: per bin of time, the share that each kind of span took.
+"""What every mesh did over the run's time: per bin of time, the share of each kind of work and of each wait.
 
-    generator_0    |decode 0.9, pull 0.1|decode 1.0|waits for trainer 0.8, decode 0.2|
+    generator0    |decode 0.9, pull 0.1|decode 1.0|waits for rollouts 0.8, decode 0.2|
 
-A lane is a mesh: the mean over its processes. Its size depends on the number of bins, never on the length of the run;
-every single span is in RUN/trace.json.gz.
+A lane is a mesh: the mean over its ranks. Its size depends on the number of bins, never on the length of the run; every
+single span is in RUN/trace.json.gz. Idle shares are those of `titan-rl bubbles`: from the first step's beginning to the
+last one's end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from titan_rl.report.jsonl import json_lines
+import numpy as np
+
+from titan_rl.observability.bubbles import Account, find_bubbles, steps_of
+from titan_rl.observability.spans import Life, read_spans
 
 BINS = 480
-MAIN = "main"
-"""The lane of a process in which every moment of its life has a name."""
+STEPS, WHOLE = "steps", "whole run"
+
+Kind = tuple[str, str]
+"""Name of the work and "", or "" and for whom it waits."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Lane:
     """One mesh."""
 
     mesh: str
-    processes: int = 0
-    seconds: float = 0.0
-    """That its processes lived, together."""
-    shares: dict[tuple[str, str], list[float]] = field(default_factory=dict)
-    """(span, for whom it waits or "") → [BINS] share of each bin."""
-    totals: dict[tuple[str, str], float] = field(default_factory=dict)
-    """The same, in seconds of the whole run."""
-
-    @property
-    def idle(self) -> float:
-        """Share of its time in which it waited for another part."""
-        waited = sum(seconds for (_, waits_for), seconds in self.totals.items() if waits_for)
-        return waited / self.seconds if self.seconds else 0.0
-
-    @property
-    def waits_for(self) -> str:
-        """For whom it waited longest; empty: for nobody."""
-        waits: dict[str, float] = {}
-        for (_, waits_for), seconds in self.totals.items():
-            if waits_for:
-                waits[waits_for] = waits.get(waits_for, 0.0) + seconds
-        return max(waits, key=lambda each: waits[each], default="")
+    ranks: int
+    shares: dict[Kind, list[float]] = field(default_factory=dict)
+    """[BINS] each."""
+    account: Account | None = None
+    """How it spent the steps; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
+    """All meshes in one window of time."""
+
+    window: str
+    """STEPS or WHOLE."""
+    start: float
+    """Seconds since the run's first process was born."""
     seconds: float
     lanes: list[Lane]
 
 
-def read_timeline(directory: Path) -> Timeline | None:
-    """None: there are no spans."""
-    extents = [extent for path in sorted(directory.glob("*.jsonl")) if (extent := _extent(path)) is not None]
-    if not extents:
-        return None
-    start = min(begin for _, begin, _ in extents)
-    seconds = max(max(end for _, _, end in extents) - start, 1e-9)
-    lanes: dict[str, Lane] = {}
-    for path, begin, end in extents:
-        header, *spans = _lines(path)
-        mesh = str(header["mesh"])
-        lane = lanes.setdefault(mesh, Lane(mesh))
-        lane.processes += 1
-        lane.seconds += end - begin
-        for span in spans:
-            if span.get("l") == MAIN:
-                _add(lane, span, float(header["epoch"]) - start, seconds)
-    for lane in lanes.values():
-        width = seconds / BINS * lane.processes
-        for kind, bins in lane.shares.items():
-            lane.shares[kind] = [spent / width for spent in bins]
-    return Timeline(seconds, [lanes[mesh] for mesh in sorted(lanes, key=_natural)])
+def read_timelines(run: Path) -> list[Timeline]:
+    """Of the steps, if there are any, and of the whole run; none where there are no spans."""
+    lives: list[Life] = []
+    with contextlib.suppress(OSError):
+        lives = [life for life in read_spans(run) if life.main]
+    if not lives:
+        return []
+    born, end = min(life.began for life in lives), max(life.ended for life in lives)
+    windows = [(WHOLE, born, end)]
+    accounts: list[Account] = []
+    if steps := steps_of(lives):
+        accounts = find_bubbles(lives).meshes
+        windows.insert(0, (STEPS, steps[0].began, max(step.ended for step in steps)))
+    of = {account.mesh: account for account in accounts}
+    meshes = {
+        mesh: [life for life in lives if life.mesh == mesh] for mesh in (*of, *sorted(life.mesh for life in lives))
+    }
+    timelines = []
+    for window, first, last in windows:
+        edges = np.linspace(first, max(last, first + 1e-9), BINS + 1)
+        lanes = [_lane(mesh, some, edges, of.get(mesh)) for mesh, some in meshes.items()]
+        timelines.append(Timeline(window, first - born, last - first, lanes))
+    return timelines
 
 
-def _add(lane: Lane, span: dict[str, Any], shift: float, seconds: float) -> None:
-    """Spread a span over the bins that it touches."""
-    kind = (str(span["n"]), str(span.get("w") or ""))
-    bins = lane.shares.setdefault(kind, [0.0] * BINS)
-    lane.totals[kind] = lane.totals.get(kind, 0.0) + float(span["d"])
-    begin = (float(span["t"]) + shift) / seconds * BINS
-    end = begin + float(span["d"]) / seconds * BINS
-    for number in range(max(0, int(begin)), min(BINS, int(end) + 1)):
-        bins[number] += max(0.0, min(end, number + 1) - max(begin, number)) * seconds / BINS
-
-
-def _extent(path: Path) -> tuple[Path, float, float] | None:
-    """When the process of a file began and ended, in wall-clock seconds; None: it says nothing."""
-    lines = _lines(path)
-    if (header := next(lines, None)) is None or not {"mesh", "epoch"} <= header.keys():
-        return None
-    moments = [(float(span["t"]), float(span["t"]) + float(span["d"])) for span in lines if span.get("l") == MAIN]
-    if not moments:
-        return None
-    epoch = float(header["epoch"])
-    return path, epoch + min(moments)[0], epoch + max(end for _, end in moments)
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    yield from (line for _, line in json_lines(path))
-
-
-def _natural(mesh: str) -> tuple[int, str, int]:
-    """Controller, trainer, router, generators, rollout workers, the rest."""
-    name = mesh.rstrip("0123456789").rstrip("_")
-    order = ("controller", "trainer", "router", "generator", "rollout")
-    number = mesh[len(mesh.rstrip("0123456789")) :]
-    return (order.index(name) if name in order else len(order)), name, int(number or 0)
+def _lane(mesh: str, lives: Sequence[Life], edges: np.ndarray, account: Account | None) -> Lane:
+    ranks = len({life.rank for life in lives})
+    pieces: dict[Kind, list[tuple[float, float]]] = {}
+    shares: dict[Kind, np.ndarray] = {}
+    for life in lives:
+        pieces.clear()
+        for span in life.main:
+            kind = ("", span.waits_for) if span.waits_for else (span.name, "")
+            pieces.setdefault(kind, []).append((span.began, span.ended))
+        for kind, spans in pieces.items():
+            moments = np.maximum.accumulate(np.array(spans).ravel())  # [2n] began, ended, began, ended, …
+            done = np.repeat(np.cumsum([0.0, *np.diff(moments)[::2]]), 2)[1:-1]  # [2n] seconds at those moments
+            bins = np.diff(np.interp(edges, moments, done)) / (np.diff(edges) * ranks)
+            shares[kind] = shares.get(kind, 0.0) + bins
+    longest = sorted(shares, key=lambda kind: (bool(kind[1]), -shares[kind].sum()))
+    return Lane(mesh, ranks, {kind: shares[kind].tolist() for kind in longest if shares[kind].any()}, account)

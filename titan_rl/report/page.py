@@ -13,13 +13,15 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from titan_rl import __version__
 from titan_rl.observability.metric_table import metric_of
-from titan_rl.report.findings import findings
+from titan_rl.report.findings import Finding, compared, findings
+from titan_rl.report.lanes import Timeline
 from titan_rl.report.packed import packed
 from titan_rl.report.read import ROLLOUTS, Run, read_run, rollout_at
 from titan_rl.report.rollouts import Facts, chunks, in_turns, preview
@@ -115,20 +117,21 @@ def _main(runs: Sequence[Run], shown: int) -> dict[str, Any]:
         "version": __version__,
         "written": time.strftime("%Y-%m-%d %H:%M"),
         "runs": [_about(run) for run in runs],
-        "findings": [[{**_plain(each), "run": number} for each in findings(run)] for number, run in enumerate(runs)],
+        "findings": [[_plain(each) for each in findings(run)] for run in runs],
+        "compared": [_plain(each) for each in compared(runs)],
         "metrics": {name: _meaning(name) for name in names},
         "series": {name: [_curve(run.series.get(name, {})) for run in runs] for name in names},
         "seconds": [_curve(run.seconds) for run in runs],
         "ages": [_ages(run) for run in runs],
         "lengths": _lengths(runs),
-        "timelines": [_timeline(run) for run in runs],
+        "timelines": [[_window(timeline) for timeline in run.timelines] for run in runs],
         "settings": _settings(runs),
         "rollouts": {"shown": shown, "recorded": sum(run.recorded for run in runs)},
     }
 
 
-def _plain(finding: Any) -> dict[str, str]:
-    return {name: str(getattr(finding, name)) for name in ("kind", "title", "text", "do", "see")}
+def _plain(finding: Finding) -> dict[str, str]:
+    return {name: str(value) for name, value in asdict(finding).items()}
 
 
 def _about(run: Run) -> dict[str, Any]:
@@ -186,29 +189,25 @@ def _lengths(runs: Sequence[Run]) -> dict[str, Any]:
     return {"width": width, "shares": shares, "rollouts": [len(each) for each in lengths]}
 
 
-def _timeline(run: Run) -> dict[str, Any] | None:
-    if run.timeline is None:
-        return None
+def _window(timeline: Timeline) -> dict[str, Any]:
     lanes = [
         {
             "mesh": lane.mesh,
-            "processes": lane.processes,
-            "idle": _short(lane.idle),
+            "ranks": lane.ranks,
+            "idle": None if lane.account is None else _short(lane.account.idle),
             "kinds": [
                 {
                     "name": name,
                     "waits_for": waits_for,
-                    "share": _short(lane.totals[name, waits_for] / lane.seconds),
+                    "share": _short(sum(shares) / len(shares)),
                     "shares": [round(share, 3) for share in shares],
                 }
-                for (name, waits_for), shares in sorted(
-                    lane.shares.items(), key=lambda entry: (bool(entry[0][1]), -lane.totals[entry[0]])
-                )
+                for (name, waits_for), shares in lane.shares.items()
             ],
         }
-        for lane in run.timeline.lanes
+        for lane in timeline.lanes
     ]
-    return {"seconds": run.timeline.seconds, "lanes": lanes}
+    return {"window": timeline.window, "start": timeline.start, "seconds": timeline.seconds, "lanes": lanes}
 
 
 def _settings(runs: Sequence[Run]) -> list[list[Any]]:

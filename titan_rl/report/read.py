@@ -18,10 +18,10 @@ from typing import Any, BinaryIO
 import tomli
 
 from titan_rl.report.jsonl import json_lines
-from titan_rl.report.lanes import Timeline, read_timeline
+from titan_rl.report.lanes import Timeline, read_timelines
 from titan_rl.report.rollouts import Facts
 
-METRICS, ROLLOUTS, SPANS = "metrics.jsonl", "rollouts.jsonl", "spans"
+METRICS, ROLLOUTS = "metrics.jsonl", "rollouts.jsonl"
 CONFIG, SUMMARY = "config.toml", "summary.json"
 
 MOST_ROLLOUTS_BYTES = 400 << 20
@@ -41,7 +41,7 @@ class Run:
     summary: Mapping[str, Any]
     """Empty where the run is not done."""
     series: Mapping[str, Series]
-    timeline: Timeline | None = None
+    timelines: list[Timeline] = field(default_factory=list)
     facts: list[Facts] = field(default_factory=list)
     """Of every recorded rollout, in the order of the file."""
     recorded: int = 0
@@ -75,7 +75,7 @@ def read_run(directory: Path) -> Run:
         config=dict(_flat(_read_config(directory / CONFIG))),
         summary=_read_summary(directory / SUMMARY),
         series=_read_series(directory / METRICS),
-        timeline=read_timeline(directory / SPANS),
+        timelines=read_timelines(directory),
         facts=facts,
         recorded=recorded,
     )

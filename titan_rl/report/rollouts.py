@@ -74,7 +74,7 @@ class Facts:
             advantage=record.get("advantage"),
             stop=str(record.get("stop_reason") or ""),
             error=str(record.get("error") or ""),
-            wanted=str(record.get("wanted") or ""),
+            wanted=str(record.get("wanted") or "") if messages else "",  # a group that was restored has no answer here
             prompt=str(messages[asked].get("content") or "") if asked >= 0 else "",
             answer=str(messages[said[-1]].get("content") or "") if said else "",
             tokens=sum(int(turn.get("tokens") or 0) for turn in record.get("turns") or ())

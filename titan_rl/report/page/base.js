@@ -15,8 +15,8 @@ function element(name, attributes = {}, ...children) {
   return made;
 }
 
-/** Text with `code` in it, as children of an element. */
-const prose = (text) => text.split("`").map((part, index) => (index % 2 ? element("code", {}, part) : part));
+/** Text as children of an element: what is in backticks, and names with dots such as loop.steps, is code. */
+const prose = (text) => text.split(/(`[^`]*`|\b[a-z_]+(?:\.[a-z_]+)+\b)/).map((part, index) => (index % 2 ? element("code", {}, part.replaceAll("`", "")) : part));
 
 /** The data of a block, which `packed.py` wrote. */
 async function unpack(id) {

@@ -91,7 +91,7 @@ function openBrowser(data, table) {
   byId("filters").append(...[
     data.runs.length > 1 ? select("Run", [["", "All runs"], ...data.runs.map((run, number_) => [String(number_), run.name])], change("run")) : null,
     select("Purpose", [["", "Training and evaluation"], ["0", "Training"], ["1", "Evaluation"]], change("purpose")),
-    select("Kept as", [["", "Best, worst, random"], ...[...new Set(table.kept.flatMap((kept) => kept.split(" ")))].filter(Boolean).map((kept) => [kept, `Kept as ${kept}`])], change("kept")),
+    select("Kept as", [["", "Kept for any reason"], ...[...new Set(table.kept.flatMap((kept) => kept.split(" ")))].filter(Boolean).map((kept) => [kept, `Kept as ${kept}`])], change("kept")),
     select("Stop reason", [["", "Any end"], ...values("stop").map((stop) => [stop, `Ended by ${stop}`])], change("stop")),
     select("Order", ORDERS, change("order")),
     input("number", "Step", "step"), input("search", "Find in texts", "text"),

@@ -1,7 +1,7 @@
 // Curves and histograms, drawn by uPlot when they come into view.
 
-const FIRST = ["rollout/reward_mean", "evaluation/exact_match", "train/entropy", "groups/equal_rewards", "rollout/truncated_share",
-  "train/kl_k3", "train/logprob_difference_mean", "staleness/age_mean", "seconds/step"];
+const FIRST = ["rollout/reward_mean", "evaluation/exact_match", "train/entropy", "groups/equal_rewards", "rollout/length_mean", "rollout/truncated_share",
+  "train/grad_norm", "train/kl_k3", "train/logprob_difference_mean", "staleness/age_mean", "rollout/tokens_per_second", "seconds/step"];
 const FONT = '12px ui-sans-serif, system-ui, -apple-system, "Segoe UI", sans-serif';
 const curves = { smoothing: 0, axis: "step", charts: new Map() };
 

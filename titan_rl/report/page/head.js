@@ -72,20 +72,23 @@ redraws.push(colourSwatches);
 
 function drawFindings(data, show) {
   const list = byId("finding-list");
+  list.append(...data.compared.map((finding) => findingOf(finding, show)));
   data.findings.forEach((findings, run) => {
     if (data.runs.length > 1) {
       list.append(element("h3", { class: "of-run" }, element("i", { class: "swatch", "data-run": run }), data.runs[run].name));
     }
     if (!findings.length) list.append(element("p", { class: "empty" }, "Nothing stands out."));
-    list.append(...findings.map((finding) => {
-      const [sign, word] = KIND[finding.kind];
-      return element("div", { class: `finding ${finding.kind}` },
-        element("span", { class: "sign", "aria-hidden": "true" }, sign),
-        element("div", {}, element("h4", {}, element("span", { class: "word" }, word), finding.title),
-          element("p", {}, ...prose(finding.text)), finding.do ? element("p", { class: "do" }, ...prose(finding.do)) : null),
-        finding.see ? element("button", { type: "button", class: "see", click: () => show(finding.see) }, "Show") : null);
-    }));
+    list.append(...findings.map((finding) => findingOf(finding, show)));
   });
+}
+
+function findingOf(finding, show) {
+  const [sign, word] = KIND[finding.kind];
+  return element("div", { class: `finding ${finding.kind}` },
+    element("span", { class: "sign", "aria-hidden": "true" }, sign),
+    element("div", {}, element("h4", {}, element("span", { class: "word" }, word), finding.title),
+      element("p", {}, ...prose(finding.text)), finding.do ? element("p", { class: "do" }, ...prose(finding.do)) : null),
+    finding.see ? element("button", { type: "button", class: "see", click: () => show(finding.see) }, "Show") : null);
 }
 
 function drawSettings(data) {

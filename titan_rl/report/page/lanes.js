@@ -1,18 +1,21 @@
 // What every mesh did over the time of a run: a stacked share of each bin of time per mesh. Waits are pale and striped.
 
 const LANE_HEIGHT = 46;
+const START = "start", START_COLOUR = "#a7adb5";
 
 function drawLanes(data) {
-  const runs = data.timelines.map((timeline, run) => [timeline, run]).filter(([timeline]) => timeline);
+  const runs = data.timelines.map((windows, run) => run).filter((run) => data.timelines[run].length);
   const hint = byId("lane-hint");
   if (!runs.length) {
     hint.textContent = "The runs have no spans: they were made by an older version, or ended before they began to work.";
     return;
   }
-  hint.textContent = "A lane per mesh, the mean over its processes. Height is the share of each moment, from 0 to 100 %; striped is time spent waiting for another mesh. Every single span is in trace.json.gz, for ui.perfetto.dev.";
-  let current = runs[0][1];
-  if (runs.length > 1) byId("lane-run").append(select("Run", runs.map(([, run]) => [String(run), data.runs[run].name]), (value) => { current = Number(value); draw(); }));
-  const draw = () => byId("lanes").replaceChildren(...lanesOf(data.timelines[current]));
+  hint.textContent = "A lane per mesh, the mean over its ranks. Height is the share of each moment, from 0 to 100 %; striped is time spent waiting for others. Idle shares are of the time between the first and the last step. Every single span is in trace.json.gz, for ui.perfetto.dev.";
+  let run = runs[0], window_ = 0;
+  const draw = () => byId("lanes").replaceChildren(...lanesOf(data.timelines[run][Math.min(window_, data.timelines[run].length - 1)]));
+  if (runs.length > 1) byId("lane-run").append(select("Run", runs.map((each) => [String(each), data.runs[each].name]), (value) => { run = Number(value); draw(); }));
+  const windows = data.timelines[run].map((each, index) => [String(index), sentence(each.window).slice(0, -1)]);
+  if (windows.length > 1) byId("lane-run").append(buttons("Window of time", windows, "0", (value) => { window_ = Number(value); draw(); }));
   redraws.push(draw);
   draw();
 }
@@ -27,8 +30,8 @@ function laneColours(lanes) {
     of.set(kind.name, (of.get(kind.name) ?? 0) + kind.share);
   }
   return (lane) => {
-    const names = [...(totals.get(sort(lane)) ?? [])].sort((a, b) => b[1] - a[1]).map(([name]) => name);
-    return new Map(names.map((name, index) => [name, KIND_COLOURS[Math.min(index, KIND_COLOURS.length - 1)]]));
+    const names = [...(totals.get(sort(lane)) ?? [])].sort((a, b) => b[1] - a[1]).map(([name]) => name).filter((name) => name !== START);
+    return new Map([[START, START_COLOUR], ...names.map((name, index) => [name, KIND_COLOURS[Math.min(index, KIND_COLOURS.length - 1)]])]);
   };
 }
 
@@ -36,7 +39,7 @@ function lanesOf(timeline) {
   const coloursOf = laneColours(timeline.lanes);
   const lanes = timeline.lanes.map((lane) => {
     const colours = coloursOf(lane);
-    const canvas = element("canvas", { height: LANE_HEIGHT, role: "img", "aria-label": `${lane.mesh}: idle ${percent(lane.idle)}` });
+    const canvas = element("canvas", { height: LANE_HEIGHT, role: "img", "aria-label": `${lane.mesh}: idle ${lane.idle === null ? "unknown" : percent(lane.idle)}` });
     const told = element("p", { class: "told" });
     const key = (kind, share) => element("span", {}, element("i", { class: kind.waits_for ? "swatch waiting" : "swatch", style: kind.waits_for ? null : `background:${colours.get(kind.name)}` }),
       `${kind.waits_for ? `waits for ${kind.waits_for}` : kind.name} ${share < 0.005 ? "<1" : Math.round(100 * share)} %`);
@@ -46,7 +49,7 @@ function lanesOf(timeline) {
       const bins = lane.kinds[0]?.shares.length ?? 1;
       const bin = Math.max(0, Math.min(bins - 1, Math.floor(((event.clientX - box.left) / box.width) * bins)));
       const there = lane.kinds.filter((kind) => kind.shares[bin] >= 0.005);
-      told.replaceChildren(element("b", {}, `at ${clock((bin / bins) * timeline.seconds)}`), ...(there.length ? there.map((kind) => key(kind, kind.shares[bin])) : ["not running"]));
+      told.replaceChildren(element("b", {}, `at ${clock(timeline.start + (bin / bins) * timeline.seconds)}`), ...(there.length ? there.map((kind) => key(kind, kind.shares[bin])) : ["not running"]));
     };
     canvas.addEventListener("pointermove", tell);
     canvas.addEventListener("pointerdown", tell);
@@ -55,10 +58,10 @@ function lanesOf(timeline) {
     requestAnimationFrame(() => paintLane(canvas, lane, colours));
     return element("div", { class: "lane" },
       element("div", { class: "lane-name" }, element("b", {}, lane.mesh),
-        element("small", {}, `${lane.processes > 1 ? `${lane.processes} processes, ` : ""}idle ${percent(lane.idle)}`)),
+        element("small", {}, `${lane.ranks > 1 ? `${lane.ranks} ranks, ` : ""}${lane.idle === null ? "" : `idle ${percent(lane.idle)}`}`)),
       element("div", { class: "lane-plot" }, canvas, told));
   });
-  const ticks = Array.from({ length: 6 }, (_, tick) => element("span", {}, clock((timeline.seconds * tick) / 5)));
+  const ticks = Array.from({ length: 6 }, (_, tick) => element("span", {}, clock(timeline.start + (timeline.seconds * tick) / 5)));
   return [...lanes, element("div", { class: "lane time-axis" }, element("div", { class: "lane-name" }, element("small", {}, "time since the start")), element("div", { class: "ticks" }, ...ticks))];
 }
 
