@@ -16,6 +16,7 @@ import dataclasses
 import io
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from parts.table import print_report
@@ -39,7 +40,7 @@ class Kept(MetricsWriter):
 
     steps: list[dict[str, float]] = dataclasses.field(default_factory=list)
 
-    def write(self, step: int, numbers: dict[str, float]) -> None:
+    def write(self, step: int, numbers: dict[str, float], *, groups: Sequence[int] = ()) -> None:
         if "seconds/step" in numbers:
             self.steps.append(numbers)
 
@@ -54,7 +55,7 @@ class Silent(RunDisplay):
         super().__init__(steps=steps, live=False, console=Console(file=io.StringIO()))
 
     def mesh(self, name: str, doing: str) -> None:
-        if doing.startswith("sampling under"):
+        if doing.startswith("serving"):
             self.serving_at = self.serving_at or time.monotonic()
 
 

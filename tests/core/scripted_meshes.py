@@ -145,13 +145,21 @@ class Run:
 
         self.clients: dict[str, Client] = {}
         self.said: list[str] = []
+        self.doing: dict[str, str] = {}
         self.faults = FaultBoard()
         monkeypatch.setattr(module, "describe", spec)
         self.processes = Processes(*(hosts or [HostFacts(cpus=2)]))
         monkeypatch.setattr(module, "Provisioner", lambda **_: self.processes)
         monkeypatch.setattr(module, "sweep_dead_segments", lambda: None)
         monkeypatch.setattr(module, "remove_segments_of", lambda pid: None)
-        self.meshes = Meshes(config, GatewayConfig(), faults=self.faults, say=self.said.append, serving=serving)
+        self.meshes = Meshes(
+            config,
+            GatewayConfig(),
+            faults=self.faults,
+            on_mesh=self.doing.__setitem__,
+            say=self.said.append,
+            serving=serving,
+        )
 
     async def begin(self) -> Run:
         await self.meshes.place()

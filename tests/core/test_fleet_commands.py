@@ -96,6 +96,7 @@ async def test_what_a_leaving_host_has_goes_elsewhere(monkeypatch: pytest.Monkey
     await run.until_back("rollout0")
     assert [*run.meshes.hosts] == ["host0"] and run.clients["router"].drained == [gone]
     assert Counter(there(run)["host0"])["rollout0"] == 1 and gone not in run.meshes.names
+    assert run.doing["rollout0"] == "ready" and run.doing[gone] == run.doing["relay1"] == ""
     assert [relay.host for relay in run.clients["relay0"].asks[0]] == ["host0"]
     await run.meshes.close()
 

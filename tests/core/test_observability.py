@@ -1,6 +1,5 @@
 """What a run writes and shows."""
 
-import io
 import json
 import logging
 import os
@@ -14,16 +13,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
-from rich.text import Text
 
 from titan_rl.errors import ConfigError, StorageError
 from titan_rl.launch.process import log_to_file
 from titan_rl.observability import backends
-from titan_rl.observability.activity import Activities
 from titan_rl.observability.backends import Backend, Step, close_all
 from titan_rl.observability.metrics import MetricsWriter
-from titan_rl.observability.progress import RunDisplay
 from titan_rl.one_line import one_line
 
 
@@ -257,72 +252,6 @@ print((run / "metrics.jsonl").read_text().count("reward"))
     assert "cannot be written: [Errno 28] No space left on device; the run goes on" in full
     assert whole == "True" and "lines of numbers cannot be written" in refused
     assert again.endswith("the numbers that were kept are written") and lines == "302"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_the_panel_shows_what_is_going_on() -> None:
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=100)
-    with RunDisplay(steps=5, live=True, console=console) as display:
-        activity = Activities(display)
-        display.mesh("router", "ready")
-        with activity("train", step=1), activity("rollout", group=3), activity("rollout", group=4):
-            with activity("publisher", waits_for=lambda: "a place"):
-                out.truncate(0)
-                console.print(display.render())
-                shown = {tuple(line.split(maxsplit=1)) for line in Text.from_ansi(out.getvalue()).plain.splitlines()}
-        assert {("router", "ready"), ("train", "step 1"), ("rollout", "2 at once")} <= {
-            tuple(word.strip() for word in line) for line in shown
-        }
-    assert "publisher" not in out.getvalue()
-
-
-def test_outside_a_terminal_steps_are_plain_lines_and_not_too_many() -> None:
-    clock, out = Clock(), io.StringIO()
-    with RunDisplay(steps=100, live=True, console=Console(file=out), clock=clock) as display:
-        for step in range(1, 101):
-            clock.now += 0.1
-            display.step(step, {"reward": "0.500", "entropy": "1.20"}, {"train": 0.05})
-        display.evaluation(100, 0.95, 0.99, ["wrong  '1=' → '3'"])
-    lines = out.getvalue().splitlines()
-    assert lines[0] == "step    1/100  reward 0.500  entropy 1.20  [ms: train 50]"
-    assert lines[-3].startswith("step  100/100")
-    assert lines[-2] == "held-out after step 100: exact match 0.950, reward 0.990"
-    assert lines[-1] == "  wrong  '1=' → '3'"
-    assert 5 <= len(lines) <= 11
-
-
-@pytest.mark.parametrize("live", [False, True])
-def test_no_failed_rollout_is_passed_over_between_two_lines(live: bool) -> None:
-    clock, out = Clock(), io.StringIO()
-    console = Console(file=out, force_terminal=live, width=200)
-    display = RunDisplay(steps=100, live=live, console=console, clock=clock)
-    display.failed(2, "a.py, line 3:\nboom")
-    assert "failed rollouts: 2, the first: a.py, line 3:\\nboom" in out.getvalue()  # at once: there may be no step
-    for step in range(1, 101):
-        clock.now += 0.1
-        display.failed(1, f"cause {step}")
-        display.step(step, {}, {})
-    told = [line for line in out.getvalue().splitlines() if "failed rollouts: " in line]
-    assert sum(int(line.split("failed rollouts: ")[1].split(",")[0]) for line in told) == 102
-    assert len(told) <= 8 and "cause 1" in told[1]
-
-
-def test_failures_are_told_where_no_step_is_made() -> None:
-    clock, out = Clock(), io.StringIO()
-    display = RunDisplay(steps=100, live=False, console=Console(file=out, width=200), clock=clock)
-    for _ in range(300):
-        display.failed(8, "x" * 1000)
-        clock.now += 0.1
-    lines = out.getvalue().splitlines()
-    assert 3 <= len(lines) <= 4 and all(len(line) < 200 for line in lines)
 
 
 @given(st.text(), st.integers(2, 300))

@@ -320,7 +320,7 @@ class TrainingLoop:
         version = publication.version
         for name in self._system.generators:
             failure = pull.failures.get(name, "")
-            self._display.mesh(name, failure or f"sampling under {version}")
+            self._display.mesh(name, failure or f"serving {version}")
             if failure not in ("", self._told.get(name)) and name not in (pinned, self._evaluations.pinned):
                 self._display.say(f"{name} does not serve {version}: {failure}")
             self._told[name] = failure

@@ -155,7 +155,7 @@ class StepRecords:
                 "groups/equal_rewards": float(np.mean([len(report.rewards) <= 1 for report in reports])),
                 "data_plane/held_samples": sum(store.samples for store in held),
                 "data_plane/held_bytes": sum(store.nbytes for store in held),
-                **await _fleet_metrics(system),
+                **await self._fleet_metrics(system),
                 **self._idle.take(system),
                 **{f"train/{name}": value for name, value in trained.items()},
                 **{f"seconds/{name}": value for name, value in phases.items()},
@@ -174,7 +174,25 @@ class StepRecords:
             "truncated": f"{truncated:.0%}",
             "tokens/s": f"{sampled / seconds if seconds else 0.0:,.0f}",
         }
-        self._display.step(step, numbers, phases)
+        if self._knobs.bound:
+            numbers["staleness"] = f"{np.mean(ages) if ages else 0.0:.1f}"
+        self._display.step(step, numbers, phases, reward=reward)
+
+    async def _fleet_metrics(self, system: System) -> dict[str, float]:
+        """The router's counters by generator; none where the router is gone, whose end is reported elsewhere."""
+        try:
+            fleet = await system.router.fleet_status()
+        except TitanError:
+            return {}
+        metrics = {"fleet/lost": float(sum(status.state == "dead" for status in fleet))}
+        for status in fleet:
+            if status.state != "dead":
+                requests = f"{status.in_flight} request{'s' * (status.in_flight != 1)}"
+                self._display.mesh(status.name, f"{status.state} {status.version}, {requests}")
+            metrics[f"fleet/{status.name}/serving"] = float(status.state == "serving")
+            for counter in ("load", "in_flight", "served", "failed"):
+                metrics[f"fleet/{status.name}/{counter}"] = float(getattr(status, counter))
+        return metrics
 
     def _tell_failures(self, report: GroupReport) -> None:
         if failed := sum(1 for rollout in report.rollouts if rollout.error):
@@ -189,20 +207,6 @@ def _ages(batch: Batch, reports: Sequence[GroupReport]) -> list[int]:
         for version in report.samples.oldest_versions
         if version != NO_VERSION
     ]
-
-
-async def _fleet_metrics(system: System) -> dict[str, float]:
-    """The router's counters by generator; none where the router is gone, whose end is reported elsewhere."""
-    try:
-        fleet = await system.router.fleet_status()
-    except TitanError:
-        return {}
-    metrics = {"fleet/lost": float(sum(status.state == "dead" for status in fleet))}
-    for status in fleet:
-        metrics[f"fleet/{status.name}/serving"] = float(status.state == "serving")
-        for counter in ("load", "in_flight", "served", "failed"):
-            metrics[f"fleet/{status.name}/{counter}"] = float(getattr(status, counter))
-    return metrics
 
 
 def _shares_of_stop_reasons(rollouts: Sequence[RolloutReport]) -> dict[StopReason, float]:

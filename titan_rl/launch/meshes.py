@@ -301,7 +301,7 @@ class Meshes:
         up_seconds = time.monotonic() - self.up.pop(name)
         if not isinstance(fault, MeshLeaves):
             self.restarts[name].died(up_seconds)
-        self._on_mesh(name, "lost")
+        self._on_mesh(name, "lost" if name in self.specs else "")
         again = f"; done again: {LOST_WITH[kind_of(name)]}"
         self.say(f"lost {name}: {fault}{again}" if name in self.specs else f"{name} leaves: {fault}")
         if kind_of(name) == "generator":
@@ -364,6 +364,7 @@ class Meshes:
         """Whether the mesh, for which a place is sought, is not to be there any more."""
         self.place_again()
         if name not in self.specs:
+            self._on_mesh(name, "")
             await self.introductions.farewell(name, reason)
         return name not in self.specs  # its host may have come back meanwhile
 

@@ -113,7 +113,7 @@ def run_service(config: RunConfig, gateway: GatewayConfig, imports: tuple[str, .
             imports=imports,
             log_directory=directory / "logs",
             faults=faults,
-            on_mesh=lambda mesh, doing: say(f"{mesh}: {doing}"),
+            on_mesh=lambda mesh, doing: say(f"{mesh}: {doing or 'has left'}"),
             say=say,
         ) as up:
             key = "with the API key" if gateway.api_key else "without an API key"
@@ -216,7 +216,8 @@ async def _train(
     saved: list[str],
 ) -> TrainingLoop:
     """Train and save; `saved` is told what. If the trainer's state is lost, go on from the newest checkpoint."""
-    display = RunDisplay(steps=config.loop.steps, live=config.logging.progress, console=console)
+    rollouts = directory / "rollouts.jsonl"
+    display = RunDisplay(steps=config.loop.steps, live=config.logging.progress, console=console, rollouts=rollouts)
 
     def begin(incarnation: int = 0) -> tuple[Ledger, MetricsWriter]:
         ledger = new_ledger(config, incarnation) if checkpoint is None else read_ledger(checkpoint.directory)

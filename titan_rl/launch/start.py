@@ -54,7 +54,8 @@ class Options(TypedDict, total=False):
     faults: FaultBoard
     """Collects the death of every process. The first fault ends the start, and its next `watch` raises it."""
     on_mesh: Callable[[str, str], None]
-    """Called with a mesh's name and what it is doing, during the start and when it is lost."""
+    """Called with a mesh's name and what it is doing, during the start and when it is lost; with "" when it is not to
+    be there any more."""
     say: Callable[[str], None]
     """Called from any thread with a sentence when a process is stopped (SIGSTOP) or goes on, or when a mesh is lost or
     back."""

@@ -5,16 +5,22 @@ The display only shows what it is told and never changes the run.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.text import Text
 
 from titan_rl.observability.activity import Span
+from titan_rl.observability.keys import Keys
+from titan_rl.observability.panel import LOST, READY, MeshState, View, draw
+from titan_rl.observability.samples import draw_rollouts, newest
 from titan_rl.one_line import one_line
 
 PLAIN_LINE_SECONDS = 2.0
@@ -23,6 +29,12 @@ FAILURE_LINE_SECONDS = 10.0
 """Seconds between two lines about failures while no step line reports them."""
 LONGEST_CAUSE = 160
 """Characters of a failure's cause. The logs have all of it."""
+SAMPLES_KEY = "s"
+PACE_STEPS = 50
+"""Newest steps by which the time that is left is estimated."""
+
+_OF_TRAINER = ("train", "publish", "checkpoint", "warm_up", "restore")
+"""Spans of the trainer's work."""
 
 _log = logging.getLogger(__name__)
 
@@ -30,62 +42,78 @@ _log = logging.getLogger(__name__)
 class RunDisplay:
     """The display of one run.
 
-    The controller calls `mesh(name, doing)` during the start, then `failed`, `step` and `evaluation`. As a sink of
-    `Activities` it also shows open spans.
+    The controller calls `mesh(name, doing)` whenever it knows what a mesh does, then `failed`, `step` and `evaluation`.
+    As a sink of `Activities` it also shows open spans.
     """
 
     def __init__(
-        self, *, steps: int, live: bool, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        steps: int,
+        live: bool,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        rollouts: Path | None = None,
     ) -> None:
+        """
+        Args:
+            rollouts: where the run records rollouts; a key shows the newest.
+        """
         self._console = console or Console()
         self._clock = clock
-        self._steps = steps
         self._live = live and self._console.is_terminal
-        self._progress = Progress(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-        )
-        self._task = self._progress.add_task("training", total=steps)
-        self._meshes: dict[str, str] = {}
-        self._numbers: dict[str, str] = {}
-        self._doing: dict[str, dict[Span, None]] = {}  # open spans by name
+        self._view = View(steps=steps, began=clock())
+        self._paces: deque[tuple[float, int]] = deque(maxlen=PACE_STEPS)  # when which step was finished
+        self._spans: dict[Span, None] = {}
         self._failures = 0  # since they were last printed
         self._first_failure = ""
         self._last_line = float("-inf")
-        self._panel: Live | None = None
+        self._rollouts = rollouts
+        self._shows_samples = False
+        self._open = contextlib.ExitStack()
 
     def __enter__(self) -> RunDisplay:
         if self._live:
-            self._panel = Live(get_renderable=self.render, console=self._console, refresh_per_second=4)
-            self._panel.start()
+            self._open.enter_context(Live(get_renderable=self.render, console=self._console, refresh_per_second=4))
+            if self._rollouts is not None:
+                show_cursor = self._console.show_cursor
+                keys = Keys(self.key, give_back=lambda: show_cursor(True), take=lambda: show_cursor(False))
+                if self._open.enter_context(keys).works:
+                    self._view.hint = f"{SAMPLES_KEY}: samples of the last step    Ctrl-C: save and stop"
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._panel is not None:
-            self._panel.stop()
-            self._panel = None
+        self._view.hint, self._shows_samples = "", False
+        self._open.close()
 
     def say(self, text: str, level: int = logging.INFO) -> None:
-        """One line that stays, on the console and in the log."""
+        """One line that stays, on the console and in the log. Warnings stay in the panel for a while too."""
         _log.log(level, "%s", text)
+        if level >= logging.WARNING:
+            self._view.warnings.append((self._clock(), one_line(text, LONGEST_CAUSE)))
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def mesh(self, name: str, doing: str) -> None:
-        """What a mesh is doing now, such as `("trainer", "train step 12")`."""
-        self._meshes[name] = doing
+        """What a mesh is doing now, such as `("generator0", "building the engine")`. Its start is over when it is
+        `READY`. Empty: it is not there any more."""
+        if not doing:
+            self._view.meshes.pop(name, None)
+            return
+        now = self._clock()
+        mesh = self._view.meshes.get(name)
+        if mesh is None or mesh.doing == LOST:
+            mesh = self._view.meshes[name] = MeshState(doing, now)
+        mesh.doing = doing
+        if doing == READY and mesh.took is None:
+            mesh.took = now - mesh.since
 
     def began(self, span: Span) -> None:
         """Show a span until it ends."""
-        if span.waits_for is None:
-            self._doing.setdefault(span.name, {})[span] = None
+        self._view.training = True
+        self._spans[span] = None
 
     def ended(self, span: Span) -> None:
-        if span.waits_for is None:
-            del self._doing[span.name][span]
+        del self._spans[span]
 
     def failed(self, rollouts: int, cause: str) -> None:
         """Count failed rollouts, with the cause of the first. They are printed with the next step's line, or after
@@ -94,40 +122,94 @@ class RunDisplay:
         self._first_failure = self._first_failure or one_line(cause, LONGEST_CAUSE)
         if self._clock() - self._last_line >= FAILURE_LINE_SECONDS and (failures := self._told_failures()):
             self._last_line = self._clock()
-            self.say(failures)
+            self.say(failures, logging.WARNING)
 
     def _told_failures(self) -> str:
         """Failures since the last call; empty if there were none."""
         count, cause, self._failures, self._first_failure = self._failures, self._first_failure, 0, ""
         return f"failed rollouts: {count}, the first: {cause}" if count else ""
 
-    def step(self, step: int, numbers: Mapping[str, str], phases: Mapping[str, float]) -> None:
-        """A finished optimizer step: its numbers by name, and the seconds of its phases."""
-        timing = " ".join(f"{name} {1000 * value:.0f}" for name, value in phases.items())
-        self._progress.update(self._task, completed=step)
-        self._numbers |= {**numbers, "ms per phase": timing}
-        if self._clock() - self._last_line < PLAIN_LINE_SECONDS and step != self._steps:
+    def step(
+        self,
+        step: int,
+        numbers: Mapping[str, str],
+        phases: Mapping[str, float],
+        *,
+        reward: float | None = None,
+        busy: Mapping[str, float] | None = None,
+    ) -> None:
+        """A finished optimizer step.
+
+        Args:
+            numbers: by name, as they are shown.
+            phases: seconds by phase.
+            reward: for the curve.
+            busy: by mesh, the share of its time in which it worked.
+        """
+        view, now = self._view, self._clock()
+        view.done, view.phases = step, dict(phases)
+        view.numbers |= numbers
+        view.busy |= busy or {}
+        if reward is not None:
+            view.rewards.append(reward)
+        self._paces.append((now, step))
+        (first, then), count = self._paces[0], len(self._paces)
+        if count > 1 and step > then:
+            view.seconds_left = (now - first) / (step - then) * (view.steps - step)
+        if now - self._last_line < PLAIN_LINE_SECONDS and step != view.steps:
             return
         failures = self._told_failures()
         if not self._live or failures:
-            self._last_line = self._clock()
+            self._last_line = now
             said = "  ".join(f"{name} {value}" for name, value in numbers.items())
-            self.say("  ".join(filter(None, (f"step {step:>4}/{self._steps}  {said}  [ms: {timing}]", failures))))
+            timing = " ".join(f"{name} {1000 * value:.0f}" for name, value in phases.items())
+            line = f"step {step:>4}/{view.steps}  {said}  [ms: {timing}]"
+            self.say("  ".join(filter(None, (line, failures))), logging.WARNING if failures else logging.INFO)
 
     def evaluation(self, step: int, exact_match: float, reward: float, transcripts: Sequence[str] = ()) -> None:
         """A finished evaluation, with lines that show what was said."""
-        self._numbers["exact match"] = f"{exact_match:.3f} (step {step})"
+        self._view.numbers["held-out"] = f"{exact_match:.3f} (step {step})"
         self.say(f"held-out after step {step}: exact match {exact_match:.3f}, reward {reward:.3f}")
         for transcript in transcripts:
             self.say(f"  {transcript}")
 
     def render(self) -> RenderableType:
-        """The panel as it is now. Called by the panel's own thread, several times a second."""
-        doing = {}
-        for name, spans in self._doing.copy().items():
-            at_once = list(spans)
-            doing[name] = f"{at_once[-1]}" if len(at_once) == 1 else f"{len(at_once)} at once" if at_once else "idle"
-        table = Table.grid(padding=(0, 2))
-        for name, value in (self._numbers | self._meshes | doing).items():
-            table.add_row(f"[dim]{name}", value)
-        return Group(self._progress, table)
+        """The panel as it is now. Called by the panel's own thread, several times a second. Never raises."""
+        view = self._view
+        try:
+            now = replace(
+                view,  # copies of what the event loop changes meanwhile
+                numbers=view.numbers.copy(),
+                rewards=view.rewards.copy(),
+                meshes=view.meshes.copy(),
+                busy=view.busy.copy(),
+                warnings=view.warnings.copy(),
+                work=self._work(),
+                samples=draw_rollouts(newest(self._rollouts)) if self._shows_samples and self._rollouts else None,
+            )
+            return draw(now, self._clock())
+        except Exception as error:
+            return Text(f"the panel cannot be drawn: {type(error).__name__}: {error}", style="red")
+
+    def _work(self) -> dict[str, str]:
+        """What the open spans say about the parts of the run."""
+        if not self._view.training:
+            return {}
+        spans = list(self._spans.copy())
+        trains = [each for each in spans if each.waits_for is None and each.name in _OF_TRAINER]
+        waits = [each.waits_for for each in spans if each.waits_for is not None and each.name == "trainer"]
+        groups = sum(each.name == "rollout" for each in spans)
+        plays = [f"{groups} groups"] if groups else []
+        plays += [f"evaluate {each.ids.get('version', '')}" for each in spans if each.name == "evaluate"]
+        pulls = [f"generators pull {each.ids.get('version', '')}" for each in spans if each.name == "pull"]
+        idle = f"waits for {waits[0]()}" if waits else "waits"
+        return {
+            "trainer": f"{trains[-1].name} {trains[-1]}" if trains else idle,
+            "rollouts": ", ".join(plays) or "wait",
+            "weights": ", ".join(pulls) or "up to date",
+        }
+
+    def key(self, key: str) -> None:
+        """A key was pressed."""
+        if key == SAMPLES_KEY:
+            self._shows_samples = not self._shows_samples

@@ -1,0 +1,244 @@
+"""What a person sees of a run: the panel in a terminal, plain lines elsewhere, and the keys."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from titan_rl.observability.activity import Activities
+from titan_rl.observability.panel import curve
+from titan_rl.observability.progress import RunDisplay
+from titan_rl.observability.samples import SHOWN, TAIL_BYTES, newest
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def panel(display: RunDisplay, width: int = 80) -> list[str]:
+    """The lines of the panel."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=width)
+    console.print(display.render())
+    return [line.rstrip() for line in Text.from_ansi(console.file.getvalue()).plain.splitlines()]  # type: ignore
+
+
+def live(clock: Clock, steps: int = 400) -> RunDisplay:
+    return RunDisplay(steps=steps, live=True, console=Console(file=io.StringIO(), force_terminal=True), clock=clock)
+
+
+def test_the_start_shows_what_takes_the_time() -> None:
+    clock = Clock()
+    display = live(clock)
+    for name in ("router", "trainer"):
+        display.mesh(name, "starting processes")
+    clock.now = 2.0
+    display.mesh("router", "ready")
+    clock.now = 9.0
+    display.mesh("trainer", "building the policy")
+    assert [" ".join(line.split()) for line in panel(display)] == [
+        "starting 0:09",
+        "router ready 2 s",
+        "trainer building the policy 9 s",
+    ]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_panel_shows_what_is_going_on(width: int) -> None:
+    clock = Clock()
+    display = live(clock)
+    activity = Activities(display, clock=clock)
+    for name in ("trainer", "generator0", "generator1", "router"):
+        display.mesh(name, "starting processes")
+        display.mesh(name, "ready")
+    for step in range(1, 101):
+        clock.now += 0.5
+        display.step(step, {"reward": f"{step / 100:.3f}"}, {"train": 0.05}, reward=step / 100, busy={"trainer": 0.5})
+    display.evaluation(100, 0.75, 0.9)
+    display.say("the disk is nearly full", 30)
+    display.mesh("generator0", "serving v100, 3 requests")
+    display.mesh("generator1", "lost")
+    clock.now += 75
+    with activity("train", step=101), activity("rollout", group=3), activity("rollout", group=4):
+        with activity("pull", version="v101"), activity("publisher", waits_for=lambda: "a place"):
+            lines = panel(display, width)
+    assert all(len(line) <= width for line in lines)
+    shown = " / ".join(" ".join(line.split()) for line in lines)
+    assert lines[0].startswith("step 100/400 ━") and lines[0].endswith("2:05 · 2:30 left")
+    for part in (
+        "reward 1.000 ▁▁▂▂▃▃▄▄▅▅▆▆▇▇██",
+        "held-out 0.750 (step 100)",
+        " / trainer train step 101 ████░░░░ 50% / ",
+        " / generator0 serving v100, 3 requests / generator1 lost / ",
+        " / rollouts 2 groups / weights generators pull v101 / ready router / last step train 50 ms / ",
+        " / 1:15 ago the disk is nearly full",
+    ):
+        assert part in shown, shown
+    assert "a place" not in shown
+    with activity("trainer", waits_for=lambda: "3 groups"):
+        assert any(line.split()[:5] == ["trainer", "waits", "for", "3", "groups"] for line in panel(display))
+
+
+def test_a_generator_that_was_taken_away_is_not_shown_any_more() -> None:
+    display = live(Clock())
+    display.mesh("generator1", "ready")
+    display.mesh("generator1", "lost")
+    assert any("generator1" in line for line in panel(display))
+    display.mesh("generator1", "")
+    assert not any("generator1" in line for line in panel(display))
+
+
+def test_a_panel_that_cannot_be_drawn_says_so_and_raises_nothing() -> None:
+    display = live(Clock())
+    with Activities(display)("trainer", waits_for=lambda: str(1 / 0)):
+        assert panel(display) == ["the panel cannot be drawn: ZeroDivisionError: division by zero"]
+
+
+def test_a_curve_goes_from_its_least_to_its_largest_value() -> None:
+    assert curve([]) == "" and curve([0.5]) == "▁" and curve([2.0, 2.0]) == "▁▁"
+    assert curve([0.0, 1.0, 0.5]) == "▁█▅" and len(curve(list(range(1000)))) == 16
+
+
+def test_outside_a_terminal_steps_are_plain_lines_and_not_too_many() -> None:
+    clock, out = Clock(), io.StringIO()
+    with RunDisplay(steps=100, live=True, console=Console(file=out), clock=clock) as display:
+        for step in range(1, 101):
+            clock.now += 0.1
+            display.step(step, {"reward": "0.500", "entropy": "1.20"}, {"train": 0.05})
+        display.evaluation(100, 0.95, 0.99, ["wrong  '1=' → '3'"])
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "step    1/100  reward 0.500  entropy 1.20  [ms: train 50]"
+    assert lines[-3].startswith("step  100/100")
+    assert lines[-2] == "held-out after step 100: exact match 0.950, reward 0.990"
+    assert lines[-1] == "  wrong  '1=' → '3'"
+    assert 5 <= len(lines) <= 11
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_no_failed_rollout_is_passed_over_between_two_lines(live: bool) -> None:
+    clock, out = Clock(), io.StringIO()
+    console = Console(file=out, force_terminal=live, width=200)
+    display = RunDisplay(steps=100, live=live, console=console, clock=clock)
+    display.failed(2, "a.py, line 3:\nboom")
+    assert "failed rollouts: 2, the first: a.py, line 3:\\nboom" in out.getvalue()  # at once: there may be no step
+    for step in range(1, 101):
+        clock.now += 0.1
+        display.failed(1, f"cause {step}")
+        display.step(step, {}, {})
+    told = [line for line in out.getvalue().splitlines() if "failed rollouts: " in line]
+    assert sum(int(line.split("failed rollouts: ")[1].split(",")[0]) for line in told) == 102
+    assert len(told) <= 8 and "cause 1" in told[1]
+
+
+def test_failures_are_told_where_no_step_is_made() -> None:
+    clock, out = Clock(), io.StringIO()
+    display = RunDisplay(steps=100, live=False, console=Console(file=out, width=200), clock=clock)
+    for _ in range(300):
+        display.failed(8, "x" * 1000)
+        clock.now += 0.1
+    lines = out.getvalue().splitlines()
+    assert 3 <= len(lines) <= 4 and all(len(line) < 200 for line in lines)
+
+
+def rollout(step: int, sample: int, said: str = "4") -> dict[str, object]:
+    messages = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": said}]
+    return {
+        **{"step": step, "purpose": "train", "group": 7, "attempt": 0, "sample": sample, "kept": ["best"]},
+        **{"reward": 1.0, "stop_reason": "stop", "error": "", "wanted": "4", "messages": messages, "branches": []},
+    }
+
+
+def test_a_key_shows_the_samples_of_the_last_step(tmp_path: Path) -> None:
+    file = tmp_path / "rollouts.jsonl"
+    display = RunDisplay(steps=9, live=True, console=Console(file=io.StringIO()), clock=Clock(), rollouts=file)
+    display.key("s")
+    assert any("no rollouts are recorded yet" in line for line in panel(display))
+    records = [rollout(1, 0), *(rollout(2, sample) for sample in range(SHOWN - 1)), rollout(2, 9, "\x1b[31m5")]
+    file.write_text("".join(f"{json.dumps(record)}\n" for record in records) + '{"step": 3, "pur')
+    shown = "\n".join(panel(display))
+    assert shown.count("step 2, train group 7") == SHOWN and "step 1" not in shown
+    assert "wanted '4'" in shown and "\\x1b[31m5" in shown
+    display.key("x")
+    display.key("s")
+    assert not any("group 7" in line for line in panel(display))
+
+
+def test_only_the_end_of_a_long_file_of_rollouts_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "rollouts.jsonl"
+    lines = [json.dumps(rollout(step, 0, "4" * 1000)) for step in range(2 * TAIL_BYTES // 1000)]
+    file.write_text("\n".join(lines) + "\n")
+    assert [record["step"] for record in newest(file)] == [len(lines) - 1]
+    assert newest(tmp_path / "none") == []
+
+
+SHELL = """
+import os, signal, sys, termios
+
+def state():
+    return "lines" if termios.tcgetattr(0)[3] & termios.ICANON else "keys"
+
+signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+if not (job := os.fork()):
+    os.setpgid(0, 0)
+    os.tcsetpgrp(0, os.getpid())
+    signal.signal(signal.SIGTTOU, signal.SIG_DFL)
+    os.execv(sys.executable, [sys.executable, "-c", sys.argv[1]])
+while True:
+    _, status = os.waitpid(job, os.WUNTRACED)
+    os.tcsetpgrp(0, os.getpgrp())
+    print("ended" if not os.WIFSTOPPED(status) else "stopped", state(), flush=True)
+    if not os.WIFSTOPPED(status):
+        break
+    os.tcsetpgrp(0, job)
+    os.kill(job, signal.SIGCONT)
+"""
+JOB = """
+import asyncio
+from titan_rl.observability.keys import Keys
+
+async def main():
+    over = asyncio.Event()
+    say = lambda text: print(text, flush=True)
+    def pressed(key):
+        say(f"pressed {key}")
+        over.set() if key == "q" else None
+    with Keys(pressed, give_back=lambda: say("given back"), take=lambda: say("taken")):
+        say("ready")
+        await over.wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        (("s", "pressed s"), ("q", "ended lines")),
+        (("\x1a", "given back"), ("", "stopped lines"), ("", "taken"), ("s", "pressed s"), ("q", "ended lines")),
+        (("\x1c", "ended lines"),),
+    ],
+    ids=["the end", "Ctrl-Z and fg", "Ctrl-\\"],
+)
+def test_the_terminal_is_as_it_was_whatever_happens(typed: tuple[tuple[str, str], ...]) -> None:
+    child, terminal = pty.fork()
+    if not child:
+        os.execv(sys.executable, [sys.executable, "-c", SHELL, JOB])
+    with open(terminal, "rb+", buffering=0) as typing:
+        read = ""
+        for key, answer in (("", "ready"), *typed):
+            typing.write(key.encode())
+            while answer not in read:
+                read += os.read(terminal, 1024).decode()
+            read = read.partition(answer)[2]
+    os.waitpid(child, 0)
