@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.commands import bubbles as verb
-from titan_rl.controller.idle import idle_shares
+from titan_rl.controller.idle import idle_shares, memory_of
 from titan_rl.errors import ConfigError
 from titan_rl.observability.bubbles import Account, Bubbles, accounts, find_bubbles
+from titan_rl.observability.memory import Memory, memory
 from titan_rl.observability.spans import Life, Recorded, read_spans
-from titan_rl.observability.timeline import MAIN, Lived
+from titan_rl.observability.timeline import MAIN, Lived, Pulse
 from titan_rl.observability.trace import events, rows, write_trace
 
 LABELS = ["", "", "rollouts", "slots", "generators", "rank 0", "environment"]
@@ -102,6 +103,17 @@ def test_idle_shares_are_those_of_the_time_between_two_looks():
     before = {"trainer": [Lived(10, 1), Lived(10, 2)], "router": [Lived(50, 5)], "rollout0": [Lived()]}
     after = {"trainer": [Lived(20, 6), Lived(20, 2)], "router": [Lived(1, 1)], "new": [Lived(1, 1)]}
     assert idle_shares(before, after | {"rollout0": [Lived()]}) == {"trainer": 0.25}, "the router was replaced"
+
+
+def test_the_memory_of_a_mesh_is_that_of_all_its_processes():
+    look = {"trainer": [Pulse(1, memory=Memory(10, 3)), Pulse(1, memory=Memory(20, 4))], "router": [Pulse(1)]}
+    assert memory_of(look) == {
+        **{"memory/trainer/resident": 30, "memory/trainer/device": 7},
+        "memory/router/resident": 0,
+    }
+    held = memory()
+    kept = bytearray(b"x") * (64 << 20)
+    assert memory().resident - held.resident > len(kept) // 2 and held.device == 0
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 5)), max_size=40))

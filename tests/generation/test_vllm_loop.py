@@ -139,7 +139,7 @@ def test_the_prefix_cache_is_never_reused_across_versions(facts: Facts) -> None:
     assert cache["before"] == [0.0, 32.0]
     assert cache["in_flight"] == 1
     assert cache["preemptions"] == 1, "the running request computed its KV again"
-    assert cache["through"][0].metrics["preemptions"] == 0, "the cache was not full"
+    assert "preemptions" not in cache["through"][0].metrics, "the cache was not full"
     assert cache["after"] == 0.0
     completion, tokens, logprobs = cache["through"]
     assert spans(completion.versions) == 2

@@ -219,7 +219,7 @@ def one_engine(model: Path, other: Path) -> dict[str, Any]:
             engine.drop_cache()
         else:  # as vLLM does where the cache is full
             engine.llm_engine.engine_core.reset_prefix_cache(reset_running_requests=True)
-    facts["preemptions"] = {name: each.metrics["preemptions"] for name, each in drain(engine, []).items()}
+    facts["preemptions"] = {name: each.metrics.get("preemptions") for name, each in drain(engine, []).items()}
 
     for name in ("kept", "aborted"):
         engine.add(make_request(name, new=24, seed=100))

@@ -37,6 +37,7 @@ from monarch.actor import Actor, ActorError, Channel, concurrent_endpoint
 
 from titan_rl.actors.outbox import Outbox
 from titan_rl.errors import ActorFailed, ActorGone, CallTimeout, TitanError
+from titan_rl.observability.memory import memory
 from titan_rl.observability.timeline import Pulse, timeline
 from titan_rl.observability.waits import waiting
 
@@ -127,7 +128,7 @@ class ConnectedActor(Actor):
     async def pulse(self) -> Pulse:
         """Shows that this actor's event loop lives, unless an actor knows of better progress."""
         self._pulses += 1
-        return Pulse(self._pulses, timeline.lived())
+        return Pulse(self._pulses, timeline.lived(), memory())
 
     @served
     async def connect(self, address: bytes) -> None:

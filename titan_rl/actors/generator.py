@@ -159,7 +159,7 @@ class Generator(RequestServer):
     async def pulse(self) -> Pulse:
         """The progress of the engine loop, of whatever rank."""
         alive = await ConnectedActor.pulse.answer(self)
-        return alive if self._loop is None else Pulse(self._loop.pulse(), alive.lived)
+        return alive if self._loop is None else alive._replace(progress=self._loop.pulse())
 
     @served
     async def peer_failed(self, reason: str) -> None:

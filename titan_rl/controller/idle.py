@@ -1,4 +1,4 @@
-"""The share of time in which each mesh waits, as its processes count it: `idle/MESH` in the metrics.
+"""What the processes of each mesh say of themselves: how long they waited, and their memory.
 
 The controller asks all processes at the end of a step, at most once a second, and never waits for the answers: the
 numbers of a step are those of the newest look that was answered before its end. A process that was replaced, or does
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
 from titan_rl.controller.system import System
 from titan_rl.errors import TitanError
 from titan_rl.observability.activity import activity
+from titan_rl.observability.memory import memory
 from titan_rl.observability.timeline import Lived, Pulse, timeline
 
 LOOK_SECONDS = 1.0
@@ -24,12 +26,12 @@ LOOK_SHARE = 0.01
 ANSWER_SECONDS = 10.0
 """Bound on a look."""
 
-Look = dict[str, list[Lived]]
-"""Per mesh, what each rank has counted."""
+Look = dict[str, list[Pulse]]
+"""Per mesh, of each rank."""
 
 
-def idle_shares(before: Look, after: Look) -> dict[str, float]:
-    """Per mesh, the share of the time between two looks in which its ranks waited."""
+def idle_shares(before: Mapping[str, Sequence[Lived]], after: Mapping[str, Sequence[Lived]]) -> dict[str, float]:
+    """Per mesh, the share of the time between two looks in which its ranks waited. Given what each rank has counted."""
     shares: dict[str, float] = {}
     for mesh, ranks in after.items():
         pairs = [(old, new) for old, new in zip(before.get(mesh, ()), ranks, strict=False) if new.seconds > old.seconds]
@@ -39,6 +41,20 @@ def idle_shares(before: Look, after: Look) -> dict[str, float]:
     return shares
 
 
+def memory_of(look: Look) -> dict[str, float]:
+    """`memory/MESH/…`: bytes of all its processes together."""
+    numbers = {}
+    for mesh, ranks in look.items():
+        numbers[f"memory/{mesh}/resident"] = float(sum(rank.memory.resident for rank in ranks))
+        if device := sum(rank.memory.device for rank in ranks):
+            numbers[f"memory/{mesh}/device"] = float(device)
+    return numbers
+
+
+def _lives(look: Look) -> dict[str, list[Lived]]:
+    return {mesh: [rank.lived for rank in ranks] for mesh, ranks in look.items()}
+
+
 class Asked(Protocol):
     """The client of a mesh."""
 
@@ -46,7 +62,7 @@ class Asked(Protocol):
 
 
 class IdleShares:
-    """Looks, and compares each look with the one before. Belongs to one event loop."""
+    """IdleShares, and compares each look with the one before. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._before: Look = {}
@@ -54,26 +70,27 @@ class IdleShares:
         self._next = 0.0
 
     def take(self, system: System) -> dict[str, float]:
-        """`idle/MESH`, if a look was answered since the last call. May begin the next one."""
-        shares: dict[str, float] = {}
+        """`idle/MESH` and `memory/MESH/…`, if a look was answered since the last call. May begin the next one."""
+        numbers: dict[str, float] = {}
         if not timeline.is_on:
-            return shares
+            return numbers
         if self._looking is not None and self._looking.done():
             before, self._before = self._before, self._looking.result()
-            shares = {f"idle/{mesh}": share for mesh, share in idle_shares(before, self._before).items()}
+            shares = idle_shares(_lives(before), _lives(self._before))
+            numbers = {f"idle/{mesh}": share for mesh, share in shares.items()} | memory_of(self._before)
             self._looking = None
         if self._looking is None and time.monotonic() >= self._next:
             self._looking = asyncio.ensure_future(self._look(system))
-        return shares
+        return numbers
 
     async def _look(self, system: System) -> Look:
         began = time.monotonic()
-        found: Look = {}
+        found: Look = {"controller": [Pulse(0, memory=memory())]}
 
         async def ask(mesh: str, client: Asked) -> None:
             with suppress(TitanError, TimeoutError):
                 async with asyncio.timeout(ANSWER_SECONDS):
-                    found[mesh] = [each.lived for each in await client.pulse()]
+                    found[mesh] = await client.pulse()
 
         meshes: dict[str, Asked] = {"trainer": system.trainer, "router": system.router, **system.generators}
         meshes |= {worker.name: worker for worker in system.rollouts.workers}

@@ -113,6 +113,7 @@ class StepRecords:
         rewards = [rollout.reward for rollout in rollouts if not rollout.error]
         sampled = sum(rollout.sampled_tokens for rollout in rollouts)
         ages = _ages(batch, reports)
+        looks = self._idle.take(system)
         reward = float(np.mean(rewards))
         truncated = float(np.mean([rollout.truncated for rollout in rollouts]))
         summary = self.summary
@@ -156,7 +157,7 @@ class StepRecords:
                 "data_plane/held_samples": sum(store.samples for store in held),
                 "data_plane/held_bytes": sum(store.nbytes for store in held),
                 **await self._fleet_metrics(system),
-                **self._idle.take(system),
+                **looks,
                 **{f"train/{name}": value for name, value in trained.items()},
                 **{f"seconds/{name}": value for name, value in phases.items()},
                 "seconds/step": seconds,
@@ -176,7 +177,8 @@ class StepRecords:
         }
         if self._knobs.bound:
             numbers["staleness"] = f"{np.mean(ages) if ages else 0.0:.1f}"
-        self._display.step(step, numbers, phases, reward=reward)
+        busy = {key.removeprefix("idle/"): 1 - share for key, share in looks.items() if key.startswith("idle/")}
+        self._display.step(step, numbers, phases, reward=reward, busy=busy)
 
     async def _fleet_metrics(self, system: System) -> dict[str, float]:
         """The router's counters by generator; none where the router is gone, whose end is reported elsewhere."""
@@ -225,12 +227,14 @@ def _mean_of_reward_parts(rollouts: Sequence[RolloutReport]) -> dict[str, float]
 
 
 def _mean_of_engine_metrics(rollouts: Sequence[RolloutReport]) -> dict[str, float]:
-    """The engines' metrics of each rollout's completions, averaged over rollouts."""
+    """The engines' metrics of each rollout's completions, averaged over the rollouts that have them: engines tell of a
+    step in one completion, and of preemptions where there are some."""
     values: dict[str, list[float]] = {}
     for rollout in rollouts:
         for name, value in rollout.metrics.items():
             values.setdefault(f"generation/{name}", []).append(value)
     means = {name: float(np.mean(numbers)) for name, numbers in values.items()}
+    means["generation/preemptions"] = sum(values.get("generation/preemptions", ())) / len(rollouts)
     if prompt := means.get("generation/prompt_tokens"):
         means["generation/prefix_cache_hits"] = means["generation/cached_tokens"] / prompt
     return means

@@ -27,6 +27,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from titan_rl.observability.memory import Memory
+
 if TYPE_CHECKING:
     from titan_rl.observability.activity import Span
 
@@ -56,6 +58,7 @@ class Pulse(NamedTuple):
     progress: int
     """Grows while it makes progress."""
     lived: Lived = Lived()
+    memory: Memory = Memory()
 
 
 class Piece(NamedTuple):

@@ -216,10 +216,9 @@ class VllmEngine:
                 sampled += tokens
             if output.finish_reason is not None:
                 finished.append(self._finish(running, str(output.finish_reason), now))
-        if finished:
+        if finished:  # one tells of the step: every number of a completion is sent twice
             levels = {"requests_running": float(batch), "requests_waiting": float(waiting), "kv_use": kv_use}
-            for completion in finished:
-                completion.metrics.update(levels)
+            finished[0].metrics.update(levels)
         return StepOutput(finished, np.array(sampled, dtype=np.int32))
 
     def take_pieces(self) -> list[Piece]:
@@ -278,8 +277,8 @@ class VllmEngine:
         if reason not in _FINISH_REASONS:
             raise GeneratorFailed(f"vLLM ended request {running.request_id!r} with {reason!r}")
         completion = running.complete(_FINISH_REASONS[reason], now)
-        preemptions = self._scheduled[running.request_id].num_preemptions - self._dropped[running.request_id]
-        completion.metrics["preemptions"] = float(preemptions)
+        if preemptions := self._scheduled[running.request_id].num_preemptions - self._dropped[running.request_id]:
+            completion.metrics["preemptions"] = float(preemptions)
         self._end(running.request_id)
         return completion
 
