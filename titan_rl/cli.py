@@ -5,6 +5,7 @@
     titan-rl plan …                   simulate splits, staleness and weight syncs before a run
     titan-rl serve --policy.path DIR  serve a checkpoint over HTTP (OpenAI's API)
     titan-rl worker --listen ADDRESS  lend this host to runs that are started elsewhere
+    titan-rl runs                     list runs: state, step, score, how to go on
     titan-rl fleet RUN …              show a living run's hosts and generators, add and take away
     titan-rl report RUN [RUN2 …]      write one HTML file that shows a run, or compares several
     titan-rl bubbles RUN              show which part of a run waited for whom
@@ -126,6 +127,13 @@ def _bubbles(arguments: Sequence[str]) -> int:
     return bubbles.main(arguments, prog=f"{PROG} bubbles")
 
 
+def _runs(arguments: Sequence[str]) -> int:
+    """List the runs of a directory: state, step, score, how to go on."""
+    from titan_rl.commands.runs import VERB
+
+    return VERB.run(arguments, prog=f"{PROG} runs")
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "recipes": _recipes,
@@ -137,6 +145,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "launch": _launch,
     "report": _report,
     "bubbles": _bubbles,
+    "runs": _runs,
 }
 
 

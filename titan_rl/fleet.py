@@ -37,11 +37,9 @@ A command goes on if this program is ended."""
 
 def main(argv: Sequence[str], *, prog: str) -> int:
     """Carry out one command; returns the exit code: 1 if the run refuses it."""
-    words = list(argv)
-    options = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
-    names = words[:options]
 
     def act(command: Command, prog: str) -> int:
+        names = command.words
         count = command.values.get("--generators", "")
         if command.given:
             raise ConfigError(f"takes no settings; leave out {', '.join(sorted(command.given))}")
@@ -64,7 +62,7 @@ def main(argv: Sequence[str], *, prog: str) -> int:
         return 0
 
     options_help = {"--generators N": "how many to start; without it, as many as new hosts have room for, else 1"}
-    return Verb(act=act, about=ABOUT, options=options_help).run(words[options:], prog=prog)
+    return Verb(act=act, about=ABOUT, options=options_help, takes_words=True).run(argv, prog=prog)
 
 
 def ask(run: Path, command: dict[str, object]) -> dict[str, list[str]]:

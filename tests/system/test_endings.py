@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from leftovers import assert_nothing_is_left, ending, finish, process_of, start_run, wait_for_line
 
+from titan_rl.commands.runs import State, list_runs
+
 SMALL = ("--recipe", "copy4", "--generator.count", "1", "--loop.groups-per-step", "4", "--evaluation.prompts", "20")
 ENDLESS = (*SMALL, "--loop.steps", "100000")
 FULL = functools.partial(pytest.param, marks=pytest.mark.acceptance)  # a cell of the full matrix
@@ -81,6 +83,8 @@ def test_one_signal_after_a_step_saves_the_weights_and_leaves_nothing(tmp_path: 
     (directory,) = tmp_path.iterdir()
     assert ending(output).startswith(f"the run was stopped by {number.name}; the weights after step ")
     assert f"; titan-rl train --resume {directory} goes on from step-" in ending(output)
+    (listed,) = list_runs(tmp_path)
+    assert listed.state is State.STOPPED and listed.how == f"was stopped by {number.name}" and listed.step >= 1
     assert_nothing_is_left(run)
     check_what_every_process_answered(told, directory / "logs")
 

@@ -36,6 +36,8 @@ from titan_rl.generation.config import MAY_DIFFER
 
 CONFIG, SUMMARY = "config.toml", "summary.json"
 """Of a run directory: written when the run starts, and when it is done."""
+ENDING = "ending.json"
+"""Written when the run ends and its process still can: its exit code, and how it ended, in words."""
 CONTROL = "control"
 """There while the run is up: a link to the socket that takes commands, whose own path must be short."""
 
@@ -119,6 +121,29 @@ def lock_run(run: Path) -> int:
         os.close(descriptor)
         raise ConfigError(f"{run} is the directory of a run that is still going on") from None
     return descriptor
+
+
+def is_going_on(run: Path) -> bool:
+    """Whether a living process has the run's directory."""
+    descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def how_to_go_on(run: Path) -> str:
+    """What can be done with a run that has ended."""
+    newest = next(reversed(checkpoints(run)), None)
+    command = f"titan-rl train --resume {run}"
+    if not (run / CONFIG).is_file():
+        return "there is nothing to go on from: start it again"
+    if (run / SUMMARY).is_file():
+        return f"{command} --loop.steps N trains it further" if newest else "a new run goes on from its weights"
+    return f"{command} goes on from {newest.name}" if newest else f"{command} starts it over: it has no checkpoint"
 
 
 def find(path: Path) -> Resume:

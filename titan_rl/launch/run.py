@@ -17,6 +17,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from titan_rl.config import RunConfig
-from titan_rl.controller.checkpoint_files import Checkpoint, checkpoints
+from titan_rl.controller.checkpoint_files import Checkpoint
 from titan_rl.controller.checkpoints import Checkpoints, Ledger, new_ledger, read_ledger
 from titan_rl.controller.faults import Announcer, FaultBoard, Save, train_and_save
 from titan_rl.controller.loop import TrainingLoop
@@ -33,7 +34,7 @@ from titan_rl.controller.system import System
 from titan_rl.errors import ConfigError, Stopped, TrainerStateLost
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch.process import StopSignals, hold_signals, log_to_file
-from titan_rl.launch.resume import CONFIG, SUMMARY, Resume, lock_run
+from titan_rl.launch.resume import CONFIG, ENDING, SUMMARY, Resume, how_to_go_on, lock_run
 from titan_rl.launch.start import serve, start
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
@@ -80,7 +81,8 @@ def run(config: RunConfig, imports: tuple[str, ...] = (), resume: Resume | None 
             timeline.follow(lambda: "the meshes")
         checkpoint = None if resume is None else resume.begin(say)
         write_config(directory, config)
-        (directory / SUMMARY).unlink(missing_ok=True)
+        for file in (SUMMARY, ENDING):
+            (directory / file).unlink(missing_ok=True)
         if config.deterministic:
             say(DETERMINISTIC_HINT)
         return await _train(config, imports, directory, checkpoint, console, faults, saved)
@@ -92,7 +94,7 @@ def run(config: RunConfig, imports: tuple[str, ...] = (), resume: Resume | None 
         return _conclude(config, loop, directory, console, started)
 
     def last_lines(how: str, directory: Path) -> Iterator[str]:
-        yield f"the run {how}; {saved[-1] if saved else 'no weights were saved'}; {_going_on(directory)}"
+        yield f"the run {how}; {saved[-1] if saved else 'no weights were saved'}; {how_to_go_on(directory)}"
         yield from _report(directory)
 
     stopping = "saving the newest weights, then closing; once more: closing without saving"
@@ -174,6 +176,8 @@ def _conduct(
     if timeline.is_on:
         timeline.end()
         write_trace(directory)
+    with suppress(OSError):  # on a full disk
+        (directory / ENDING).write_text(json.dumps({"exit_code": code, "how": how}) + "\n", encoding="utf-8")
     os.close(lock)
     for line in last_lines(how, directory):
         say(line)
@@ -339,14 +343,3 @@ def _report(run: Path) -> Iterator[str]:
         except Exception as error:
             _log.warning("the report could not be written", exc_info=error)
             yield f"the report could not be written: {type(error).__name__}: {one_line(str(error), LONGEST_CAUSE)}"
-
-
-def _going_on(run: Path) -> str:
-    """How to go on with a run that has ended."""
-    newest = next(reversed(checkpoints(run)), None)
-    command = f"titan-rl train --resume {run}"
-    if not (run / CONFIG).is_file():
-        return "there is nothing to go on from: start it again"
-    if (run / SUMMARY).is_file():
-        return f"{command} --loop.steps N trains it further" if newest else "a new run goes on from its weights"
-    return f"{command} goes on from {newest.name}" if newest else f"{command} starts it over: it has no checkpoint"

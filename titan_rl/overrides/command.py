@@ -37,6 +37,8 @@ class Command:
     """Options without a value that were given, such as `--dry-run`."""
     values: dict[str, str] = field(default_factory=dict)
     """Value of every other option that is no setting, such as `--resume`."""
+    words: list[str] = field(default_factory=list)
+    """What stands before the first option, of a verb that takes it."""
 
     @property
     def given(self) -> set[str]:
@@ -58,6 +60,8 @@ class Verb:
     """Short option → the setting that it is. One that `options` lists without a value switches its setting on."""
     config: Callable[[Command], Any] = lambda command: None
     """The config whose settings the help lists; None: there are none."""
+    takes_words: bool = False
+    """Whether words may stand before the first option, such as the directory of a run."""
 
     def run(self, argv: Sequence[str], *, prog: str) -> int:
         """Run the verb; returns the exit code."""
@@ -85,7 +89,11 @@ class Verb:
         valued -= {*flags, "--recipe", "--config", *self.aliases}
         command = Command()
         recipe, file, settings = "", None, []
-        for option, words in split_options(["--help" if word == "-h" else word for word in argv]):
+        arguments = ["--help" if word == "-h" else word for word in argv]
+        if self.takes_words:
+            first = next((place for place, word in enumerate(arguments) if word.startswith("--")), len(arguments))
+            command.words, arguments = arguments[:first], arguments[first:]
+        for option, words in split_options(arguments):
             name = option.replace("_", "-")
             if name in flags:
                 if words:
