@@ -2,10 +2,13 @@
 
     titan-rl train --recipe NAME …    train a policy (`python -m titan_rl.train` is the same)
     titan-rl recipes                  list recipes and bundled tasks
+    titan-rl try TASK                 play a task without training
+    titan-rl eval POLICY … --task …   compare policies on held-out prompts
     titan-rl plan …                   simulate splits, staleness and weight syncs before a run
     titan-rl serve --policy.path DIR  serve a checkpoint over HTTP (OpenAI's API)
     titan-rl worker --listen ADDRESS  lend this host to runs that are started elsewhere
     titan-rl runs                     list runs: state, step, score, how to go on
+    titan-rl doctor                   what this host lacks, and what to do
     titan-rl fleet RUN …              show a living run's hosts and generators, add and take away
     titan-rl report RUN [RUN2 …]      write one HTML file that shows a run, or compares several
     titan-rl bubbles RUN              show which part of a run waited for whom
@@ -127,6 +130,27 @@ def _bubbles(arguments: Sequence[str]) -> int:
     return bubbles.main(arguments, prog=f"{PROG} bubbles")
 
 
+def _try(arguments: Sequence[str]) -> int:
+    """Play a task without training: prompts, tools, rewards, by hand or by a policy."""
+    from titan_rl.commands.try_task import VERB
+
+    return VERB.run(arguments, prog=f"{PROG} try")
+
+
+def _eval(arguments: Sequence[str]) -> int:
+    """Compare policies on a task's held-out prompts: exact match, reward, pass@k with intervals."""
+    from titan_rl.commands.evaluate import VERB
+
+    return VERB.run(arguments, prog=f"{PROG} eval")
+
+
+def _doctor(arguments: Sequence[str]) -> int:
+    """Look at this host: what would stop a run, what dead runs have left, and what to do about it."""
+    from titan_rl.commands.doctor import VERB
+
+    return VERB.run(arguments, prog=f"{PROG} doctor")
+
+
 def _runs(arguments: Sequence[str]) -> int:
     """List the runs of a directory: state, step, score, how to go on."""
     from titan_rl.commands.runs import VERB
@@ -137,6 +161,8 @@ def _runs(arguments: Sequence[str]) -> int:
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "recipes": _recipes,
+    "try": _try,
+    "eval": _eval,
     "plan": _plan,
     "serve": _serve,
     "export": _export,
@@ -146,6 +172,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "report": _report,
     "bubbles": _bubbles,
     "runs": _runs,
+    "doctor": _doctor,
 }
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from titan_rl.config import RunConfig
+from titan_rl.controller.checkpoint_files import Checkpoint
 from titan_rl.errors import CheckpointError, ConfigError
 from titan_rl.launch.resume import find
 from titan_rl.overrides import Command, Verb, say
@@ -23,7 +25,13 @@ def _act(command: Command, prog: str) -> int:
     config = config_of_run(resume.run)
     if (checkpoint := resume.checkpoint(lambda text: say(prog, text))) is None:
         raise ConfigError(f"{resume.run} has no checkpoint")
+    export_weights(checkpoint, config, Path(directory))
+    print(f"the weights after step {checkpoint.step} are in {directory}")
+    return 0
 
+
+def export_weights(checkpoint: Checkpoint, config: RunConfig, directory: Path) -> None:
+    """Write the weights of a run's checkpoint in Hugging Face format. Raises ConfigError if they cannot be read."""
     import torch
 
     from titan_rl.actors.trainer import STATE
@@ -37,9 +45,7 @@ def _act(command: Command, prog: str) -> int:
         raise ConfigError(str(error)) from error
     dtype = config.trainer.dtype
     cast = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
-    write_checkpoint(Path(directory), model_directory(config), cast, dtype)
-    print(f"the weights after step {checkpoint.step} are in {directory}")
-    return 0
+    write_checkpoint(directory, model_directory(config), cast, dtype)
 
 
 VERB = Verb(

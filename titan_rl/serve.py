@@ -59,7 +59,7 @@ def _act(command: Command, prog: str) -> int:
     command.recipe = command.recipe or CHECKPOINT_RECIPE
     config, imports = train.lay_over(_with_gateway(train.recipe_of(command)), command)
     if command.recipe == CHECKPOINT_RECIPE and "generator.max_model_len" not in command.given:
-        config = _as_long_as_it_is(config)
+        config = as_long_as_it_is(config)
     if "gateway.model" not in command.given:
         name = Path(config.policy.path).name if config.policy.tiny is None else "tiny"
         config = replace(config, gateway=replace(config.gateway, model=name))
@@ -118,7 +118,7 @@ def _with_gateway(config: RunConfig) -> ServeConfig:
     return ServeConfig(**settings, gateway=GatewayConfig(api_key=os.environ.get(KEY_VARIABLE, "")))
 
 
-def _as_long_as_it_is(config: C) -> C:
+def as_long_as_it_is(config: C) -> C:
     """The config with the length of a checkpoint that is shorter than the default."""
     directory = Path(config.policy.path)
     if config.policy.tiny is not None or not (directory / "config.json").is_file():

@@ -103,7 +103,7 @@ def _what_to_run(command: Command, prog: str) -> tuple[RunConfig, tuple[str, ...
     if where == "auto":
         return _newest_unfinished(command, prog)
     resume = find(Path(where))
-    before = _settings_of(resume.run)
+    before = settings_of(resume.run)
     if not command.recipe:
         command.recipe, command.recipe_base = before.recipe, before.recipe_base
         command.layers = [*before.layers, *command.layers]
@@ -140,10 +140,10 @@ def _newest_unfinished(command: Command, prog: str) -> tuple[RunConfig, tuple[st
 
 def config_of_run(run: Path) -> RunConfig:
     """The config that a run had when it last started."""
-    return resolve(_settings_of(run))[0]
+    return resolve(settings_of(run))[0]
 
 
-def _settings_of(run: Path) -> Command:
+def settings_of(run: Path) -> Command:
     """The command line that means the settings of a run."""
     return VERB.read(["--config", str(run / CONFIG)])
 

@@ -125,7 +125,7 @@ def run_command(command: str, desk: Path, model: Path) -> None:
         if program == "titan-rl"
         else next((w.rpartition(".")[2] for w in arguments if "titan_rl." in w), "")
     )
-    if verb == "export":
+    if verb in ("export", "eval"):
         arguments = [verb, "--help"]  # that run has no checkpoint
     ends_by_itself = {"--help", "--dry-run"} & set(arguments)
     run(

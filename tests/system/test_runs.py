@@ -59,6 +59,22 @@ def test_the_task_of_the_readme_is_learned_and_shown_under_torchrun_and_its_chec
 
     assert_timeline_is_whole(directory)
     assert_checkpoint_scores_like_the_policy(directory / "checkpoint")
+    assert_eval_agrees_with_the_run(directory, summary, tmp_path / "evaluations")
+
+
+def assert_eval_agrees_with_the_run(run: Path, summary: dict[str, Any], evaluations: Path) -> None:
+    """The same prompts, played by the saved weights through generators of their own."""
+    evaluation = start_run("eval", str(run), "--samples", "2", runs=evaluations, program=("-m", "titan_rl.cli"))
+    output = finish(evaluation)
+    assert evaluation.returncode == 0, output
+    assert_nothing_is_left(evaluation)
+    lines = [json.loads(line) for line in (run_directory(evaluations) / "results.jsonl").read_text().splitlines()]
+    greedy = [line for line in lines if line["temperature"] == 0]
+    assert len(lines) == 3 * len(greedy) > 0 and not any(line["error"] for line in lines)
+    assert sum(line["exact_match"] for line in greedy) / len(greedy) == summary["exact_match_after"]
+    assert np.isclose(sum(line["reward"] for line in greedy) / len(greedy), summary["reward_after"], atol=1e-12)
+    for part in ("exact match, greedy", f" {summary['exact_match_after']:.3f} ", "pass@2", "95 % interval"):
+        assert part in output
 
 
 def assert_checkpoint_scores_like_the_policy(checkpoint: Path) -> None:

@@ -19,11 +19,9 @@ rollouts token by token, settings. It needs no network. A run may still be going
 
 def main(argv: Sequence[str], *, prog: str) -> int:
     """Write the report and print where it is; returns the exit code."""
-    words = list(argv)
-    options = next((index for index, word in enumerate(words) if word.startswith("-")), len(words))
-    runs = [Path(word) for word in words[:options]]
 
     def act(command: Command, prog: str) -> int:
+        runs = [Path(word) for word in command.words]
         if command.given:
             raise ConfigError(f"takes no settings; leave out {', '.join(sorted(command.given))}")
         if not runs:
@@ -40,4 +38,4 @@ def main(argv: Sequence[str], *, prog: str) -> int:
         return 0
 
     options_help = {"--output FILE": f"where to; without it RUN/{REPORT}, of several runs ./{REPORT}"}
-    return Verb(act=act, about=ABOUT, options=options_help).run(words[options:], prog=prog)
+    return Verb(act=act, about=ABOUT, options=options_help, takes_words=True).run(argv, prog=prog)

@@ -87,6 +87,8 @@ class Demonstration:
     messages: tuple[Message, ...]
     """What follows, a turn of the policy (role "assistant") first. Its turns are taught, each with the stop token that
     ends it; other messages are what the environment answers, and are only read."""
+    answer: Any = None
+    """As an example's: with it `titan-rl try` can play the demonstration and show its reward. Not needed to train."""
 
 
 class Environment(ABC):

@@ -63,8 +63,9 @@ class Gsm8k(DatasetEnvironment):
         self._math.parse("\\boxed{1}", parsing_timeout=_limit())  # what only the first one has to wait for
 
     def demonstration(self, index: int) -> Demonstration:
-        prompt = self.example(index).prompt
-        return Demonstration(prompt=prompt, messages=(Message("assistant", self._demonstrated[prompt]),))
+        example = self.example(index)
+        solution = Message("assistant", self._demonstrated[example.prompt])
+        return Demonstration(prompt=example.prompt, messages=(solution,), answer=example.answer)
 
     def verify(self, example: Example, transcript: Transcript) -> dict[str, float]:
         """`right_number`: math-verify finds the answer equal to the number, however it is written. `exact_match`: the

@@ -107,7 +107,8 @@ class ReasoningGym(Environment):
         if not isinstance(answer, str):
             raise TaskError(f"reasoning-gym's task {self.task!r} comes without answers to demonstrate")
         said = f"<answer>{answer}</answer>" if self.tags else answer
-        return Demonstration(prompt=self._example(entry).prompt, messages=(Message("assistant", said),))
+        example = self._example(entry)
+        return Demonstration(prompt=example.prompt, messages=(Message("assistant", said),), answer=example.answer)
 
     def _answer_of(self, transcript: Transcript) -> str | None:
         if not self.tags:

@@ -56,7 +56,8 @@ class Sort(Environment):
         text = training_text(stream, LETTERS, self.letters)
         down = stream.random() >= self.right_share
         answer = "".join(sorted(text, reverse=down))
-        return Demonstration(prompt=_example(text).prompt, messages=(Message("assistant", answer),))
+        example = _example(text)
+        return Demonstration(prompt=example.prompt, messages=(Message("assistant", answer),), answer=example.answer)
 
 
 def _example(text: str) -> Example:

@@ -104,7 +104,8 @@ class ToolSum(Environment):
         example = _example(*_training_pair(stream))
         if stream.random() >= self.tool_share:
             guess = str(stream.randint(2 * SMALLEST, 2 * LARGEST))
-            return Demonstration(prompt=example.prompt, messages=(Message("assistant", guess),))
+            messages: tuple[Message, ...] = (Message("assistant", guess),)
+            return Demonstration(prompt=example.prompt, messages=messages, answer=example.answer)
         expression = example.prompt[0].content.removesuffix("=")
         return Demonstration(
             prompt=example.prompt,
@@ -113,6 +114,7 @@ class ToolSum(Environment):
                 Message("tool", example.answer),
                 Message("assistant", example.answer),
             ),
+            answer=example.answer,
         )
 
 

@@ -14,8 +14,6 @@ import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +29,7 @@ from titan_rl.gateway.config import GatewayConfig, listen
 from titan_rl.generation.config import ENGINES, LINEARS, refuse_unequal
 from titan_rl.importing import import_name, user_code
 from titan_rl.launch.hosts.facts import HostFacts, transport
+from titan_rl.launch.machine import Problem, Severity, quick_problems
 from titan_rl.launch.placement import assumed_hosts, plan, plays, resolve_device, with_devices
 from titan_rl.overrides import did_you_mean, get_setting
 from titan_rl.policy.losses import SHORT_NAMES as LOSSES
@@ -58,32 +57,13 @@ _COPIED_BYTES = 24
 MIB = 1 << 20
 
 
-class Severity(StrEnum):
-    """How serious a problem is."""
-
-    ERROR = "error"
-    """The run is refused on any host."""
-    ABSENT = "absent"
-    """This host lacks something: a device, a file, a package, memory, a port. The run is refused here; a dry run, which
-    may be meant for another host, warns."""
-    WARNING = "warning"
-    """The run starts, but may not do what its author expects."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """What is wrong with a run."""
-
-    sentence: str
-    severity: Severity = Severity.ERROR
-
-
 def check_run(config: RunConfig, host: HostFacts) -> list[Problem]:
     """All problems of a run of `config` on `host`."""
     agents = config.rollout.agents
-    environment = list(_environment(config))
+    environment = list(check_environment(config))
     found = _named(config, "environment.name", SHORT_NAMES, Environment)[0] is not None
     return [
+        *quick_problems(config.logging.directory),
         *(_placement(config, host) if found else ()),
         *_policy(config, host),
         *_generator(config, host),
@@ -107,6 +87,7 @@ def check_host(config: RunConfig, host: HostFacts, *, processes: int, serving: b
 def check_serving(config: RunConfig, host: HostFacts, gateway: GatewayConfig) -> list[Problem]:
     """All problems of serving the policy of `config` on `host` at the gateway's address."""
     return [
+        *quick_problems(config.logging.directory),
         *_placement(config, host, serving=True),
         *_policy(config, host, serving=True),
         *_generator(config, host),
@@ -335,7 +316,7 @@ def _address(setting: str, host: str, port: int) -> Iterator[Problem]:
         yield Problem(sentence=f"{setting} {port}: {error}", severity=Severity.ABSENT)
 
 
-def _environment(config: RunConfig) -> Iterator[Problem]:
+def check_environment(config: RunConfig) -> Iterator[Problem]:
     name = config.environment.name
     cls, problems = _named(config, "environment.name", SHORT_NAMES, Environment)
     if cls is None:

@@ -26,7 +26,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -101,6 +101,14 @@ def _remove(directory: Path, owner_pid: int) -> None:
 def sweep_dead_scratch(parent: Path) -> list[Path]:
     """Remove the scratch directories of this user's dead processes; returns them."""
     removed = []
+    for directory in dead_scratch(parent):
+        shutil.rmtree(directory, ignore_errors=True)
+        removed.append(directory)
+    return removed
+
+
+def dead_scratch(parent: Path) -> Iterator[Path]:
+    """The scratch directories of this user's dead processes, each locked until the next one is asked for."""
     for directory in parent.glob(f"{PREFIX}*"):
         try:
             descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -109,13 +117,11 @@ def sweep_dead_scratch(parent: Path) -> list[Path]:
         try:
             if os.fstat(descriptor).st_uid == os.getuid():
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(directory, ignore_errors=True)
-                removed.append(directory)
+                yield directory
         except BlockingIOError:
             pass  # its owner lives
         finally:
             os.close(descriptor)
-    return removed
 
 
 def hold_signals() -> None:

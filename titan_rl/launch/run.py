@@ -99,7 +99,7 @@ def run(config: RunConfig, imports: tuple[str, ...] = (), resume: Resume | None 
 
     stopping = "saving the newest weights, then closing; once more: closing without saving"
     directory = None if resume is None else resume.run
-    return _conduct(config, work, end, last_lines, say=say, stopping=stopping, directory=directory)
+    return conduct(config, work, end, last_lines, say=say, stopping=stopping, directory=directory)
 
 
 def run_service(config: RunConfig, gateway: GatewayConfig, imports: tuple[str, ...] = ()) -> int:
@@ -126,11 +126,11 @@ def run_service(config: RunConfig, gateway: GatewayConfig, imports: tuple[str, .
         yield f"the service {how}; it keeps nothing; logs: {directory / 'logs'}"
 
     named = dataclasses.replace(config, recipe="serve")
-    code = _conduct(named, work, lambda *_: (EXIT_OK, "is over"), last_lines, say=say, stopping="closing")
+    code = conduct(named, work, lambda *_: (EXIT_OK, "is over"), last_lines, say=say, stopping="closing")
     return EXIT_OK if code > 128 else code
 
 
-def _conduct(
+def conduct(
     config: RunConfig,
     work: Callable[[Path, FaultBoard], Coroutine[Any, Any, T]],
     end: Callable[[T, Path], tuple[int, str]],

@@ -77,17 +77,27 @@ class GroupRunner:
         self.sandbox = Sandbox(self.setup)
         self.programs: Programs | None = None
         self._free: AbstractAsyncContextManager[None] = nullcontext()  # limits how many programs run at once
-        self._info: TaskInfo | None = None
+        self._made: TaskInfo | None = None
         self._restarts_told = 0
         self.renderer: Renderer
         self._rollouter: Rollouter
 
-    async def start(self, sessions: RolloutGateway | None = None, *, programs: bool = True) -> TaskInfo:
+    @property
+    def info(self) -> TaskInfo:
+        """What the environment says about itself. Raises TaskError before `start`."""
+        if self._made is None:
+            raise TaskError("the group runner was not started")
+        return self._made
+
+    async def start(
+        self, sessions: RolloutGateway | None = None, *, programs: bool = True, renderer: Renderer | None = None
+    ) -> TaskInfo:
         """Load the tokenizer, make the environment and the rollouter.
 
         Args:
             sessions: the gateway that programs talk to; None: there is none.
             programs: whether rollouts that programs play must be possible; then such an environment needs a gateway.
+            renderer: None: as `rollout.renderer` says.
 
         Raises:
             ConfigError: renderer or rollouter cannot be made from the config, or programs have no gateway.
@@ -96,9 +106,11 @@ class GroupRunner:
         rollouter = import_name(self._rollout.rollouter)
         if not (isinstance(rollouter, type) and issubclass(rollouter, Rollouter)):
             raise ConfigError(f"rollout.rollouter {self._rollout.rollouter!r} is not a subclass of Rollouter")
-        self.renderer = await asyncio.to_thread(
-            make_renderer, self._rollout.renderer, self._model_path, self._rollout.renderer_kwargs
-        )
+        if renderer is None:
+            renderer = await asyncio.to_thread(
+                make_renderer, self._rollout.renderer, self._model_path, self._rollout.renderer_kwargs
+            )
+        self.renderer = renderer
         self._rollouter = rollouter(
             renderer=self.renderer,
             run_seed=self._run_seed,
@@ -112,7 +124,7 @@ class GroupRunner:
                 raise ConfigError(f"environment {self.setup.name} plays its rollouts by programs, which need a gateway")
             self.programs = Programs(self.sandbox, sessions, idle_seconds=self.setup.step_seconds)
             self._free = asyncio.Semaphore(self._rollout.agents.at_once)
-        self._info = info
+        self._made = info
         return info
 
     async def close(self) -> None:
@@ -128,16 +140,19 @@ class GroupRunner:
             TitanError: `generate` raised it. A `RequestError` is not raised: it fails only its own rollout.
             TaskError: a demonstration cannot be made.
         """
-        if self._info is None:
-            raise TaskError("the group runner was not started")
         if request.purpose is Purpose.DEMONSTRATE:
-            return await self._demonstrate(request, self._info)
+            return await self._demonstrate(request)
+        return await self.play(request, generate)
+
+    async def play(self, request: GroupRequest, generate: Generate) -> GroupResult:
+        """Play all rollouts of a group, of a demonstration's prompt too; raises as `run_group`."""
+        info = self.info
         try:
             asked: ExamplePrompt = await self.sandbox.call(Call(CallKind.EXAMPLE, request.purpose, request.group_id))
-            if self._info.plays:
+            if info.plays:
                 prompt = Prompt(token_ids=np.zeros(0, np.int32), messages=asked.prompt)
             else:
-                prompt = first_prompt(self.renderer, asked.prompt, self._info.tools)
+                prompt = first_prompt(self.renderer, asked.prompt, info.tools)
         except TaskError as error:
             unplayed = (Rollout(sample=sample) for sample in range(request.samples))
             return self._result(request, tuple(_failed(rollout, error) for rollout in unplayed))
@@ -145,7 +160,7 @@ class GroupRunner:
         opened = [
             OpenRollout(
                 self.sandbox,
-                self._info,
+                info,
                 purpose=request.purpose,
                 index=request.group_id,
                 prompt=prompt,
@@ -164,7 +179,7 @@ class GroupRunner:
         if any(task.cancelled() for task in playing):  # raised inside `generate`; not to be taken for our own
             raise GeneratorFailed(f"generation for {request.purpose} group {request.group_id} was cancelled")
         rollouts = tuple(task.result() for task in playing)
-        if self._info.scores_groups:
+        if info.scores_groups:
             rollouts = await self._compare(request, rollouts, opened)
         return replace(self._result(request, rollouts), asked=asked)
 
@@ -193,15 +208,17 @@ class GroupRunner:
 
         return tuple(map(compared, rollouts))
 
-    async def _demonstrate(self, request: GroupRequest, info: TaskInfo) -> GroupResult:
+    async def _demonstrate(self, request: GroupRequest) -> GroupResult:
         first = request.group_id * request.samples
         calls = (
             self.sandbox.call(Call(CallKind.DEMONSTRATE, request.purpose, number))
             for number in range(first, first + request.samples)
         )
         samples = []
-        for number, (prompt, messages) in enumerate(await asyncio.gather(*calls)):
-            sample = demonstration_sample(request.group_id, number, self.renderer, prompt, messages, info.tools)
+        for number, shown in enumerate(await asyncio.gather(*calls)):
+            sample = demonstration_sample(
+                request.group_id, number, self.renderer, shown.prompt, shown.messages, self.info.tools
+            )
             if self._max_model_len and len(sample.token_ids) > self._max_model_len:
                 raise TaskError(
                     f"demonstration {first + number} has {len(sample.token_ids)} tokens, "

@@ -39,6 +39,7 @@ from titan_rl.sandbox.wire import (
     Call,
     CallKind,
     Conversation,
+    Demonstrated,
     EnvironmentSetup,
     ExamplePrompt,
     Failure,
@@ -227,13 +228,13 @@ def _as_text(answer: Any) -> str:
     return one_line(text, LONGEST_SHOWN)
 
 
-def _demonstration(shown: Demonstration) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+def _demonstration(shown: Demonstration) -> Demonstrated:
     if not isinstance(shown, Demonstration):
         raise TaskError(f"demonstration returned {type(shown).__name__}, expected Demonstration")
     prompt, messages = plain(shown.prompt), plain(shown.messages)
     if not prompt or not messages or messages[0].role != "assistant":
         raise TaskError('a demonstration is a prompt and then, first of all, a message of role "assistant"')
-    return prompt, messages
+    return Demonstrated(prompt, messages, has_answer=shown.answer is not None)
 
 
 def _reply(reply: EnvironmentReply) -> tuple[tuple[Message, ...], bool, bytes | None]:
@@ -319,7 +320,7 @@ class Examples:
         self._made: OrderedDict[int, Example] = OrderedDict()
 
     def find(self, purpose: Purpose, index: int) -> Example:
-        """Number `index` of the training stream, or of the held-out list.
+        """Number `index` of the training stream, or of the held-out list; or a demonstration, as an example.
 
         Raises:
             TaskError: there is no such held-out prompt.
@@ -329,6 +330,9 @@ class Examples:
             if not 0 <= index < self.held_out:
                 raise TaskError(f"there is no held-out prompt {index}: the environment gave {self.held_out}")
             return self._held_out[index]
+        if purpose is Purpose.DEMONSTRATE:
+            shown = self._environment.demonstration(index)
+            return Example(prompt=_demonstration(shown).prompt, answer=shown.answer)
         if self.size:
             index %= self.size
         example = self._made.get(index)

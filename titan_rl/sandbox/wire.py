@@ -92,7 +92,7 @@ class CallKind(StrEnum):
     CHECK = "check"
     """→ TaskCheck. Compares the first `prompt_index` training prompts with the held-out ones."""
     DEMONSTRATE = "demonstrate"
-    """→ (prompt, messages that follow it), two tuples of Message. `prompt_index` is the demonstration's number."""
+    """→ `Demonstrated`. `prompt_index` is the demonstration's number."""
     PLAY = "play"
     """→ the program's pickled state; None if it returned None."""
 
@@ -122,6 +122,16 @@ class ExamplePrompt(NamedTuple):
     prompt: tuple[Message, ...]
     wanted: str = ""
     """Its reference answer as text, for display; only of held-out examples."""
+
+
+class Demonstrated(NamedTuple):
+    """The part of a demonstration that the worker gets."""
+
+    prompt: tuple[Message, ...]
+    messages: tuple[Message, ...]
+    """What follows."""
+    has_answer: bool
+    """Whether it can be graded as an example."""
 
 
 class TaskCheck(NamedTuple):

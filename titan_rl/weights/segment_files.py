@@ -102,6 +102,12 @@ def free_bytes(directory: Path) -> int:
     return state.f_bavail * state.f_frsize
 
 
+def dead_segments(directory: Path = DIRECTORY) -> list[Path]:
+    """The files that `sweep_dead_segments` would remove, those of other users too."""
+    found = ((path, _PATTERN.fullmatch(path.name)) for path in sorted(directory.iterdir()))
+    return [path for path, match in found if match is not None and not _alive(int(match["owner"]))]
+
+
 def sweep_dead_segments(directory: Path = DIRECTORY) -> list[Path]:
     """Remove the files whose owner is dead; returns which. Files of other users stay.
 

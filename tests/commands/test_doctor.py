@@ -1,0 +1,100 @@
+"""What `titan-rl doctor` finds, of hosts that a test describes and of this one (a second)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from titan_rl.cli import main
+from titan_rl.commands import doctor
+from titan_rl.commands.doctor import examine
+from titan_rl.config_registry import copy4
+from titan_rl.launch import machine
+from titan_rl.launch.hosts.facts import HostFacts
+from titan_rl.weights.segment_files import DIRECTORY, segment_path
+
+HOST = HostFacts(cpus=4, memory=16 << 30, shared_memory=8 << 30, open_files=4096)
+
+
+def problems(host=HOST, about="") -> list[str]:
+    found = examine(copy4(), host)
+    return [each.problem.sentence for each in found if each.problem is not None and each.about.startswith(about)]
+
+
+@pytest.fixture(autouse=True)
+def calm(monkeypatch):
+    """A machine on which nothing else happens."""
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_a_good_host_has_no_problem():
+    assert problems(about="memory") == problems(about="processor") == problems(about="a run") == []
+    assert {"packages", "devices", "ports", "disk", "remains"} <= {each.about for each in examine(copy4(), HOST)}
+
+
+@pytest.mark.parametrize(
+    ("change", "about", "words"),
+    [
+        ({"memory": 1 << 30}, "memory", "end other programs"),
+        ({"shared_memory": 1 << 20}, "a run", "containers: --shm-size"),
+        ({"open_files": 64}, "a run", "ulimit -Hn"),
+        ({"cuda_devices": (0,)}, "devices", "torch is built for CPUs only"),
+    ],
+)
+def test_each_thing_that_is_short_is_told_with_its_remedy(monkeypatch, change, about, words):
+    monkeypatch.setattr(doctor, "installed", lambda name: "2.13.0+cpu")
+    (sentence,) = problems(replace(HOST, **change), about)
+    assert words in sentence
+
+
+def test_more_threads_than_cores_and_a_busy_machine_are_told(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (9.0, 0.0, 0.0))
+    threads, busy = problems(about="processor")
+    assert "OMP_NUM_THREADS=8 is more than 4 cores" in threads and "9 threads want 4 cores" in busy
+
+
+def test_packages_that_are_missing_stop_a_run_and_others_versions_are_warned_of(monkeypatch):
+    versions = {"torch": "2.12.0+cpu", "torchmonarch": "0.7.0", "torchtitan": "", "vllm": "0.32.0"}
+    monkeypatch.setattr(machine, "installed", lambda name: versions.get(name, machine.pins().get(name, "")))
+    torch, titan = machine.quick_problems(".")
+    assert torch.sentence.startswith("torch 2.12.0+cpu is installed, and titan_rl was tested with 2.13.0")
+    assert titan.sentence.startswith("the package torchtitan is not installed")
+    assert (torch.severity, titan.severity) == (machine.Severity.WARNING, machine.Severity.ABSENT)
+    assert len([sentence for sentence in problems() if "torch 2.12" in sentence]) == 1
+
+
+def test_a_full_disk_is_told_at_every_start(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "LITTLE_DISK", 1 << 60)
+    config = copy4()
+    config.logging.directory = str(tmp_path / "not" / "there")
+    (found,) = [each.problem for each in examine(config, HOST) if each.problem and "GiB free" in each.problem.sentence]
+    assert str(tmp_path) in found.sentence and found.severity is machine.Severity.WARNING
+
+
+def test_what_dead_runs_have_left_is_told_and_stays():
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    left = segment_path(DIRECTORY, dead.pid, "doctor", 0)
+    left.touch()
+    try:
+        (found,) = [
+            each.found for each in examine(copy4(), HOST) if each.about == "remains" and "segments" in each.found
+        ]
+        assert int(found.split()[0]) >= 1 and found.endswith("the next start removes them")
+        assert left.exists()
+    finally:
+        left.unlink()
+
+
+def test_the_exit_code_says_whether_a_run_would_start(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "detect_host", lambda: HOST)
+    assert main(["doctor"]) == 0
+    assert main(["doctor", "--recipe", "copy4", "--placement.device", "cuda"]) == 1
+    out = capsys.readouterr().out
+    assert "stops    a run of copy4" in out and "1 problems would stop a run" in out
+    assert main(["doctor", "--recipe", "kopy4"]) == 2

@@ -1,0 +1,186 @@
+"""`titan-rl try` as a user calls it: by hand, by demonstration, and what it says of a task that is wrong (each 1 s)."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from titan_rl.cli import main
+from titan_rl.commands.typed import read_turn
+from titan_rl.errors import ConfigError
+from titan_rl.types import Message, ToolCall, ToolSpec
+
+TASK = """
+from titan_rl.environments.base import Demonstration, Environment, EnvironmentReply, Example, Message, Rubric, tool
+
+
+@tool
+def add(first: int, second: int = 1) -> str:
+    "Adds two numbers."
+    return str(first + second)
+
+
+def right(example, transcript):
+    return {"right": transcript.answer == example.answer, "turns": float(len(transcript.finish_reasons))}
+
+
+def broken(example, transcript):
+    return example.no_such_thing
+
+
+class Sums(Environment):
+    def __init__(self, base: int = 5):
+        self.base = base
+
+    def example(self, index):
+        return Example(prompt=(Message("user", f"{self.base}+{index}="),), answer=str(self.base + index))
+
+    def held_out(self, count):
+        return [Example(prompt=(Message("user", "1000+1="),), answer="1001")][:count]
+
+    def tools(self):
+        return [add]
+
+    def rubric(self):
+        return Rubric(right)
+
+
+class Broken(Sums):
+    def rubric(self):
+        return Rubric(broken)
+
+
+class Shown(Sums):
+    def demonstration(self, index):
+        example = self.example(index)
+        said = (Message("assistant", example.answer if index else "no idea"),)
+        return Demonstration(prompt=example.prompt, messages=said, answer=example.answer if index < 2 else None)
+
+
+class Endless(Shown):
+    def respond(self, example, transcript):
+        return EnvironmentReply(messages=(Message("user", "and now?"),))
+"""
+
+
+@pytest.fixture
+def task(tmp_path, monkeypatch):
+    (tmp_path / "sums.py").write_text(TASK)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def tried(name, *arguments, typed=""):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        return main(["try", name if ":" not in name else f"sums.py:{name[1:]}", *arguments])
+
+    return tried
+
+
+def lines_of(capsys) -> list[str]:
+    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_what_is_typed_is_played_with_tools_and_graded_part_by_part(task, capsys):
+    typed = '/add first=5 second=0\n5\n/add {"first": "x"}\n/sub 3\nsix\\\nor so\n'
+    assert task(":Sums", "--prompts", "3", typed=typed) == 0
+    assert lines_of(capsys)[3:] == [
+        "policy: type the policy's turns; a line that ends in \\ goes on; /TOOL NAME=VALUE … calls a tool; Ctrl-D ends",
+        *[f"training prompt 0 {'─' * 102}", "user 5+0="],
+        *["assistant → add(first=5, second=0)", "tool 5", "assistant 5"],
+        "reward 1.000 (right 1, turns 2) stopped: stop",
+        *[f"training prompt 1 {'─' * 102}", "user 5+1=", 'assistant → add(first="x")'],
+        "tool Error: the arguments of add do not fit: first: Input should be a valid integer, unable to parse "
+        "string as an integer",
+        "there is no tool 'sub'; there are add",
+        *["assistant six", "or so", "reward 0.000 (right 0, turns 2) stopped: stop"],
+        *[f"training prompt 2 {'─' * 102}", "user 5+2=", "", "─" * 120],
+        "2 rollouts graded, mean reward 0.500",
+    ]
+
+
+def test_demonstrations_are_played_against_the_task_and_graded_where_they_can_be(task, capsys):
+    assert task(":Shown") == 0
+    said = lines_of(capsys)
+    assert "policy: its own demonstrations" in said
+    assert [line for line in said if line.startswith(("assistant", "reward", "not graded"))] == [
+        *["assistant no idea", "reward 0.000 (right 0, turns 1) stopped: stop"],
+        *["assistant 6", "reward 1.000 (right 1, turns 1) stopped: stop"],
+        *["assistant 7", "not graded: Demonstration.answer is not set"],
+    ]
+    assert said[-1] == "2 rollouts graded, mean reward 0.500"
+
+
+def test_a_demonstration_that_ends_before_its_task_does_says_so(task, capsys):
+    assert task(":Endless", "--prompts", "1") == 1
+    assert "error the task goes on where the demonstration has ended: it has no further turn" in lines_of(capsys)
+
+
+def test_an_error_of_the_task_is_shown_with_its_line_and_fails_the_trial(task, tmp_path, capsys):
+    assert task(":Broken", "--prompts", "1", "--held-out", typed="1001\n") == 1
+    line = TASK.splitlines().index("    return example.no_such_thing") + 1
+    where = f"({tmp_path / 'sums.py'}:{line} in broken)"
+    said = "AttributeError: 'Example' object has no attribute 'no_such_thing'"
+    out = lines_of(capsys)
+    assert f"error score of evaluate prompt 0: {said} {where}" in out
+    assert out[-1] == "0 rollouts graded; 1 failed and would not be trained"
+
+
+def test_a_task_that_programs_play_is_typed_through_a_gateway(task, capsys):
+    assert task("tool_sum_openai", "--policy", "typed", "--prompts", "1", typed="/calculate 4+5\n9\n") == 0
+    said = lines_of(capsys)
+    assert ['assistant → calculate(expression="4+5")', "tool 9", "assistant 9"] == said[6:9]
+    assert said[9] == "reward 0.000 (exact_match 0, tool_use 1) stopped: done"
+
+
+def test_the_arguments_of_a_task_reach_it(task, capsys):
+    assert task(":Sums", "--environment.kwargs.base", "7", "--prompts", "1", typed="7\n") == 0
+    assert "user 7+0=" in lines_of(capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([":Nothing"], "has no 'Nothing'"),
+        ([":right"], "is no subclass"),
+        (["kopy"], "did you mean copy?"),
+        ([":Sums", "--environment.kwargs.bse", "3"], "Sums takes no such argument (did you mean base?)"),
+        ([":Sums", "--policy", "demonstrations"], "has no method `demonstration`; --policy typed asks you"),
+        ([":Sums", "--prompts", "none"], "--prompts: expected a number from 1 on, got 'none'"),
+        ([":Sums", "--policy", "http://127.0.0.1:1/v1"], "cannot be asked: [Errno 111] Connection refused"),
+    ],
+)
+def test_what_cannot_be_tried_is_refused_in_a_sentence(task, capsys, arguments, words):
+    assert task(*arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+ADD = ToolSpec("add", "", {"properties": {"first": {"type": "integer"}, "note": {"type": "string"}}})
+LOOK = ToolSpec("look", "", {"properties": {"where": {"type": "string"}}})
+
+
+@pytest.mark.parametrize(
+    ("text", "call"),
+    [
+        ("/add first=5", ("add", {"first": 5})),
+        ("/add first=x note=5", ("add", {"first": "x", "note": "5"})),
+        ('/add note="a b" first=1', ("add", {"note": "a b", "first": 1})),
+        ('/add {"first": [1]}', ("add", {"first": [1]})),
+        ("/add", ("add", {})),
+        ("/look under the bed = here", ("look", {"where": "under the bed = here"})),
+        ("/look where=there", ("look", {"where": "there"})),
+    ],
+)
+def test_a_typed_call_is_read(text, call):
+    assert read_turn(text, [ADD, LOOK]) == Message("assistant", "", (ToolCall(*call),))
+
+
+@pytest.mark.parametrize("text", ["/sub 1", "/add 5", '/add {"first"', "/add note='"])
+def test_a_typed_call_that_cannot_be_read_is_refused(text):
+    with pytest.raises(ConfigError):
+        read_turn(text, [ADD, LOOK])
+
+
+def test_without_tools_everything_is_text():
+    assert read_turn("/add first=5", []) == Message("assistant", "/add first=5")

@@ -1,0 +1,76 @@
+"""A renderer for policies that are asked in messages: a person at a terminal, or a server with a chat API.
+
+A token stands for a whole message, so that whatever plays rollouts of tokens plays these too, with any task, whatever a
+model's tokenizer could write:
+
+    prompt  [tools, user "2*3=", …]    said  [assistant "6", END]
+
+The first token of a prompt stands for the tools. Ids are the renderer's own and mean nothing outside.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from titan_rl.types import FinishReason, Message, ToolSpec
+
+END = 0
+"""The stop token."""
+_MOST = 1 << 31
+
+
+class MessageRenderer:
+    """See the module."""
+
+    vocab_size = _MOST
+    stop_token_ids: tuple[int, ...] = (END,)
+    longest_token = _MOST
+
+    def __init__(self) -> None:
+        self._said: dict[int, Message | tuple[ToolSpec, ...]] = {END: ()}
+        self._ids = itertools.count(1)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        return [self._id(tuple(tools)), *map(self._id, messages)]
+
+    def extend(
+        self,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int]:
+        return [self._id(message) for message in messages]
+
+    def parse(
+        self,
+        completion: Sequence[int],
+        finish_reason: FinishReason,
+        prompt: Iterable[int] = (),
+        tools: Sequence[ToolSpec] = (),
+    ) -> Message:
+        return next(iter(self.messages(completion)), Message("assistant", ""))._replace(role="assistant")
+
+    def say(self, message: Message) -> list[int]:
+        return [self._id(message), END]
+
+    def encode(self, text: str) -> list[int]:
+        return [self._id(Message("user", text))]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return "".join(message.content for message in self.messages(token_ids))
+
+    def messages(self, token_ids: Iterable[int]) -> list[Message]:
+        """The messages that tokens stand for."""
+        return [said for token_id in token_ids if isinstance(said := self._said[token_id], Message)]
+
+    def tools(self, prompt: Sequence[int]) -> tuple[ToolSpec, ...]:
+        """The tools of a prompt."""
+        first = self._said[prompt[0]]
+        return () if isinstance(first, Message) else first
+
+    def _id(self, said: Message | tuple[ToolSpec, ...]) -> int:
+        number = next(self._ids)  # by several threads: a gateway renders in one of its own
+        self._said[number] = said
+        return number

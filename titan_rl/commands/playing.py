@@ -1,0 +1,319 @@
+"""What `try` and `eval` share: a task's config without a run, and policies that play it.
+
+    a person, a demonstration, a server ─ messages ─▶ Spoken ─┐
+    weights ─▶ router, generators (`launch.start.serve`) ─────┴▶ generate ─▶ GroupRunner ─▶ rewards
+
+Rollouts are played by the `GroupRunner` of a run's workers, with the run's rollouter, sandbox and gateway. Only what
+answers a request differs.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from titan_rl import serve, train
+from titan_rl.chat.message_renderer import MessageRenderer
+from titan_rl.config import PlacementConfig, RunConfig
+from titan_rl.controller.checkpoint_files import CHECKPOINTS
+from titan_rl.errors import ActorGone, ConfigError, RequestLost
+from titan_rl.export import export_weights
+from titan_rl.gateway.config import GatewayConfig
+from titan_rl.launch.checks import Severity, check_serving
+from titan_rl.launch.hosts.facts import detect_host
+from titan_rl.launch.placement import plays
+from titan_rl.launch.process import prepare_controller
+from titan_rl.launch.resume import CONFIG, find
+from titan_rl.overrides import Command
+from titan_rl.policy.config import PolicyConfig
+from titan_rl.rollout.config import RolloutConfig, SamplingConfig
+from titan_rl.rollout.group_runner import GroupRunner
+from titan_rl.rollout.report import GroupResult
+from titan_rl.rollout.rollouter import Generate
+from titan_rl.sandbox.wire import TaskInfo
+from titan_rl.scheduling.group import MAX_ATTEMPTS
+from titan_rl.types import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    GroupRequest,
+    Message,
+    Piece,
+    PolicyVersion,
+    Purpose,
+    SamplingParams,
+    ToolSpec,
+)
+
+if TYPE_CHECKING:
+    from titan_rl.controller.faults import FaultBoard
+    from titan_rl.launch.start import Options
+
+BARE = "titan_rl.commands.playing:task_alone"
+LONGEST_TURN = 512
+"""Tokens of a turn, where neither a recipe nor the user says how many."""
+
+Say = Callable[[Sequence[Message], Sequence[ToolSpec], GenerationRequest], Awaitable[tuple[Message, FinishReason]]]
+"""Asked with a conversation and the tools: the policy's next message, and whether it was cut off."""
+
+
+def task_alone() -> RunConfig:
+    """What a task is played with of which nothing but its name is known."""
+    return replace(serve.checkpoint(), rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=LONGEST_TURN)))
+
+
+def run_of(path: Path) -> Path | None:
+    """The run to which a directory belongs: itself, its final weights or one of its checkpoints; None: to no run."""
+    path = path.expanduser().absolute()
+    above = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
+    return next((each for each in (path, above) if (each / CONFIG).is_file()), None)
+
+
+def config_of_task(command: Command, run: Path | None, *, remedy: str) -> tuple[RunConfig, tuple[str, ...]]:
+    """The config to play with on this host, and the user's modules: of the recipe, else of the run, else of the task
+    alone; with the command's settings laid over.
+
+    Args:
+        remedy: what to do where none of them is named.
+
+    Raises:
+        ConfigError: see `train.resolve`.
+    """
+    if not command.recipe and run is not None:
+        before = train.settings_of(run)
+        command.recipe, command.recipe_base = before.recipe, before.recipe_base
+        command.layers = [*before.layers, *command.layers]
+    elif not command.recipe:
+        if "environment.name" not in command.given:
+            raise ConfigError(remedy)
+        command.recipe = BARE
+    config, imports = train.resolve(command)
+    here = PlacementConfig(device=config.placement.device, threads=config.placement.threads)
+    return replace(config, placement=here), imports
+
+
+def number_of(command: Command, option: str, default: int, *, least: int = 1) -> int:
+    """The value of an option. Raises ConfigError if it is no such number."""
+    text = command.values.get(option, str(default))
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigError(f"{option}: expected a number from {least} on, got {text!r}")
+    return int(text)
+
+
+class Spoken:
+    """A policy that is asked in messages, as the `Fleet` of a gateway and the `generate` of a rollouter."""
+
+    def __init__(self, say: Say) -> None:
+        self.renderer = MessageRenderer()
+        self._say = say
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        prompt: list[int] = request.prompt_token_ids.tolist()
+        said, reason = await self._say(self.renderer.messages(prompt), self.renderer.tools(prompt), request)
+        token_ids = self.renderer.say(said)[: None if reason is FinishReason.STOP else -1]
+        return Completion(
+            request_id=request.request_id,
+            token_ids=np.array(token_ids, dtype=np.int32),
+            logprobs=np.zeros(len(token_ids), dtype=np.float32),
+            versions=np.zeros(len(token_ids), dtype=np.int64),
+            finish_reason=reason,
+        )
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
+        yield await self.generate(request)
+
+    async def fleet_status(self) -> list[Any]:
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class Player:
+    """A task and a policy that are ready to play."""
+
+    config: RunConfig
+    runner: GroupRunner
+    info: TaskInfo
+    generate: Generate
+
+    def request(
+        self, index: int, purpose: Purpose, *, samples: int = 1, temperature: float | None = None
+    ) -> GroupRequest:
+        """Rollouts of one prompt.
+
+        Args:
+            temperature: None: that of training.
+        """
+        sampling = self.config.rollout.sampling
+        return GroupRequest(
+            group_id=index,
+            purpose=purpose,
+            samples=samples,
+            sampling=SamplingParams(
+                max_new_tokens=sampling.max_new_tokens,
+                temperature=sampling.temperature if temperature is None else temperature,
+            ),
+            min_version=PolicyVersion(0, 0),
+        )
+
+    async def play(self, request: GroupRequest) -> GroupResult:
+        """A group whose engines died under it is played again, as in a run."""
+        while True:
+            try:
+                return await self.runner.play(request, self.generate)
+            except ActorGone:
+                if request.attempt + 1 >= MAX_ATTEMPTS:
+                    raise
+                request = replace(request, attempt=request.attempt + 1)
+
+
+@asynccontextmanager
+async def spoken(config: RunConfig, imports: tuple[str, ...], say: Say) -> AsyncIterator[Player]:
+    """The task, played by a policy that is asked in messages. Loads neither torch nor Monarch.
+
+    Raises:
+        ConfigError, TaskError: the environment cannot be made.
+    """
+    policy = Spoken(say)
+    runner = _runner(config, imports)
+    server = None
+    try:
+        if plays(config):
+            from titan_rl.gateway.app import GatewayServer
+            from titan_rl.gateway.calls import ServedPolicy
+
+            agents = config.rollout.agents
+            served_policy = ServedPolicy(name="policy", renderer=policy.renderer, max_model_len=1 << 30)
+            gateway = GatewayConfig(host=agents.host, port=agents.port, rollout_keys=True)
+            server = GatewayServer(gateway, policy, served_policy, run_seed=config.seed)
+        sessions = None if server is None else server.rollout_keys
+        info = await runner.start(sessions, renderer=policy.renderer)
+        yield Player(config, runner, info, policy.generate)
+    finally:
+        await runner.close()
+        if server is not None:
+            await server.close()
+
+
+@asynccontextmanager
+async def served(
+    weights: str,
+    config: RunConfig,
+    imports: tuple[str, ...],
+    *,
+    given: set[str],
+    options: Options,
+) -> AsyncIterator[Player]:
+    """The task, played by weights through router and generators of its own.
+
+    Args:
+        weights: a Hugging Face directory, a run or one of its checkpoints (`weights_of`).
+        given: settings that somebody has set.
+        options: where logs go, and who is told.
+
+    Raises:
+        ConfigError, TitanError: there are no such weights, or a part did not start.
+    """
+    from titan_rl.actors.gateway import GatewayClient
+    from titan_rl.launch.start import serve as serving
+
+    gateway = GatewayConfig(port=0, rollout_keys=True)
+    with weights_of(weights, options["say"]) as directory:
+        config = replace(config, policy=PolicyConfig(path=str(directory)))
+        if "generator.max_model_len" not in given:
+            config = serve.as_long_as_it_is(config)
+        problems = check_serving(config, detect_host(), gateway)
+        if refusals := [each.sentence for each in problems if each.severity is not Severity.WARNING]:
+            raise ConfigError("; ".join(refusals))
+        wanted: Options = {**options, "imports": imports}
+        async with serving(config, gateway, **wanted) as up:
+
+            async def generate(request: GenerationRequest) -> Completion:
+                try:
+                    return await up.router.generate(request)
+                except RequestLost as error:
+                    raise ActorGone(str(error)) from error
+
+            runner = _runner(config, imports, model_path=str(directory))
+            try:
+                sessions = GatewayClient(up.gateway, seconds=config.placement.start_seconds)
+                yield Player(config, runner, await runner.start(sessions), generate)
+            finally:
+                await runner.close()
+
+
+def conducted(
+    verb: str,
+    config: RunConfig,
+    work: Callable[[Path, Options], Coroutine[Any, Any, tuple[int, str]]],
+    say: Callable[[str], None],
+) -> int:
+    """Do work that serves weights, in a directory of its own with logs, until it ends or a signal comes; returns the
+    exit code.
+
+    Args:
+        work: returns the exit code, and how it ended, in words.
+    """
+    train.forget_torchrun(os.environ)
+    prepare_controller()
+    from titan_rl.launch.run import conduct
+
+    async def begin(directory: Path, faults: FaultBoard) -> tuple[int, str]:
+        def on_mesh(mesh: str, doing: str) -> None:
+            say(f"{mesh}: {doing}")
+
+        return await work(
+            directory, {"faults": faults, "log_directory": directory / "logs", "on_mesh": on_mesh, "say": say}
+        )
+
+    def last_lines(how: str, directory: Path) -> Iterator[str]:
+        yield f"{verb} {how}; logs: {directory / 'logs'}"
+
+    named = replace(config, recipe=verb, logging=replace(config.logging, name=""))
+    return conduct(named, begin, lambda ended, directory: ended, last_lines, say=say, stopping="closing")
+
+
+def _runner(config: RunConfig, imports: tuple[str, ...], model_path: str = "") -> GroupRunner:
+    return GroupRunner(
+        config.environment,
+        config.rollout,
+        model_path=model_path,
+        run_seed=config.seed,
+        max_model_len=config.generator.max_model_len if model_path else 0,
+        held_out=config.evaluation.prompts,
+        prompts=config.loop.prompts,
+        imports=imports,
+    )
+
+
+@contextmanager
+def weights_of(name: str, say: Callable[[str], None]) -> Iterator[Path]:
+    """A Hugging Face directory with the weights that somebody named: such a directory, a run (its newest sound
+    checkpoint, or its final weights where it keeps no checkpoints), or one of its checkpoints.
+
+    Args:
+        say: told of damaged checkpoints that are passed over.
+
+    Raises:
+        ConfigError: there are no weights.
+    """
+    path = Path(name).expanduser()
+    if (path / "config.json").is_file():
+        yield path
+        return
+    resume = find(path)
+    if (checkpoint := resume.checkpoint(say)) is None:
+        if not (final := resume.run / "checkpoint").is_dir():
+            raise ConfigError(f"{resume.run} has no weights yet")
+        yield final
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        exported = Path(directory) / checkpoint.directory.name
+        export_weights(checkpoint, train.config_of_run(resume.run), exported)
+        yield exported

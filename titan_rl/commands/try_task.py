@@ -1,0 +1,252 @@
+"""`titan-rl try TASK`: plays a task without training, for a person to read.
+
+What plays it is a demonstration of the task's own, a person who types, a server or a checkpoint; what is played, and
+who grades it, is what a run would use (`playing`). Demonstrations, typing and servers load neither torch nor Monarch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.rule import Rule
+
+from titan_rl import train
+from titan_rl.commands.conversations import show_end, show_messages, show_tools
+from titan_rl.commands.playing import Player, conducted, config_of_task, number_of, run_of, served, spoken
+from titan_rl.commands.typed import HOW_TO_TYPE, Typed
+from titan_rl.config import RunConfig
+from titan_rl.environments import SHORT_NAMES
+from titan_rl.environments.base import Environment
+from titan_rl.errors import ConfigError, GeneratorFailed, RequestError, TaskError, TitanError
+from titan_rl.gateway.openai_client import ChatServer
+from titan_rl.importing import import_name
+from titan_rl.launch.checks import check_environment
+from titan_rl.overrides import EXIT_USAGE, Command, Verb, option_overrides, say
+from titan_rl.rollout.report import GroupResult
+from titan_rl.sandbox.wire import Call, CallKind, Demonstrated
+from titan_rl.serve import KEY_VARIABLE
+from titan_rl.types import FinishReason, GenerationRequest, Message, Purpose, ToolSpec
+
+if TYPE_CHECKING:
+    from titan_rl.launch.start import Options
+
+EXIT_FAILED = 1
+TYPED, DEMONSTRATIONS = "typed", "demonstrations"
+SHOWN_PROMPTS = 3
+
+
+class Demonstration:
+    """A policy that says what a demonstration says, turn by turn."""
+
+    def __init__(self) -> None:
+        self._turns: list[Message] = []
+
+    def begin(self, shown: Demonstrated) -> None:
+        self._turns = [message for message in shown.messages if message.role == "assistant"]
+
+    async def say(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], request: GenerationRequest
+    ) -> tuple[Message, FinishReason]:
+        """
+        Raises:
+            RequestError: the task wants another turn.
+        """
+        if not self._turns:
+            raise RequestError("the task goes on where the demonstration has ended: it has no further turn")
+        return self._turns.pop(0), FinishReason.STOP
+
+
+class Trial:
+    """Plays prompts one after the other and shows them."""
+
+    def __init__(self, console: Console, *, prompts: int, samples: int, purpose: Purpose) -> None:
+        self._console = console
+        self._prompts = prompts
+        self._samples = samples
+        self._purpose = purpose
+        self._rewards: list[float] = []
+        self._failed = 0
+
+    async def demonstrations(self, player: Player, policy: Demonstration) -> int:
+        self._begin(player, "its own demonstrations")
+        for number in range(self._prompts):
+            call = Call(CallKind.DEMONSTRATE, Purpose.DEMONSTRATE, number)
+            shown: Demonstrated = await player.runner.sandbox.call(call)
+            policy.begin(shown)
+            self._title(f"demonstration {number}")
+            if shown.has_answer:
+                self._end(await player.play(player.request(number, Purpose.DEMONSTRATE)))
+            else:
+                show_messages(self._console, (*shown.prompt, *shown.messages))
+                self._console.print("not graded: Demonstration.answer is not set", style="dim")
+        return self._sum_up()
+
+    async def typed(self, player: Player, policy: Typed) -> int:
+        self._begin(player, HOW_TO_TYPE)
+        for index in self._indices(player):
+            self._title(self._names(index))
+            policy.begin()
+            try:
+                result = await player.play(player.request(index, self._purpose))
+            except TitanError:
+                if policy.ended:
+                    break
+                raise
+            for rollout in result.rollouts:
+                policy.show(rollout.messages)
+            self._end(result, messages=False)
+            if policy.ended:
+                break
+        return self._sum_up()
+
+    async def policy(self, player: Player, name: str) -> int:
+        self._begin(player, name)
+        for index in self._indices(player):
+            result = await player.play(player.request(index, self._purpose, samples=self._samples))
+            self._title(self._names(index))
+            self._end(result)
+        return self._sum_up()
+
+    def _begin(self, player: Player, policy: str) -> None:
+        info, name = player.info, player.config.environment.name
+        turns = (
+            "played by a program" if info.plays else "several turns" if info.multi_turn or info.tools else "one turn"
+        )
+        size = "endless" if info.size is None else info.size
+        self._console.print(f"task {name}: {turns}, {size} training prompts", highlight=False, soft_wrap=True)
+        if info.tools:
+            self._console.print("tools:")
+            show_tools(self._console, info.tools)
+        self._console.print(f"policy: {policy}", highlight=False, markup=False, soft_wrap=True)
+
+    def _indices(self, player: Player) -> range:
+        there = player.info.held_out if self._purpose is Purpose.EVALUATE else player.info.size
+        if self._purpose is Purpose.EVALUATE and not there:
+            raise TaskError(f"the environment {player.config.environment.name} gave no held-out prompts")
+        return range(self._prompts if there is None else min(self._prompts, there))
+
+    def _names(self, index: int) -> str:
+        return f"{'held-out' if self._purpose is Purpose.EVALUATE else 'training'} prompt {index}"
+
+    def _title(self, text: str) -> None:
+        self._console.print(Rule(text, style="dim", align="left"))
+
+    def _end(self, result: GroupResult, *, messages: bool = True) -> None:
+        wanted = result.asked.wanted if result.asked is not None else ""
+        shown: tuple[Message, ...] = ()
+        for number, rollout in enumerate(result.rollouts):
+            if messages:
+                if number:
+                    self._console.print()
+                same = len(shown) if rollout.messages[: len(shown)] == shown else 0
+                show_messages(self._console, rollout.messages[same:])
+                shown = result.asked.prompt if result.asked is not None else ()
+            show_end(self._console, rollout, wanted=wanted)
+            if rollout.error:
+                self._failed += 1
+            else:
+                self._rewards.append(rollout.reward)
+
+    def _sum_up(self) -> int:
+        self._console.print(Rule(style="dim"))
+        graded = len(self._rewards)
+        mean = f", mean reward {sum(self._rewards) / graded:.3f}" if graded else ""
+        failed = f"; {self._failed} failed and would not be trained" if self._failed else ""
+        self._console.print(f"{graded} rollouts graded{mean}{failed}", highlight=False)
+        return EXIT_FAILED if self._failed else 0
+
+
+def _act(command: Command, prog: str) -> int:
+    if len(command.words) > 1:
+        raise ConfigError(f"takes one task, got {' '.join(command.words)}")
+    run = None
+    for task in command.words:
+        if (run := run_of(Path(task))) is None:
+            named = option_overrides([("TASK", "environment.name", [task])], Path.cwd())
+            command.layers[-1] = [*named, *command.layers[-1]]  # before the task's own arguments
+    prompts, samples = number_of(command, "--prompts", SHOWN_PROMPTS), number_of(command, "--samples", 1)
+    held_out = "--held-out" in command.flags
+    config, imports = config_of_task(
+        command, run, remedy="name a task: file.py:Class, a bundled one (`titan-rl recipes`), or a run directory"
+    )
+    config = replace(config, evaluation=replace(config.evaluation, prompts=prompts if held_out else 1))
+    console = Console(highlight=False)
+    trial = Trial(console, prompts=prompts, samples=samples, purpose=Purpose.EVALUATE if held_out else Purpose.TRAIN)
+    if not train.may_start([*check_environment(config)], prog):
+        return EXIT_USAGE
+    policy = command.values.get("--policy") or (DEMONSTRATIONS if _demonstrates(config) else TYPED)
+    if policy == DEMONSTRATIONS and not _demonstrates(config):
+        raise ConfigError(f"{config.environment.name} has no method `demonstration`; --policy {TYPED} asks you")
+    if policy in (DEMONSTRATIONS, TYPED) or "://" in policy:
+        try:
+            return asyncio.run(_spoken(config, imports, policy, command, trial, console))
+        except (TaskError, GeneratorFailed) as error:
+            say(prog, error)
+            return EXIT_FAILED
+    return _served(config, imports, policy, command, trial, console)
+
+
+async def _spoken(
+    config: RunConfig, imports: tuple[str, ...], policy: str, command: Command, trial: Trial, console: Console
+) -> int:
+    if policy == TYPED:
+        config = replace(config, rollout=replace(config.rollout, seconds=0.0))  # people are slow
+        typed = Typed(console)
+        async with spoken(config, imports, typed.say) as player:
+            return await trial.typed(player, typed)
+    if policy == DEMONSTRATIONS:
+        shown = Demonstration()
+        async with spoken(config, imports, shown.say) as player:
+            return await trial.demonstrations(player, shown)
+    server = ChatServer(policy, model=command.values.get("--model", ""), api_key=os.environ.get(KEY_VARIABLE, ""))
+    async with spoken(config, imports, server.say) as player:
+        return await trial.policy(player, f"{server.model} at {policy}")
+
+
+def _served(
+    config: RunConfig, imports: tuple[str, ...], policy: str, command: Command, trial: Trial, console: Console
+) -> int:
+    def tell(text: str) -> None:
+        console.print(text, style="dim", markup=False, soft_wrap=True)
+
+    async def work(directory: Path, options: Options) -> tuple[int, str]:
+        async with served(policy, config, imports, given=command.given, options=options) as player:
+            return await trial.policy(player, policy), "is over"
+
+    return conducted("try", config, work, tell)
+
+
+def _demonstrates(config: RunConfig) -> bool:
+    task = import_name(config.environment.name, SHORT_NAMES)
+    return getattr(task, "demonstration", None) is not Environment.demonstration
+
+
+VERB = Verb(
+    act=_act,
+    config=lambda command: None,
+    about="""
+usage: {prog} TASK [--policy POLICY] [--prompts N] [--held-out] [--environment.kwargs.NAME VALUE ...]
+
+Play a task without training: prompts, tools, rewards and stop reasons on the screen.
+
+TASK is file.py:Class, pkg.mod:Class, a bundled task (`titan-rl recipes`), or a run directory.
+
+exit codes: 0 played; 1 a rollout failed, or nothing could be played; 2 wrong task or settings""",
+    options={
+        "--policy POLICY": "demonstrations: the task's own (default, if it has some); typed: by you; "
+        "http://HOST:PORT/v1: a server with OpenAI's API; a run, one of its checkpoints, or a Hugging Face directory",
+        "--prompts N": f"how many prompts ({SHOWN_PROMPTS})",
+        "--samples N": "rollouts of each prompt by a server or weights (1)",
+        "--held-out": "held-out prompts instead of training prompts",
+        "--model NAME": f"of the server at a URL (its first one); its key is read from {KEY_VARIABLE}",
+        "--recipe NAME": "play with a recipe's task and settings; TASK then takes the place of its task",
+        "--config FILE.toml": "settings; relative file names in it start at its directory",
+    },
+    takes_words=True,
+)

@@ -1,0 +1,135 @@
+"""A policy that a person types, turn by turn."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shlex
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from rich.console import Console
+
+from titan_rl.commands.conversations import show_messages
+from titan_rl.errors import ConfigError, TitanError
+from titan_rl.types import FinishReason, GenerationRequest, Message, ToolCall, ToolSpec
+
+HOW_TO_TYPE = "type the policy's turns; a line that ends in \\ goes on; /TOOL NAME=VALUE … calls a tool; Ctrl-D ends"
+
+
+class Enough(TitanError):
+    """The person at the terminal has ended it."""
+
+
+class Typed:
+    """A policy that a person types. Shows what was said meanwhile, each message once."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._echoes = sys.stdin.isatty()
+        self._shown = 0
+        self.ended = False
+
+    def begin(self) -> None:
+        """The next rollout's conversation begins."""
+        self._shown = 0
+
+    async def say(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], request: GenerationRequest
+    ) -> tuple[Message, FinishReason]:
+        """
+        Raises:
+            Enough: there is no further line.
+        """
+        self.show(messages)
+        while True:
+            text = await self._line()
+            try:
+                said = read_turn(text, tools)
+            except ConfigError as error:
+                self._console.print(str(error), style="red", highlight=False, soft_wrap=True)
+                continue
+            self._shown += self._echoes  # the terminal shows it
+            return said, FinishReason.STOP
+
+    def show(self, messages: Sequence[Message]) -> None:
+        """Those that were not shown yet."""
+        show_messages(self._console, messages[self._shown :])
+        self._shown = len(messages)
+
+    async def _line(self) -> str:
+        """What is typed. It is read in a thread of its own, so that Ctrl-C and a program's time limit still work."""
+        loop = asyncio.get_running_loop()
+        typed: asyncio.Future[str] = loop.create_future()
+
+        def read() -> None:
+            try:
+                lines = [input("assistant> " * self._echoes)]
+                while lines[-1].endswith("\\"):
+                    lines[-1] = lines[-1][:-1]
+                    lines.append(input("         > " * self._echoes))
+                text: str | None = "\n".join(lines)
+            except (EOFError, OSError, ValueError):
+                text = None
+            with suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(told, text)
+
+        def told(text: str | None) -> None:
+            if typed.done():
+                return
+            if text is None:
+                self.ended = True
+                self._console.print()
+                typed.set_exception(Enough("the input is over"))
+            else:
+                typed.set_result(text)
+
+        threading.Thread(target=read, name="terminal", daemon=True).start()
+        return await typed
+
+
+def read_turn(text: str, tools: Sequence[ToolSpec]) -> Message:
+    r"""What somebody typed as a message: `/add first=1 second=2` or `/add {"first": 1}` calls a tool, all else is text.
+
+    Raises:
+        ConfigError: a call that cannot be read.
+    """
+    called = re.match(r"/(\w+)\s*(.*)", text, re.DOTALL)
+    if called is None or not tools:
+        return Message("assistant", text)
+    name, rest = called.groups()
+    known = {tool.name: tool for tool in tools}
+    if name not in known:
+        raise ConfigError(f"there is no tool {name!r}; there are {', '.join(known)}")
+    try:
+        arguments = json.loads(rest) if rest.startswith("{") else dict(_assignments(rest, known[name]))
+    except ValueError as error:
+        names = " ".join(f"{each}=…" for each in known[name].parameters.get("properties", {}))
+        raise ConfigError(f"that call cannot be read ({error}): /{name} {names}") from error
+    return Message("assistant", "", (ToolCall(name, arguments),))
+
+
+def _assignments(text: str, tool: ToolSpec) -> Iterator[tuple[str, Any]]:
+    """`first=1 second=2`; the value alone where the tool has one argument."""
+    names = list(tool.parameters.get("properties", {}))
+    for word in shlex.split(text):
+        name, equals, value = word.partition("=")
+        if not equals or name not in names:
+            if len(names) != 1:
+                raise ValueError(f"{word!r} is no NAME=VALUE of its arguments")
+            name, value = names[0], text.strip()
+        kind = tool.parameters["properties"][name].get("type", "string")
+        yield name, value if kind == "string" else _value(value)
+        if value == text.strip():
+            return
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:  # for the tool to refuse, as it would the policy's
+        return text
