@@ -12,6 +12,8 @@
     titan-rl fleet RUN …              show a living run's hosts and generators, add and take away
     titan-rl report RUN [RUN2 …]      write one HTML file that shows a run, or compares several
     titan-rl bubbles RUN              show which part of a run waited for whom
+    titan-rl watch RUN                show the rollouts that a run records, while it goes on
+    titan-rl replay RUN --group N     play a recorded group again, and compare it token by token
 
 Loads neither torch, vLLM nor Monarch before a run really starts.
 """
@@ -109,6 +111,20 @@ def _fleet(arguments: Sequence[str]) -> int:
     return fleet.main(arguments, prog=f"{PROG} fleet")
 
 
+def _watch(arguments: Sequence[str]) -> int:
+    """Show the newest recorded rollouts of a run while it goes on: RUN [--once]."""
+    from titan_rl.commands import watch
+
+    return watch.main(arguments, prog=f"{PROG} watch")
+
+
+def _replay(arguments: Sequence[str]) -> int:
+    """Play a recorded group again and say token by token whether it is the same: RUN --group N."""
+    from titan_rl.commands import replay
+
+    return replay.main(arguments, prog=f"{PROG} replay")
+
+
 def _launch(arguments: Sequence[str]) -> int:
     """Submit a run as a job: slurm, kubernetes or skypilot, --nodes N -- arguments of train."""
     from titan_rl import submit
@@ -168,6 +184,8 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "export": _export,
     "worker": _worker,
     "fleet": _fleet,
+    "watch": _watch,
+    "replay": _replay,
     "launch": _launch,
     "report": _report,
     "bubbles": _bubbles,

@@ -228,6 +228,9 @@ class LoggingConfig:
     tensorboard: bool = True
     wandb_project: str = ""
     """Also log to this Weights & Biases project; empty: never contact it."""
+    rollouts: int = 1
+    """So many of the best, of the worst and of random rollouts of every step are recorded in `rollouts.jsonl`, message
+    by message and token by token, and a few of each evaluation. 0: none. A recorded token takes about 70 bytes."""
     progress: bool = True
     """Live display in a terminal; plain lines elsewhere."""
     spans: bool = True
@@ -237,6 +240,8 @@ class LoggingConfig:
     """Write the newest weights as a Hugging Face checkpoint when the run ends, also when it fails or is stopped."""
 
     def __post_init__(self) -> None:
+        if self.rollouts < 0:
+            raise ConfigError(f"logging.rollouts must be 0 (none) or more, got {self.rollouts}")
         if self.name.startswith(".") or not all(c.isprintable() and c != "/" for c in self.name):
             raise ConfigError(
                 f"logging.name {self.name!r} cannot name a directory: leave out '/', control characters and a first '.'"

@@ -81,8 +81,20 @@ def _act(command: Command, prog: str) -> int:
         where = config.placement
         hosts = workers(os.environ, ranks, trusted=where.trusted_network)
         config = replace(config, placement=replace(where, hosts=hosts))
+    return carry_out(config, imports, resume, prog, dry_run="--dry-run" in command.flags)
+
+
+def carry_out(
+    config: RunConfig,
+    imports: tuple[str, ...],
+    resume: Resume | None,
+    prog: str,
+    *,
+    dry_run: bool = False,
+    replay_until: int = 0,
+) -> int:
+    """Check everything, and run; returns the exit code. See `launch.run.run`."""
     sweep_dead_segments()  # so that /dev/shm has what it will have
-    dry_run = "--dry-run" in command.flags
     if not may_start(_problems(config, imports), prog, dry_run=dry_run):
         return EXIT_USAGE
     if dry_run:
@@ -92,7 +104,7 @@ def _act(command: Command, prog: str) -> int:
     prepare_controller()
     from titan_rl.launch.run import run
 
-    return run(config, imports, resume)
+    return run(config, imports, resume, replay_until=replay_until)
 
 
 def _what_to_run(command: Command, prog: str) -> tuple[RunConfig, tuple[str, ...], Resume | None]:

@@ -11,6 +11,7 @@ from script import Script
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import GeneratorNotServing, TrainingError, WeightsError
+from titan_rl.policy.kept_tokens import KeptTokens
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import FleetPull, Manifest, Publication
 
@@ -33,7 +34,7 @@ class ScriptedTrainer:
         if self.lost is not None:
             raise self.lost
 
-    async def train_step(self, samples: SampleBatch) -> dict[str, float]:
+    async def train_step(self, samples: SampleBatch, kept: KeptTokens | None = None) -> dict[str, float]:
         await self.script.gate(f"train {self.step + 1}")
         self.step += 1
         self.batches.append(list(dict.fromkeys(samples.group_ids)))

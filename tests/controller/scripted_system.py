@@ -23,13 +23,17 @@ from titan_rl.config import CheckpointConfig, EvaluationConfig, LoopConfig, RunC
 from titan_rl.controller.checkpoint_files import newest_sound
 from titan_rl.controller.checkpoints import Checkpoints, new_ledger, read_ledger
 from titan_rl.controller.loop import TrainingLoop
+from titan_rl.controller.recording import Recorder
 from titan_rl.controller.records import RunSummary
 from titan_rl.controller.system import System
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
 from titan_rl.data_plane.store import HeldReport
 from titan_rl.errors import OwnershipError
 from titan_rl.observability.progress import RunDisplay
+from titan_rl.observability.recorder import RolloutWriter
 from titan_rl.policy.config import TrainerConfig, WarmupConfig
+from titan_rl.policy.kept_tokens import SampleName
+from titan_rl.rollout.record import Chosen, Record
 from titan_rl.rollout.report import GroupReport, RolloutReport
 from titan_rl.types import NO_VERSION, GroupRequest, PolicyVersion, Purpose, StopReason
 from titan_rl.weights.config import WeightsConfig
@@ -51,6 +55,8 @@ class ScriptedRollouts:
         self.released = 0
         self.evaluation: tuple[RolloutReport, ...] = (rollout(0, 1.0), rollout(0, 1.0))
         """The rollout of each held-out prompt."""
+        self.wanted = "{0}{0}"
+        """Of group 0: 00."""
         self.store = "store0"
         """Of the one worker that lives."""
         self.on_lost: Callable[[str], None] = lambda reason: None
@@ -102,6 +108,21 @@ class ScriptedRollouts:
             )
             for request, played in zip(requests, self.evaluation, strict=True)
         ]
+
+    async def conversations(self, purpose: Purpose, chosen: Sequence[Chosen]) -> dict[SampleName, Record]:
+        return {
+            each.name: {
+                "advantage": None,
+                "wanted": self.wanted.format(each.report.group_id),
+                "messages": [
+                    {"role": "user", "content": f"{each.report.group_id}="},
+                    {"role": "assistant", "content": "7"},
+                ],
+                "turns": [{"finish": "length" if each.rollout.truncated else "stop"}],
+                "branches": [],
+            }
+            for each in chosen
+        }
 
     async def take_over(self, reports: Iterable[GroupReport]) -> list[GroupReport]:
         taken = []
@@ -193,10 +214,12 @@ class World:
         directory: Path | None = None,
         checkpoint_every: int = 1,
         restore: bool = False,
+        recorded: bool = False,
     ) -> None:
         """
         Args:
             directory: where checkpoints are written; None: nowhere.
+            recorded: record rollouts there.
             restore: go on from the newest of them.
         """
         config = RunConfig(
@@ -231,20 +254,28 @@ class World:
             rollouts=self.rollouts,  # type: ignore[arg-type]
             generators={"generator0": None, "generator1": None},  # type: ignore[dict-item]
         )
+        self.recorded = recorded
         self.begin(directory, restore=restore)
 
     def begin(self, directory: Path | None, *, restore: bool, incarnation: int = 0) -> None:
         """Make a loop, which may not be the first."""
         writer: Any = self.metrics
         found = newest_sound(directory, print) if directory is not None and restore else None
+        ledger = read_ledger(found.directory) if found else new_ledger(self.system.config, incarnation)
+        recorder, checkpoints = None, None
+        if directory is not None and self.recorded:
+            file = RolloutWriter(directory, keep_bytes=ledger.rollouts_bytes, say=self.display.say)
+            recorder = Recorder(self.rollouts, file, each=1)  # type: ignore[arg-type]
+        if directory is not None:
+            say = self.display.say
+            checkpoints = Checkpoints(directory, self.system, metrics=writer, say=say, recorder=recorder)
         self.loop = TrainingLoop(
             self.system,
             display=self.display,
             metrics=writer,
-            checkpoints=Checkpoints(directory, self.system, metrics=writer, say=self.display.say)
-            if directory
-            else None,
-            ledger=read_ledger(found.directory) if found else new_ledger(self.system.config, incarnation),
+            checkpoints=checkpoints,
+            ledger=ledger,
+            recorder=recorder,
             restore_from=found and found.directory,
             clock=lambda: self.now,
         )

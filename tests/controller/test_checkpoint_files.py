@@ -109,7 +109,7 @@ def test_the_one_before_a_damaged_checkpoint_is_taken(tmp_path: Path, damage: st
 def test_another_format_is_refused_by_name(tmp_path: Path) -> None:
     manifest = write(tmp_path, 3) / MANIFEST
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 0}))
-    with pytest.raises(CheckpointError, match=r"step-00000003 has format 0; this version of titan_rl reads format 1\."):
+    with pytest.raises(CheckpointError, match=r"step-00000003 has format 0; this version of titan_rl reads format 2\."):
         check(manifest.parent)
 
 

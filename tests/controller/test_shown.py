@@ -8,14 +8,15 @@ import pytest
 from scripted_system import World
 
 from titan_rl.controller.evaluations import evaluate
-from titan_rl.rollout.report import RolloutReport, Shown
+from titan_rl.rollout.record import transcript
+from titan_rl.rollout.report import RolloutReport
 from titan_rl.types import PolicyVersion, StopReason
 
 WRONG = "wrong  '{0}=' → '7', wanted '{0}{0}', reward 0.500"
 RIGHT = "right  '{0}=' → '7', reward 1.000"
 
 
-def rollout(number: int, reward: float, truncated: bool = False) -> RolloutReport:
+def rollout(reward: float, truncated: bool = False) -> RolloutReport:
     return RolloutReport(
         sample=0,
         reward=reward,
@@ -26,7 +27,6 @@ def rollout(number: int, reward: float, truncated: bool = False) -> RolloutRepor
         turns=1,
         sampled_tokens=2,
         metrics={},
-        shown=Shown(f"{number}=", "7", f"{number}{number}"),
     )
 
 
@@ -35,7 +35,7 @@ async def evaluated(*rollouts: RolloutReport) -> tuple[str, ...]:
     world.rollouts.held_out = len(rollouts)
     world.rollouts.evaluation = rollouts
     world.router.serving = PolicyVersion(0, 0)
-    return (await evaluate(world.system, PolicyVersion(0, 0))).transcripts
+    return tuple(map(transcript, (await evaluate(world.system, PolicyVersion(0, 0))).rollouts))
 
 
 @pytest.mark.parametrize(
@@ -48,12 +48,12 @@ async def evaluated(*rollouts: RolloutReport) -> tuple[str, ...]:
     ],
 )
 async def test_the_first_wrong_and_right_ones_are_shown(rewards, shown):
-    assert await evaluated(*(rollout(number, reward) for number, reward in enumerate(rewards))) == shown
+    assert await evaluated(*map(rollout, rewards)) == shown
 
 
 async def test_a_cut_off_answer_is_told_from_a_finished_one():
-    (line,) = await evaluated(rollout(1, 0.5, truncated=True))
-    assert line == "wrong  '1=' → '7' (cut off), wanted '11', reward 0.500"
+    (line,) = await evaluated(rollout(0.5, truncated=True))
+    assert line == "wrong  '0=' → '7' (cut off), wanted '00', reward 0.500"
 
 
 async def test_a_group_that_failed_is_told_at_once_and_its_steps_line_says_the_rest():

@@ -40,6 +40,8 @@ ENDED_BY = {
     "controller/loop.py:_until": "every change of the ledger; the watchdog says who stands still",
     "controller/loop.py:save": "the step, whose calls have a bound; a stopped run waits SAVE_SECONDS",
     "controller/publications.py:publish": "a release; the watchdog names the holders",
+    "controller/recording.py:_write": "a call to the workers with a bound of its own",
+    "controller/recording.py:settled": "a call to the workers with a bound of its own, then the disk",
     "controller/stages.py:_shown": "a call to a worker, which ends with its process",
     "environments/rubric.py:score_async": "user code: the sandbox kills it after `environment.step_seconds`",
     "environments/rubric.py:score_group_async": "user code: the sandbox kills it after `environment.step_seconds`",

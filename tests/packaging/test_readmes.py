@@ -125,8 +125,8 @@ def run_command(command: str, desk: Path, model: Path) -> None:
         if program == "titan-rl"
         else next((w.rpartition(".")[2] for w in arguments if "titan_rl." in w), "")
     )
-    if verb in ("export", "eval"):
-        arguments = [verb, "--help"]  # that run has no checkpoint
+    if verb in ("export", "eval", "replay", "watch"):
+        arguments = [verb, "--help"]  # that run has no checkpoint, and has recorded nothing
     ends_by_itself = {"--help", "--dry-run"} & set(arguments)
     run(
         [*RUNNERS[program], *arguments, *(["--dry-run"] if verb in DRY and not ends_by_itself else [])],

@@ -6,10 +6,11 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from policy_scenarios import mixed_batch, shards_of, train, trainer, updater
+from policy_scenarios import mixed_batch, shards_of, trainer, updater
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.policy.config import OptimizerConfig
+from titan_rl.policy.kept_tokens import KeptTokens
 
 STEPS = 6
 
@@ -34,16 +35,24 @@ def train_steps(
     steps: int = STEPS,
     shuffled: bool = False,
     deterministic: bool = False,
+    kept: bool = False,
 ) -> dict[str, Any]:
-    """Weights after so many steps of AdamW, and what the steps reported apart from times."""
+    """Weights after so many steps of AdamW, and what the steps reported apart from times. `kept`: also the scores of
+    every other sample of the first step, and the logprobs before it."""
     config = trainer(data_parallel, 1, dtype=dtype, optimizer=OptimizerConfig(lr=1e-3), deterministic=deterministic)
     policy = updater(model_path, config)
     reports = []
+    scores: dict[str, Any] = {}
     for step in range(steps):
         batch = batch_of(step)
         if shuffled:
             batch = batch.select(np.random.default_rng(step).permutation(len(batch)).tolist())
-        report = train(policy, batch)
+        tokens = KeptTokens((sample.group_id, sample.sample) for sample in batch.samples[::2]) if kept else None
+        if kept and not step:
+            scores["logprobs"] = policy.logprobs(batch)
+        report = policy.train_step(batch, policy.plan(batch), tokens)
+        if tokens is not None and not step:
+            scores["kept"] = tokens.scores
         del report["seconds"]
         reports.append(report)
-    return {"weights": shards_of(policy), "reports": reports}
+    return {"weights": shards_of(policy), "reports": reports, **scores}

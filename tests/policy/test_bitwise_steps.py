@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bitwise_scenarios import STEPS
+from bitwise_scenarios import STEPS, batch_of
 from policy_ranks import Results, Scenario, cells
 from policy_scenarios import assemble
 
@@ -15,11 +15,11 @@ from titan_rl.policy.models.tiny import make_tiny_policy
 
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
-    "one again": (1, {}),
+    "one again, tokens kept": (1, {"kept": True}),
     "one, torch's deterministic operations only": (1, {"deterministic": True}),
     "one, samples in another order": (1, {"shuffled": True}),
     "two": (2, {}),
-    "two again": (2, {}),
+    "two again, tokens kept": (2, {"kept": True}),
 }
 """Ranks and arguments."""
 NEAR = {"float32": 1e-3, "bfloat16": 0.1}
@@ -55,7 +55,11 @@ every_dtype = pytest.mark.parametrize("dtype", cells(NEAR, ci=["float32"]))
 @every_dtype
 @pytest.mark.parametrize(
     ("way", "same"),
-    [("one again", "one"), ("one, torch's deterministic operations only", "one"), ("two again", "two")],
+    [
+        ("one again, tokens kept", "one"),
+        ("one, torch's deterministic operations only", "one"),
+        ("two again, tokens kept", "two"),
+    ],
 )
 def test_the_same_batches_give_bitwise_the_same_weights_and_reports(
     found: Results, dtype: str, way: str, same: str
@@ -73,3 +77,18 @@ def test_another_order_of_additions_stays_near(found: Results, dtype: str, way: 
     change = one - flat(found[dtype, "start"])
     difference = flat(found[dtype, way]) - one
     assert np.sqrt(np.mean(difference**2)) < NEAR[dtype] * np.sqrt(np.mean(change**2))
+
+
+@pytest.mark.parametrize("way", ["one again, tokens kept", "two again, tokens kept"])
+def test_kept_tokens_have_the_logprobs_before_a_step_and_the_derivatives_of_its_loss(found: Results, way: str) -> None:
+    ranks, batch = found["float32", way], batch_of(0)
+    kept = {name: scores for rank in ranks for name, scores in rank["kept"].items()}
+    logprobs = {name: values for rank in ranks for name, values in rank["logprobs"].items()}
+    assert kept.keys() == {(sample.group_id, sample.sample) for sample in batch.samples[::2]}
+    for sample in batch.samples[::2]:
+        scores, mask = kept[sample.group_id, sample.sample], sample.loss_mask
+        np.testing.assert_allclose(scores.logprobs, logprobs[sample.group_id, sample.sample][mask], atol=1e-5)
+        ratio = np.exp(scores.logprobs - sample.logprobs[mask])  # of GRPO, which clips at 0.8 and 1.2
+        clipped = ratio > 1.2 if sample.advantage > 0 else ratio < 0.8
+        weights = np.where(clipped, 0, ratio * sample.advantage) / batch.trained_tokens
+        np.testing.assert_allclose(scores.weights, weights, rtol=1e-4, atol=1e-9)

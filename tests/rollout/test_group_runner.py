@@ -14,6 +14,7 @@ from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig
 from titan_rl.rollout.group_runner import GroupRunner
+from titan_rl.rollout.record import choose_evaluated, conversation, record, transcript
 from titan_rl.rollout.report import report_of
 from titan_rl.rollout.rollouter import Rollouter
 from titan_rl.sandbox.host_process import ForkedProcess
@@ -106,19 +107,25 @@ async def test_evaluation_plays_the_held_out_list_and_trains_nothing(model_path)
     assert "no held-out prompt 50" in beyond.rollouts[0].error
 
 
-async def test_the_report_of_an_evaluation_shows_what_was_asked_said_and_wanted(model_path):
+async def test_a_record_of_an_evaluation_shows_what_was_asked_said_and_wanted(model_path):
+    async def recorded(group_runner, index):
+        asked = request(index, purpose=Purpose.EVALUATE, samples=1)
+        result = await group_runner.run_group(asked, policy)
+        (chosen,) = choose_evaluated([report_of(asked, result, ())])
+        return record(0, chosen, conversation(result, 0, group_runner.renderer.decode, rollouts=1), {})
+
     policy = ScriptedPolicy(model_path, lambda a_request: "7")
     async with runner(model_path, f"{TASKS / 'double.py'}:Double", held_out=50) as group_runner:
-        asked = request(3, purpose=Purpose.EVALUATE, samples=1)
-        evaluated = report_of(asked, await group_runner.run_group(asked, policy), ())
-        trained = report_of(request(3), await group_runner.run_group(request(3), policy), ())
-    assert evaluated.rollouts[0].shown == ("3=", "7", "6")
-    assert {rollout.shown for rollout in trained.rollouts} == {None}
+        found = await recorded(group_runner, 3)
+    assert [each["content"] for each in found["messages"]] == ["3=", "7"] and found["wanted"] == "6"
+    assert found["turns"][0]["seed"] == request_seed(11, Purpose.EVALUATE, 3, 0)
+    (branch,) = found["branches"]
+    assert branch["texts"] == ["3", "=", "7", "<eos>"] and branch["trained"] == [0, 0, 1, 1]
+    assert branch["logprobs"] == [None, None, -0.5, -0.5] and branch["versions"] == ["", "", "v3", "v3"]
+    assert branch["trainer_logprobs"] is branch["weights"] is None
     async with runner(model_path, f"{UNRULY}:Countdown", held_out=3) as group_runner:
-        asked = request(2, purpose=Purpose.EVALUATE, samples=1)
-        evaluated = report_of(asked, await group_runner.run_group(asked, policy), ())
-    (rollout,) = evaluated.rollouts
-    assert rollout.shown.answer == "assistant: 7  user: 1=  assistant: 7  user: 2=  assistant: 7  user: 3="
+        said = transcript(await recorded(group_runner, 2))
+    assert "→ 'assistant: 7  user: 1=  assistant: 7  user: 2=  assistant: 7  user: 3='" in said
 
 
 class Forgetful(SymbolRenderer):

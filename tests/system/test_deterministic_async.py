@@ -6,13 +6,18 @@ Each run is real and takes 20 to 40 s on two free cores.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
+
+from titan_rl.commands.replay import difference, difference_of_numbers, facts
+from titan_rl.observability.recorder import ROLLOUTS, read_rollouts
 
 DELAYS = Path(__file__).with_name("delays.py")
 STEPS, STALENESS = 6, 2
@@ -24,6 +29,8 @@ class Outcome(NamedTuple):
     weights: dict[str, bytes]
     steps: list[dict[str, float]]
     """Rewards, losses and ages of every step, and evaluations."""
+    rollouts: list[tuple[object, ...]]
+    """The recorded ones: their tokens, logprobs of generator and trainer, loss weights, …"""
 
 
 def train(directory: Path, **settings: Any) -> Outcome:
@@ -52,18 +59,54 @@ def train(directory: Path, **settings: Any) -> Outcome:
     # An evaluation goes on beside training, so its line may come before or after those of steps.
     lines.sort(key=lambda line: (line["step"], "evaluation/reward" in line))
     steps = [{key: value for key, value in line.items() if key == "step" or key.startswith(kept)} for line in lines]
-    return Outcome({name: tensor.tobytes() for name, tensor in weights.items()}, steps)
+    records = sorted(read_rollouts(run / ROLLOUTS), key=lambda record: (record["purpose"], record["step"]))
+    rollouts = [(record["group"], record["sample"], *record["kept"], *facts(record)) for record in records]
+    return Outcome({name: tensor.tobytes() for name, tensor in weights.items()}, steps, rollouts)
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return train(tmp_path_factory.mktemp("one"), generator__count=1)
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("one")
+
+
+@pytest.fixture(scope="module")
+def one(directory: Path) -> Outcome:
+    return train(directory, generator__count=1)
 
 
 def test_the_run_was_asynchronous_and_learned_something(one: Outcome) -> None:
     ages = [line["staleness/age_max"] for line in one.steps if "staleness/age_max" in line]
     assert len(ages) == STEPS and max(ages) == STALENESS
     assert len({line["rollout/reward_mean"] for line in one.steps if "rollout/reward_mean" in line}) > 1
+
+
+def test_every_step_is_recorded(one: Outcome) -> None:
+    kept = [why for rollout in one.rollouts for why in rollout[2:5] if why in ("best", "worst", "random")]
+    assert len(kept) == 3 * STEPS
+
+
+def test_a_tampered_recording_is_found_where_the_true_one_is_replayed_bit_for_bit(
+    one: Outcome, directory: Path, tmp_path: Path
+) -> None:
+    (run,) = directory.iterdir()
+    true = [record for record in read_rollouts(run / ROLLOUTS) if record["purpose"] == "train" and record["step"] == 2]
+    tampered = json.loads(json.dumps(true))
+    weights = tampered[-1]["branches"][0]["weights"]
+    weights[-1] = float(np.nextafter(np.float32(weights[-1]), np.float32(1)))  # one bit of one token
+    copy = shutil.copytree(run, tmp_path / "copy")
+    (copy / ROLLOUTS).write_text("".join(json.dumps(record) + "\n" for record in tampered))
+    kept = tmp_path / "kept"
+    command = [sys.executable, "-m", "titan_rl.cli", "replay", str(copy), "--step", "2", "--keep", str(kept)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
+    what = f"group {true[-1]['group']}, sample {true[-1]['sample']}, loss weight of token {len(weights) - 1} "
+    assert done.stdout.splitlines()[-1].startswith(f"not the same: step 2, {what}"), done.stdout[-500:]
+    replayed = [*read_rollouts(kept / ROLLOUTS)]
+    assert difference(true, replayed) == "" and {record["step"] for record in replayed} == {2}
+    numbers = [[*map(json.loads, (each / "metrics.jsonl").read_text().splitlines())] for each in (run, kept)]
+    before, again = ([line for line in lines if line["step"] == 2 and "train/loss" in line] for lines in numbers)
+    assert difference_of_numbers(before[0], again[0]) == ""
+    assert (copy / "summary.json").read_bytes() == (run / "summary.json").read_bytes()
 
 
 def test_generators_of_two_kinds_train_bitwise_what_one_trains(one: Outcome, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ DAMAGES = {
     "one byte": (flip, "is not as it was written (checksum)"),
     "truncated": (truncate, "ledger.pickle has 100 bytes"),
     "one file is missing": (lambda checkpoint: (checkpoint / "samples").unlink(), "samples is missing"),
-    "old format": (old_format, "has format 0; this version of titan_rl reads format 1"),
+    "old format": (old_format, "has format 0; this version of titan_rl reads format 2"),
     "no manifest": (lambda checkpoint: (checkpoint / MANIFEST).unlink(), "it has no manifest.json"),
 }
 

@@ -52,7 +52,7 @@ def lose(system: System, victim: int) -> list[SampleBatch]:
     damaged: list[SampleRef] = []
     train_step = system.trainer.train_step
 
-    async def damaging(batch: SampleBatch) -> dict[str, float]:
+    async def damaging(batch: SampleBatch, *kept: Any) -> dict[str, float]:
         batches.append(batch)
         found = [ref for ref in batch.refs if ref.group_id == victim]
         if found and not damaged:
@@ -61,7 +61,7 @@ def lose(system: System, victim: int) -> list[SampleBatch]:
             with open(ref.location, "r+b") as file:
                 file.seek(ref.offset)
                 file.write(b"damage")
-        return await train_step(batch)
+        return await train_step(batch, *kept)
 
     system.trainer.train_step = damaging  # type: ignore[method-assign]
     return batches

@@ -18,12 +18,14 @@ from rich.console import Console
 from titan_rl.config import EvaluationConfig, RunConfig
 from titan_rl.config_registry import copy4
 from titan_rl.controller.loop import TrainingLoop
+from titan_rl.controller.recording import Recorder
 from titan_rl.controller.system import System
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SharedMemorySource
 from titan_rl.launch.start import start
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
+from titan_rl.observability.recorder import ROLLOUTS, RolloutWriter, read_rollouts
 from titan_rl.types import NO_VERSION, PolicyVersion, TrainingSample
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "minimal_loop.py"
@@ -66,7 +68,7 @@ def record(system: System) -> list[Trained]:
     steps: list[Trained] = []
     train_step, source = system.trainer.train_step, SharedMemorySource()
 
-    async def recorded(batch: SampleBatch) -> dict[str, float]:
+    async def recorded(batch: SampleBatch, *kept: Any) -> dict[str, float]:
         samples = source.fetch(batch)
         steps.append(
             Trained(
@@ -78,7 +80,7 @@ def record(system: System) -> list[Trained]:
                 advantages=[sample.advantage for sample in samples],
             )
         )
-        return await train_step(batch)
+        return await train_step(batch, *kept)
 
     system.trainer.train_step = recorded  # type: ignore[method-assign]
     return steps
@@ -97,8 +99,13 @@ async def by_loop(config: RunConfig, directory: Path) -> Outcome:
     display = RunDisplay(steps=config.loop.steps, live=False, console=Console(file=io.StringIO()))
     async with start(config, log_directory=directory / "logs") as system:
         steps = record(system)
-        loop = TrainingLoop(system, display=display, metrics=MetricsWriter(directory, tensorboard=False))
+        recorder = Recorder(system.rollouts, RolloutWriter(directory), each=1)
+        metrics = MetricsWriter(directory, tensorboard=False)
+        loop = TrainingLoop(system, display=display, metrics=metrics, recorder=recorder)
         await loop.run()
+        await recorder.settled()
+        recorded = [line["step"] for line in read_rollouts(directory / ROLLOUTS) if "best" in line["kept"]]
+        assert recorded == [*range(1, config.loop.steps + 1)]
         await loop.end(failed=False)
         return Outcome(steps[:], *await weights_of(system, directory), loop.ledger.buffer.prompts.next_index)
 

@@ -3,6 +3,9 @@
 A worker gets completions from the router and runs all user code in a child process. A group stays on one worker from
 its first request to its last sample. Every requested group is answered once: with its report, or with the error that
 ended it. Only a reported group has samples in the store.
+
+What was played is kept for whoever records it: of training until its samples are released, of evaluation until the
+rollouts that are shown were asked for. So it is bounded as the samples are, and by `evaluation.prompts`.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from titan_rl.actors.connection import served
@@ -19,16 +23,18 @@ from titan_rl.actors.router_client import RouterClient
 from titan_rl.actors.sample_stores import StoreKeeper
 from titan_rl.config import RunConfig
 from titan_rl.data_plane.layout import encoded_size
-from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
 from titan_rl.data_plane.store import HeldReport, SampleStore, SharedMemorySource
 from titan_rl.errors import ActorFailed, ActorGone, GroupStopped, RequestLost, SharedMemoryFull
 from titan_rl.observability.activity import activity
 from titan_rl.observability.timeline import timeline
+from titan_rl.policy.kept_tokens import SampleName
 from titan_rl.processes import owner_pid
 from titan_rl.rollout.group_runner import GroupRunner
+from titan_rl.rollout.record import Record, conversation
 from titan_rl.rollout.report import GroupReport, GroupResult, report_of
 from titan_rl.sandbox.wire import TaskInfo
-from titan_rl.types import Completion, GenerationRequest, GroupRequest
+from titan_rl.types import Completion, GenerationRequest, GroupRequest, Purpose
 
 _log = logging.getLogger(__name__)
 
@@ -41,8 +47,8 @@ _AWAY_FROM_LOOP = 1 << 20
 
 
 class RolloutWorker(StoreKeeper):
-    """Endpoints: `setup`, `use`, `run_group`, `stop_groups`, `release`, `take_over`, `held`, `expose`, `withdraw`,
-    `close`."""
+    """Endpoints: `setup`, `use`, `run_group`, `stop_groups`, `conversations`, `release`, `take_over`, `held`, `expose`,
+    `withdraw`, `close`."""
 
     def __init__(self, config: RunConfig, *, mesh: str, model_path: str, imports: tuple[str, ...]) -> None:
         """
@@ -71,6 +77,8 @@ class RolloutWorker(StoreKeeper):
         self._router: RouterClient | None = None
         self._gateway: GatewayClient | None = None
         self._playing: set[asyncio.Task[GroupResult]] = set()
+        self._trained: dict[int, GroupResult] = {}  # by id of each stored sample
+        self._evaluated: dict[int, GroupResult] = {}  # by group id
 
     @served
     async def setup(self, router: Any, gateway: Any) -> tuple[int, str, TaskInfo]:
@@ -120,17 +128,47 @@ class RolloutWorker(StoreKeeper):
             task.cancel()
 
     @served
+    async def conversations(self, purpose: Purpose, wanted: tuple[tuple[int, int], ...]) -> dict[SampleName, Record]:
+        """What was said in rollouts, by (group id, number): those that are known here. They are looked up before the
+        first await, so that a `release` right behind this call comes after it.
+
+        Args:
+            wanted: the id of any sample of the group, or, of an evaluation, the group's id; number of the rollout.
+        """
+        evaluated = purpose is Purpose.EVALUATE
+        known = self._evaluated if evaluated else self._trained
+        found = [(known[key], sample) for key, sample in wanted if key in known]
+        if evaluated:
+            self._evaluated.clear()
+        rollouts = 1 if evaluated else self._config.rollout.samples_per_group
+        decode = self._runner.renderer.decode
+
+        def build() -> dict[SampleName, Record]:
+            return {
+                (result.group_id, sample): conversation(result, sample, decode, rollouts=rollouts)
+                for result, sample in found
+            }
+
+        return await asyncio.to_thread(build)
+
+    @served
     async def release(self, ids: tuple[int, ...]) -> HeldReport:
         """Free samples for their owner. Returns what the store still holds."""
         self._store.release(ids)
+        for sample_id in ids:
+            self._trained.pop(sample_id, None)
         return self._store.held()
 
     @served
     async def take_over(self, samples: SampleBatch) -> SampleBatch:
-        """Store copies of samples that lie in files; returns references to them. The caller owns them."""
+        """Store copies of one group's samples that lie in files; returns references to them. The caller owns them."""
 
         def copy() -> SampleBatch:
-            return SampleBatch.of(self._store.put(SharedMemorySource().fetch(samples)))
+            taken = SharedMemorySource().fetch(samples)
+            refs = self._store.put(taken)
+            result = GroupResult(group_id=refs[0].group_id, purpose=Purpose.TRAIN, rollouts=(), samples=taken)
+            self._keep(result, refs)
+            return SampleBatch.of(refs)
 
         return await asyncio.to_thread(copy)
 
@@ -196,4 +234,11 @@ class RolloutWorker(StoreKeeper):
 
     def _stored(self, request: GroupRequest, result: GroupResult) -> GroupReport:
         refs = self._store.put(result.samples)
+        self._keep(result, refs)
         return report_of(request, result, refs)
+
+    def _keep(self, result: GroupResult, refs: Sequence[SampleRef]) -> None:
+        if result.purpose is Purpose.EVALUATE:
+            self._evaluated[result.group_id] = result
+        elif self._config.logging.rollouts:
+            self._trained.update((ref.sample_id, result) for ref in refs)

@@ -21,12 +21,14 @@ from titan_rl.actors.connection import Connection, Lifeline, ServedMethod
 from titan_rl.actors.rollout_worker import RolloutWorker
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport, SharedMemorySource, channel_of
-from titan_rl.errors import ActorFailed, ActorGone
+from titan_rl.errors import ActorFailed, ActorGone, TitanError
 from titan_rl.observability.timeline import Pulse
+from titan_rl.policy.kept_tokens import SampleName
+from titan_rl.rollout.record import Chosen, Record
 from titan_rl.rollout.report import GroupReport, unplayed
 from titan_rl.sandbox.wire import TaskInfo
 from titan_rl.scheduling.group import MAX_ATTEMPTS
-from titan_rl.types import GroupKey, GroupRequest
+from titan_rl.types import GroupKey, GroupRequest, Purpose
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -113,6 +115,10 @@ class RolloutMesh:
     async def stop_groups(self) -> None:
         """See `Rollouts.stop_groups`."""
         await self._call(RolloutWorker.stop_groups)
+
+    async def conversations(self, purpose: Purpose, wanted: tuple[tuple[int, int], ...]) -> dict[SampleName, Record]:
+        """See `Rollouts.conversations`."""
+        return await self._call(RolloutWorker.conversations, purpose, wanted)
 
     async def release(self, ids: tuple[int, ...]) -> HeldReport:
         """Free samples of the store; returns what it still holds."""
@@ -229,6 +235,26 @@ class Rollouts:
     async def stop_groups(self) -> None:
         """Stop all running groups: each `run_group` raises `GroupStopped`, or returns if its group had ended."""
         await self._all(RolloutMesh.stop_groups, self._living)
+
+    async def conversations(self, purpose: Purpose, chosen: Sequence[Chosen]) -> dict[SampleName, Record]:
+        """What was said in these rollouts, by name, as far as their workers know: of training until the samples are
+        released, of an evaluation until the first call. Never raises a TitanError."""
+        if purpose is Purpose.EVALUATE:
+            wanted = {worker.store: [each.name for each in chosen] for worker in self._living}
+        else:
+            wanted = {}
+            for each in chosen:
+                ref = each.report.samples.refs[0]  # any sample of its group
+                wanted.setdefault(ref.store, []).append((ref.sample_id, each.rollout.sample))
+        try:
+            found = await self._all(
+                lambda worker: worker.conversations(purpose, tuple(wanted[worker.store])),
+                [worker for worker in self._living if worker.store in wanted],
+            )
+        except TitanError as error:
+            _log.warning("rollouts cannot be shown: %s", error)
+            return {}
+        return {name: said for known in found for name, said in known.items()}
 
     async def release(self, batch: SampleBatch) -> list[HeldReport]:
         """Free a batch's samples; call it once per batch. Returns what their stores still hold. The samples of a

@@ -24,6 +24,7 @@ from titan_rl.errors import CheckpointError, StorageError, TrainingError
 from titan_rl.observability.activity import activity
 from titan_rl.observability.timeline import timeline
 from titan_rl.policy.config import TrainerConfig
+from titan_rl.policy.kept_tokens import KeptTokens, SampleName, TokenScores
 from titan_rl.policy.packing import PackingPlan
 from titan_rl.processes import HOST, RENDEZVOUS, open_rendezvous, owner_pid
 from titan_rl.types import PolicyVersion, TrainingSample
@@ -209,12 +210,15 @@ class PolicyTrainer(ConnectedActor):
         return self._copy(reference=True)
 
     @in_order
-    def train_step(self, batch: SampleBatch, plan: PackingPlan) -> dict[str, float]:
-        """See `PolicyUpdater.train_step`."""
-        metrics = self._ready().train_step(batch, plan)
+    def train_step(
+        self, batch: SampleBatch, plan: PackingPlan, names: frozenset[SampleName]
+    ) -> tuple[dict[str, float], dict[SampleName, TokenScores]]:
+        """See `PolicyUpdater.train_step`; returns also the scores of this rank's samples among those that are named."""
+        kept = KeptTokens(names)
+        metrics = self._ready().train_step(batch, plan, kept)
         self._copy()
         _log.info("step %d: %s", self._ready().step, {name: round(value, 6) for name, value in metrics.items()})
-        return metrics
+        return metrics, kept.scores
 
     @in_order
     def go_on(self, version: PolicyVersion) -> None:

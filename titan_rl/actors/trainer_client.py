@@ -26,6 +26,7 @@ from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import ActorFailed, ActorGone, CallTimeout, CheckpointError, TrainerStateLost
 from titan_rl.observability.timeline import Pulse
 from titan_rl.policy.config import TrainerConfig
+from titan_rl.policy.kept_tokens import KeptTokens
 from titan_rl.policy.packing import PackingPlan, plan_packing
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Publication
@@ -136,10 +137,13 @@ class Trainer:
         self._stores = stores
         await self._again(self._call(self._step_seconds, PolicyTrainer.attach_stores, stores), needs_state=False)
 
-    async def train_step(self, batch: SampleBatch) -> dict[str, float]:
+    async def train_step(self, batch: SampleBatch, kept: KeptTokens | None = None) -> dict[str, float]:
         """Train one optimizer step on the batch.
 
         The packing is planned here, from lengths alone. Each rank gets references to its own samples and fetches them.
+
+        Args:
+            kept: collects the scores of the samples that it names.
 
         Returns:
             Plain numbers, the same on every rank: loss, grad_norm, lr, entropy, clip_share, trained_tokens, …
@@ -150,9 +154,12 @@ class Trainer:
             TrainerStateLost: the ranks died, and with them the state.
             ActorFailed: they were not replaced in time.
         """
-        metrics = await self._step(PolicyTrainer.train_step, batch)
+        kept = kept or KeptTokens()
+        answers = await self._step(PolicyTrainer.train_step, batch, kept.names)
+        for _, scores in answers:
+            kept.update(scores)
         self.version, self._as_loaded = PolicyVersion(self.version.incarnation, self.version.step + 1), False
-        return metrics
+        return answers[0][0]
 
     async def warm_up_step(self, batch: SampleBatch) -> dict[str, float]:
         """Train one supervised step on demonstrations, before the first RL step. It does not count as a version.
@@ -164,9 +171,9 @@ class Trainer:
             SamplesLost, TrainingError, TrainerStateLost, ActorFailed: as `train_step`. There is no copy in memory
                 before the end of the warm-up.
         """
-        metrics = await self._step(PolicyTrainer.warm_up_step, batch)
+        answers = await self._step(PolicyTrainer.warm_up_step, batch)
         self._as_loaded = False
-        return metrics
+        return answers[0]
 
     async def freeze_reference(self) -> None:
         """RL begins: if the config has a KL term, the current weights become its reference. The first copy of the state
@@ -249,8 +256,12 @@ class Trainer:
         await self._all(self._call(self._step_seconds, PolicyTrainer.close))
 
     async def _step(
-        self, endpoint: ServedMethod[[int, SampleBatch, PackingPlan], dict[str, float]], batch: SampleBatch
-    ) -> dict[str, float]:
+        self,
+        endpoint: ServedMethod[Concatenate[int, SampleBatch, PackingPlan, P], T],
+        batch: SampleBatch,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[T]:
         """Call each rank with its own samples and their plan. Tensor-parallel ranks, which are neighbours, get the same
         samples."""
         plan = plan_packing(
@@ -261,11 +272,12 @@ class Trainer:
         )
         shares = [plan.share(rank // self._config.tensor_parallel) for rank in range(self._config.ranks)]
 
-        def call(rank: int, sequence: int) -> Coroutine[Any, Any, dict[str, float]]:
+        def call(rank: int, sequence: int) -> Coroutine[Any, Any, T]:
             positions, share = shares[rank]
-            return self._ranks[rank].call(self._step_seconds, endpoint, sequence, batch.select(positions), share)
+            mine = batch.select(positions)
+            return self._ranks[rank].call(self._step_seconds, endpoint, sequence, mine, share, *args, **kwargs)
 
-        return (await self._again(call))[0]
+        return await self._again(call)
 
     def _call(
         self, seconds: float, endpoint: ServedMethod[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs

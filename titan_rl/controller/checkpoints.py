@@ -28,6 +28,7 @@ from titan_rl.actors.trainer import SAMPLES
 from titan_rl.config import RunConfig
 from titan_rl.controller.checkpoint_files import checkpoints, commit, directory_of, new_draft, prune, remove_drafts
 from titan_rl.controller.publications import EVALUATED, KEPT, SERVED, Publications
+from titan_rl.controller.recording import Recorder
 from titan_rl.controller.records import RunSummary
 from titan_rl.controller.system import System
 from titan_rl.data_plane.sample_batch import SampleBatch
@@ -74,7 +75,18 @@ class Ledger:
     older: dict[PolicyVersion, set[str]] = field(default_factory=dict)
     """Only in a checkpoint: versions before the trainer's that are still needed, and their holders."""
     metrics_bytes: int = 0
-    """Only in a checkpoint: length of `metrics.jsonl`."""
+    rollouts_bytes: int = 0
+    """Only in a checkpoint: lengths of `metrics.jsonl` and `rollouts.jsonl`."""
+
+    def replay(self, until: int, steps: int) -> None:
+        """Play finished groups again, and end after step `until` of a run of so many `steps`, as if nothing had been
+        written."""
+        for group_id in self.reports:
+            self.buffer.lost(group_id)
+        self.reports.clear()
+        self.schedule.go_on(steps, 0)
+        self.schedule.end_after(until)
+        self.metrics_bytes = self.rollouts_bytes = 0
 
 
 def new_ledger(config: RunConfig, incarnation: int = 0) -> Ledger:
@@ -148,7 +160,15 @@ def package_versions() -> dict[str, str]:
 class Checkpoints:
     """Writes the checkpoints of one run, one at a time. Belongs to one event loop."""
 
-    def __init__(self, run: Path, system: System, *, metrics: MetricsWriter, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        run: Path,
+        system: System,
+        *,
+        metrics: MetricsWriter,
+        say: Callable[[str], None],
+        recorder: Recorder | None = None,
+    ) -> None:
         """
         Args:
             run: the run's directory.
@@ -157,6 +177,7 @@ class Checkpoints:
         self._run = run
         self._system = system
         self._metrics = metrics
+        self._recorder = recorder or Recorder(system.rollouts)
         self._say = say
         self._writing: asyncio.Task[None] | None = None
 
@@ -177,13 +198,14 @@ class Checkpoints:
         if self._writing is not None and not self._writing.done():
             return self._say(f"no checkpoint of step {step}: the one before is still being written")
         await self.written()
+        await self._recorder.settled()
         if not step or directory_of(self._run, step).exists():
             return
         ledger.older = publications.older_than(
             ledger.buffer.trainer_version,
             needed_by={SERVED, EVALUATED} if ledger.buffer.knobs.exact_versions else {EVALUATED},
         )
-        ledger.metrics_bytes = self._metrics.nbytes
+        ledger.metrics_bytes, ledger.rollouts_bytes = self._metrics.nbytes, self._recorder.nbytes
         pickled = pickle.dumps(ledger)
         samples = SampleBatch.concat(report.samples for report in ledger.reports.values())
         kept = [*ledger.older]

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,19 +16,16 @@ from typing import TYPE_CHECKING
 from titan_rl.controller.publications import EVALUATED, Publications
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, TaskError, WeightsError
 from titan_rl.observability.activity import Activities
-from titan_rl.rollout.report import RolloutReport
+from titan_rl.rollout.record import Record, choose_evaluated, record
 from titan_rl.scheduling.group_buffer import GroupBuffer
 from titan_rl.scheduling.schedule import Schedule
-from titan_rl.types import PolicyVersion
+from titan_rl.types import PolicyVersion, Purpose
 from titan_rl.weights.manifest import FleetPull, Publication
 
 if TYPE_CHECKING:
     from titan_rl.controller.system import System
 
 _log = logging.getLogger(__name__)
-
-TRANSCRIPTS = 3
-"""Rollouts that an evaluation shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +37,8 @@ class Evaluation:
     """Those that were graded."""
     exact_match: float
     reward: float
-    transcripts: tuple[str, ...] = ()
-    """One line each of a few rollouts: the first that are wrong, and the first that are right."""
+    rollouts: tuple[Record, ...] = ()
+    """Records of the first that are wrong, and the first that are right."""
     failed: int = 0
     """Prompts without a reward because user code failed. They are left out of all means."""
     first_error: str = ""
@@ -169,26 +166,15 @@ async def evaluate(
     graded = [rollout for rollout in rollouts if not rollout.error]
     if not graded:
         raise TaskError(f"all {len(rollouts)} held-out rollouts failed; the first: {errors[0]}")
+    chosen = choose_evaluated(reports)
+    said = await system.rollouts.conversations(Purpose.EVALUATE, chosen)
     matches = [rollout.exact_match for rollout in graded]
     return Evaluation(
         version=version,
         prompts=len(graded),
         exact_match=sum(matches) / len(matches),
         reward=sum(rollout.reward for rollout in graded) / len(graded),
-        transcripts=_transcripts(graded),
+        rollouts=tuple(record(version.step, each, said[each.name], {}) for each in chosen if each.name in said),
         failed=len(errors),
         first_error=next(iter(errors), ""),
     )
-
-
-def _transcripts(rollouts: Sequence[RolloutReport]) -> tuple[str, ...]:
-    lines: dict[bool, list[str]] = {False: [], True: []}
-    for rollout in rollouts:
-        right = rollout.exact_match >= 1
-        if (shown := rollout.shown) is not None:
-            cut = " (cut off)" if rollout.truncated else ""
-            wanted = f", wanted '{shown.wanted}'" if shown.wanted and not right else ""
-            said = f"'{shown.prompt}' → '{shown.answer}'{cut}{wanted}, reward {rollout.reward:.3f}"
-            lines[right].append(f"{'right' if right else 'wrong'}  {said}")
-    wrong = lines[False][:2]
-    return (*wrong, *lines[True][: TRANSCRIPTS - len(wrong)])

@@ -36,6 +36,7 @@ from titan_rl.controller.exact_versions import ExactVersions
 from titan_rl.controller.faults import RELEASE_SECONDS, check_stores_are_empty, release_samples
 from titan_rl.controller.losses import Losses
 from titan_rl.controller.publications import SERVED, Publications
+from titan_rl.controller.recording import Recorder
 from titan_rl.controller.records import RunSummary, StepRecords
 from titan_rl.controller.stages import make_filter, warm_up
 from titan_rl.controller.system import System
@@ -68,6 +69,7 @@ class TrainingLoop:
         metrics: MetricsWriter,
         checkpoints: Checkpoints | None = None,
         ledger: Ledger | None = None,
+        recorder: Recorder | None = None,
         restore_from: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -87,7 +89,10 @@ class TrainingLoop:
         self._filter = make_filter(config.loop.filter)
         self._publications = Publications(system.trainer, max_live=config.weights_settings().max_live)
         self._watchdog = Watchdog(seconds=config.loop.watchdog_seconds, clock=clock)
-        self.records = StepRecords(ledger.summary, self._buffer.knobs, display=display, metrics=metrics, clock=clock)
+        self._recorder = recorder or Recorder(system.rollouts)
+        self.records = StepRecords(
+            ledger.summary, self._buffer.knobs, self._recorder, display=display, metrics=metrics, clock=clock
+        )
         self._activity = Activities(display, self.records.phases, self._watchdog, timeline, clock=clock)
         self._evaluations = Evaluations(
             system,
@@ -165,6 +170,7 @@ class TrainingLoop:
             await asyncio.wait({self._stepping})
             if (error := self._stepping.exception()) is not None:
                 _log.warning("the last step failed: %s", error)
+        await self._recorder.settled()
         if self._checkpoints is None or not self.has_weights:
             return ""
         await self._checkpoints.written()
@@ -269,11 +275,13 @@ class TrainingLoop:
         reports = [self._reports[group_id] for group_id in batch.group_ids]
         samples = SampleBatch.concat(report.samples for report in reports)
         step = batch.version.step + 1
+        recording = await self._recorder.begin(step, reports)
         try:
             with self._activity("train", step=step, samples=len(samples)):
-                trained = await self._system.trainer.train_step(samples)
+                trained = await self._system.trainer.train_step(samples, recording.tokens)
         except SamplesLost as error:
             return await self._losses.of_samples(batch, error)
+        self._recorder.finish(recording)
         self._buffer.trained(PolicyVersion(batch.version.incarnation, step))
         for group_id in batch.group_ids:
             del self._reports[group_id]
@@ -302,8 +310,6 @@ class TrainingLoop:
             "evaluator", lambda: "a version that is due", schedule.next_due, schedule.all_evaluated
         ):
             await self._evaluations.run(version, self._notify)
-
-    # What they do.
 
     async def _publish(self, *, first: bool = False) -> None:
         """Publish the trainer's weights, bring every generator to them, free the previous publication.
@@ -341,9 +347,7 @@ class TrainingLoop:
         # The trainer may have finished one more step, and that news may not have arrived here yet.
         version = publication.version
         await self._until(
-            "publisher",
-            lambda: f"the end of the step to {version}",
-            lambda: version <= self._buffer.trainer_version,
+            "publisher", lambda: f"the end of the step to {version}", lambda: version <= self._buffer.trainer_version
         )
         with self._activity("pull", version=version):
             return await self._system.router.pull_model_state_dict(publication)
@@ -366,19 +370,14 @@ class TrainingLoop:
         served = newest.version if newest is not None and newest.version == self._buffer.published_version else None
         if self._schedule.stop_early(served) and served is not None:
             self._evaluations.keep(served)
-        self.summary.stopped_early = (
-            f"nothing is left to learn after step {self._schedule.last}: {self._streak.describe()}"
-        )
-        self._display.say(f"stopping early: {self.summary.stopped_early}")
+        why = f"nothing is left to learn after step {self._schedule.last}: {self._streak.describe()}"
+        self.summary.stopped_early = why
+        self._display.say(f"stopping early: {why}")
 
     # What they wait for.
 
     async def _until(
-        self,
-        task: str,
-        why: Callable[[], str],
-        ready: Callable[[], T],
-        over: Callable[[], bool] = lambda: False,
+        self, task: str, why: Callable[[], str], ready: Callable[[], T], over: Callable[[], bool] = lambda: False
     ) -> T | None:
         """Wait until `ready` returns something true, and return it. None: it is `over`. Both are called again after
         every change by a task."""

@@ -5,18 +5,20 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from titan_rl.controller.evaluations import Evaluation
 from titan_rl.controller.idle import IdleShares
+from titan_rl.controller.recording import Recorder
 from titan_rl.controller.system import System
 from titan_rl.data_plane.store import HeldReport
 from titan_rl.errors import TitanError
 from titan_rl.observability.activity import PhaseSeconds
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
+from titan_rl.rollout.record import transcript
 from titan_rl.rollout.report import GroupReport, RolloutReport
 from titan_rl.scheduling.config import Knobs
 from titan_rl.scheduling.group import Batch, Counts
@@ -53,6 +55,7 @@ class StepRecords:
         self,
         summary: RunSummary,
         knobs: Knobs,
+        recorder: Recorder,
         *,
         display: RunDisplay,
         metrics: MetricsWriter,
@@ -61,6 +64,7 @@ class StepRecords:
         self._knobs = knobs
         self._display = display
         self._metrics = metrics
+        self._recorder = recorder
         self._clock = clock
         self.phases = PhaseSeconds(clock)
         self._idle = IdleShares()
@@ -76,9 +80,10 @@ class StepRecords:
         self._tell_failures(report)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        self.summary.evaluations.append(evaluation)
-        step = evaluation.version.step
-        self._display.evaluation(step, evaluation.exact_match, evaluation.reward, evaluation.transcripts)
+        self.summary.evaluations.append(replace(evaluation, rollouts=()))
+        self._recorder.evaluated(evaluation.rollouts)
+        step, transcripts = evaluation.version.step, [*map(transcript, evaluation.rollouts)]
+        self._display.evaluation(step, evaluation.exact_match, evaluation.reward, transcripts)
         if evaluation.failed:
             of = evaluation.failed + evaluation.prompts
             self._display.say(

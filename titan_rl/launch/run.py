@@ -30,6 +30,7 @@ from titan_rl.controller.checkpoint_files import Checkpoint
 from titan_rl.controller.checkpoints import Checkpoints, Ledger, new_ledger, read_ledger
 from titan_rl.controller.faults import Announcer, FaultBoard, Save, train_and_save
 from titan_rl.controller.loop import TrainingLoop
+from titan_rl.controller.recording import Recorder
 from titan_rl.controller.system import System
 from titan_rl.errors import ConfigError, Stopped, TrainerStateLost
 from titan_rl.gateway.config import GatewayConfig
@@ -38,6 +39,7 @@ from titan_rl.launch.resume import CONFIG, ENDING, SUMMARY, Resume, how_to_go_on
 from titan_rl.launch.start import serve, start
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.progress import RunDisplay
+from titan_rl.observability.recorder import RolloutWriter
 from titan_rl.observability.timeline import SPANS, timeline
 from titan_rl.observability.trace import write_trace
 from titan_rl.observability.waits import answer_signals
@@ -67,8 +69,14 @@ DETERMINISTIC_HINT = (
 _log = logging.getLogger(__name__)
 
 
-def run(config: RunConfig, imports: tuple[str, ...] = (), resume: Resume | None = None) -> int:
-    """Do the whole run, or the rest of one; returns the exit code."""
+def run(
+    config: RunConfig, imports: tuple[str, ...] = (), resume: Resume | None = None, *, replay_until: int = 0
+) -> int:
+    """Do the whole run, or the rest of one; returns the exit code.
+
+    Args:
+        replay_until: do again what was done, and end after this step; 0: go on.
+    """
     started = time.monotonic()
     console = Console()
 
@@ -85,15 +93,20 @@ def run(config: RunConfig, imports: tuple[str, ...] = (), resume: Resume | None 
             (directory / file).unlink(missing_ok=True)
         if config.deterministic:
             say(DETERMINISTIC_HINT)
-        return await _train(config, imports, directory, checkpoint, console, faults, saved)
+        return await _train(config, imports, directory, checkpoint, console, faults, saved, replay_until)
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def end(loop: TrainingLoop, directory: Path) -> tuple[int, str]:
+        if replay_until:
+            return EXIT_OK, f"has played step {replay_until}"
         return _conclude(config, loop, directory, console, started)
 
     def last_lines(how: str, directory: Path) -> Iterator[str]:
+        if replay_until:
+            yield f"the replay {how}"
+            return
         yield f"the run {how}; {saved[-1] if saved else 'no weights were saved'}; {how_to_go_on(directory)}"
         yield from _report(directory)
 
@@ -218,6 +231,7 @@ async def _train(
     console: Console,
     faults: FaultBoard,
     saved: list[str],
+    replay_until: int,
 ) -> TrainingLoop:
     """Train and save; `saved` is told what. If the trainer's state is lost, go on from the newest checkpoint."""
     rollouts = directory / "rollouts.jsonl"
@@ -225,6 +239,8 @@ async def _train(
 
     def begin(incarnation: int = 0) -> tuple[Ledger, MetricsWriter]:
         ledger = new_ledger(config, incarnation) if checkpoint is None else read_ledger(checkpoint.directory)
+        if replay_until:
+            ledger.replay(replay_until, config.loop.steps)
         metrics = MetricsWriter(
             directory,
             tensorboard=config.logging.tensorboard,
@@ -250,13 +266,16 @@ async def _train(
                 in_vain = 0
                 while True:
                     began = ledger.buffer.trainer_version.step
-                    checkpoints = Checkpoints(directory, system, metrics=metrics, say=display.say)
+                    writer = RolloutWriter(directory, keep_bytes=ledger.rollouts_bytes, say=display.say)
+                    recorder = Recorder(system.rollouts, writer, each=config.logging.rollouts, only=replay_until)
+                    checkpoints = Checkpoints(directory, system, metrics=metrics, say=display.say, recorder=recorder)
                     loop = TrainingLoop(
                         system,
                         display=display,
                         metrics=metrics,
                         checkpoints=checkpoints if config.checkpoint.keep else None,
                         ledger=ledger,
+                        recorder=recorder,
                         restore_from=checkpoint and checkpoint.directory,
                     )
                     try:
@@ -269,6 +288,7 @@ async def _train(
                             raise
                         display.say(f"going back to the newest checkpoint: {lost}")
                         metrics.close()
+                        await recorder.settled()
                         checkpoint = await asyncio.to_thread(Resume(directory).begin, display.say)
                         again = loop.ledger.buffer.trainer_version.step - (checkpoint.step if checkpoint else 0)
                         display.say(f"{again} finished steps are done again")

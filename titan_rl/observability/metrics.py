@@ -56,7 +56,7 @@ class MetricsWriter:
         """
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / "metrics.jsonl"
-        if (lost := keep_bytes - _cut(self._path, keep_bytes)) > 0:
+        if (lost := keep_bytes - cut_lines(self._path, keep_bytes)) > 0:
             say(f"{self._path} was changed: {lost:,} of its {keep_bytes:,} bytes are gone, and the steps in them")
         self._file = open(self._path, "ab", buffering=0)
         self._unwritten = b""
@@ -151,7 +151,7 @@ def _require(package: str, asked: str) -> None:
         raise ConfigError(f"{asked}, but the package {package} is not installed")
 
 
-def _cut(path: Path, keep: int) -> int:
+def cut_lines(path: Path, keep: int) -> int:
     """Shorten a file to `keep` bytes, or to the last whole line in them; returns its length."""
     if not path.is_file():
         return 0

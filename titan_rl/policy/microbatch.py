@@ -93,6 +93,8 @@ class RankSamples:
 class MicroBatch:
     """T tokens of D documents, N of them trained."""
 
+    documents: tuple[TrainingSample, ...]
+    """() for the dummy."""
     tokens: Tensor  # [1, T] int64
     positions: Tensor  # [1, T] int64, from 0 in every document
     offsets: tuple[int, ...]
@@ -125,6 +127,7 @@ def pack(samples: Sequence[TrainingSample], device: torch.device) -> MicroBatch:
         return torch.from_numpy(array.astype(dtype)).to(device, non_blocking=True)
 
     return MicroBatch(
+        documents=tuple(samples),
         tokens=tensor(tokens[None], np.int64),
         positions=tensor((np.arange(len(tokens)) - offsets[documents])[None], np.int64),
         offsets=tuple(offsets.tolist()),

@@ -32,6 +32,7 @@ from titan_rl.data_plane.store import SampleSource, SharedMemorySource
 from titan_rl.errors import ConfigError, StorageError, TrainingError
 from titan_rl.observability.timeline import timeline
 from titan_rl.policy.config import TrainerConfig
+from titan_rl.policy.kept_tokens import KeptTokens
 from titan_rl.policy.losses import PolicyLoss, TrainedTokens, build_loss, kl_penalty
 from titan_rl.policy.microbatch import MicroBatch, RankSamples, pack
 from titan_rl.policy.models.checkpoint import load_weights, local_shard, write_checkpoint
@@ -113,6 +114,7 @@ class PolicyUpdater:
         self._reference: Policy | None = None
         self._warm_up: PolicyOptimizer | None = None
         self._warm_up_steps = 0
+        self._kept = KeptTokens()
         self.step = 0
         self.incarnation = 0
         self._writer: StateWriter | None = None
@@ -166,20 +168,16 @@ class PolicyUpdater:
         self._reference = self._warm_up = None  # their memory goes before the next one's is taken
         self._reference = frozen_copy(self._policy, self._config)
 
-    def train_step(self, batch: SampleBatch, plan: PackingPlan) -> dict[str, float]:
+    def train_step(self, batch: SampleBatch, plan: PackingPlan, kept: KeptTokens | None = None) -> dict[str, float]:
         """One optimizer step on a batch; every rank computes its own part.
 
         Args:
-            batch: the step's samples, or references to them: all of them, or this rank's (`PackingPlan.share`).
-            plan: of this batch.
+            batch, plan: the step's samples or references to them, all or this rank's (`PackingPlan.share`); their plan.
+            kept: collects scores of those of this rank's samples that it names.
 
         Returns:
-            loss, grad_norm (before clipping), lr, entropy (nats), the loss's own metrics (the bundled ones: clip_share,
-            masked_share), trained_tokens, tokens, imbalance, seconds; how far the samples are off-policy: kl_k1,
-            kl_k3, effective_sample_size, weight_mean, weight_max; how far the engine is from this policy on the tokens
-            that this very version sampled: on_policy_tokens, logprob_difference_mean, logprob_difference_max,
-            logprob_outside_share (0 when there are none), and logprob_alarm (1 when that is too far); with a reference
-            reference_kl_k1 and reference_kl_k3. `step_metrics` defines them.
+            grad_norm (before clipping), lr, trained_tokens, tokens, imbalance, logprob_alarm (1 when the engine is too
+            far from this policy), the loss's own metrics, and what `step_metrics` defines.
 
         Raises:
             SamplesLost: samples are missing or damaged (on all ranks; the weights are untouched).
@@ -190,6 +188,7 @@ class PolicyUpdater:
         if self._config.kl.coefficient and self._reference is None:
             raise TrainingError("the KL term has no reference: freeze_reference was not called")
         self._warm_up = None
+        self._kept = kept or KeptTokens()
         metrics = self._optimize(batch, plan, self._optimizer, warm_up=False)
         self.step += 1
         return metrics
@@ -361,6 +360,7 @@ class PolicyUpdater:
         logprobs, entropies = self._policy.scores(logits[microbatch.rows], microbatch.targets, temperature=temperature)
         if not len(microbatch.rows):
             return logprobs.sum()
+        self._kept.watch(microbatch.documents, logprobs)
         loss_metrics: dict[str, Tensor] = {}
         if warm_up:
             loss = -logprobs.sum()

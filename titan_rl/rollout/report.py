@@ -2,22 +2,19 @@
 
 - `GroupResult` stays in the worker that played the group: conversations, tokens, samples.
 - `GroupReport` holds numbers and references, never tokens: its size does not depend on how much was sampled. Its holder
-  owns the `samples` and releases them exactly once. Reports of evaluation groups also contain the texts, shortened for
-  display.
+  owns the `samples` and releases them exactly once.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
 from titan_rl.errors import TitanError
-from titan_rl.one_line import one_line
 from titan_rl.rollout.token_graph import TokenGraph
-from titan_rl.sandbox.wire import LONGEST_SHOWN, ExamplePrompt
+from titan_rl.sandbox.wire import ExamplePrompt
 from titan_rl.types import NO_VERSION, FinishReason, GroupRequest, Message, Purpose, StopReason, TrainingSample
 
 
@@ -30,6 +27,8 @@ class Rollout:
     graph: TokenGraph = field(default_factory=TokenGraph)
     """Every turn that is to be trained."""
     messages: tuple[Message, ...] = ()
+    seeds: tuple[int, ...] = ()
+    """Of the requests of the graph's completions."""
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Unweighted value of each reward function by name."""
@@ -70,16 +69,6 @@ EXACT_MATCH = "exact_match"
 """Name of the reward part that counts as exact match. If the rubric has none, a reward of at least 1 counts."""
 
 
-class Shown(NamedTuple):
-    """A rollout for a person to read: texts of one line, long ones cut in the middle."""
-
-    prompt: str
-    answer: str
-    """All messages after the prompt; if there are several, each with its role."""
-    wanted: str
-    """The example's own answer."""
-
-
 class RolloutReport(NamedTuple):
     """One rollout in numbers."""
 
@@ -101,8 +90,6 @@ class RolloutReport(NamedTuple):
     rendered_anew: int = 0
     """Prompts that continue a sampled turn but had to be rendered again, because they could not be made by extending
     its tokens."""
-    shown: Shown | None = None
-    """Only in evaluation groups."""
 
     @property
     def exact_match(self) -> float:
@@ -150,7 +137,7 @@ def report_of(request: GroupRequest, result: GroupResult, refs: Sequence[SampleR
         group_id=result.group_id,
         purpose=result.purpose,
         attempt=request.attempt,
-        rollouts=tuple(_report(rollout, _shown(result, rollout)) for rollout in result.rollouts),
+        rollouts=tuple(map(_report, result.rollouts)),
         samples=SampleBatch.of(refs),
         restarts=result.restarts,
     )
@@ -163,24 +150,7 @@ def unplayed(request: GroupRequest, error: TitanError) -> GroupReport:
     return report_of(request, result, ())
 
 
-def _shown(result: GroupResult, rollout: Rollout) -> Shown | None:
-    if result.purpose is not Purpose.EVALUATE or result.asked is None:
-        return None
-    prompt, messages = result.asked.prompt, rollout.messages
-    said = messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages  # a program may ask otherwise
-    return Shown(_in_one_line(prompt), _in_one_line(said), result.asked.wanted)
-
-
-def _in_one_line(messages: Sequence[Message]) -> str:
-    texts = []
-    for message in messages:
-        calls = (call.raw or f"{call.name}({json.dumps(call.arguments, default=str)})" for call in message.tool_calls)
-        role = f"{message.role}: " if len(messages) > 1 else ""
-        texts.append(role + " ".join(filter(None, (message.reasoning, message.content, *calls))))
-    return one_line("  ".join(texts), LONGEST_SHOWN)
-
-
-def _report(rollout: Rollout, shown: Shown | None) -> RolloutReport:
+def _report(rollout: Rollout) -> RolloutReport:
     completions = rollout.graph.completions
     sums: dict[str, list[float]] = {}
     for completion in completions:
@@ -198,5 +168,4 @@ def _report(rollout: Rollout, shown: Shown | None) -> RolloutReport:
         metrics={name: sum(values) / len(values) for name, values in sums.items()},
         branches=rollout.graph.leaves,
         rendered_anew=rollout.rendered_anew,
-        shown=shown,
     )

@@ -187,6 +187,7 @@ class OpenRollout:
         self.messages: list[Message] = list(self.prompt.messages)
         self.graph = TokenGraph()
         self.finish_reasons: list[FinishReason] = []  # one per turn of the policy
+        self.seeds: list[int] = []  # one per turn of the policy
         self.rendered_anew = 0
         self.scored: Conversation | None = None  # the conversation that was last scored
         self._state: bytes | None = None
@@ -196,6 +197,7 @@ class OpenRollout:
         """Add a turn of the policy that will be trained; see `TokenGraph.add`. The caller adds its messages itself."""
         self.graph.add(turn.prompt_token_ids, turn.completion)
         self.finish_reasons.append(turn.finish_reason)
+        self.seeds.append(turn.seed)
         self.rendered_anew += turn.anew
 
     async def run_program(self, request: RolloutRequest) -> StopReason:
@@ -237,6 +239,7 @@ class OpenRollout:
             sample=sample,
             graph=self.graph,
             messages=tuple(self.messages),
+            seeds=tuple(self.seeds),
             reward=score.reward if score else 0.0,
             reward_parts=score.parts if score else {},
             error=error,

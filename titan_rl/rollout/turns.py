@@ -137,6 +137,8 @@ class Turn:
     """As the caller reads it."""
     finish_reason: FinishReason
     """As the caller is told: a turn that ended with a stop text counts as stopped."""
+    seed: int = 0
+    """Of its request."""
     anew: bool = False
     """Whether the prompt continues a sampled turn but had to be rendered anew, because it could not be proven to extend
     the sampled tokens. That happens if the program changed the answer, added an assistant message of its own, changed
@@ -213,6 +215,7 @@ class _Open(NamedTuple):
     """Index among the choices of its prompt."""
     tokens: int
     """Tokens that it may sample."""
+    seed: int
 
 
 class Turns:
@@ -299,7 +302,7 @@ class Turns:
                 )
                 validate_request(request, max_model_len=self._max_model_len, vocab_size=self._renderer.vocab_size)
                 requests.append(request)
-                open_calls[request.request_id] = _Open(prompt, number, tokens)
+                open_calls[request.request_id] = _Open(prompt, number, tokens, request.seed)
         self.asked += total
         self._open.update(open_calls)
         return requests
@@ -327,13 +330,14 @@ class Turns:
         """
         if self._over:
             raise RolloutOver("the rollout has ended")
-        prompt, number, _ = self._open.pop(completion.request_id)
+        prompt, number, _, seed = self._open.pop(completion.request_id)
         self._sampled += len(completion.token_ids)
         turn = Turn(
             prompt_token_ids=prompt.token_ids,
             completion=completion,
             message=message,
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+            seed=seed,
             anew=prompt.anew and prompt not in self._anew,
         )
         self._turns.append(turn)

@@ -179,8 +179,7 @@ class UserCode:
             return tuple([await self._call_tool(each) for each in call.conversation.messages[-1].tool_calls])
         example = self._examples.find(call.purpose, call.prompt_index)
         if call.kind is CallKind.EXAMPLE:
-            wanted = _as_text(example.answer) if call.purpose is Purpose.EVALUATE else ""
-            return ExamplePrompt(plain(example.prompt), wanted)
+            return ExamplePrompt(plain(example.prompt), _as_text(example.answer))
         if call.kind is CallKind.PLAY:
             assert call.endpoint is not None
             state = self._environment.play(example, call.endpoint)

@@ -121,7 +121,7 @@ class ExamplePrompt(NamedTuple):
 
     prompt: tuple[Message, ...]
     wanted: str = ""
-    """Its reference answer as text, for display; only of held-out examples."""
+    """Its reference answer as text, for display."""
 
 
 class Demonstrated(NamedTuple):

@@ -119,6 +119,11 @@ class Schedule:
         if steps != self.steps:
             self.steps, self.last = steps, max(steps, self._buffer.trainer_version.step)
 
+    def end_after(self, step: int) -> None:
+        """End after this step, and evaluate nothing until then."""
+        self._due.clear()
+        self.last = self._evaluated = step
+
     def all_done(self) -> bool:
         return self.all_trained() and self.all_published() and self.all_evaluated()
 

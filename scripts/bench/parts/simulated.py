@@ -145,7 +145,7 @@ class SimulatedTrainer:
 
     def require_state(self) -> None: ...
 
-    async def train_step(self, samples: SampleBatch) -> dict[str, float]:
+    async def train_step(self, samples: SampleBatch, kept: object = None) -> dict[str, float]:
         async with self._turn:
             seconds = TRAINER.step_seconds(sum(samples.lengths))
             await asyncio.sleep(seconds)

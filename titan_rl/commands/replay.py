@@ -1,0 +1,227 @@
+"""`titan-rl replay RUN --group 417`: play a recorded group again, and compare it token by token with its record.
+
+A replay is a resume of the run in a scratch directory, from its newest checkpoint before the step that trained the
+group. It ends after that step, evaluates nothing and saves nothing. All groups of the step are sampled again, also
+those that the checkpoint holds as finished. The run's own directory is only read.
+
+Request ids, generators, attempts and the incarnation of versions belong to one play, so they are not compared.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import repeat, zip_longest
+from pathlib import Path
+from typing import Any
+
+from titan_rl.config import RunConfig
+from titan_rl.controller.checkpoint_files import CHECKPOINTS, checkpoints, directory_of
+from titan_rl.errors import ConfigError
+from titan_rl.launch.resume import Resume, check_differences, differences, find
+from titan_rl.observability.recorder import ROLLOUTS, read_rollouts
+from titan_rl.overrides import Command, Verb, say
+from titan_rl.train import carry_out, config_of_run, resolve, settings_of
+
+EXIT_FAILED = 1
+
+NUMBERS = (
+    "groups",
+    "rollout/reward_mean",
+    "rollout/reward_std",
+    "rollout/tokens",
+    "train/loss",
+    "train/grad_norm",
+    "train/entropy",
+    "train/trained_tokens",
+    "train/lr",
+)
+"""Of a step, in `metrics.jsonl`."""
+
+NOT_DETERMINISTIC = (
+    "the run is not deterministic (--deterministic): logprobs differ in their last bits with the batch that a request "
+    "meets, and groups may be sampled by other versions, so the replay need not be the same"
+)
+
+ABOUT = """
+usage: {prog} RUN --group N [--section.key VALUE ...] [--keep DIR]
+       {prog} RUN --step N  [--section.key VALUE ...] [--keep DIR]
+
+Play a recorded group (or all recorded groups of a step) again, from the weights of a checkpoint and the same seeds, and
+say token by token whether it is the same. In a deterministic run it is, bit for bit, and the step's loss too.
+
+RUN is a run directory; it is only read. Settings may change as for --resume, such as --generator.count 1.
+
+exit codes: 0 the same; 1 not the same, or the replay failed; 2 it cannot be played: nothing was started"""
+
+Record = Mapping[str, Any]
+
+
+def main(argv: Sequence[str], *, prog: str) -> int:
+    """Replay and compare; returns the exit code."""
+    words = list(argv)
+    run = words.pop(0) if words and not words[0].startswith("-") else ""
+
+    def act(command: Command, prog: str) -> int:
+        if not run:
+            raise ConfigError("say which run: its directory")
+        return _replay(Path(run), command, prog)
+
+    options = {
+        "--group N": "the group to compare",
+        "--step N": "compare all recorded groups of this step",
+        "--keep DIR": "keep the replay's files here: its rollouts.jsonl, metrics.jsonl and logs",
+    }
+    return Verb(act=act, about=ABOUT, options=options).run(words, prog=prog)
+
+
+def _replay(run: Path, command: Command, prog: str) -> int:
+    run = find(run).run
+    recorded = _recorded(run, command.values)
+    step = recorded[0]["step"]
+    config, imports = _config(run, command)
+    if not config.deterministic:
+        say(prog, NOT_DETERMINISTIC)
+    kept = command.values.get("--keep", "")
+    scratch = _scratch(Path(kept) if kept else None)
+    for checkpoint in checkpoints(run):
+        if checkpoint < directory_of(run, step):
+            (scratch / CHECKPOINTS / checkpoint.name).symlink_to(checkpoint.resolve())
+    code = carry_out(config, imports, Resume(scratch), prog, replay_until=step)
+    found = ""
+    if not code:
+        found = difference(recorded, [*_read(scratch)])
+        found = found or difference_of_numbers(_numbers(run, step), _numbers(scratch, step))
+    if not kept and code != EXIT_FAILED:  # else the logs say why
+        shutil.rmtree(scratch)
+    if code:
+        return code
+    if found:
+        print(f"not the same: step {step}, {found}")
+        return EXIT_FAILED
+    values = [value for record in recorded for _, value in facts(record)]
+    numbers = sum(isinstance(value, float) for value in values)
+    tokens = sum(len(branch["token_ids"]) for record in recorded for branch in record["branches"])
+    print(
+        f"the same: step {step}, {len(recorded)} rollouts of group {', '.join(map(str, _groups(recorded)))}: {tokens} "
+        f"tokens and {numbers} numbers about them; loss and {len(NUMBERS) - 1} other numbers of the step"
+    )
+    return 0
+
+
+# --- what is compared ------------------------------------------------------------------------------------------------
+
+
+def difference(recorded: Sequence[Record], replayed: Sequence[Record]) -> str:
+    """The first difference of recorded rollouts from those of the replay, in words; empty: there is none."""
+    again = {(record["group"], record["sample"]): record for record in replayed}
+    for record in recorded:
+        who = f"group {record['group']}, sample {record['sample']}"
+        if (other := again.get((record["group"], record["sample"]))) is None:
+            return f"{who}: the replay did not train it"
+        if not record["turns"]:  # it was finished before a resume, which keeps tokens only
+            other = {**other, "turns": [], "messages": []}
+        for before, now in zip_longest(facts(record), facts(other), fillvalue=("", None)):
+            if before[0] != now[0]:
+                return f"{who}: recorded {before[0] or 'nothing more'}, replayed {now[0] or 'nothing more'}"
+            if before[1] != now[1]:
+                return f"{who}, {before[0]}: recorded {before[1]!r}, replayed {now[1]!r}"
+    return ""
+
+
+def difference_of_numbers(recorded: Record, replayed: Record) -> str:
+    """The same of the step's numbers."""
+    for name in NUMBERS:
+        if recorded.get(name) != replayed.get(name):
+            return f"{name}: recorded {recorded.get(name)!r}, replayed {replayed.get(name)!r}"
+    return ""
+
+
+def facts(record: Record) -> Iterator[tuple[str, Any]]:
+    """Everything that a replay repeats: where it stands in the record, and what. The tokens come first, because the
+    rest follows from them."""
+    for branch in record["branches"]:
+        of = f" of branch {branch['sample']}" if len(record["branches"]) > 1 else ""
+        lists = ("logprobs", "versions", "trained", "trainer_logprobs", "weights")
+        columns = (branch[name] if branch[name] is not None else repeat(None) for name in lists)
+        tokens = zip(branch["token_ids"], branch["texts"], *columns, strict=False)
+        for place, (token_id, text, logprob, version, trained, trainer, weight) in enumerate(tokens):
+            token = f"token {place}{of}"
+            yield token, (token_id, text)
+            yield f"whether {token} {text!r} is trained", trained
+            yield f"logprob of {token} {text!r}", logprob
+            yield f"version of {token} {text!r}", f"v{version.rpartition('.')[2].removeprefix('v')}" if version else ""
+            yield f"trainer's logprob of {token} {text!r}", trainer
+            yield f"loss weight of {token} {text!r}", weight
+    for name in ("reward", "reward_parts", "advantage", "stop_reason"):
+        yield name, record[name]
+    for number, turn in enumerate(record["turns"]):
+        yield f"turn {number}", {name: turn[name] for name in ("seed", "finish", "tokens")}
+    for number, message in enumerate(record["messages"]):
+        yield f"message {number}", message
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def _recorded(run: Path, options: Mapping[str, str]) -> list[Record]:
+    """What is compared: the recorded rollouts of one step, or of one group of it."""
+    given = {name: options[f"--{name}"] for name in ("group", "step") if f"--{name}" in options}
+    if len(given) != 1:
+        raise ConfigError("say what to replay: --group N or --step N")
+    ((name, text),) = given.items()
+    if not text.isdecimal():
+        raise ConfigError(f"--{name}: expected a number, got {text!r}")
+    everything = [*_read(run)]
+    found = [record for record in everything if record[name] == int(text)]
+    if not found:
+        there = sorted({record[name] for record in everything})
+        near = sorted(there, key=lambda number: abs(number - int(text)))[:5]
+        rest = f"; near it are {', '.join(map(str, sorted(near)))}" if near else ": it has recorded nothing"
+        raise ConfigError(f"{run} has recorded no rollout of {name} {text}{rest}")
+    return found
+
+
+def _read(run: Path) -> Iterator[Record]:
+    """The recorded rollouts that were trained."""
+    try:
+        yield from (record for record in read_rollouts(run / ROLLOUTS) if record["purpose"] == "train")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{run / ROLLOUTS} cannot be read: {error}") from error
+
+
+def _numbers(run: Path, step: int) -> Record:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return next((line for line in lines if line["step"] == step and "train/loss" in line), {})
+
+
+def _config(run: Path, command: Command) -> tuple[RunConfig, tuple[str, ...]]:
+    """The run's config, with the settings of the command, for a run that records one step and nothing else."""
+    before = settings_of(run)
+    before.layers += command.layers
+    config, imports = resolve(before)
+    check_differences(differences(config_of_run(run), config), run)
+    everyone = config.loop.groups_per_step * config.rollout.samples_per_group
+    logging = replace(config.logging, rollouts=everyone, save_final=False, spans=False)
+    logging = replace(logging, tensorboard=False, wandb_project="")
+    return replace(config, logging=logging, checkpoint=replace(config.checkpoint, keep=0)), imports
+
+
+def _scratch(kept: Path | None) -> Path:
+    """An empty run directory."""
+    try:
+        if kept is not None:
+            kept = kept.expanduser().resolve()
+            kept.mkdir(parents=True)
+        scratch = kept or Path(tempfile.mkdtemp(prefix="titan-rl-replay-"))
+        (scratch / CHECKPOINTS).mkdir()
+    except OSError as error:
+        raise ConfigError(f"--keep: {kept or tempfile.gettempdir()} cannot be made: {error.strerror}") from error
+    return scratch
+
+
+def _groups(records: Sequence[Record]) -> list[int]:
+    return sorted({record["group"] for record in records})
