@@ -92,8 +92,8 @@ def rendered(record: Record) -> Text:
         text.append(f"  {message['role']}{name}: ", style=f"not bold {COLOURS.get(message['role'], 'blue')}")
         text.append(_indented("\n".join(filter(None, said))) + "\n", style="not bold")
     if not record["messages"]:  # finished before the run was resumed
-        said = "\n\n".join("".join(branch["texts"]) for branch in record["branches"])
-        text.append(f"  {_indented(said)}\n", style="not bold")
+        tokens_as_text = "\n\n".join("".join(branch["texts"]) for branch in record["branches"])
+        text.append(f"  {_indented(tokens_as_text)}\n", style="not bold")
     if record["wanted"]:
         text.append(f"  wanted: {record['wanted']}\n", style="not bold dim")
     return text
