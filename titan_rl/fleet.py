@@ -30,7 +30,7 @@ add: each ADDRESS:PORT is a `titan-rl worker`. First starts what had no room. Th
 CUDA as many as it has devices for, up to placement.most_generators.
 Whoever reaches a worker's port can run any code there: trusted networks only.
 drain: a generator gets nothing new and finishes what it has; after router.drain_seconds the rest goes on elsewhere.
-remove: requests go on elsewhere from the tokens that they have.
+remove: requests go on elsewhere from the tokens that they have, also those of what is being drained.
 A host's generators leave the fleet with it, down to placement.least_generators; everything else on it moves.
 A command goes on if this program is ended."""
 

@@ -107,6 +107,7 @@ class Client:
 
     async def drain(self, name: str) -> None:
         self.drained.append(name)
+        await self.held.wait()
 
     async def fleet_status(self) -> list[Any]:
         return []

@@ -53,6 +53,19 @@ async def test_a_generator_is_added_and_another_taken_away(monkeypatch: pytest.M
     await run.meshes.close()
 
 
+async def test_what_is_removed_while_it_is_drained_leaves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await up(Run(monkeypatch, one_host()))
+    control, router = FleetControl(run.meshes), run.clients["router"]
+    router.held.clear()
+    drained = asyncio.create_task(control.do("drain", ["generator0"], None))
+    while not router.drained:
+        await asyncio.sleep(0)
+    assert await asyncio.wait_for(control.do("remove", ["generator0"], None), 5) == ["generator0 has left"]
+    assert await drained == ["generator0 has left"]
+    assert run.meshes.fleet == ["generator1"]
+    await run.meshes.close()
+
+
 @pytest.mark.parametrize(
     ("verb", "names", "generators", "error"),
     [

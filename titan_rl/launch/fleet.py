@@ -6,7 +6,7 @@
 - Never are there fewer generators than `placement.least_generators`, nor more than `placement.most_generators`.
 - What a host takes with it is placed elsewhere, or the host does not leave. The trainer's hosts stay.
 - A host that was lost is taken back as soon as its worker answers again.
-- One command is carried out after the other.
+- One command is carried out after the other. What is removed while it is drained leaves at once.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class FleetControl:
         self._meshes = meshes
         self._hosts_ever = len(meshes.workers)
         self._generators_ever = len(meshes.fleet)
+        self._drains: dict[str, asyncio.Future[None]] = {}  # by generator
 
     async def do(self, verb: str, names: Sequence[str], generators: int | None) -> list[str]:
         """Carry out a command.
@@ -77,14 +78,15 @@ class FleetControl:
             case "add":
                 return await self._add(names, generators)
             case "drain" | "remove":
+                for name in names:
+                    if name not in (there := self._there()):
+                        raise ConfigError(f"there is no host or generator {name!r}; there are {', '.join(there)}")
+                if verb == "remove":
+                    self._end_drains(names)
                 async with self._meshes.changing:
-                    there = list(dict.fromkeys([*self._meshes.hosts, *self._meshes.workers, *self._meshes.fleet]))
-                    for name in names:
-                        if name not in there:
-                            known = ", ".join(there)
-                            raise ConfigError(f"there is no host or generator {name!r}; there are {known}")
                     for name in dict.fromkeys(names):
-                        await self._take_away(name, drain=verb == "drain")
+                        if name in self._there():  # otherwise it has left meanwhile
+                            await self._take_away(name, drain=verb == "drain")
                     return [f"{name} has left" for name in names]
         raise ConfigError(f"there is no command {verb!r}")
 
@@ -179,6 +181,15 @@ class FleetControl:
 
     # Less.
 
+    def _there(self) -> list[str]:
+        return list(dict.fromkeys([*self._meshes.hosts, *self._meshes.workers, *self._meshes.fleet]))
+
+    def _end_drains(self, names: Sequence[str]) -> None:
+        """Of these generators, and of those on these hosts."""
+        for mesh in self._meshes.placement.meshes:
+            if mesh.name in self._drains and {mesh.name, *mesh.hosts} & {*names}:
+                self._drains[mesh.name].cancel()
+
     async def _take_away(self, name: str, *, drain: bool) -> None:
         meshes = self._meshes
         least = meshes.config.placement.least_generators
@@ -222,9 +233,11 @@ class FleetControl:
         meshes = self._meshes
         await meshes.router.resize(first_kind_serving(meshes, without))
         if drain:
-            for result in await asyncio.gather(*map(meshes.router.drain, names), return_exceptions=True):
+            self._drains = {name: asyncio.ensure_future(meshes.router.drain(name)) for name in names}
+            for result in await asyncio.gather(*self._drains.values(), return_exceptions=True):
                 if isinstance(result, Exception):  # what it has goes on elsewhere
                     _log.warning("not drained: %s", result)
+            self._drains = {}
 
     async def _stop(self, names: Sequence[str], reason: str) -> None:
         """Take generators out of the fleet."""
