@@ -1,6 +1,6 @@
 """How new weights reach many hosts over links of a stated speed: from the trainer's host, or down two trees.
 
-    sudo python scripts/bench/fanout.py [--hosts 16] [--mib 64] [--mbit 40]
+    sudo python scripts/bench/fanout.py [--hosts 16] [--mib 64] [--mbit 16]
 
 The hosts are network namespaces of this machine (`tests/hosts/namespaces.py`), each with a link that carries `--mbit`
 in each direction and an address, a /dev/shm and a relay of its own. What is measured is `WeightRelay.bring` on all of
@@ -12,7 +12,7 @@ them at once, as their generators call it. Three ways:
 
 A link's bound is the time of one copy over one link. `*_egress_copies`: bytes that left the trainer's host, all headers
 included, by those of the publication. `most_egress_copies`: the same of the host that sent most. Direct and relay get a
-publication of an eighth of the size, because they take so long. `simulated_*`: the same schedule for so many hosts on a
+publication of a 32nd of the size, because they take so long. `simulated_*`: the same schedule for so many hosts on a
 simulated clock (`weights.fanout.seconds`), in bounds, with the chunks of a large publication, at one second per copy
 and 1 ms per hop.
 """
@@ -91,10 +91,10 @@ async def drive(addresses: Sequence[str], mib: int, mbit: int) -> dict[str, Any]
         found[f"{way}_most_egress_copies"] = max(copies.values())
         found[f"{way}_time_ratio_to_link_bound"] = took / (nbytes * 8 / mbit / 1e6)
 
-    eighth = mib << 17
-    await measure("direct", apart, eighth, flat=True)
+    small = mib << 15
+    await measure("direct", apart, small, flat=True)
     receivers = {name: handle for name, handle in relays.items() if name != TRAINER}
-    await measure("relay", receivers, eighth, flat=True)
+    await measure("relay", receivers, small, flat=True)
     await measure("tree", receivers, mib << 20, flat=False)
     await asyncio.gather(*(mesh.stop() for mesh in meshes))
     return found
@@ -142,7 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=16, help="receivers")
     parser.add_argument("--mib", type=int, default=64)
-    parser.add_argument("--mbit", type=int, default=40)
+    parser.add_argument("--mbit", type=int, default=16, help="two cores carry no more for 16 hosts")
     parser.add_argument("--drive", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.drive:
