@@ -106,8 +106,18 @@ def test_copy4_over_two_hosts_ends_with_the_weights_of_one_host(recipe: str, tra
     assert weights(tmp_path / "two") == on_one_host(tmp_path / "one", *settings)
 
 
-def test_torchrun_makes_hosts_of_its_ranks_and_the_trainer_spans_two_of_them(tmp_path: Path) -> None:
-    smoke = ["--recipe", "cpu_smoke", "--trusted-network", "--placement.trainer", "host0", "host1"]
+@pytest.mark.parametrize(
+    ("engine", "generator"),
+    [
+        (("--generator.engine", "simulated", "--generator.tensor-parallel", "1"), "generator1"),
+        pytest.param((), "generator0-rank1", marks=pytest.mark.acceptance),
+    ],
+)
+def test_torchrun_makes_hosts_of_its_ranks_and_the_trainer_spans_two_of_them(
+    engine: tuple[str, ...], generator: str, tmp_path: Path
+) -> None:
+    """Real engines over hosts are those of test_readme_commands in CI."""
+    smoke = ["--recipe", "cpu_smoke", *engine, "--trusted-network", "--placement.trainer", "host0", "host1"]
     with Hosts(2) as hosts:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
         meet = ["--rdzv-backend", "static", "--master-addr", hosts[0].address, "--master-port", "29400"]
@@ -126,9 +136,7 @@ def test_torchrun_makes_hosts_of_its_ranks_and_the_trainer_spans_two_of_them(tmp
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)[-4000:]
     assert "the run is done after step 3" in outputs[0]
     (run,) = tmp_path.glob("cpu_smoke-*")
-    assert {"trainer-rank0", "trainer-rank1", "generator0-rank1", "relay1"} <= {
-        file.stem for file in run.glob("logs/*")
-    }
+    assert {"trainer-rank0", "trainer-rank1", generator, "relay1"} <= {file.stem for file in run.glob("logs/*")}
 
 
 def test_a_worker_refuses_to_listen_on_a_network_that_nobody_said_to_trust() -> None:

@@ -1,8 +1,8 @@
 """Runs scenarios on several trainer ranks in a few processes that are started once.
 
-The parent calls `run_scenarios`; the processes run this file. A scenario is a function of a module beside it that
-returns something that pickles; every process joins a fresh torch.distributed world per scenario,
-unless the one before kept its own.
+The parent calls `run_scenarios`; one process runs this file and forks the ranks. A scenario is a function of a module
+beside it that returns something that pickles; every process joins a fresh torch.distributed world per scenario, unless
+the one before kept its own.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,32 +47,26 @@ def run_scenarios(scenarios: list[Scenario], directory: Path) -> list[list[Any]]
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]),
     }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(plan)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(max(scenario.ranks for scenario in scenarios))
+    ranks = max(scenario.ranks for scenario in scenarios)
+    command = [sys.executable, __file__, str(ranks), str(plan)]
+    with subprocess.Popen(command, env=environment, start_new_session=True) as processes:
+        try:
+            code = processes.wait(TIME_LIMIT)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(processes.pid, signal.SIGKILL)
+    said = [
+        f"--- rank {rank}\n{log.read_text()[-4000:]}" for rank in range(ranks) if (log := _log(plan, rank)).exists()
     ]
-    with ThreadPoolExecutor(len(processes)) as pool:
-        outputs = {pool.submit(process.communicate, timeout=TIME_LIMIT): process for process in processes}
-        pending = set(outputs)
-        while pending:
-            done, pending = wait(pending, return_when=FIRST_COMPLETED)
-            if any(future.exception() or outputs[future].returncode for future in done):
-                for process in processes:  # the others wait for the failed one in a collective
-                    process.kill()
-    texts = [future.result()[0] for future in outputs]
-    codes = [process.returncode for process in processes]
-    said = [f"--- rank {rank} ({codes[rank]})\n{text[-4000:]}" for rank, text in enumerate(texts)]
-    assert not any(codes), "\n".join(said)
+    assert code == 0, "\n".join(said)
     return [
         [pickle.loads((directory / f"{number}.{rank}.pkl").read_bytes()) for rank in range(scenario.ranks)]
         for number, scenario in enumerate(scenarios)
     ]
+
+
+def _log(plan: Path, rank: int) -> Path:
+    return plan.with_name(f"rank{rank}.log")
 
 
 def cells(matrix: Collection[Any], ci: Collection[Any]) -> list[Any]:
@@ -97,12 +92,28 @@ class Results(dict[Any, list[Any]]):
         return self[name]
 
 
-def main(rank: int, plan: Path) -> None:
+def main(ranks: int, plan: Path) -> int:
+    """Fork the ranks, after the imports, which take each of them longer than most scenarios. If one fails, the others
+    would wait for it in a collective."""
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
     plans = pickle.loads(plan.read_bytes())
+    for scenario in plans:
+        importlib.import_module(scenario["module"])
+    for rank in range(ranks):
+        if os.fork() == 0:
+            log = os.open(_log(plan, rank), os.O_WRONLY | os.O_CREAT)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            run(rank, plans, plan)
+            return 0
+    return int(any(os.wait()[1] for _ in range(ranks)))  # as soon as one fails
+
+
+def run(rank: int, plans: list[dict[str, Any]], plan: Path) -> None:
+    import torch.distributed as dist
+
     for number, (scenario, following) in enumerate(zip(plans, [*plans[1:], None], strict=True)):
         if rank >= scenario["ranks"]:
             continue
@@ -116,4 +127,4 @@ def main(rank: int, plan: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    sys.exit(main(int(sys.argv[1]), Path(sys.argv[2])))
