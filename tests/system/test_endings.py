@@ -21,6 +21,8 @@ from titan_rl.commands.runs import State, list_runs
 
 SMALL = ("--recipe", "copy4", "--generator.count", "1", "--loop.groups-per-step", "4", "--evaluation.prompts", "20")
 ENDLESS = (*SMALL, "--loop.steps", "100000")
+SIMULATED = ("--generator.engine", "simulated")
+"""Where it makes no difference, and starts sooner."""
 FULL = functools.partial(pytest.param, marks=pytest.mark.acceptance)  # a cell of the full matrix
 
 
@@ -127,7 +129,7 @@ def test_the_weights_of_a_trainer_that_is_not_to_be_replaced_are_lost(tmp_path: 
 
 
 def test_a_run_directory_that_is_removed_is_a_sentence(tmp_path: Path) -> None:
-    run = start_run(*SMALL, "--loop.steps", "2", "--logging.save-final", "false", runs=tmp_path)
+    run = start_run(*SMALL, *SIMULATED, "--loop.steps", "2", "--logging.save-final", "false", runs=tmp_path)
     wait_for_line(run, "held-out")
     shutil.rmtree(tmp_path)
     output = finish(run)
@@ -143,7 +145,7 @@ def test_a_policy_that_has_learned_everything_ends_its_run_well(tmp_path: Path) 
     task = tmp_path / "easy.py"
     task.write_text(EASY)
     run = start_run(
-        *("--recipe", f"{task}:recipe", "--generator.count", "1", "--loop.groups-per-step", "4"),
+        *("--recipe", f"{task}:recipe", *SIMULATED, "--generator.count", "1", "--loop.groups-per-step", "4"),
         *("--loop.steps", "100000", "--loop.untrainable-batches", "2", "--evaluation.every", "0"),
         runs=tmp_path / "runs",
     )

@@ -74,7 +74,7 @@ def test_whatever_dies_is_named_and_replaced_and_the_run_goes_on(
 def test_what_is_not_to_be_replaced_ends_the_run_by_its_name_and_the_weights_are_saved(
     tmp_path: Path, victim: str
 ) -> None:
-    run = start_run(*ENDLESS, "--placement.restarts", "0", runs=tmp_path)
+    run = start_run(*ENDLESS, "--generator.engine", "simulated", "--placement.restarts", "0", runs=tmp_path)
     wait_for_line(run, "step ")
     os.kill(process_of(run.pid, victim), signal.SIGKILL)
     output = finish(run)
