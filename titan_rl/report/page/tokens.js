@@ -66,7 +66,11 @@ function tokenView(rollout, advantage) {
   };
   const draw = () => {
     const path = pathOf(rollout, branch);
-    box.replaceChildren(...path.map((segment) => element("span", { class: "segment", "data-segment": segment }, ...lists[segment].map((token, at) => tokenSpan(token, segment, at, scale)))));
+    box.replaceChildren(...path.map((segment) => {
+      const part = element("span");
+      lists[segment].forEach((token, at) => part.append(tokenSpan(token, segment, at, scale))); // too many to be arguments
+      return part;
+    }));
     legend.replaceChildren(...scale.legend());
     tree.replaceChildren(...(branches > 1 ? treeOf(rollout, path, branch, (other) => { branch = other; draw(); }) : []));
     picked = null;
@@ -109,7 +113,7 @@ const signed = (value) => (value > 0 ? `+${number(value)}` : number(value));
 
 /** How the chosen colouring colours the tokens of this rollout, and the legend that says so. */
 function scaleOf(tokens) {
-  const most = (name, least) => Math.max(least, ...tokens.map((token) => Math.abs(token[name] ?? 0)));
+  const most = (name, least) => tokens.reduce((so_far, token) => Math.max(so_far, Math.abs(token[name] ?? 0)), least);
   const gap = most("gap", 1e-6), logprob = most("logprob", 1), weight = most("weight", 1e-12), advantage = most("advantage", 1);
   const versions = [...new Set(tokens.map((token) => token.version).filter(Boolean))].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
   const warm = () => (dark() ? "#F0783C" : "#D55E00"), cool = () => (dark() ? "#56B4E9" : "#0072B2"), ink = () => (dark() ? "#2BC49A" : "#009E73");
