@@ -16,6 +16,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "titan_rl"
 
 ENDED_BY = {
+    "commands/typed.py:_line": "the next line that the person types, or the end of the input",
     "actors/connection.py:_ended": "Monarch ends the call with the process of the actor",
     "actors/connection.py:_receive": "`_ended` cancels it, when the actor or its process is gone",
     "actors/connection.py:gone": "`_connect` ends with the process; who asked cancels it",

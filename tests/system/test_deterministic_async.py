@@ -54,11 +54,12 @@ def train(directory: Path, **settings: Any) -> Outcome:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (run,) = directory.iterdir()
     weights = load_file(run / "checkpoint" / "model.safetensors")
-    kept = ("rollout/reward", "rollout/tokens", "train/loss", "train/grad_norm", "staleness/", "evaluation/")
+    exactly = ("step", "rollout/tokens")
+    kept = ("rollout/reward", "train/loss", "train/grad_norm", "staleness/", "evaluation/")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     # An evaluation goes on beside training, so its line may come before or after those of steps.
     lines.sort(key=lambda line: (line["step"], "evaluation/reward" in line))
-    steps = [{key: value for key, value in line.items() if key == "step" or key.startswith(kept)} for line in lines]
+    steps = [{key: value for key, value in line.items() if key in exactly or key.startswith(kept)} for line in lines]
     records = sorted(read_rollouts(run / ROLLOUTS), key=lambda record: (record["purpose"], record["step"]))
     rollouts = [(record["group"], record["sample"], *record["kept"], *facts(record)) for record in records]
     return Outcome({name: tensor.tobytes() for name, tensor in weights.items()}, steps, rollouts)

@@ -53,11 +53,13 @@ class Outcome(NamedTuple):
 
 
 def outcome(run: Path) -> Outcome:
-    kept = ("rollout/reward", "rollout/tokens", "train/loss", "train/grad_norm", "train/on_policy", "staleness/")
+    exactly = ("step", "rollout/tokens")
+    kept = ("rollout/reward", "train/loss", "train/grad_norm", "train/on_policy", "staleness/")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines.sort(key=lambda line: (line["step"], "evaluation/reward" in line))
     steps = [
-        {key: value for key, value in line.items() if key.startswith(("step", "evaluation/", *kept))} for line in lines
+        {key: value for key, value in line.items() if key in exactly or key.startswith(("evaluation/", *kept))}
+        for line in lines
     ]
     state = run / "checkpoints" / f"step-{STEPS:08d}" / "trainer"
     return Outcome(

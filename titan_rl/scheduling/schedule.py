@@ -39,14 +39,14 @@ class Schedule:
         self._evaluated = -1  # the newest step whose evaluation is over
         self.steps = steps
         """As they were asked for."""
-        self.last = steps
-        """The step after which the run is over."""
+        self.last = self._admitted = steps
+        """The step after which the run is over, and up to which groups are admitted."""
 
     # Generation and training.
 
     def admissible(self) -> int:
         """How many groups to admit now: never more than the remaining steps train."""
-        wanted = self.last * self._buffer.knobs.groups_per_step
+        wanted = self._admitted * self._buffer.knobs.groups_per_step
         return max(0, min(self._buffer.free_slots, wanted - self._buffer.expected))
 
     def take(self) -> Batch | None:
@@ -117,10 +117,12 @@ class Schedule:
         self._kept = None
         self._every = every
         if steps != self.steps:
-            self.steps, self.last = steps, max(steps, self._buffer.trainer_version.step)
+            self.steps = steps
+            self.last = self._admitted = max(steps, self._buffer.trainer_version.step)
 
     def end_after(self, step: int) -> None:
-        """End after this step, and evaluate nothing until then."""
+        """End after this step, and evaluate nothing until then. Groups are admitted as if the run went on, because what
+        was admitted before a group decides which version plays it."""
         self._due.clear()
         self.last = self._evaluated = step
 
@@ -137,7 +139,7 @@ class Schedule:
             Whether `served` became due for evaluation by this call.
         """
         was_due = served is not None and self.is_due(served)
-        self.last = self._buffer.last_certain_step
+        self.last = self._admitted = self._buffer.last_certain_step
         if served is None or was_due or not self.is_due(served):
             return False
         self.make_due(served)
