@@ -94,7 +94,7 @@ def test_what_is_typed_is_played_with_tools_and_graded_part_by_part(task, capsys
         "tool Error: the arguments of add do not fit: first: Input should be a valid integer, unable to parse "
         "string as an integer",
         "there is no tool 'sub'; there are add",
-        *["assistant six", "or so", "reward 0.000 (right 0, turns 2) stopped: stop"],
+        *["assistant six", "or so", "reward 0.000 (right 0, turns 2) stopped: stop wanted: 6"],
         *[f"training prompt 2 {'─' * 102}", "user 5+2=", "", "─" * 120],
         "2 rollouts graded, mean reward 0.500",
     ]
@@ -105,7 +105,7 @@ def test_demonstrations_are_played_against_the_task_and_graded_where_they_can_be
     said = lines_of(capsys)
     assert "policy: its own demonstrations" in said
     assert [line for line in said if line.startswith(("assistant", "reward", "not graded"))] == [
-        *["assistant no idea", "reward 0.000 (right 0, turns 1) stopped: stop"],
+        *["assistant no idea", "reward 0.000 (right 0, turns 1) stopped: stop wanted: 5"],
         *["assistant 6", "reward 1.000 (right 1, turns 1) stopped: stop"],
         *["assistant 7", "not graded: Demonstration.answer is not set"],
     ]
@@ -131,7 +131,7 @@ def test_a_task_that_programs_play_is_typed_through_a_gateway(task, capsys):
     assert task("tool_sum_openai", "--policy", "typed", "--prompts", "1", typed="/calculate 4+5\n9\n") == 0
     said = lines_of(capsys)
     assert ['assistant → calculate(expression="4+5")', "tool 9", "assistant 9"] == said[6:9]
-    assert said[9] == "reward 0.000 (exact_match 0, tool_use 1) stopped: done"
+    assert said[9] == "reward 0.000 (exact_match 0, tool_use 1) stopped: done wanted: 55"
 
 
 def test_the_arguments_of_a_task_reach_it(task, capsys):

@@ -60,6 +60,6 @@ def started(monkeypatch):
     """Runs that were started, in place of starting them."""
     runs: list[tuple[RunConfig, tuple[str, ...]]] = []
     module = types.ModuleType("titan_rl.launch.run")
-    module.run = lambda config, imports, resume: runs.append((config, imports)) or 0
+    module.run = lambda config, imports, resume, **_: runs.append((config, imports)) or 0
     monkeypatch.setitem(sys.modules, "titan_rl.launch.run", module)
     return runs

@@ -246,7 +246,9 @@ async def test_a_group_is_asked_and_scored_in_a_process_of_its_own(files):
     try:
         assert (info.size, info.held_out, info.multi_turn) == (60, 20, False)
         example = task.example(7)
-        assert await process.call(Call(CallKind.EXAMPLE, Purpose.TRAIN, 7)) == ExamplePrompt(example.prompt)
+        assert await process.call(Call(CallKind.EXAMPLE, Purpose.TRAIN, 7)) == ExamplePrompt(
+            example.prompt, example.answer
+        )
         texts = [f"\\boxed{{{example.answer}}}", "\\boxed{1}", "\\boxed{9^{9^{9^{9}}}}", ""]
         calls = [
             Call(CallKind.SCORE, Purpose.TRAIN, 7, Conversation(said(text).messages, said(text).finish_reasons))

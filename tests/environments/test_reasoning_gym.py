@@ -254,7 +254,8 @@ async def test_a_group_is_asked_and_scored_in_a_process_of_its_own():
     info = await process.start()
     try:
         assert (info.size, info.held_out, info.multi_turn) == (10_000, 4, False)
-        assert await process.call(Call(CallKind.EXAMPLE, Purpose.TRAIN, 7)) == ExamplePrompt(task.example(7).prompt)
+        asked: ExamplePrompt = await process.call(Call(CallKind.EXAMPLE, Purpose.TRAIN, 7))
+        assert asked.prompt == task.example(7).prompt and str(task.example(7).answer["answer"]) in asked.wanted
         for purpose, example in ((Purpose.TRAIN, task.example(7)), (Purpose.EVALUATE, task.held_out(4)[2])):
             index = 7 if purpose is Purpose.TRAIN else 2
             for text, reward in ((example.answer["answer"], 1.0), ("x", 0.0)):

@@ -62,7 +62,7 @@ class Asked(Protocol):
 
 
 class IdleShares:
-    """IdleShares, and compares each look with the one before. Belongs to one event loop."""
+    """Looks, and compares each look with the one before. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._before: Look = {}

@@ -93,12 +93,12 @@ def existing(directory: str) -> Path:
 
 def disk_problems(directory: str) -> Iterator[Problem]:
     try:
-        free = shutil.disk_usage(existing(directory)).free
+        disk = shutil.disk_usage(existing(directory))
     except OSError:  # what cannot be looked at cannot be written either, which is said elsewhere
         return
-    if free < LITTLE_DISK:
+    if disk.total and disk.free < LITTLE_DISK:
         yield Problem(
-            sentence=f"{directory} has {free / _GIB:.2f} GiB free: checkpoints may not fit; remove old runs "
+            sentence=f"{directory} has {disk.free / _GIB:.2f} GiB free: checkpoints may not fit; remove old runs "
             "(`titan-rl runs`), or name another place, --logging.directory",
             severity=Severity.WARNING,
         )
