@@ -140,7 +140,7 @@ JOBS = (
     bench("weight_sync", at_most={"ratio_to_memcpy": 3.0, "ratio_total": 6.0}),
     bench("fanout", at_most={"trainer_egress_copies": 1.1, "time_ratio_to_link_bound": 1.3}),
     bench("start", at_most={"start_ratio_8_hosts": 1.3}),
-    bench("timeline", at_most={"cpu_ratio": 1.01}),
+    bench("timeline", at_most={"both_step_ratio": 1.01}),
     learns("copy4", exact_match=0.95),
     bench("data_plane", at_most={"controller_bytes_per_sample": 1023.9}, shared_memory_to_controller_16mb=4.0),
     learns("copy4_async", exact_match=0.95),

@@ -36,6 +36,8 @@ COLLAPSED_ENTROPY = 0.1
 """Of the entropy that the run began with."""
 MOST_SYMBOLS = 100
 """Characters in the wanted answers; a task with more has no alphabet to speak of."""
+LEAST_GAIN = 0.02
+"""Of held-out exact match; a smaller change counts as none."""
 FEWEST_WANTED = 5
 """Rollouts that want a symbol before it is called dead."""
 
@@ -126,9 +128,9 @@ def _learned(run: Run) -> Iterator[Finding]:
         return
     first, last = scores[0], scores[-1]
     said = f"Held-out exact match went from {first:.1%} to {last:.1%}."
-    if last > first:
+    if last - first > LEAST_GAIN:
         yield Finding(Kind.GOOD, "The policy learned", said, see="evaluation/exact_match")
-    elif last < first:
+    elif first - last > LEAST_GAIN:
         do = "Read held-out answers in the rollouts below: the reward may pay for something else than the score."
         yield Finding(Kind.PROBLEM, "The held-out score fell", said, do, "evaluation/exact_match")
     best = max(scores)
