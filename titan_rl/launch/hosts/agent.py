@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import hashlib
-import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -34,6 +33,7 @@ from titan_rl.actors.connection import ConnectedActor, caller, served
 from titan_rl.errors import ConfigError
 from titan_rl.launch.child import ProcessWatch
 from titan_rl.launch.hosts.facts import HostFacts, detect_host
+from titan_rl.launch.machine import installed
 from titan_rl.launch.process import prepare_controller, scratch_directory
 from titan_rl.observability.timeline import SPANS, Pulse, timeline
 from titan_rl.observability.waits import watch_event_loops
@@ -86,16 +86,7 @@ class News(NamedTuple):
 
 def versions() -> dict[str, str]:
     """Of this process's Python and packages."""
-
-    def version(package: str) -> str:
-        for name in (package, f"{package}-cpu"):
-            try:
-                return importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                continue
-        return ""
-
-    return {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}}
+    return {"python": platform.python_version(), **{package: installed(package) for package in PACKAGES}}
 
 
 def digest_of(what: str) -> str:
