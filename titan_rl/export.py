@@ -19,8 +19,6 @@ def _act(command: Command, prog: str) -> int:
     run, directory = command.values.get("--run"), command.values.get("--directory")
     if not run or not directory:
         raise ConfigError("say what to export, and where to: --run RUN --directory DIR")
-    if command.given:
-        raise ConfigError(f"the run has its settings; leave out {', '.join(sorted(command.given))}")
     resume = find(Path(run))
     config = config_of_run(resume.run)
     if (checkpoint := resume.checkpoint(lambda text: say(prog, text))) is None:
@@ -58,4 +56,5 @@ Write the weights of a checkpoint in Hugging Face format, with config and tokeni
         "--run RUN": "a run directory (its newest checkpoint) or one of its checkpoints",
         "--directory DIR": "where to; replaced as a whole where it exists",
     },
+    takes_settings=False,
 )

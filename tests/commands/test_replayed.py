@@ -95,7 +95,7 @@ def test_what_cannot_be_replayed_is_refused_in_a_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
     run = run_with(tmp_path / "run", line())
-    assert replay.main([str(run), *words], prog="titan-rl replay") == 2
+    assert replay.VERB.run([str(run), *words], prog="titan-rl replay") == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
 
@@ -103,10 +103,10 @@ def test_what_cannot_be_replayed_is_refused_in_a_sentence(
 def test_a_directory_that_is_no_run_and_a_run_without_records_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert replay.main([str(tmp_path), "--group", "1"], prog="replay") == 2
+    assert replay.VERB.run([str(tmp_path), "--group", "1"], prog="replay") == 2
     run = run_with(tmp_path / "run")
     (run / "rollouts.jsonl").unlink()
-    assert replay.main([str(run), "--group", "1"], prog="replay") == 2
+    assert replay.VERB.run([str(run), "--group", "1"], prog="replay") == 2
     (run / "rollouts.jsonl").write_text(json.dumps({"step": 1}) + "\n")
-    assert replay.main([str(run), "--group", "1"], prog="replay") == 2
+    assert replay.VERB.run([str(run), "--group", "1"], prog="replay") == 2
     assert capsys.readouterr().err.count("\n") == 3

@@ -14,7 +14,7 @@ from titan_rl.launch.resume import lock_run
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert watch.main(words, prog="titan-rl watch") == 0
+    assert watch.VERB.run(words, prog="titan-rl watch") == 0
     return capsys.readouterr().out
 
 
@@ -70,5 +70,5 @@ def test_refusals_are_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert watch.main(words, prog="titan-rl watch") == 2
+    assert watch.VERB.run(words, prog="titan-rl watch") == 2
     assert capsys.readouterr().err.count("\n") == 1

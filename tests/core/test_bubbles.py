@@ -161,19 +161,19 @@ def write_run(run, epoch=100.0):
 
 def test_a_killed_run_gets_its_trace_from_the_verb(tmp_path, capsys):
     write_run(tmp_path)
-    assert verb.main([str(tmp_path)], prog="titan-rl bubbles") == 0
+    assert verb.VERB.run([str(tmp_path)], prog="titan-rl bubbles") == 0
     said = capsys.readouterr().out
     assert "trainer        0%   100%   rollouts 100% (1.0 s)" in said and "The biggest bubble: " in said
     trace = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
     assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X"}
-    assert verb.main(["--json", str(tmp_path)], prog="titan-rl bubbles") == 0
+    assert verb.VERB.run(["--json", str(tmp_path)], prog="titan-rl bubbles") == 0
     told = json.loads(capsys.readouterr().out)
     assert told["meshes"][0] == {"mesh": "trainer", "ranks": 1, "busy": 0.0, "idle": 1.0, "waits": {"rollouts": 1.0}}
 
 
 def test_what_is_no_run_is_a_sentence(tmp_path, capsys):
-    assert verb.main([str(tmp_path)], prog="titan-rl bubbles") == 2
-    assert verb.main([], prog="titan-rl bubbles") == 2
+    assert verb.VERB.run([str(tmp_path)], prog="titan-rl bubbles") == 2
+    assert verb.VERB.run([], prog="titan-rl bubbles") == 2
     assert "has no timelines" in capsys.readouterr().err
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from synthetic import HOSTILE, make_run
 
-from titan_rl.commands.report import main
+from titan_rl.commands.report import VERB
 from titan_rl.report import page
 from titan_rl.report.lanes import read_timelines
 from titan_rl.report.page import write_report
@@ -133,11 +133,11 @@ def test_a_long_run_keeps_some_rollouts_of_every_step_and_says_how_many(
 
 
 def test_the_command_says_where_the_report_is(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main([str(run)], prog="titan-rl report") == 0
+    assert VERB.run([str(run)], prog="titan-rl report") == 0
     assert capsys.readouterr().out == f"{run / 'report.html'}\n"
-    assert main([str(run), str(run), "--output", str(tmp_path / "both.html")], prog="titan-rl report") == 0
+    assert VERB.run([str(run), str(run), "--output", str(tmp_path / "both.html")], prog="titan-rl report") == 0
     assert (tmp_path / "both.html").is_file()
-    assert main([str(tmp_path / "nothing")], prog="titan-rl report") == 2
+    assert VERB.run([str(tmp_path / "nothing")], prog="titan-rl report") == 2
     assert "is no run directory" in capsys.readouterr().err
-    assert main([], prog="titan-rl report") == 2
-    assert main([str(run), "--output", str(tmp_path / "no" / "where.html")], prog="titan-rl report") == 2
+    assert VERB.run([], prog="titan-rl report") == 2
+    assert VERB.run([str(run), "--output", str(tmp_path / "no" / "where.html")], prog="titan-rl report") == 2

@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from titan_rl.errors import ConfigError
 from titan_rl.overrides import Command, Verb
 
-ABOUT = """
-usage: {prog} RUN [--json]
-
-Show what share of the time from the first step to the last each mesh worked, and for whom it waited else.
-RUN is a run directory, of a run that has ended or goes on. The whole timeline is in RUN/trace.json.gz, which is written
-now if the run was killed before: open it at https://ui.perfetto.dev."""
-
-OPTIONS = {"--json": "print one JSON object; `busy`, `idle` and `waits` are shares"}
+LEAST_SHARE = 0.005
+"""Shorter waits are not listed."""
 
 
-def main(argv: Sequence[str], *, prog: str) -> int:
-    """Returns the exit code."""
-    names = [word for word in argv if not word.startswith("-")]
-
-    def act(command: Command, prog: str) -> int:
-        if len(names) != 1:
-            raise ConfigError("say which run: its directory")
-        print(described(Path(names[0]), as_json="--json" in command.flags))
-        return 0
-
-    rest = [word for word in argv if word.startswith("-")]
-    return Verb(act=act, about=ABOUT, options=OPTIONS).run(rest, prog=prog)
+def _act(command: Command, prog: str) -> int:
+    print(described(Path(command.word("run: its directory")), as_json="--json" in command.flags))
+    return 0
 
 
 def described(run: Path, *, as_json: bool = False) -> str:
@@ -59,5 +43,15 @@ def described(run: Path, *, as_json: bool = False) -> str:
     return "\n".join([*lines, "", found.sentence(), f"timeline: {run / TRACE}, for https://ui.perfetto.dev"])
 
 
-LEAST_SHARE = 0.005
-"""Shorter waits are not listed."""
+VERB = Verb(
+    act=_act,
+    about="""
+usage: {prog} RUN [--json]
+
+Show what share of the time from the first step to the last each mesh worked, and for whom it waited else.
+RUN is a run directory, of a run that has ended or goes on. The whole timeline is in RUN/trace.json.gz, which is written
+now if the run was killed before: open it at https://ui.perfetto.dev.""",
+    options={"--json": "print one JSON object; `busy`, `idle` and `waits` are shares"},
+    takes_words=True,
+    takes_settings=False,
+)

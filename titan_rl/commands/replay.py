@@ -46,40 +46,12 @@ NOT_DETERMINISTIC = (
     "meets, and groups may be sampled by other versions, so the replay need not be the same"
 )
 
-ABOUT = """
-usage: {prog} RUN --group N [--section.key VALUE ...] [--keep DIR]
-       {prog} RUN --step N  [--section.key VALUE ...] [--keep DIR]
-
-Play a recorded group (or all recorded groups of a step) again, from the weights of a checkpoint and the same seeds, and
-say token by token whether it is the same. In a deterministic run it is, bit for bit, and the step's loss too.
-
-RUN is a run directory; it is only read. Settings may change as for --resume, such as --generator.count 1.
-
-exit codes: 0 the same; 1 not the same, or the replay failed; 2 it cannot be played: nothing was started"""
-
 Record = Mapping[str, Any]
 
 
-def main(argv: Sequence[str], *, prog: str) -> int:
+def _act(command: Command, prog: str) -> int:
     """Replay and compare; returns the exit code."""
-    words = list(argv)
-    run = words.pop(0) if words and not words[0].startswith("-") else ""
-
-    def act(command: Command, prog: str) -> int:
-        if not run:
-            raise ConfigError("say which run: its directory")
-        return _replay(Path(run), command, prog)
-
-    options = {
-        "--group N": "the group to compare",
-        "--step N": "compare all recorded groups of this step",
-        "--keep DIR": "keep the replay's files here: its rollouts.jsonl, metrics.jsonl and logs",
-    }
-    return Verb(act=act, about=ABOUT, options=options).run(words, prog=prog)
-
-
-def _replay(run: Path, command: Command, prog: str) -> int:
-    run = find(run).run
+    run = find(Path(command.word("run: its directory"))).run
     recorded = _recorded(run, command.values)
     step = recorded[0]["step"]
     config, imports = _config(run, command)
@@ -225,3 +197,24 @@ def _scratch(kept: Path | None) -> Path:
 
 def _groups(records: Sequence[Record]) -> list[int]:
     return sorted({record["group"] for record in records})
+
+
+VERB = Verb(
+    act=_act,
+    about="""
+usage: {prog} RUN --group N [--section.key VALUE ...] [--keep DIR]
+       {prog} RUN --step N  [--section.key VALUE ...] [--keep DIR]
+
+Play a recorded group (or all recorded groups of a step) again, from the weights of a checkpoint and the same seeds, and
+say token by token whether it is the same. In a deterministic run it is, bit for bit, and the step's loss too.
+
+RUN is a run directory; it is only read. Settings may change as for --resume, such as --generator.count 1.
+
+exit codes: 0 the same; 1 not the same, or the replay failed; 2 it cannot be played: nothing was started""",
+    options={
+        "--group N": "the group to compare",
+        "--step N": "compare all recorded groups of this step",
+        "--keep DIR": "keep the replay's files here: its rollouts.jsonl, metrics.jsonl and logs",
+    },
+    takes_words=True,
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from titan_rl.errors import ConfigError
@@ -10,32 +9,31 @@ from titan_rl.overrides import Command, Verb
 from titan_rl.report.page import REPORT, write_report
 from titan_rl.report.read import CONFIG, METRICS
 
-ABOUT = """
+
+def _act(command: Command, prog: str) -> int:
+    runs = [Path(word) for word in command.words]
+    if not runs:
+        raise ConfigError("say which runs: their directories")
+    for run in runs:
+        if not any((run / name).is_file() for name in (CONFIG, METRICS)):
+            raise ConfigError(f"{run} is no run directory: it has neither {CONFIG} nor {METRICS}")
+    output = command.values.get("--output")
+    where = Path(output) if output else runs[0] / REPORT if len(runs) == 1 else Path(REPORT)
+    try:
+        print(write_report([run.resolve() for run in runs], where))
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be written: {error.strerror or error}") from error
+    return 0
+
+
+VERB = Verb(
+    act=_act,
+    about="""
 usage: {prog} RUN [RUN2 ...] [--output FILE]
 
 Write one HTML file that shows a run, or compares several: findings, curves, staleness and lengths, what every mesh did,
-rollouts token by token, settings. It needs no network. A run may still be going on."""
-
-
-def main(argv: Sequence[str], *, prog: str) -> int:
-    """Write the report and print where it is; returns the exit code."""
-
-    def act(command: Command, prog: str) -> int:
-        runs = [Path(word) for word in command.words]
-        if command.given:
-            raise ConfigError(f"takes no settings; leave out {', '.join(sorted(command.given))}")
-        if not runs:
-            raise ConfigError("say which runs: their directories")
-        for run in runs:
-            if not any((run / name).is_file() for name in (CONFIG, METRICS)):
-                raise ConfigError(f"{run} is no run directory: it has neither {CONFIG} nor {METRICS}")
-        output = command.values.get("--output")
-        where = Path(output) if output else runs[0] / REPORT if len(runs) == 1 else Path(REPORT)
-        try:
-            print(write_report([run.resolve() for run in runs], where))
-        except OSError as error:
-            raise ConfigError(f"{where} cannot be written: {error.strerror or error}") from error
-        return 0
-
-    options_help = {"--output FILE": f"where to; without it RUN/{REPORT}, of several runs ./{REPORT}"}
-    return Verb(act=act, about=ABOUT, options=options_help, takes_words=True).run(argv, prog=prog)
+rollouts token by token, settings. It needs no network. A run may still be going on.""",
+    options={"--output FILE": f"where to; without it RUN/{REPORT}, of several runs ./{REPORT}"},
+    takes_words=True,
+    takes_settings=False,
+)

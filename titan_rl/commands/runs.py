@@ -115,11 +115,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _act(command: Command, prog: str) -> int:
-    if command.given:
-        raise ConfigError(f"takes no settings; leave out {', '.join(sorted(command.given))}")
-    if len(command.words) > 1:
-        raise ConfigError(f"takes one directory, got {' '.join(command.words)}")
-    directory = Path(*command.words or [LoggingConfig().directory]).expanduser()
+    directory = Path(command.word("directory", LoggingConfig().directory)).expanduser()
     if not directory.is_dir():
         raise ConfigError(f"{directory} is no directory; `titan-rl train` makes its runs below logging.directory")
     runs = list_runs(directory)
@@ -150,4 +146,5 @@ started or last went on; and, of those that have ended, how to go on.
 
 states: running; done; failed: an error, or below its target; stopped by a signal; dead: killed, or its host is gone""",
     takes_words=True,
+    takes_settings=False,
 )

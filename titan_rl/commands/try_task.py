@@ -163,10 +163,8 @@ class Trial:
 
 
 def _act(command: Command, prog: str) -> int:
-    if len(command.words) > 1:
-        raise ConfigError(f"takes one task, got {' '.join(command.words)}")
     run = None
-    for task in command.words:
+    if task := command.word("task", ""):
         if (run := run_of(Path(task))) is None:
             named = option_overrides([("TASK", "environment.name", [task])], Path.cwd())
             command.layers[-1] = [*named, *command.layers[-1]]  # before the task's own arguments

@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from titan_rl.config import LoggingConfig
 from titan_rl.errors import ConfigError
 from titan_rl.launch.resume import CONFIG, lock_run
 from titan_rl.observability.recorder import ROLLOUTS, records_in
@@ -29,36 +30,21 @@ LONGEST_LINE = 2000
 
 COLOURS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
-ABOUT = """
-usage: {prog} RUN [--once]
-
-Show the rollouts that a run records: what was said, the reward, why it ended. Goes on while the run does; Ctrl-C ends
-it. RUN is a run directory, or one that holds run directories: then it is the newest of them."""
-
 Record = Mapping[str, Any]
 
 
-def main(argv: Sequence[str], *, prog: str) -> int:
-    """Show rollouts; returns the exit code."""
-    words = list(argv)
-    run = words.pop(0) if words and not words[0].startswith("-") else "runs"
-
-    def act(command: Command, prog: str) -> int:
-        if command.given:
-            raise ConfigError(f"takes no settings; leave out {', '.join(sorted(command.given))}")
-        console = Console()
-        file = newest_run(Path(run)) / ROLLOUTS
-        try:
-            for records in _looks(file, once="--once" in command.flags):
-                for record in newest(records):
-                    console.print(rendered(record), soft_wrap=True)
-        except KeyboardInterrupt:
-            pass
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{file} cannot be read: {error}") from error
-        return 0
-
-    return Verb(act=act, about=ABOUT, options={"--once": "show what is there, and end"}).run(words, prog=prog)
+def _act(command: Command, prog: str) -> int:
+    console = Console()
+    file = newest_run(Path(command.word("run: its directory", LoggingConfig().directory))) / ROLLOUTS
+    try:
+        for records in _looks(file, once="--once" in command.flags):
+            for record in newest(records):
+                console.print(rendered(record), soft_wrap=True)
+    except KeyboardInterrupt:
+        pass
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    return 0
 
 
 def newest_run(directory: Path) -> Path:
@@ -128,3 +114,16 @@ def _is_over(run: Path) -> bool:
     except ConfigError:
         return False
     return True
+
+
+VERB = Verb(
+    act=_act,
+    about="""
+usage: {prog} RUN [--once]
+
+Show the rollouts that a run records: what was said, the reward, why it ended. Goes on while the run does; Ctrl-C ends
+it. RUN is a run directory, or one that holds run directories: then it is the newest of them.""",
+    options={"--once": "show what is there, and end"},
+    takes_words=True,
+    takes_settings=False,
+)

@@ -38,12 +38,21 @@ class Command:
     values: dict[str, str] = field(default_factory=dict)
     """Value of every other option that is no setting, such as `--resume`."""
     words: list[str] = field(default_factory=list)
-    """What stands before the first option, of a verb that takes it."""
+    """What is no option, of a verb that takes it."""
 
     @property
     def given(self) -> set[str]:
         """Dotted names of the settings that somebody has set."""
         return {override.key for layer in self.layers for override in layer}
+
+    def word(self, what: str, default: str | None = None) -> str:
+        """The only word. Raises ConfigError if there are several, or none and no default."""
+        if len(self.words) > 1:
+            raise ConfigError(f"takes one {what}, got {' '.join(self.words)}")
+        word = self.words[0] if self.words else default
+        if word is None:
+            raise ConfigError(f"name a {what}")
+        return word
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +70,8 @@ class Verb:
     config: Callable[[Command], Any] = lambda command: None
     """The config whose settings the help lists; None: there are none."""
     takes_words: bool = False
-    """Whether words may stand before the first option, such as the directory of a run."""
+    """Whether there may be words that are no options, such as the directory of a run."""
+    takes_settings: bool = True
 
     def run(self, argv: Sequence[str], *, prog: str) -> int:
         """Run the verb; returns the exit code."""
@@ -72,6 +82,8 @@ class Verb:
 
                 print_help(self.config(command), about=self.about.format(prog=prog), options=self.options)
                 return 0
+            if command.given and not self.takes_settings:
+                raise ConfigError(f"takes no settings; leave out {', '.join(sorted(command.given))}")
             return self.act(command, prog)
         except ConfigError as error:
             say(prog, error)
@@ -96,8 +108,9 @@ class Verb:
         for option, words in split_options(arguments):
             name = option.replace("_", "-")
             if name in flags:
-                if words:
+                if words and not self.takes_words:
                     raise ConfigError(f"{option}: takes no value, got {' '.join(words)!r}")
+                command.words += words
                 command.flags.add(name)
             elif name == "--recipe" and takes_recipe:
                 recipe = _single(option, words)
