@@ -24,8 +24,8 @@ def test_the_newest_step_and_the_newest_evaluation_are_shown_plainly(
     older, evaluated = line(step=11, group=400), line(step=10, group=2, purpose="evaluate", kept=["wrong"])
     run_with(tmp_path / "run", older, evaluated, line(), torn='{"step": 13, "purp')
     out = shown(capsys, str(tmp_path), "--once")
-    assert "── best ── train, step 12, group 417, sample 1 ── reward 1.000, stop, 2 tokens\n  user: 12=\n" in out
-    assert "  assistant: 12\n  wanted: 12\n" in out
+    assert "── best ── train, step 12, group 417, sample 1 ── 2 tokens\nuser       12=\nassistant  12\n" in out
+    assert "reward     1.000  (right 1)  stopped: stop\n" in out
     assert "evaluate, step 10, group 2" in out and "group 400" not in out
     assert "\x1b" not in out
 
@@ -33,7 +33,7 @@ def test_the_newest_step_and_the_newest_evaluation_are_shown_plainly(
 def test_what_a_policy_wrote_cannot_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_with(tmp_path / "run", line(messages=[{"role": "assistant", "content": "[red]\x1b[2J\nsecond [/]"}]))
     out = shown(capsys, str(run), "--once")
-    assert "assistant: [red]\\x1b[2J\n    second [/]" in out
+    assert "assistant  [red]\\x1b[2J\n           second [/]" in out
 
 
 def test_tool_calls_failures_and_rollouts_without_messages_are_shown(
@@ -42,7 +42,7 @@ def test_tool_calls_failures_and_rollouts_without_messages_are_shown(
     calls = [{"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}]
     run = run_with(tmp_path / "run", line(messages=calls), line(messages=[], turns=[], error="it raised"))
     out = shown(capsys, str(run), "--once")
-    assert 'assistant: add({"a": 1})' in out and "  it raised\n" in out and "  12=12<eos>\n" in out
+    assert "assistant  → add(a=1)" in out and "error      it raised\n" in out and "  12=12<eos>\n" in out
 
 
 def test_it_follows_a_run_until_that_is_over_also_when_its_file_is_cut(

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.text import Text
 
 from titan_rl.observability.activity import Activities
+from titan_rl.observability.json_lines import TAIL, json_lines
 from titan_rl.observability.panel import curve
-from titan_rl.observability.progress import RunDisplay
-from titan_rl.observability.samples import SHOWN, TAIL_BYTES, newest
+from titan_rl.observability.progress import SHOWN_SAMPLES, RunDisplay
 
 
 class Clock:
@@ -155,7 +155,8 @@ def rollout(step: int, sample: int, said: str = "4") -> dict[str, object]:
     messages = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": said}]
     return {
         **{"step": step, "purpose": "train", "group": 7, "attempt": 0, "sample": sample, "kept": ["best"]},
-        **{"reward": 1.0, "stop_reason": "stop", "error": "", "wanted": "4", "messages": messages, "branches": []},
+        **{"reward": 0.5, "reward_parts": {}, "stop_reason": "stop", "error": "", "wanted": "4"},
+        **{"messages": messages, "turns": [], "branches": []},
     }
 
 
@@ -164,11 +165,11 @@ def test_a_key_shows_the_samples_of_the_last_step(tmp_path: Path) -> None:
     display = RunDisplay(steps=9, live=True, console=Console(file=io.StringIO()), clock=Clock(), rollouts=file)
     display.key("s")
     assert any("no rollouts are recorded yet" in line for line in panel(display))
-    records = [rollout(1, 0), *(rollout(2, sample) for sample in range(SHOWN - 1)), rollout(2, 9, "\x1b[31m5")]
+    records = [rollout(1, 0), *(rollout(2, sample) for sample in range(SHOWN_SAMPLES - 1)), rollout(2, 9, "\x1b[31m5")]
     file.write_text("".join(f"{json.dumps(record)}\n" for record in records) + '{"step": 3, "pur')
     shown = "\n".join(panel(display))
-    assert shown.count("step 2, train group 7") == SHOWN and "step 1" not in shown
-    assert "wanted '4'" in shown and "\\x1b[31m5" in shown
+    assert shown.count("train, step 2, group 7") == SHOWN_SAMPLES and "step 1" not in shown
+    assert "wanted: 4" in shown and "\\x1b[31m5" in shown
     display.key("x")
     display.key("s")
     assert not any("group 7" in line for line in panel(display))
@@ -176,10 +177,11 @@ def test_a_key_shows_the_samples_of_the_last_step(tmp_path: Path) -> None:
 
 def test_only_the_end_of_a_long_file_of_rollouts_is_read(tmp_path: Path) -> None:
     file = tmp_path / "rollouts.jsonl"
-    lines = [json.dumps(rollout(step, 0, "4" * 1000)) for step in range(2 * TAIL_BYTES // 1000)]
+    lines = [json.dumps(rollout(step, 0, "4" * 1000)) for step in range(2 * TAIL // 1000)]
     file.write_text("\n".join(lines) + "\n")
-    assert [record["step"] for record in newest(file)] == [len(lines) - 1]
-    assert newest(tmp_path / "none") == []
+    steps = [record["step"] for _, record in json_lines(file, start=-TAIL)]
+    assert len(lines) // 4 < len(steps) < len(lines) and steps == [*range(len(lines) - len(steps), len(lines))]
+    assert [*json_lines(tmp_path / "none", start=-TAIL)] == []
 
 
 SHELL = """

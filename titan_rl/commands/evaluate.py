@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -24,13 +23,12 @@ from rich.table import Table
 
 from titan_rl import train
 from titan_rl.commands.estimates import Estimate, difference, mean, pass_at_k, share
-from titan_rl.commands.playing import Player, conducted, config_of_task, number_of, run_of, served, spoken
+from titan_rl.commands.playing import Player, conducted, config_of_task, number_of, player_of, run_of
 from titan_rl.config import RunConfig
 from titan_rl.errors import ConfigError, TaskError
-from titan_rl.gateway.openai_client import ChatServer
 from titan_rl.launch.checks import check_environment
 from titan_rl.overrides import EXIT_USAGE, Command, Verb
-from titan_rl.rollout.report import RolloutReport, report_of
+from titan_rl.rollout.record import Record
 from titan_rl.serve import KEY_VARIABLE
 from titan_rl.types import GroupRequest, Purpose
 
@@ -53,34 +51,34 @@ class Scores:
     """What one policy did."""
 
     name: str
-    greedy: dict[int, RolloutReport] = field(default_factory=dict)
+    greedy: dict[int, Record] = field(default_factory=dict)
     """By prompt; only those that were graded."""
-    sampled: dict[int, list[RolloutReport]] = field(default_factory=dict)
+    sampled: dict[int, list[Record]] = field(default_factory=dict)
     failed: int = 0
     first_error: str = ""
 
-    def add(self, prompt: int, rollout: RolloutReport, *, greedy: bool) -> None:
-        if rollout.error:
+    def add(self, rollout: Record, *, greedy: bool) -> None:
+        if rollout["error"]:
             self.failed += 1
-            self.first_error = self.first_error or rollout.error
+            self.first_error = self.first_error or rollout["error"]
         elif greedy:
-            self.greedy[prompt] = rollout
+            self.greedy[rollout["group"]] = rollout
         else:
-            self.sampled.setdefault(prompt, []).append(rollout)
+            self.sampled.setdefault(rollout["group"], []).append(rollout)
 
     def measures(self, samples: int) -> dict[str, Values]:
         """Every measure's value by prompt. A prompt has a pass@k where at least k of its rollouts were graded."""
         found = {
-            "exact match, greedy": {prompt: rollout.exact_match for prompt, rollout in self.greedy.items()},
-            "reward, greedy": {prompt: rollout.reward for prompt, rollout in self.greedy.items()},
+            "exact match, greedy": {prompt: rollout["exact_match"] for prompt, rollout in self.greedy.items()},
+            "reward, greedy": {prompt: rollout["reward"] for prompt, rollout in self.greedy.items()},
             "reward, sampled": {
-                prompt: sum(rollout.reward for rollout in rollouts) / len(rollouts)
+                prompt: sum(rollout["reward"] for rollout in rollouts) / len(rollouts)
                 for prompt, rollouts in self.sampled.items()
             },
         }
         for k in powers_of_two(samples):
             found[f"pass@{k}"] = {
-                prompt: pass_at_k(len(rollouts), sum(rollout.exact_match >= 1 for rollout in rollouts), k)
+                prompt: pass_at_k(len(rollouts), sum(rollout["exact_match"] >= 1 for rollout in rollouts), k)
                 for prompt, rollouts in self.sampled.items()
                 if len(rollouts) >= k
             }
@@ -101,7 +99,8 @@ def estimate(values: Values) -> Estimate:
 
 
 async def play(player: Player, scores: Scores, *, samples: int, temperature: float | None, results: TextIO) -> None:
-    """Play all held-out prompts, greedily and `samples` times; a line of `results` for every rollout.
+    """Play all held-out prompts, greedily and `samples` times. Every rollout is a line of `results`, as a run records
+    it (`rollout.record`), with policy and temperature.
 
     Raises:
         TaskError: there are no prompts, or no rollout was graded.
@@ -112,24 +111,11 @@ async def play(player: Player, scores: Scores, *, samples: int, temperature: flo
 
     async def one(request: GroupRequest) -> None:
         async with free:
-            result = await player.play(request)
-        greedy = request.sampling.temperature == 0
-        for rollout, reported in zip(result.rollouts, report_of(request, result, ()).rollouts, strict=True):
-            scores.add(request.group_id, reported, greedy=greedy)
-            line = {
-                "policy": scores.name,
-                "temperature": request.sampling.temperature,
-                "group": request.group_id,
-                "sample": rollout.sample,
-                "reward": rollout.reward,
-                "reward_parts": rollout.reward_parts,
-                "exact_match": reported.exact_match,
-                "stop_reason": rollout.stop_reason,
-                "error": rollout.error,
-                "wanted": result.asked.wanted if result.asked is not None else "",
-                "messages": [message._asdict() for message in rollout.messages],
-            }
-            results.write(json.dumps(line, default=str) + "\n")
+            rollouts = await player.play(request)
+        for rollout in rollouts:
+            scores.add(rollout, greedy=request.sampling.temperature == 0)
+            about = {"policy": scores.name, "temperature": request.sampling.temperature}
+            results.write(json.dumps(about | rollout) + "\n")
 
     async with asyncio.TaskGroup() as tasks:
         for prompt in range(player.info.held_out):
@@ -184,14 +170,13 @@ def _act(command: Command, prog: str) -> int:
         return EXIT_USAGE
     console = Console(highlight=False)
 
-    def tell(text: str) -> None:
-        console.print(text, style="dim", markup=False, soft_wrap=True)
+    tell = partial(console.print, style="dim", markup=False, soft_wrap=True)
 
     async def work(directory: Path, options: Options) -> tuple[int, str]:
         all_scores = [Scores(name) for name in names_of(policies)]
         with open(directory / RESULTS, "w", encoding="utf-8", buffering=1) as results:
             for policy, scores in zip(policies, all_scores, strict=True):
-                async with _player(policy, config, imports, command, options) as player:
+                async with player_of(policy, config, imports, command, options) as player:
                     tell(f"{scores.name}: {player.info.held_out} held-out prompts, greedy and {samples} times sampled")
                     await play(player, scores, samples=samples, temperature=temperature, results=results)
         console.print(f"\n{config.environment.name}, sampled {samples} times at temperature {temperature:g}\n")
@@ -208,15 +193,6 @@ def _act(command: Command, prog: str) -> int:
         return 0, f"is done; every rollout is in {directory / RESULTS}"
 
     return conducted("eval", config, work, tell)
-
-
-def _player(
-    policy: str, config: RunConfig, imports: tuple[str, ...], command: Command, options: Options
-) -> AbstractAsyncContextManager[Player]:
-    if "://" not in policy:
-        return served(policy, config, imports, given=command.given, options=options)
-    server = ChatServer(policy, model=command.values.get("--model", ""), api_key=os.environ.get(KEY_VARIABLE, ""))
-    return spoken(config, imports, server.say)
 
 
 def _temperature(command: Command, config: RunConfig) -> float:

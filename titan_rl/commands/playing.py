@@ -9,10 +9,11 @@ answers a request differs.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from titan_rl.controller.checkpoint_files import CHECKPOINTS
 from titan_rl.errors import ActorGone, ConfigError, RequestLost
 from titan_rl.export import export_weights
 from titan_rl.gateway.config import GatewayConfig
+from titan_rl.gateway.openai_client import ChatServer
 from titan_rl.launch.checks import Severity, check_serving
 from titan_rl.launch.hosts.facts import detect_host
 from titan_rl.launch.placement import plays
@@ -35,10 +37,11 @@ from titan_rl.overrides import Command
 from titan_rl.policy.config import PolicyConfig
 from titan_rl.rollout.config import RolloutConfig, SamplingConfig
 from titan_rl.rollout.group_runner import GroupRunner
-from titan_rl.rollout.report import GroupResult
+from titan_rl.rollout.record import Record, records_of
 from titan_rl.rollout.rollouter import Generate
 from titan_rl.sandbox.wire import TaskInfo
 from titan_rl.scheduling.group import MAX_ATTEMPTS
+from titan_rl.serve import KEY_VARIABLE
 from titan_rl.types import (
     Completion,
     FinishReason,
@@ -162,11 +165,12 @@ class Player:
             min_version=PolicyVersion(0, 0),
         )
 
-    async def play(self, request: GroupRequest) -> GroupResult:
-        """A group whose engines died under it is played again, as in a run."""
+    async def play(self, request: GroupRequest) -> list[Record]:
+        """The rollouts of a group. One whose engines died under it is played again, as in a run."""
         while True:
             try:
-                return await self.runner.play(request, self.generate)
+                result = await self.runner.play(request, self.generate)
+                return await asyncio.to_thread(records_of, request, result, self.runner.renderer.decode)
             except ActorGone:
                 if request.attempt + 1 >= MAX_ATTEMPTS:
                     raise
@@ -246,6 +250,16 @@ async def served(
                 yield Player(config, runner, await runner.start(sessions), generate)
             finally:
                 await runner.close()
+
+
+def player_of(
+    policy: str, config: RunConfig, imports: tuple[str, ...], command: Command, options: Options
+) -> AbstractAsyncContextManager[Player]:
+    """The task, played by a server at a URL or by weights."""
+    if "://" not in policy:
+        return served(policy, config, imports, given=command.given, options=options)
+    server = ChatServer(policy, model=command.values.get("--model", ""), api_key=os.environ.get(KEY_VARIABLE, ""))
+    return spoken(config, imports, server.say)
 
 
 def conducted(

@@ -9,7 +9,6 @@ Request ids, generators, attempts and the incarnation of versions belong to one 
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from titan_rl.config import RunConfig
 from titan_rl.controller.checkpoint_files import CHECKPOINTS, checkpoints, directory_of
 from titan_rl.errors import ConfigError
 from titan_rl.launch.resume import Resume, check_differences, differences, find
+from titan_rl.observability.json_lines import json_lines
 from titan_rl.observability.recorder import ROLLOUTS, read_rollouts
 from titan_rl.overrides import Command, Verb, say
 from titan_rl.train import carry_out, config_of_run, resolve, settings_of
@@ -166,8 +166,8 @@ def _read(run: Path) -> Iterator[Record]:
 
 
 def _numbers(run: Path, step: int) -> Record:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return next((line for line in lines if line["step"] == step and "train/loss" in line), {})
+    lines = json_lines(run / "metrics.jsonl")
+    return next((line for _, line in lines if line.get("step") == step and "train/loss" in line), {})
 
 
 def _config(run: Path, command: Command) -> tuple[RunConfig, tuple[str, ...]]:

@@ -6,9 +6,6 @@ lock is going on; one that does not and never said how it ended is dead.
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -20,10 +17,8 @@ import tomli
 from titan_rl.config import LoggingConfig
 from titan_rl.errors import ConfigError
 from titan_rl.launch.resume import CONFIG, ENDING, SUMMARY, how_to_go_on, is_going_on
+from titan_rl.observability.json_lines import TAIL, json_lines, json_object
 from titan_rl.overrides import Command, Verb
-
-TAIL = 1 << 20
-"""Bytes of `metrics.jsonl` that are read: the newest steps, and an evaluation among them."""
 
 
 class State(StrEnum):
@@ -62,9 +57,9 @@ def list_runs(directory: Path) -> list[ListedRun]:
 
 def read_run(run: Path) -> ListedRun:
     """What the files of a run say about it."""
-    ending = _json(run / ENDING)
+    ending = json_object(run / ENDING)
     step, score = 0, None
-    for line in _newest_lines(run / "metrics.jsonl"):
+    for _, line in json_lines(run / "metrics.jsonl", start=-TAIL):
         step, score = line.get("step", step), line.get("evaluation/exact_match", score)
     try:
         steps = tomli.loads((run / CONFIG).read_text(encoding="utf-8"))["loop"]["steps"]
@@ -87,31 +82,6 @@ def _state(run: Path, ending: dict[str, Any]) -> State:
     if is_going_on(run):
         return State.RUNNING
     return State.DONE if (run / SUMMARY).exists() else State.DEAD
-
-
-def _newest_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The last lines of a file of JSON objects, oldest first; one that is not whole is left out."""
-    try:
-        with open(file, "rb") as content:
-            content.seek(max(0, os.fstat(content.fileno()).st_size - TAIL))
-            lines = content.read().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        try:
-            read = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(read, dict):
-            yield read
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        read = json.loads(file.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return read if isinstance(read, dict) else {}
 
 
 def _act(command: Command, prog: str) -> int:

@@ -7,28 +7,28 @@ who grades it, is what a run would use (`playing`). Demonstrations, typing and s
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.rule import Rule
+from rich.text import Text
 
 from titan_rl import train
-from titan_rl.commands.conversations import show_end, show_messages, show_tools
-from titan_rl.commands.playing import Player, conducted, config_of_task, number_of, run_of, served, spoken
+from titan_rl.commands.playing import Player, conducted, config_of_task, number_of, player_of, run_of, spoken
 from titan_rl.commands.typed import HOW_TO_TYPE, Typed
 from titan_rl.config import RunConfig
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import Environment
 from titan_rl.errors import ConfigError, GeneratorFailed, RequestError, TaskError, TitanError
-from titan_rl.gateway.openai_client import ChatServer
 from titan_rl.importing import import_name
 from titan_rl.launch.checks import check_environment
+from titan_rl.observability.conversation import draw_end, draw_messages
 from titan_rl.overrides import EXIT_USAGE, Command, Verb, option_overrides, say
-from titan_rl.rollout.report import GroupResult
+from titan_rl.rollout.record import Record, plain_message
 from titan_rl.sandbox.wire import Call, CallKind, Demonstrated
 from titan_rl.serve import KEY_VARIABLE
 from titan_rl.types import FinishReason, GenerationRequest, Message, Purpose, ToolSpec
@@ -42,7 +42,7 @@ SHOWN_PROMPTS = 3
 
 
 class Demonstration:
-    """A policy that says what a demonstration says, turn by turn."""
+    """A policy that says what the task's demonstrations say, turn by turn."""
 
     def __init__(self) -> None:
         self._turns: list[Message] = []
@@ -81,9 +81,9 @@ class Trial:
             policy.begin(shown)
             self._title(f"demonstration {number}")
             if shown.has_answer:
-                self._end(await player.play(player.request(number, Purpose.DEMONSTRATE)))
+                self._show(await player.play(player.request(number, Purpose.DEMONSTRATE)))
             else:
-                show_messages(self._console, (*shown.prompt, *shown.messages))
+                self._print(draw_messages([*map(plain_message, (*shown.prompt, *shown.messages))]))
                 self._console.print("not graded: Demonstration.answer is not set", style="dim")
         return self._sum_up()
 
@@ -93,14 +93,12 @@ class Trial:
             self._title(self._names(index))
             policy.begin()
             try:
-                result = await player.play(player.request(index, self._purpose))
+                rollouts = await player.play(player.request(index, self._purpose))
             except TitanError:
                 if policy.ended:
                     break
                 raise
-            for rollout in result.rollouts:
-                policy.show(rollout.messages)
-            self._end(result, messages=False)
+            self._show(rollouts, seen=policy.shown)
             if policy.ended:
                 break
         return self._sum_up()
@@ -108,9 +106,9 @@ class Trial:
     async def policy(self, player: Player, name: str) -> int:
         self._begin(player, name)
         for index in self._indices(player):
-            result = await player.play(player.request(index, self._purpose, samples=self._samples))
+            rollouts = await player.play(player.request(index, self._purpose, samples=self._samples))
             self._title(self._names(index))
-            self._end(result)
+            self._show(rollouts)
         return self._sum_up()
 
     def _begin(self, player: Player, policy: str) -> None:
@@ -122,7 +120,10 @@ class Trial:
         self._console.print(f"task {name}: {turns}, {size} training prompts", highlight=False, soft_wrap=True)
         if info.tools:
             self._console.print("tools:")
-            show_tools(self._console, info.tools)
+        for tool in info.tools:
+            arguments = ", ".join(tool.parameters.get("properties", {}))
+            about = tool.description.strip().partition("\n")[0]
+            self._print(Text.assemble((f"  {tool.name}({arguments})", "yellow"), (f"  {about}", "dim")))
         self._console.print(f"policy: {policy}", highlight=False, markup=False, soft_wrap=True)
 
     def _indices(self, player: Player) -> range:
@@ -137,21 +138,23 @@ class Trial:
     def _title(self, text: str) -> None:
         self._console.print(Rule(text, style="dim", align="left"))
 
-    def _end(self, result: GroupResult, *, messages: bool = True) -> None:
-        wanted = result.asked.wanted if result.asked is not None else ""
-        shown: tuple[Message, ...] = ()
-        for number, rollout in enumerate(result.rollouts):
-            if messages:
-                if number:
-                    self._console.print()
-                same = len(shown) if rollout.messages[: len(shown)] == shown else 0
-                show_messages(self._console, rollout.messages[same:])
-                shown = result.asked.prompt if result.asked is not None else ()
-            show_end(self._console, rollout, wanted=wanted)
-            if rollout.error:
+    def _print(self, text: Text) -> None:
+        self._console.print(text, soft_wrap=True)
+
+    def _show(self, rollouts: Sequence[Record], *, seen: int = 0) -> None:
+        """The rollouts of a prompt: messages from number `seen` on, after the first rollout without the prompt."""
+        for number, rollout in enumerate(rollouts):
+            if number:
+                self._console.print()
+            if messages := rollout["messages"][seen:]:
+                self._print(draw_messages(messages))
+            self._print(draw_end(rollout))
+            roles = [message["role"] for message in rollout["messages"]]
+            seen = roles.index("assistant") if "assistant" in roles else seen
+            if rollout["error"]:
                 self._failed += 1
             else:
-                self._rewards.append(rollout.reward)
+                self._rewards.append(rollout["reward"])
 
     def _sum_up(self) -> int:
         self._console.print(Rule(style="dim"))
@@ -181,43 +184,32 @@ def _act(command: Command, prog: str) -> int:
     policy = command.values.get("--policy") or (DEMONSTRATIONS if _demonstrates(config) else TYPED)
     if policy == DEMONSTRATIONS and not _demonstrates(config):
         raise ConfigError(f"{config.environment.name} has no method `demonstration`; --policy {TYPED} asks you")
-    if policy in (DEMONSTRATIONS, TYPED) or "://" in policy:
-        try:
-            return asyncio.run(_spoken(config, imports, policy, command, trial, console))
-        except (TaskError, GeneratorFailed) as error:
-            say(prog, error)
-            return EXIT_FAILED
-    return _served(config, imports, policy, command, trial, console)
+    if policy not in (DEMONSTRATIONS, TYPED) and "://" not in policy:
 
+        async def work(directory: Path, options: Options) -> tuple[int, str]:
+            async with player_of(policy, config, imports, command, options) as player:
+                return await trial.policy(player, policy), "is over"
 
-async def _spoken(
-    config: RunConfig, imports: tuple[str, ...], policy: str, command: Command, trial: Trial, console: Console
-) -> int:
-    if policy == TYPED:
-        config = replace(config, rollout=replace(config.rollout, seconds=0.0))  # people are slow
-        typed = Typed(console)
-        async with spoken(config, imports, typed.say) as player:
-            return await trial.typed(player, typed)
-    if policy == DEMONSTRATIONS:
-        shown = Demonstration()
-        async with spoken(config, imports, shown.say) as player:
-            return await trial.demonstrations(player, shown)
-    server = ChatServer(policy, model=command.values.get("--model", ""), api_key=os.environ.get(KEY_VARIABLE, ""))
-    async with spoken(config, imports, server.say) as player:
-        return await trial.policy(player, f"{server.model} at {policy}")
+        return conducted("try", config, work, partial(console.print, style="dim", markup=False, soft_wrap=True))
 
+    async def play() -> int:
+        if policy == TYPED:
+            typed = Typed(console)
+            patient = replace(config, rollout=replace(config.rollout, seconds=0.0))  # people are slow
+            async with spoken(patient, imports, typed.say) as player:
+                return await trial.typed(player, typed)
+        if policy == DEMONSTRATIONS:
+            shown = Demonstration()
+            async with spoken(config, imports, shown.say) as player:
+                return await trial.demonstrations(player, shown)
+        async with player_of(policy, config, imports, command, {}) as player:
+            return await trial.policy(player, policy)
 
-def _served(
-    config: RunConfig, imports: tuple[str, ...], policy: str, command: Command, trial: Trial, console: Console
-) -> int:
-    def tell(text: str) -> None:
-        console.print(text, style="dim", markup=False, soft_wrap=True)
-
-    async def work(directory: Path, options: Options) -> tuple[int, str]:
-        async with served(policy, config, imports, given=command.given, options=options) as player:
-            return await trial.policy(player, policy), "is over"
-
-    return conducted("try", config, work, tell)
+    try:
+        return asyncio.run(play())
+    except (TaskError, GeneratorFailed) as error:
+        say(prog, error)
+        return EXIT_FAILED
 
 
 def _demonstrates(config: RunConfig) -> bool:

@@ -14,8 +14,9 @@ from typing import Any
 
 from rich.console import Console
 
-from titan_rl.commands.conversations import show_messages
 from titan_rl.errors import ConfigError, TitanError
+from titan_rl.observability.conversation import draw_messages
+from titan_rl.rollout.record import plain_message
 from titan_rl.types import FinishReason, GenerationRequest, Message, ToolCall, ToolSpec
 
 HOW_TO_TYPE = "type the policy's turns; a line that ends in \\ goes on; /TOOL NAME=VALUE … calls a tool; Ctrl-D ends"
@@ -31,12 +32,13 @@ class Typed:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._echoes = sys.stdin.isatty()
-        self._shown = 0
+        self.shown = 0
+        """Messages of the conversation that were shown."""
         self.ended = False
 
     def begin(self) -> None:
         """The next rollout's conversation begins."""
-        self._shown = 0
+        self.shown = 0
 
     async def say(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], request: GenerationRequest
@@ -45,7 +47,9 @@ class Typed:
         Raises:
             Enough: there is no further line.
         """
-        self.show(messages)
+        if new := messages[self.shown :]:
+            self._console.print(draw_messages([*map(plain_message, new)]), soft_wrap=True)
+        self.shown = len(messages)
         while True:
             text = await self._line()
             try:
@@ -53,13 +57,8 @@ class Typed:
             except ConfigError as error:
                 self._console.print(str(error), style="red", highlight=False, soft_wrap=True)
                 continue
-            self._shown += self._echoes  # the terminal shows it
+            self.shown += self._echoes  # the terminal shows it
             return said, FinishReason.STOP
-
-    def show(self, messages: Sequence[Message]) -> None:
-        """Those that were not shown yet."""
-        show_messages(self._console, messages[self._shown :])
-        self._shown = len(messages)
 
     async def _line(self) -> str:
         """What is typed. It is read in a thread of its own, so that Ctrl-C and a program's time limit still work."""

@@ -1,36 +1,27 @@
 """`titan-rl watch RUN`: the newest recorded rollouts, in a terminal, while the run goes on.
 
-It only reads `RUN/rollouts.jsonl`. What a policy wrote cannot control the terminal: control characters are shown.
+It only reads `RUN/rollouts.jsonl`.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from titan_rl.config import LoggingConfig
 from titan_rl.errors import ConfigError
-from titan_rl.launch.resume import CONFIG, lock_run
-from titan_rl.observability.recorder import ROLLOUTS, records_in
-from titan_rl.one_line import one_line
+from titan_rl.launch.resume import CONFIG, is_going_on
+from titan_rl.observability.conversation import draw_rollout
+from titan_rl.observability.json_lines import json_lines
+from titan_rl.observability.recorder import ROLLOUTS, newest_of
 from titan_rl.overrides import Command, Verb
 
 PAUSE_SECONDS = 1.0
 """Between two looks at the file."""
-
-LONGEST_LINE = 2000
-"""Characters of one line of a message."""
-
-COLOURS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
-
-Record = Mapping[str, Any]
 
 
 def _act(command: Command, prog: str) -> int:
@@ -38,11 +29,11 @@ def _act(command: Command, prog: str) -> int:
     file = newest_run(Path(command.word("run: its directory", LoggingConfig().directory))) / ROLLOUTS
     try:
         for records in _looks(file, once="--once" in command.flags):
-            for record in newest(records):
-                console.print(rendered(record), soft_wrap=True)
+            for record in records:
+                console.print(draw_rollout(record), end="\n\n", soft_wrap=True)
     except KeyboardInterrupt:
         pass
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     return 0
 
@@ -58,62 +49,20 @@ def newest_run(directory: Path) -> Path:
     return runs[-1].parent
 
 
-def newest(records: Sequence[Record]) -> list[Record]:
-    """Those of the last step, and of the last evaluation, in the order of the file."""
-    last = {record["purpose"]: record["step"] for record in records}
-    return [record for record in records if record["step"] == last[record["purpose"]]]
-
-
-def rendered(record: Record) -> Text:
-    """One rollout for a person to read."""
-    what = f"{record['purpose']}, step {record['step']}, group {record['group']}, sample {record['sample']}"
-    tokens = sum(turn["tokens"] for turn in record["turns"])
-    end = f"reward {record['reward']:.3f}, {record['stop_reason']}, {tokens} tokens"
-    text = Text(f"── {', '.join(record['kept'])} ── {what} ── {end}\n", style="bold")
-    if record["error"]:
-        text.append(f"  {one_line(record['error'], LONGEST_LINE)}\n", style="not bold red")
-    for message in record["messages"]:
-        said = [*(message.get("reasoning"), message["content"]), *map(_call, message.get("tool_calls", ()))]
-        name = f" {message['name']}" if "name" in message else ""
-        text.append(f"  {message['role']}{name}: ", style=f"not bold {COLOURS.get(message['role'], 'blue')}")
-        text.append(_indented("\n".join(filter(None, said))) + "\n", style="not bold")
-    if not record["messages"]:  # finished before the run was resumed
-        tokens_as_text = "\n\n".join("".join(branch["texts"]) for branch in record["branches"])
-        text.append(f"  {_indented(tokens_as_text)}\n", style="not bold")
-    if record["wanted"]:
-        text.append(f"  wanted: {record['wanted']}\n", style="not bold dim")
-    return text
-
-
-def _call(call: Record) -> str:
-    return call.get("raw") or f"{call['name']}({json.dumps(call['arguments'])})"
-
-
-def _indented(text: str) -> str:
-    return "\n    ".join(one_line(line, LONGEST_LINE) for line in text.split("\n"))
-
-
-def _looks(path: Path, *, once: bool) -> Iterator[list[Record]]:
+def _looks(path: Path, *, once: bool) -> Iterator[list[dict[str, Any]]]:
     """What is new at each look, until the run is over."""
-    start = 0
+    seen = -1  # where the last line begins
     while True:
-        over = once or _is_over(path.parent)  # before the look, so that nothing is missed
-        if path.exists():
-            with open(path, "rb") as file:
-                file.seek(start if start <= path.stat().st_size else 0)  # it was cut: the run went on from a checkpoint
-                yield [*records_in(file)]
-                start = file.tell()
+        over = once or not is_going_on(path.parent)  # before the look, so that nothing is missed
+        if path.is_file():
+            if path.stat().st_size <= seen:
+                seen = -1  # it was cut: the run went on from a checkpoint
+            lines = [line for line in json_lines(path, start=max(seen, 0), strict=True) if line[0] > seen]
+            yield newest_of([record for _, record in lines])
+            seen = lines[-1][0] if lines else seen
         if over:
             return
         time.sleep(PAUSE_SECONDS)
-
-
-def _is_over(run: Path) -> bool:
-    try:
-        os.close(lock_run(run))
-    except ConfigError:
-        return False
-    return True
 
 
 VERB = Verb(

@@ -24,6 +24,7 @@ from typing import Any
 
 from titan_rl.errors import ConfigError, StorageError
 from titan_rl.observability.backends import Backend, Step, TensorBoard, WeightsAndBiases, close_all
+from titan_rl.observability.json_lines import json_lines
 
 GROUPS = "groups"
 """Key of a step's groups, by id."""
@@ -130,8 +131,8 @@ class MetricsWriter:
     def _earlier(self) -> list[Step]:
         """The steps that are in the file."""
         steps = []
-        for line in self._path.read_text(encoding="utf-8").splitlines():
-            step, numbers = (read := json.loads(line)).pop("step"), read
+        for _, numbers in json_lines(self._path):
+            step = numbers.pop("step")
             numbers.pop(GROUPS, None)
             steps.append(Step(step, {key: math.nan if value is None else value for key, value in numbers.items()}))
         return steps

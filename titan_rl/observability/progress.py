@@ -18,9 +18,11 @@ from rich.live import Live
 from rich.text import Text
 
 from titan_rl.observability.activity import Span
+from titan_rl.observability.conversation import draw_rollout
+from titan_rl.observability.json_lines import TAIL, json_lines
 from titan_rl.observability.keys import Keys
 from titan_rl.observability.panel import LOST, READY, MeshState, View, draw
-from titan_rl.observability.samples import draw_rollouts, newest
+from titan_rl.observability.recorder import newest_of
 from titan_rl.one_line import one_line
 
 PLAIN_LINE_SECONDS = 2.0
@@ -30,6 +32,7 @@ FAILURE_LINE_SECONDS = 10.0
 LONGEST_CAUSE = 160
 """Characters of a failure's cause. The logs have all of it."""
 SAMPLES_KEY = "s"
+SHOWN_SAMPLES = 3
 PACE_STEPS = 50
 """Newest steps by which the time that is left is estimated."""
 
@@ -70,6 +73,7 @@ class RunDisplay:
         self._last_line = float("-inf")
         self._rollouts = rollouts
         self._shows_samples = False
+        self._drawn: tuple[int, Text] | None = None  # the samples in a file of so many bytes
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> RunDisplay:
@@ -185,11 +189,20 @@ class RunDisplay:
                 busy=view.busy.copy(),
                 warnings=view.warnings.copy(),
                 work=self._work(),
-                samples=draw_rollouts(newest(self._rollouts)) if self._shows_samples and self._rollouts else None,
+                samples=self._samples(self._rollouts) if self._shows_samples and self._rollouts else None,
             )
             return draw(now, self._clock())
         except Exception as error:
             return Text(f"the panel cannot be drawn: {type(error).__name__}: {error}", style="red")
+
+    def _samples(self, file: Path) -> RenderableType:
+        """The newest rollouts of a file, which is read when it has grown."""
+        size = file.stat().st_size if file.is_file() else 0
+        if self._drawn is None or self._drawn[0] != size:
+            records = newest_of([record for _, record in json_lines(file, start=-TAIL)])[-SHOWN_SAMPLES:]
+            drawn = Text("\n").join(draw_rollout(record, brief=True) for record in records)
+            self._drawn = size, drawn or Text("no rollouts are recorded yet", style="dim")
+        return self._drawn[1]
 
     def _work(self) -> dict[str, str]:
         """What the open spans say about the parts of the run."""

@@ -13,8 +13,9 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from titan_rl.observability.json_lines import json_lines
 from titan_rl.observability.metrics import cut_lines
 
 ROLLOUTS = "rollouts.jsonl"
@@ -69,14 +70,12 @@ def read_rollouts(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a file in their order, of a run that may be going on: a last line that is torn is skipped.
 
     Raises:
-        OSError: it cannot be read.
+        OSError, ValueError: it cannot be read.
     """
-    with open(path, "rb") as file:
-        yield from records_in(file)
+    return (record for _, record in json_lines(path, strict=True))
 
 
-def records_in(file: BinaryIO) -> Iterator[dict[str, Any]]:
-    """The records from where `file` stands. It then stands after the last whole line."""
-    while (line := file.readline()).endswith(b"\n"):
-        yield json.loads(line)
-    file.seek(-len(line), os.SEEK_CUR)
+def newest_of(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the last step, and of the last evaluation, in the same order."""
+    last = {record["purpose"]: record["step"] for record in records}
+    return [record for record in records if record["step"] == last[record["purpose"]]]

@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from titan_rl.observability.json_lines import json_lines
 from titan_rl.observability.timeline import MAIN, SPANS
 
 
@@ -80,18 +81,14 @@ _BOOT_SECONDS = 5.0
 
 def _lives(file: Path) -> Iterator[Life]:
     life: Life | None = None
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        for text in lines:
-            try:
-                line = json.loads(text)
-                if "process" in line:
-                    if life is not None:
-                        yield life
-                    life = Life(**line)
-                elif life is not None:
-                    span = Recorded(line["n"], line["l"], line["t"], line["d"], line.get("w", ""), line.get("a", {}))
-                    (life.main if span.lane == MAIN else life.others).append(span)
-            except (ValueError, KeyError, TypeError):
-                continue
+    for _, line in json_lines(file):
+        with suppress(KeyError, TypeError):
+            if "process" in line:
+                if life is not None:
+                    yield life
+                life = Life(**line)
+            elif life is not None:
+                span = Recorded(line["n"], line["l"], line["t"], line["d"], line.get("w", ""), line.get("a", {}))
+                (life.main if span.lane == MAIN else life.others).append(span)
     if life is not None:
         yield life

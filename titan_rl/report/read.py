@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import tomli
 
-from titan_rl.report.jsonl import json_lines
+from titan_rl.observability.json_lines import json_lines, json_object
 from titan_rl.report.lanes import Timeline, read_timelines
 from titan_rl.report.rollouts import Facts
 
@@ -73,7 +73,7 @@ def read_run(directory: Path) -> Run:
     return Run(
         directory=directory,
         config=dict(_flat(_read_config(directory / CONFIG))),
-        summary=_read_summary(directory / SUMMARY),
+        summary=json_object(directory / SUMMARY),
         series=_read_series(directory / METRICS),
         timelines=read_timelines(directory),
         facts=facts,
@@ -112,13 +112,6 @@ def _read_series(path: Path) -> dict[str, Series]:
 def _read_config(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
         return tomli.loads(path.read_text(encoding="utf-8"))
-    return {}
-
-
-def _read_summary(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        read = json.loads(path.read_text(encoding="utf-8"))
-        return read if isinstance(read, dict) else {}
     return {}
 
 

@@ -29,13 +29,14 @@ from typing import Any
 
 import numpy as np
 
+from titan_rl.observability.conversation import parts_of
 from titan_rl.one_line import one_line
 from titan_rl.policy.kept_tokens import SampleName, TokenScores
-from titan_rl.rollout.report import GroupReport, GroupResult, Rollout, RolloutReport
+from titan_rl.rollout.report import GroupReport, GroupResult, Rollout, RolloutReport, report_of
 from titan_rl.rollout.samples import training_samples
 from titan_rl.sandbox.wire import LONGEST_SHOWN
 from titan_rl.seeding import derive_seed
-from titan_rl.types import FinishReason, Message, PolicyVersion, TrainingSample
+from titan_rl.types import FinishReason, GroupRequest, Message, PolicyVersion, TrainingSample
 
 Record = dict[str, Any]
 
@@ -101,7 +102,7 @@ def conversation(result: GroupResult, sample: int, decode: Callable[[Sequence[in
     return {
         "advantage": trained[0].advantage if trained else None,
         "wanted": result.asked.wanted if result.asked is not None else "",
-        "messages": [*map(_message, rollout.messages)],
+        "messages": [*map(plain_message, rollout.messages)],
         "turns": [
             {
                 "request": completion.request_id,
@@ -138,6 +139,7 @@ def record(step: int, chosen: Chosen, said: Record, scores: Mapping[SampleName, 
         "kept": [*chosen.kept],
         "reward": _finite(rollout.reward),
         "reward_parts": {name: _finite(value) for name, value in rollout.reward_parts.items()},
+        "exact_match": _finite(rollout.exact_match),
         "advantage": said["advantage"],
         "stop_reason": rollout.stop_reason.value,
         "error": rollout.error,
@@ -146,6 +148,15 @@ def record(step: int, chosen: Chosen, said: Record, scores: Mapping[SampleName, 
         "turns": said["turns"],
         "branches": branches,
     }
+
+
+def records_of(request: GroupRequest, result: GroupResult, decode: Callable[[Sequence[int]], str]) -> list[Record]:
+    """All rollouts of a group that no run played."""
+    report = report_of(request, result, ())
+    return [
+        record(0, Chosen(report, each, ()), conversation(result, each.sample, decode, rollouts=request.samples), {})
+        for each in report.rollouts
+    ]
 
 
 def transcript(record: Record) -> str:
@@ -207,7 +218,8 @@ def _scored(trained: Sequence[int], scores: TokenScores | None) -> Record:
     }
 
 
-def _message(message: Message) -> Record:
+def plain_message(message: Message) -> Record:
+    """As a record has it."""
     plain: Record = {"role": message.role, "content": message.content}
     plain |= {name: value for name in ("reasoning", "name") if (value := getattr(message, name))}
     if message.tool_calls:
@@ -226,12 +238,8 @@ def _plain(arguments: Any) -> Any:
 def _in_one_line(messages: Sequence[Record]) -> str:
     texts = []
     for message in messages:
-        calls = (
-            call.get("raw") or f"{call['name']}({json.dumps(call['arguments'])})"
-            for call in message.get("tool_calls", ())
-        )
         role = f"{message['role']}: " if len(messages) > 1 else ""
-        texts.append(role + " ".join(filter(None, (message.get("reasoning"), message["content"], *calls))))
+        texts.append(role + " ".join(text for text, _ in parts_of(message)))
     return one_line("  ".join(texts), LONGEST_SHOWN)
 
 
