@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.commands import bubbles as verb
-from titan_rl.controller.idle import idle_shares, memory_of
+from titan_rl.controller.looks import idle_shares, memory_of
 from titan_rl.errors import ConfigError
 from titan_rl.observability.bubbles import Account, Bubbles, accounts, find_bubbles
 from titan_rl.observability.memory import Memory, memory
@@ -100,9 +100,12 @@ def test_the_biggest_bubble_is_a_sentence_about_what_computes():
 
 
 def test_idle_shares_are_those_of_the_time_between_two_looks():
-    before = {"trainer": [Lived(10, 1), Lived(10, 2)], "router": [Lived(50, 5)], "rollout0": [Lived()]}
-    after = {"trainer": [Lived(20, 6), Lived(20, 2)], "router": [Lived(1, 1)], "new": [Lived(1, 1)]}
-    assert idle_shares(before, after | {"rollout0": [Lived()]}) == {"trainer": 0.25}, "the router was replaced"
+    def look(**ranks):
+        return {mesh: [Pulse(1, Lived(*each)) for each in lived] for mesh, lived in ranks.items()}
+
+    before = look(trainer=[(10, 1), (10, 2)], router=[(50, 5)], rollout0=[()])
+    after = look(trainer=[(20, 6), (20, 2)], router=[(1, 1)], new=[(1, 1)], rollout0=[()])
+    assert idle_shares(before, after) == {"idle/trainer": 0.25}, "the router was replaced"
 
 
 def test_the_memory_of_a_mesh_is_that_of_all_its_processes():

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from titan_rl.controller.evaluations import Evaluation
-from titan_rl.controller.idle import IdleShares
+from titan_rl.controller.looks import Looks
 from titan_rl.controller.recording import Recorder
 from titan_rl.controller.system import System
 from titan_rl.data_plane.store import HeldReport
@@ -67,7 +67,7 @@ class StepRecords:
         self._recorder = recorder
         self._clock = clock
         self.phases = PhaseSeconds(clock)
-        self._idle = IdleShares()
+        self._looks = Looks()
         self._last_step = clock()
         self.summary = summary
         self.first_step_at: float | None = None
@@ -118,7 +118,7 @@ class StepRecords:
         rewards = [rollout.reward for rollout in rollouts if not rollout.error]
         sampled = sum(rollout.sampled_tokens for rollout in rollouts)
         ages = _ages(batch, reports)
-        looks = self._idle.take(system)
+        looks = self._looks.take(system)
         reward = float(np.mean(rewards))
         truncated = float(np.mean([rollout.truncated for rollout in rollouts]))
         summary = self.summary

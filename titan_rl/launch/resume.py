@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from titan_rl.controller.checkpoint_files import (
 )
 from titan_rl.errors import CheckpointError, ConfigError
 from titan_rl.generation.config import MAY_DIFFER
+from titan_rl.overrides import flat
 
 CONFIG, SUMMARY = "config.toml", "summary.json"
 """Of a run directory: written when the run starts, and when it is done."""
@@ -196,7 +197,7 @@ class Difference:
 
 def differences(before: RunConfig, now: RunConfig) -> list[Difference]:
     """Settings that differ."""
-    old, new = (dict(_settings(dataclasses.asdict(config))) for config in (before, now))
+    old, new = (dict(flat(dataclasses.asdict(config))) for config in (before, now))
     return [
         Difference(name, old.get(name), new.get(name))
         for name in dict.fromkeys((*old, *new))
@@ -211,11 +212,3 @@ def check_differences(found: Sequence[Difference], run: Path) -> None:
             f"{run} cannot go on with other settings of what it computes: {', '.join(refused)}; leave them as they "
             f"were, or start a new run from its weights (titan-rl export)"
         )
-
-
-def _settings(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _settings(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", list(value) if isinstance(value, tuple) else value

@@ -6,9 +6,11 @@ NaN and infinity, which JSON does not have, are None.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,29 @@ def json_lines(
     except OSError:
         if strict:
             raise
+
+
+def append_lines(file: FileIO, lines: bytes) -> None:
+    """Write whole lines, all or none, at the end of a file without a buffer. Raises OSError if there is no room."""
+    before = os.fstat(file.fileno()).st_size
+    try:
+        if lines and file.write(lines) < len(lines):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        with contextlib.suppress(OSError):  # a device has no length
+            os.ftruncate(file.fileno(), before)
+        raise
+
+
+def cut_lines(path: Path, keep: int) -> int:
+    """Shorten a file to `keep` bytes, or to the last whole line in them; returns its length."""
+    if not path.is_file():
+        return 0
+    with open(path, "rb+") as file:
+        found = file.read(keep)
+        kept = found.rfind(b"\n") + 1
+        file.truncate(kept)
+    return kept
 
 
 def json_object(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import asyncio
 import os
 import signal
 import termios
+import tty
 from collections.abc import Callable
 from types import FrameType
 
@@ -67,10 +68,7 @@ class Keys:
 
     def _set(self) -> None:
         before = termios.tcgetattr(self._terminal)
-        now = [*before[:6], [*before[6]]]
-        now[3] &= ~(termios.ICANON | termios.ECHO)
-        now[6][termios.VMIN], now[6][termios.VTIME] = 1, 0
-        termios.tcsetattr(self._terminal, termios.TCSANOW, now)
+        tty.setcbreak(self._terminal, termios.TCSANOW)
         self._before = before
 
     def _restore(self) -> None:

@@ -9,7 +9,6 @@ what is in there (`backends`).
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import math
@@ -24,7 +23,7 @@ from typing import Any
 
 from titan_rl.errors import ConfigError, StorageError
 from titan_rl.observability.backends import Backend, Step, TensorBoard, WeightsAndBiases, close_all
-from titan_rl.observability.json_lines import json_lines
+from titan_rl.observability.json_lines import append_lines, cut_lines, json_lines
 
 GROUPS = "groups"
 """Key of a step's groups, by id."""
@@ -115,15 +114,11 @@ class MetricsWriter:
         """Write these lines, after those that are not written yet: all or none."""
         with self._lock:
             self._unwritten += lines
-            state = os.fstat(self._file.fileno())
             try:
-                if not state.st_nlink:  # the file was removed, and whatever is written to it is lost
+                if not os.fstat(self._file.fileno()).st_nlink:  # removed: whatever is written to it is lost
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-                if self._unwritten and self._file.write(self._unwritten) < len(self._unwritten):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                append_lines(self._file, self._unwritten)
             except OSError as error:
-                with contextlib.suppress(OSError):  # a device has no length
-                    os.ftruncate(self._file.fileno(), state.st_size)
                 count = self._unwritten.count(b"\n")
                 raise StorageError(f"{self._path}: {count} lines of numbers cannot be written: {error}") from error
             self._unwritten = b""
@@ -150,14 +145,3 @@ class MetricsWriter:
 def _require(package: str, asked: str) -> None:
     if find_spec(package) is None:
         raise ConfigError(f"{asked}, but the package {package} is not installed")
-
-
-def cut_lines(path: Path, keep: int) -> int:
-    """Shorten a file to `keep` bytes, or to the last whole line in them; returns its length."""
-    if not path.is_file():
-        return 0
-    with open(path, "rb+") as file:
-        found = file.read(keep)
-        kept = found.rfind(b"\n") + 1
-        file.truncate(kept)
-    return kept

@@ -6,17 +6,14 @@ when there is room again, later ones are written.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_rl.observability.json_lines import json_lines
-from titan_rl.observability.metrics import cut_lines
+from titan_rl.observability.json_lines import append_lines, cut_lines, json_lines
 
 ROLLOUTS = "rollouts.jsonl"
 """Of a run directory."""
@@ -46,10 +43,7 @@ class RolloutWriter:
         try:
             lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode()
             with self._lock, open(self._path, "ab", buffering=0) as file:
-                before = os.fstat(file.fileno()).st_size
-                if file.write(lines) < len(lines):
-                    os.ftruncate(file.fileno(), before)
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                append_lines(file, lines)
         except Exception as error:  # also of values that are no JSON
             self.failed(error)
 

@@ -14,7 +14,16 @@ which need not exist yet. The package knows no particular config: callers pass s
 """
 
 from titan_rl.overrides.command import EXIT_USAGE, Command, Verb, say
-from titan_rl.overrides.settings import Override, Rules, absolute_files, apply, did_you_mean, get_setting, settings
+from titan_rl.overrides.settings import (
+    Override,
+    Rules,
+    absolute_files,
+    apply,
+    did_you_mean,
+    flat,
+    get_setting,
+    settings,
+)
 from titan_rl.overrides.sources import option_overrides, read_toml, split_options, to_toml, toml_overrides
 
 __all__ = [
@@ -26,6 +35,7 @@ __all__ = [
     "absolute_files",
     "apply",
     "did_you_mean",
+    "flat",
     "get_setting",
     "option_overrides",
     "read_toml",

@@ -46,6 +46,17 @@ def settings(config: Any, prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
+def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings of nested plain data by their dotted names; those of the n-th table in a list as `list.n.name`."""
+    for name, value in table.items():
+        if isinstance(value, (list, tuple)) and value and all(isinstance(each, Mapping) for each in value):
+            value = {str(number): each for number, each in enumerate(value)}
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", list(value) if isinstance(value, tuple) else value
+
+
 def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     """` (did you mean X?)` for the nearest known name, or nothing where none is near.
 

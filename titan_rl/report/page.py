@@ -1,6 +1,6 @@
 """One HTML file that needs nothing else: no network, no server, no account.
 
-- No text of a run is HTML or script: all of it is packed data (`packed.py`), and the page sets it as text only.
+- No text of a run is HTML or script: all of it is packed data (`packed`), and the page sets it as text only.
 - A content security policy lets the page's own script run and nothing else, and forbids every request.
 - What is large is thinned, and the page says so.
 """
@@ -22,9 +22,8 @@ from titan_rl import __version__
 from titan_rl.observability.metric_table import metric_of
 from titan_rl.report.findings import Finding, compared, findings
 from titan_rl.report.lanes import Timeline
-from titan_rl.report.packed import packed
 from titan_rl.report.read import ROLLOUTS, Run, read_run, rollout_at
-from titan_rl.report.rollouts import Facts, chunks, in_turns, preview
+from titan_rl.report.rollouts import Facts, chunks, in_turns, packed, preview
 
 REPORT = "report.html"
 MOST_ROLLOUT_BYTES = 7_500_000
@@ -88,26 +87,17 @@ def _chunks(run: Run, most_bytes: int) -> Iterator[tuple[list[Facts], str]]:
 
 def _row(facts: Facts, run: int, chunk: int, place: int) -> dict[str, Any]:
     """One line of the list of rollouts."""
-    return {
-        "run": run,
-        "chunk": chunk,
-        "place": place,
-        "step": facts.step,
-        "evaluated": int(facts.evaluated),
-        "group": facts.group,
-        "attempt": facts.attempt,
-        "sample": facts.sample,
-        "kept": " ".join(facts.kept),
-        "reward": _short(facts.reward),
-        "advantage": None if facts.advantage is None else _short(facts.advantage),
-        "stop": facts.stop,
-        "error": preview(facts.error),
-        "tokens": facts.tokens,
-        "gap": None if facts.gap is None else _short(facts.gap),
-        "prompt": preview(facts.prompt),
-        "answer": preview(facts.answer),
-        "wanted": preview(facts.wanted),
+    texts = {name: preview(getattr(facts, name)) for name in ("error", "prompt", "answer", "wanted")}
+    numbers = {name: getattr(facts, name) for name in ("reward", "advantage", "gap")}
+    row = {
+        **asdict(facts),
+        **texts,
+        **{name: None if number is None else _short(number) for name, number in numbers.items()},
+        **{"evaluated": int(facts.evaluated), "kept": " ".join(facts.kept)},
+        **{"run": run, "chunk": chunk, "place": place},
     }
+    del row["offset"]
+    return row
 
 
 def _main(runs: Sequence[Run], shown: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -18,10 +18,12 @@ from typing import Any, BinaryIO
 import tomli
 
 from titan_rl.observability.json_lines import json_lines, json_object
+from titan_rl.observability.recorder import ROLLOUTS
+from titan_rl.overrides import flat
 from titan_rl.report.lanes import Timeline, read_timelines
 from titan_rl.report.rollouts import Facts
 
-METRICS, ROLLOUTS = "metrics.jsonl", "rollouts.jsonl"
+METRICS = "metrics.jsonl"
 CONFIG, SUMMARY = "config.toml", "summary.json"
 
 MOST_ROLLOUTS_BYTES = 400 << 20
@@ -72,7 +74,7 @@ def read_run(directory: Path) -> Run:
     facts, recorded = _facts(directory / ROLLOUTS)
     return Run(
         directory=directory,
-        config=dict(_flat(_read_config(directory / CONFIG))),
+        config=dict(flat(_read_config(directory / CONFIG))),
         summary=json_object(directory / SUMMARY),
         series=_read_series(directory / METRICS),
         timelines=read_timelines(directory),
@@ -113,14 +115,3 @@ def _read_config(path: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
         return tomli.loads(path.read_text(encoding="utf-8"))
     return {}
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in table.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        elif isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
-            for number, each in enumerate(value):
-                yield from _flat(each, f"{prefix}{name}.{number}.")
-        else:
-            yield f"{prefix}{name}", value

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +16,6 @@ from itertools import groupby
 from typing import Any
 
 from titan_rl.one_line import one_line
-from titan_rl.report.packed import packed
 
 PREVIEW = 60
 """Characters of an answer in the list of rollouts."""
@@ -209,6 +210,12 @@ def _short(value: float, digits: int) -> float:
 def _runs(values: Sequence[Any]) -> list[Any]:
     """Value, count, value, count, …"""
     return [part for value, same in groupby(values) for part in (value, sum(1 for _ in same))]
+
+
+def packed(text: str) -> str:
+    """JSON as data inside HTML, whose letters can neither end a script element nor begin one, whatever a policy wrote.
+    The inverse is `unpack` in page/base.js."""
+    return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), compresslevel=6, mtime=0)).decode("ascii")
 
 
 def preview(text: str) -> str:

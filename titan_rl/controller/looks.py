@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -17,7 +16,7 @@ from titan_rl.controller.system import System
 from titan_rl.errors import TitanError
 from titan_rl.observability.activity import activity
 from titan_rl.observability.memory import memory
-from titan_rl.observability.timeline import Lived, Pulse, timeline
+from titan_rl.observability.timeline import Pulse, timeline
 
 LOOK_SECONDS = 1.0
 """Least pause between two looks."""
@@ -30,14 +29,14 @@ Look = dict[str, list[Pulse]]
 """Per mesh, of each rank."""
 
 
-def idle_shares(before: Mapping[str, Sequence[Lived]], after: Mapping[str, Sequence[Lived]]) -> dict[str, float]:
-    """Per mesh, the share of the time between two looks in which its ranks waited. Given what each rank has counted."""
+def idle_shares(before: Look, after: Look) -> dict[str, float]:
+    """`idle/MESH`: the share of the time between two looks in which its ranks waited."""
     shares: dict[str, float] = {}
     for mesh, ranks in after.items():
-        pairs = [(old, new) for old, new in zip(before.get(mesh, ()), ranks, strict=False) if new.seconds > old.seconds]
-        seconds = sum(new.seconds - old.seconds for old, new in pairs)
-        if seconds and len(pairs) == len(ranks):
-            shares[mesh] = sum(new.waited - old.waited for old, new in pairs) / seconds
+        pairs = [(old.lived, new.lived) for old, new in zip(before.get(mesh, ()), ranks, strict=False)]
+        seconds = [new.seconds - old.seconds for old, new in pairs]
+        if len(pairs) == len(ranks) and min(seconds, default=0.0) > 0:
+            shares[f"idle/{mesh}"] = sum(new.waited - old.waited for old, new in pairs) / sum(seconds)
     return shares
 
 
@@ -51,18 +50,14 @@ def memory_of(look: Look) -> dict[str, float]:
     return numbers
 
 
-def _lives(look: Look) -> dict[str, list[Lived]]:
-    return {mesh: [rank.lived for rank in ranks] for mesh, ranks in look.items()}
-
-
 class Asked(Protocol):
     """The client of a mesh."""
 
     async def pulse(self) -> list[Pulse]: ...
 
 
-class IdleShares:
-    """Looks, and compares each look with the one before. Belongs to one event loop."""
+class Looks:
+    """Looks at all meshes again and again. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._before: Look = {}
@@ -76,8 +71,7 @@ class IdleShares:
             return numbers
         if self._looking is not None and self._looking.done():
             before, self._before = self._before, self._looking.result()
-            shares = idle_shares(_lives(before), _lives(self._before))
-            numbers = {f"idle/{mesh}": share for mesh, share in shares.items()} | memory_of(self._before)
+            numbers = idle_shares(before, self._before) | memory_of(self._before)
             self._looking = None
         if self._looking is None and time.monotonic() >= self._next:
             self._looking = asyncio.ensure_future(self._look(system))
