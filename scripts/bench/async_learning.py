@@ -26,8 +26,8 @@ from titan_rl.config import RunConfig
 from titan_rl.config_registry import copy4, copy4_async
 from titan_rl.launch.process import prepare_controller
 from titan_rl.launch.start import start
+from titan_rl.observability.display.progress import RunDisplay
 from titan_rl.observability.metrics import MetricsWriter
-from titan_rl.observability.progress import RunDisplay
 
 prepare_controller()
 from titan_rl.controller.loop import TrainingLoop  # noqa: E402

@@ -17,7 +17,8 @@ import monarch.actor
 import pytest
 from monarch.actor import default_bootstrap_cmd, this_host
 
-from titan_rl.actors.connection import ConnectedActor, Connection, Lifeline, bounded, served
+from titan_rl.actors.connection import ConnectedActor, Connection, bounded, served
+from titan_rl.actors.lifeline import Lifeline
 from titan_rl.errors import ActorFailed, ActorGone, CallTimeout, RequestError
 
 SECONDS = 60.0

@@ -29,7 +29,7 @@ from titan_rl.controller.system import System
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
 from titan_rl.data_plane.store import HeldReport
 from titan_rl.errors import OwnershipError
-from titan_rl.observability.progress import RunDisplay
+from titan_rl.observability.display.progress import RunDisplay
 from titan_rl.observability.recorder import RolloutWriter
 from titan_rl.policy.config import TrainerConfig, WarmupConfig
 from titan_rl.policy.kept_tokens import SampleName

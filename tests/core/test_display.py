@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.text import Text
 
 from titan_rl.observability.activity import Activities
+from titan_rl.observability.display.panel import curve
+from titan_rl.observability.display.progress import SHOWN_SAMPLES, RunDisplay
 from titan_rl.observability.json_lines import TAIL, json_lines
-from titan_rl.observability.panel import curve
-from titan_rl.observability.progress import SHOWN_SAMPLES, RunDisplay
 
 
 class Clock:
@@ -207,7 +207,7 @@ while True:
 """
 JOB = """
 import asyncio
-from titan_rl.observability.keys import Keys
+from titan_rl.observability.display.keys import Keys
 
 async def main():
     over = asyncio.Event()

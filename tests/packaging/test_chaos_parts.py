@@ -53,7 +53,7 @@ def test_a_log_is_read_line_by_line_without_continuations() -> None:
     text = (
         "2026-11-22 13:00:01,250 WARNING titan_rl.launch.meshes: lost generator1: killed\n"
         "Traceback (most recent call last):\n"
-        "2026-11-22 13:00:07,000 INFO titan_rl.observability.progress: generator1 is back after 5.8 s\n"
+        "2026-11-22 13:00:07,000 INFO titan_rl.observability.display.progress: generator1 is back after 5.8 s\n"
     )
     assert read_log(text) == log((1.25, "lost generator1: killed"), (7.0, "generator1 is back after 5.8 s"))
 

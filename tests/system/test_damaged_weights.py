@@ -15,8 +15,8 @@ from titan_rl.config_registry import copy4
 from titan_rl.controller.loop import TrainingLoop
 from titan_rl.controller.system import System
 from titan_rl.launch.start import start
+from titan_rl.observability.display.progress import RunDisplay
 from titan_rl.observability.metrics import MetricsWriter
-from titan_rl.observability.progress import RunDisplay
 from titan_rl.weights.manifest import Publication
 from titan_rl.weights.segment_files import segment_at
 

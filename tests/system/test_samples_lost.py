@@ -20,8 +20,8 @@ from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
 from titan_rl.data_plane.store import HeldReport
 from titan_rl.errors import SamplesLeaked
 from titan_rl.launch.start import start
+from titan_rl.observability.display.progress import RunDisplay
 from titan_rl.observability.metrics import MetricsWriter
-from titan_rl.observability.progress import RunDisplay
 from titan_rl.types import GroupKey, GroupRequest
 
 STEPS, GROUPS, SAMPLES = 3, 4, 4

@@ -23,8 +23,8 @@ from titan_rl.controller.system import System
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SharedMemorySource
 from titan_rl.launch.start import start
+from titan_rl.observability.display.progress import RunDisplay
 from titan_rl.observability.metrics import MetricsWriter
-from titan_rl.observability.progress import RunDisplay
 from titan_rl.observability.recorder import ROLLOUTS, RolloutWriter, read_rollouts
 from titan_rl.types import NO_VERSION, PolicyVersion, TrainingSample
 

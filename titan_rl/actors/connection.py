@@ -9,7 +9,7 @@
 
 - Neither end keeps any state of a finished call, nor of a client that has left.
 - Every call ends: with its outcome, at its bound, or when the actor is gone. An actor that is gone may be replaced; a
-  call that may be made twice then goes to the new one (`Lifeline`). Arguments and outcomes are pickled one by
+  call that may be made twice then goes to the new one (`lifeline`). Arguments and outcomes are pickled one by
   one, so what cannot be pickled or unpickled fails its own call only.
 - Above this module nobody sees an exception type of Monarch. A caller's time-out does not cancel the remote work, and
   it does not mean that the actor is gone.
@@ -335,41 +335,6 @@ class _Link:
         while True:
             for number, pickled in pickle.loads(await receiver.recv()):
                 self._hear(self, number, pickled)
-
-
-class Lifeline:
-    """Makes calls again when the actors behind a client were replaced.
-
-    Args:
-        seconds: how long a call waits for a replacement.
-    """
-
-    def __init__(self, *, seconds: float) -> None:
-        self._seconds = seconds
-        self._changed = asyncio.Event()
-
-    def replaced(self) -> None:
-        """New actors answer now: calls that wait are made again."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def again(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of `call()`. If the actors are gone before it has one, it is called again once they are replaced:
-        a call that may be made twice.
-
-        Raises:
-            ActorGone: they were not replaced in time.
-        """
-        while True:
-            changed = self._changed
-            try:
-                return await call()
-            except ActorGone as gone:
-                try:
-                    async with asyncio.timeout(self._seconds):
-                        await changed.wait()
-                except TimeoutError:
-                    raise gone from None
 
 
 @dataclass(frozen=True, slots=True)

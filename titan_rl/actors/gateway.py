@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from titan_rl.actors.connection import ConnectedActor, Connection, Lifeline, served
+from titan_rl.actors.connection import ConnectedActor, Connection, served
+from titan_rl.actors.lifeline import Lifeline
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.errors import ActorFailed, ActorGone, ConfigError, RequestLost, RolloutOver
 from titan_rl.gateway.config import GatewayConfig

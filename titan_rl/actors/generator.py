@@ -21,7 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from titan_rl.actors.connection import ConnectedActor, Connection, Lifeline, served
+from titan_rl.actors.connection import ConnectedActor, Connection, served
+from titan_rl.actors.lifeline import Lifeline
 from titan_rl.actors.relay import WeightRelay
 from titan_rl.actors.requests import RequestServer
 from titan_rl.errors import ActorGone, GeneratorFailed, TitanError, WeightsError

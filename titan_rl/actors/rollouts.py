@@ -17,7 +17,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
-from titan_rl.actors.connection import Connection, Lifeline, ServedMethod
+from titan_rl.actors.connection import Connection, ServedMethod
+from titan_rl.actors.lifeline import Lifeline
 from titan_rl.actors.rollout_worker import RolloutWorker
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport, SharedMemorySource, channel_of

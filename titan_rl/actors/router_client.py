@@ -10,7 +10,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from titan_rl.actors.connection import Lifeline, ServedMethod
+from titan_rl.actors.connection import ServedMethod
+from titan_rl.actors.lifeline import Lifeline
 from titan_rl.actors.requests import RequestClient
 from titan_rl.actors.router import GeneratorRouter
 from titan_rl.errors import ActorGone, GeneratorFailed, RequestError, TitanError

@@ -20,7 +20,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from titan_rl.actors.connection import Connection, Lifeline, ServedMethod
+from titan_rl.actors.connection import Connection, ServedMethod
+from titan_rl.actors.lifeline import Lifeline
 from titan_rl.actors.trainer import PolicyTrainer
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import ActorFailed, ActorGone, CallTimeout, CheckpointError, TrainerStateLost

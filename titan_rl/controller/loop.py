@@ -44,8 +44,8 @@ from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport
 from titan_rl.errors import ActorGone, SamplesLost, TrainerStateLost
 from titan_rl.observability.activity import Activities, Watchdog
+from titan_rl.observability.display.progress import RunDisplay
 from titan_rl.observability.metrics import MetricsWriter
-from titan_rl.observability.progress import RunDisplay
 from titan_rl.observability.timeline import timeline
 from titan_rl.rollout.report import unplayed
 from titan_rl.scheduling.group import Batch, Group

@@ -16,8 +16,8 @@ from titan_rl.controller.system import System
 from titan_rl.data_plane.store import HeldReport
 from titan_rl.errors import TitanError
 from titan_rl.observability.activity import PhaseSeconds
+from titan_rl.observability.display.progress import RunDisplay
 from titan_rl.observability.metrics import MetricsWriter
-from titan_rl.observability.progress import RunDisplay
 from titan_rl.rollout.record import transcript
 from titan_rl.rollout.report import GroupReport, RolloutReport
 from titan_rl.scheduling.config import Knobs

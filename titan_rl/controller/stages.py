@@ -23,7 +23,7 @@ from titan_rl.scheduling.group import MAX_ATTEMPTS
 if TYPE_CHECKING:
     from titan_rl.controller.system import System
     from titan_rl.observability.activity import Activities
-    from titan_rl.observability.progress import RunDisplay
+    from titan_rl.observability.display.progress import RunDisplay
 
 _log = logging.getLogger(__name__)
 

@@ -37,8 +37,8 @@ from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch.process import StopSignals, hold_signals, log_to_file
 from titan_rl.launch.resume import CONFIG, ENDING, SUMMARY, Resume, how_to_go_on, lock_run
 from titan_rl.launch.start import serve, start
+from titan_rl.observability.display.progress import RunDisplay
 from titan_rl.observability.metrics import MetricsWriter
-from titan_rl.observability.progress import RunDisplay
 from titan_rl.observability.recorder import ROLLOUTS, RolloutWriter
 from titan_rl.observability.timeline import SPANS, timeline
 from titan_rl.observability.trace import write_trace

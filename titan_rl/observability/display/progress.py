@@ -19,9 +19,9 @@ from rich.text import Text
 
 from titan_rl.observability.activity import Span
 from titan_rl.observability.conversation import draw_rollout
+from titan_rl.observability.display.keys import Keys
+from titan_rl.observability.display.panel import LOST, READY, MeshState, View, draw
 from titan_rl.observability.json_lines import TAIL, json_lines
-from titan_rl.observability.keys import Keys
-from titan_rl.observability.panel import LOST, READY, MeshState, View, draw
 from titan_rl.observability.recorder import newest_of
 from titan_rl.one_line import one_line
 
