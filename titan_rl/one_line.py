@@ -12,4 +12,9 @@ def one_line(text: str, longest: int) -> str:
     if len(text) > longest:
         half = longest // 2
         text = f"{text[:half]}…{text[-half:]}"
+    return printable(text)
+
+
+def printable(text: str) -> str:
+    """`text` with control characters, and all else that is not to be seen, as escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

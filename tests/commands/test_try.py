@@ -59,6 +59,11 @@ class Shown(Sums):
         return Demonstration(prompt=example.prompt, messages=said, answer=example.answer if index < 2 else None)
 
 
+class Ok(Shown):
+    def example(self, index):
+        return Example(prompt=(Message("user", "\\x1b[2J[bold]:Ok:"),), answer="\\x1b]0;")
+
+
 class Endless(Shown):
     def respond(self, example, transcript):
         return EnvironmentReply(messages=(Message("user", "and now?"),))
@@ -110,6 +115,13 @@ def test_demonstrations_are_played_against_the_task_and_graded_where_they_can_be
         *["assistant 7", "not graded: Demonstration.answer is not set"],
     ]
     assert said[-1] == "2 rollouts graded, mean reward 0.500"
+
+
+def test_names_and_texts_are_shown_as_they_are_and_cannot_control_the_terminal(task, capsys):
+    assert task(":Ok", "--prompts", "1") == 0
+    out = capsys.readouterr().out
+    assert "sums.py:Ok: several turns" in out and "user       \\x1b[2J[bold]:Ok:\n" in out
+    assert "wanted: \\x1b]0;\n" in out and "\x1b" not in out
 
 
 def test_a_demonstration_that_ends_before_its_task_does_says_so(task, capsys):

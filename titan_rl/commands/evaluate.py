@@ -182,7 +182,7 @@ def _act(command: Command, prog: str) -> int:
     temperature = _temperature(command, config)
     if not train.may_start([*check_environment(config)], prog):
         return EXIT_USAGE
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
 
     def tell(text: str) -> None:
         console.print(text, style="dim", markup=False, soft_wrap=True)

@@ -9,7 +9,6 @@ Request ids, generators, attempts and the incarnation of versions belong to one 
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from titan_rl.errors import ConfigError
 from titan_rl.launch.resume import Resume, check_differences, differences, find
 from titan_rl.observability.recorder import ROLLOUTS, read_rollouts
 from titan_rl.overrides import Command, Verb, say
+from titan_rl.report.jsonl import json_lines
 from titan_rl.train import carry_out, config_of_run, resolve, settings_of
 
 EXIT_FAILED = 1
@@ -175,8 +175,13 @@ def _recorded(run: Path, options: Mapping[str, str]) -> list[Record]:
     ((name, text),) = given.items()
     if not text.isdecimal():
         raise ConfigError(f"--{name}: expected a number, got {text!r}")
-    everything = [*_read(run)]
-    found = [record for record in everything if record[name] == int(text)]
+    try:
+        everything = [*_read(run)]
+        found = [record for record in everything if record[name] == int(text)]
+        for record in found:
+            [*facts(record)]  # one that is damaged is refused now, not after the play
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{run / ROLLOUTS} cannot be read: {type(error).__name__}: {error}") from error
     if not found:
         there = sorted({record[name] for record in everything})
         near = sorted(there, key=lambda number: abs(number - int(text)))[:5]
@@ -187,15 +192,12 @@ def _recorded(run: Path, options: Mapping[str, str]) -> list[Record]:
 
 def _read(run: Path) -> Iterator[Record]:
     """The recorded rollouts that were trained."""
-    try:
-        yield from (record for record in read_rollouts(run / ROLLOUTS) if record["purpose"] == "train")
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"{run / ROLLOUTS} cannot be read: {error}") from error
+    return (record for record in read_rollouts(run / ROLLOUTS) if record["purpose"] == "train")
 
 
 def _numbers(run: Path, step: int) -> Record:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return next((line for line in lines if line["step"] == step and "train/loss" in line), {})
+    lines = (line for _, line in json_lines(run / "metrics.jsonl"))
+    return next((line for line in lines if line.get("step") == step and "train/loss" in line), {})
 
 
 def _config(run: Path, command: Command) -> tuple[RunConfig, tuple[str, ...]]:

@@ -176,7 +176,7 @@ def _act(command: Command, prog: str) -> int:
         command, run, remedy="name a task: file.py:Class, a bundled one (`titan-rl recipes`), or a run directory"
     )
     config = replace(config, evaluation=replace(config.evaluation, prompts=prompts if held_out else 1))
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     trial = Trial(console, prompts=prompts, samples=samples, purpose=Purpose.EVALUATE if held_out else Purpose.TRAIN)
     if not train.may_start([*check_environment(config)], prog):
         return EXIT_USAGE

@@ -54,8 +54,8 @@ def main(argv: Sequence[str], *, prog: str) -> int:
                     console.print(rendered(record), soft_wrap=True)
         except KeyboardInterrupt:
             pass
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{file} cannot be read: {error}") from error
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
         return 0
 
     return Verb(act=act, about=ABOUT, options={"--once": "show what is there, and end"}).run(words, prog=prog)

@@ -18,7 +18,7 @@ def json_lines(path: Path, every: int = 1) -> Iterator[tuple[int, dict[str, Any]
         offset = 0
         for number, line in enumerate(file):
             if number % every == 0 and line.endswith(b"\n"):
-                with contextlib.suppress(ValueError):
+                with contextlib.suppress(ValueError, RecursionError):
                     read = json.loads(line, parse_constant=lambda name: None)
                     if isinstance(read, dict):
                         yield offset, read
