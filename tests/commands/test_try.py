@@ -161,6 +161,7 @@ def test_the_arguments_of_a_task_reach_it(task, capsys):
         ([":Sums", "--policy", "demonstrations"], "has no method `demonstration`; --policy typed asks you"),
         ([":Sums", "--prompts", "none"], "--prompts: expected a number from 1 on, got 'none'"),
         ([":Sums", "--policy", "http://127.0.0.1:1/v1"], "cannot be asked: [Errno 111] Connection refused"),
+        ([":Sums", "--policy", "typd"], "typd is no run directory: there is no config.toml"),
     ],
 )
 def test_what_cannot_be_tried_is_refused_in_a_sentence(task, capsys, arguments, words):

@@ -18,7 +18,16 @@ from rich.rule import Rule
 
 from titan_rl import train
 from titan_rl.commands.conversations import show_end, show_messages, show_tools
-from titan_rl.commands.playing import Player, conducted, config_of_task, number_of, run_of, served, spoken
+from titan_rl.commands.playing import (
+    Player,
+    check_weights,
+    conducted,
+    config_of_task,
+    number_of,
+    run_of,
+    served,
+    spoken,
+)
 from titan_rl.commands.typed import HOW_TO_TYPE, Typed
 from titan_rl.config import RunConfig
 from titan_rl.environments import SHORT_NAMES
@@ -189,6 +198,7 @@ def _act(command: Command, prog: str) -> int:
         except (TaskError, GeneratorFailed) as error:
             say(prog, error)
             return EXIT_FAILED
+    check_weights(policy)
     return _served(config, imports, policy, command, trial, console)
 
 

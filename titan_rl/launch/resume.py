@@ -162,7 +162,7 @@ def find(path: Path) -> Resume:
     if (path / MANIFEST).is_file():
         raise ConfigError(f"--resume {path}: a checkpoint goes on in its run; put it into RUN/{CHECKPOINTS}")
     if not (path / CONFIG).is_file():
-        raise ConfigError(f"--resume {path}: there is no {CONFIG}, so this is no run directory")
+        raise ConfigError(f"{path} is no run directory: there is no {CONFIG}")
     return Resume(path)
 
 

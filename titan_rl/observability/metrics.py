@@ -128,12 +128,14 @@ class MetricsWriter:
             self._unwritten = b""
 
     def _earlier(self) -> list[Step]:
-        """The steps that are in the file."""
+        """The steps that are in the file; a line that is damaged is left out."""
         steps = []
-        for line in self._path.read_text(encoding="utf-8").splitlines():
-            step, numbers = (read := json.loads(line)).pop("step"), read
-            numbers.pop(GROUPS, None)
-            steps.append(Step(step, {key: math.nan if value is None else value for key, value in numbers.items()}))
+        for line in self._path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError):
+                numbers = json.loads(line)
+                step = numbers.pop("step")
+                numbers.pop(GROUPS, None)
+                steps.append(Step(step, {key: math.nan if value is None else value for key, value in numbers.items()}))
         return steps
 
     def close(self) -> None:
