@@ -88,6 +88,8 @@ def leave(main: Callable[[], object]) -> NoReturn:
                 print(end.code, file=sys.stderr)
         except KeyboardInterrupt:  # before a run has armed its handlers
             code = 128 + signal.SIGINT
+        except BrokenPipeError:  # `| head` has read enough
+            code = 128 + signal.SIGPIPE
         except BaseException:
             traceback.print_exc()
         atexit._run_exitfuncs()

@@ -153,6 +153,7 @@ def test_a_checkpoint_belongs_to_its_run(tmp_path):
         (["a", "--task", "kopy"], "did you mean copy?"),
         (["a", "--task", "copy", "--temperature", "0"], "greedy rollouts are always played"),
         (["a", "--task", "copy", "--samples", "-1"], "--samples: expected a number from 0 on"),
+        (["a", "--task", "copy"], "a is no run directory: there is no config.toml"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_before_anything_starts(capsys, arguments, words):

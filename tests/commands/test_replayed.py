@@ -107,6 +107,14 @@ def test_a_directory_that_is_no_run_and_a_run_without_records_are_refused(
     run = run_with(tmp_path / "run")
     (run / "rollouts.jsonl").unlink()
     assert replay.VERB.run([str(run), "--group", "1"], prog="replay") == 2
-    (run / "rollouts.jsonl").write_text(json.dumps({"step": 1}) + "\n")
-    assert replay.VERB.run([str(run), "--group", "1"], prog="replay") == 2
-    assert capsys.readouterr().err.count("\n") == 3
+    bare = {"step": 1, "purpose": "train"}
+    for damaged in ({"step": 1}, bare, bare | {"group": 1}, bare | {"group": 1, "branches": [{"token_ids": [1]}]}):
+        (run / "rollouts.jsonl").write_text(json.dumps(damaged) + "\n")
+        assert replay.VERB.run([str(run), "--group", "1"], prog="replay") == 2
+    assert capsys.readouterr().err.count("\n") == 6
+
+
+def test_numbers_are_read_as_far_as_they_were_written(tmp_path: Path) -> None:
+    lines = '{"step": 1, "evaluation/reward": 1}\n{"step": 1, "train/loss": 0.5}\n\0\n{"step": 2, "tra'
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    assert replay._numbers(tmp_path, 1)["train/loss"] == 0.5 and replay._numbers(tmp_path, 2) == {}

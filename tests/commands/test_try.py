@@ -59,6 +59,11 @@ class Shown(Sums):
         return Demonstration(prompt=example.prompt, messages=said, answer=example.answer if index < 2 else None)
 
 
+class Ok(Shown):
+    def example(self, index):
+        return Example(prompt=(Message("user", "\\x1b[2J[bold]:Ok:"),), answer="\\x1b]0;")
+
+
 class Endless(Shown):
     def respond(self, example, transcript):
         return EnvironmentReply(messages=(Message("user", "and now?"),))
@@ -112,6 +117,13 @@ def test_demonstrations_are_played_against_the_task_and_graded_where_they_can_be
     assert said[-1] == "2 rollouts graded, mean reward 0.500"
 
 
+def test_names_and_texts_are_shown_as_they_are_and_cannot_control_the_terminal(task, capsys):
+    assert task(":Ok", "--prompts", "1") == 0
+    out = capsys.readouterr().out
+    assert "sums.py:Ok: several turns" in out and "user       \\x1b[2J[bold]:Ok:\n" in out
+    assert "wanted: \\x1b]0;\n" in out and "\x1b" not in out
+
+
 def test_a_demonstration_that_ends_before_its_task_does_says_so(task, capsys):
     assert task(":Endless", "--prompts", "1") == 1
     assert "error the task goes on where the demonstration has ended: it has no further turn" in lines_of(capsys)
@@ -149,6 +161,7 @@ def test_the_arguments_of_a_task_reach_it(task, capsys):
         ([":Sums", "--policy", "demonstrations"], "has no method `demonstration`; --policy typed asks you"),
         ([":Sums", "--prompts", "none"], "--prompts: expected a number from 1 on, got 'none'"),
         ([":Sums", "--policy", "http://127.0.0.1:1/v1"], "cannot be asked: [Errno 111] Connection refused"),
+        ([":Sums", "--policy", "typd"], "typd is no run directory: there is no config.toml"),
     ],
 )
 def test_what_cannot_be_tried_is_refused_in_a_sentence(task, capsys, arguments, words):

@@ -65,6 +65,16 @@ def test_it_follows_a_run_until_that_is_over_also_when_its_file_is_cut(
     assert steps == ["2", "1", "3"]
 
 
+@pytest.mark.parametrize("damaged", ["null", "{}", "\0"])
+def test_a_line_that_is_no_rollout_is_told_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: str
+) -> None:
+    run = run_with(tmp_path / "run", line(), torn=damaged + "\n")
+    assert watch.VERB.run([str(run), "--once"], prog="titan-rl watch") == 2
+    error = capsys.readouterr().err
+    assert "rollouts.jsonl cannot be read: " in error and error.count("\n") == 1
+
+
 @pytest.mark.parametrize("words", [["nowhere"], [".", "--once", "--seed", "1"]])
 def test_refusals_are_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]

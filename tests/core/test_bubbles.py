@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from collections import Counter
 
 import pytest
@@ -167,11 +168,32 @@ def test_a_killed_run_gets_its_trace_from_the_verb(tmp_path, capsys):
     assert verb.VERB.run([str(tmp_path)], prog="titan-rl bubbles") == 0
     said = capsys.readouterr().out
     assert "trainer        0%   100%   rollouts 100% (1.0 s)" in said and "The biggest bubble: " in said
-    trace = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
-    assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X"}
+    assert {event["ph"] for event in read_trace(tmp_path)} == {"M", "X"}
     assert verb.VERB.run(["--json", str(tmp_path)], prog="titan-rl bubbles") == 0
     told = json.loads(capsys.readouterr().out)
     assert told["meshes"][0] == {"mesh": "trainer", "ranks": 1, "busy": 0.0, "idle": 1.0, "waits": {"rollouts": 1.0}}
+
+
+def test_the_verb_writes_the_trace_anew_when_the_run_has_gone_on(tmp_path, capsys):
+    write_run(tmp_path)
+    assert verb.VERB.run([str(tmp_path)], prog="titan-rl bubbles") == 0
+    with open(tmp_path / "spans" / "trainer.0.jsonl", "a") as file:
+        file.write("\n" + json.dumps({"n": "later", "t": 4.0, "d": 1.0, "l": MAIN}) + "\n")
+    os.utime(tmp_path / "trace.json.gz", (1, 1))
+    assert verb.VERB.run([str(tmp_path)], prog="titan-rl bubbles") == 0
+    assert "later" in {event["name"] for event in read_trace(tmp_path)}
+
+
+def test_a_process_that_was_killed_before_its_first_write_is_not_in_the_trace(tmp_path):
+    write_run(tmp_path)
+    killed = {"process": "router.0", "mesh": "router", "rank": 0, "host": "host0", "pid": 2, "epoch": 100.0}
+    (tmp_path / "spans" / "router.0.jsonl").write_text(json.dumps(killed) + "\n")
+    write_trace(tmp_path)
+    assert max(event.get("ts", 0.0) for event in read_trace(tmp_path)) == 1e6
+
+
+def read_trace(run):
+    return json.loads(gzip.decompress((run / "trace.json.gz").read_bytes()))["traceEvents"]
 
 
 def test_what_is_no_run_is_a_sentence(tmp_path, capsys):

@@ -84,6 +84,15 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     assert event.step == 3
 
 
+def test_a_line_that_is_damaged_does_not_keep_a_run_from_going_on(tmp_path: Path) -> None:
+    until_2 = write_steps(tmp_path, 1, 2)
+    first, second = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
+    (tmp_path / "metrics.jsonl").write_bytes(first + b"\n" + bytes(len(second)) + b"\n")
+    said: list[str] = []
+    MetricsWriter(tmp_path, tensorboard=True, keep_bytes=until_2, say=said.append).close()
+    assert said == []
+
+
 def test_a_missing_wandb_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="wandb is not installed"):

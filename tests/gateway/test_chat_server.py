@@ -27,7 +27,8 @@ MODELS = (200, {"data": [{"id": "small"}]})
 
 @contextmanager
 def server(*answers) -> Iterator[tuple[str, list]]:
-    """Gives one (status, body) after the other; collects what it is asked."""
+    """Gives one (status, body) or (status, body, bytes that are missing at its end) after the other; collects what it
+    is asked."""
     asked: list = []
     left = list(answers)
 
@@ -36,10 +37,10 @@ def server(*answers) -> Iterator[tuple[str, list]]:
             length = int(self.headers.get("content-length") or 0)
             body = json.loads(self.rfile.read(length)) if length else None
             asked.append((self.path, self.headers.get("authorization"), body))
-            status, told = left.pop(0)
+            status, told, *missing = left.pop(0)
             text = (told if isinstance(told, str) else json.dumps(told)).encode()
             self.send_response(status)
-            self.send_header("content-length", str(len(text)))
+            self.send_header("content-length", str(len(text) + sum(missing)))
             self.end_headers()
             self.wfile.write(text)
 
@@ -101,6 +102,15 @@ async def test_a_turn_that_was_cut_off_says_so_and_a_call_without_an_object_has_
         message, _ = await policy.say([], [ADD], REQUEST)
     (call,) = message.tool_calls
     assert call.problem.startswith("the arguments of add must be a JSON object") and call.raw == "add([5)"
+
+
+async def test_an_answer_in_parts_is_their_text_and_one_that_breaks_off_is_asked_for_again():
+    parts = [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]
+    with server(MODELS, (200, "{", 5), said(parts), said(5)) as (url, _):
+        policy = ChatServer(url, pauses=(0.0,))
+        assert (await policy.say((), (), REQUEST))[0] == Message("assistant", "12")
+        with pytest.raises(GeneratorFailed, match="answered no chat completion"):
+            await policy.say((), (), REQUEST)
 
 
 async def test_a_busy_server_is_asked_again_but_not_for_ever():

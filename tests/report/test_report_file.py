@@ -87,7 +87,10 @@ def test_a_killed_run_is_shown_as_far_as_it_came(tmp_path: Path):
         whole = (run / name).read_bytes()
         (run / name).write_bytes(whole[:-20])
     with open(run / "rollouts.jsonl", "ab") as file:
-        file.write(b'\n{"step": 1}\nnull\n')
+        file.write(b'\n{"step": 1}\nnull\n' + b"[" * 100_000 + b"\n")
+        file.write(
+            b'{"step": 1, "purpose": "train", "group": 1, "sample": 1, "reward": 1, "messages": [], "branches": [{}]}\n'
+        )
     found = blocks(write_report([run], run / "report.html"))["main"]
     assert found["runs"][0]["steps"] == 3 and not found["runs"][0]["done"]
     assert found["rollouts"]["shown"] == 31
@@ -96,9 +99,11 @@ def test_a_killed_run_is_shown_as_far_as_it_came(tmp_path: Path):
 def test_an_older_run_has_numbers_only(tmp_path: Path):
     run = tmp_path / "run"
     run.mkdir()
-    (run / "metrics.jsonl").write_text('{"step": 1, "train/loss": NaN, "groups": [1]}\n{"step": 2, "train/loss": 1}\n')
+    values = ("NaN", "1", "1e999")
+    lines = (f'{{"step": {step}, "train/loss": {value}, "groups": [1]}}\n' for step, value in enumerate(values, 1))
+    (run / "metrics.jsonl").write_text("".join(lines))
     found = blocks(write_report([run], run / "report.html"))
-    assert found["main"]["series"]["train/loss"][0] == {"steps": [1, 2], "values": [None, 1.0], "of": 1}
+    assert found["main"]["series"]["train/loss"][0] == {"steps": [1, 2, 3], "values": [None, 1.0, None], "of": 1}
     assert found["main"]["timelines"] == [[]] and found["rollouts"] == {}
 
 

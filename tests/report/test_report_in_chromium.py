@@ -103,6 +103,19 @@ def test_what_a_policy_wrote_is_text(browser: Page, reports: Reports) -> None:
     check(browser)
 
 
+def test_tokens_stand_in_their_order_and_each_can_be_pointed_at(browser: Page, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1, rollouts=1, answer="\u202e\u05d0\u05d1\u0661\0\u200b\r1\ufeff")
+    browser.open(write_report([run], tmp_path / "report.html"), *DESK)
+    browser.wait("document.querySelectorAll('.token').length > 20")
+    boxes = browser.run(
+        "[...document.querySelectorAll('.token')].map((each) => each.getBoundingClientRect())"
+        ".map(({ left, bottom, width }) => [Math.round(bottom / 20), left, width])"
+    )
+    assert [box[:2] for box in boxes] == sorted(box[:2] for box in boxes)
+    assert all(width > 4 for _, _, width in boxes)
+    check(browser)
+
+
 def test_findings_lead_to_what_they_speak_of(browser: Page, reports: Reports) -> None:
     browser.open(reports[1], *DESK)
     count = browser.run("document.querySelectorAll('.see').length")

@@ -127,6 +127,7 @@ async def test_a_reward_beyond_all_bounds_costs_its_rollout(model_path):
     async with runner(model_path, rollouter=f"{__file__}:Generous") as group_runner:
         result = await group_runner.run_group(request(0), ScriptedPolicy(model_path))
     assert [rollout.error for rollout in result.rollouts] == ["", "", "", "the rollouter gave the reward 1e+308"]
+    assert [rollout.reward for rollout in result.rollouts] == [0.0, 1.0, 2.0, 0.0]
     assert [sample.advantage for sample in result.samples] == pytest.approx([-1, 0, 1], abs=1e-3)
 
 

@@ -27,7 +27,8 @@ def described(run: Path, *, as_json: bool = False) -> str:
     if not (run / SPANS).is_dir():
         raise ConfigError(f"{run} has no timelines ({SPANS}/): it is no run directory, or logging.spans was off")
     found = find_bubbles(read_spans(run))
-    if not (run / TRACE).exists():
+    newest = max(file.stat().st_mtime for file in (run / SPANS).iterdir())
+    if not (run / TRACE).exists() or (run / TRACE).stat().st_mtime < newest:
         write_trace(run)
     if as_json:
         return json.dumps(found.to_json(), indent=2)
@@ -50,7 +51,7 @@ usage: {prog} RUN [--json]
 
 Show what share of the time from the first step to the last each mesh worked, and for whom it waited else.
 RUN is a run directory, of a run that has ended or goes on. The whole timeline is in RUN/trace.json.gz, which is written
-now if the run was killed before: open it at https://ui.perfetto.dev.""",
+now if it lacks something: open it at https://ui.perfetto.dev.""",
     options={"--json": "print one JSON object; `busy`, `idle` and `waits` are shares"},
     takes_words=True,
     takes_settings=False,

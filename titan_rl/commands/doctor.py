@@ -192,7 +192,7 @@ def _act(command: Command, prog: str) -> int:
     else:
         config = copy4()
     findings = list(examine(config, detect_host()))
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     width = max(len(finding.about) for finding in findings) + 2
     for about, found, problem in findings:
         mark = Text("ok       ", "green")

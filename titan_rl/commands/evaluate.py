@@ -23,7 +23,7 @@ from rich.table import Table
 
 from titan_rl import train
 from titan_rl.commands.estimates import Estimate, difference, mean, pass_at_k, share
-from titan_rl.commands.playing import Player, conducted, config_of_task, number_of, player_of, run_of
+from titan_rl.commands.playing import Player, check_weights, conducted, config_of_task, number_of, player_of, run_of
 from titan_rl.config import RunConfig
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.launch.checks import check_environment
@@ -168,7 +168,10 @@ def _act(command: Command, prog: str) -> int:
     temperature = _temperature(command, config)
     if not train.may_start([*check_environment(config)], prog):
         return EXIT_USAGE
-    console = Console(highlight=False)
+    for policy in policies:
+        if "://" not in policy:
+            check_weights(policy)
+    console = Console(highlight=False, markup=False, emoji=False)
 
     tell = partial(console.print, style="dim", markup=False, soft_wrap=True)
 

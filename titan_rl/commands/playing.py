@@ -79,6 +79,13 @@ def run_of(path: Path) -> Path | None:
     return next((each for each in (path, above) if (each / CONFIG).is_file()), None)
 
 
+def check_weights(name: str) -> None:
+    """Raises ConfigError where `weights_of` would find nothing at all."""
+    path = Path(name).expanduser()
+    if not (path / "config.json").is_file():
+        find(path)
+
+
 def config_of_task(command: Command, run: Path | None, *, remedy: str) -> tuple[RunConfig, tuple[str, ...]]:
     """The config to play with on this host, and the user's modules: of the recipe, else of the run, else of the task
     alone; with the command's settings laid over.

@@ -147,8 +147,13 @@ def _recorded(run: Path, options: Mapping[str, str]) -> list[Record]:
     ((name, text),) = given.items()
     if not text.isdecimal():
         raise ConfigError(f"--{name}: expected a number, got {text!r}")
-    everything = [*_read(run)]
-    found = [record for record in everything if record[name] == int(text)]
+    try:
+        everything = [*_read(run)]
+        found = [record for record in everything if record[name] == int(text)]
+        for record in found:
+            [*facts(record)]  # one that is damaged is refused now, not after the play
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{run / ROLLOUTS} cannot be read: {type(error).__name__}: {error}") from error
     if not found:
         there = sorted({record[name] for record in everything})
         near = sorted(there, key=lambda number: abs(number - int(text)))[:5]
@@ -159,10 +164,7 @@ def _recorded(run: Path, options: Mapping[str, str]) -> list[Record]:
 
 def _read(run: Path) -> Iterator[Record]:
     """The recorded rollouts that were trained."""
-    try:
-        yield from (record for record in read_rollouts(run / ROLLOUTS) if record["purpose"] == "train")
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"{run / ROLLOUTS} cannot be read: {error}") from error
+    return (record for record in read_rollouts(run / ROLLOUTS) if record["purpose"] == "train")
 
 
 def _numbers(run: Path, step: int) -> Record:

@@ -18,7 +18,16 @@ from rich.rule import Rule
 from rich.text import Text
 
 from titan_rl import train
-from titan_rl.commands.playing import Player, conducted, config_of_task, number_of, player_of, run_of, spoken
+from titan_rl.commands.playing import (
+    Player,
+    check_weights,
+    conducted,
+    config_of_task,
+    number_of,
+    player_of,
+    run_of,
+    spoken,
+)
 from titan_rl.commands.typed import HOW_TO_TYPE, Typed
 from titan_rl.config import RunConfig
 from titan_rl.environments import SHORT_NAMES
@@ -177,7 +186,7 @@ def _act(command: Command, prog: str) -> int:
         command, run, remedy="name a task: file.py:Class, a bundled one (`titan-rl recipes`), or a run directory"
     )
     config = replace(config, evaluation=replace(config.evaluation, prompts=prompts if held_out else 1))
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     trial = Trial(console, prompts=prompts, samples=samples, purpose=Purpose.EVALUATE if held_out else Purpose.TRAIN)
     if not train.may_start([*check_environment(config)], prog):
         return EXIT_USAGE
@@ -185,6 +194,7 @@ def _act(command: Command, prog: str) -> int:
     if policy == DEMONSTRATIONS and not _demonstrates(config):
         raise ConfigError(f"{config.environment.name} has no method `demonstration`; --policy {TYPED} asks you")
     if policy not in (DEMONSTRATIONS, TYPED) and "://" not in policy:
+        check_weights(policy)
 
         async def work(directory: Path, options: Options) -> tuple[int, str]:
             async with player_of(policy, config, imports, command, options) as player:

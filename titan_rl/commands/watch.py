@@ -33,8 +33,8 @@ def _act(command: Command, prog: str) -> int:
                 console.print(draw_rollout(record), end="\n\n", soft_wrap=True)
     except KeyboardInterrupt:
         pass
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
     return 0
 
 

@@ -7,6 +7,7 @@ names the server and what it said.
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import time
 import urllib.error
@@ -99,10 +100,12 @@ class ChatServer:
                 if error.code not in BUSY or pause is None:
                     kind = RequestError if error.code in (400, 413, 422) else GeneratorFailed
                     raise kind(refusal) from error
-            except (OSError, ValueError) as error:  # a URLError is an OSError
+            except (OSError, ValueError, http.client.HTTPException) as error:  # a URLError is an OSError
                 if pause is None or body is None:
                     reason = getattr(error, "reason", error)
-                    raise GeneratorFailed(f"{self._url} cannot be asked: {reason}") from error
+                    raise GeneratorFailed(
+                        f"{self._url} cannot be asked: {one_line(str(reason), LONGEST_REFUSAL)}"
+                    ) from error
             time.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
 
@@ -147,7 +150,10 @@ def _written(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _read(message: dict[str, Any]) -> Message:
     calls = tuple(map(_called, message.get("tool_calls") or ()))
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-    return Message("assistant", message.get("content") or "", calls, reasoning=reasoning)
+    content = message.get("content") or ""
+    if not isinstance(content, str):  # some servers answer in parts
+        content = "".join(part.get("text") or "" for part in content)
+    return Message("assistant", content, calls, reasoning=reasoning)
 
 
 def _called(call: dict[str, Any]) -> ToolCall:

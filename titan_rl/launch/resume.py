@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import os
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,7 +140,7 @@ def is_going_on(run: Path) -> bool:
 def how_to_go_on(run: Path) -> str:
     """What can be done with a run that has ended."""
     newest = next(reversed(checkpoints(run)), None)
-    command = f"titan-rl train --resume {run}"
+    command = f"titan-rl train --resume {shlex.quote(str(run))}"
     if not (run / CONFIG).is_file():
         return "there is nothing to go on from: start it again"
     if (run / SUMMARY).is_file():
@@ -162,7 +163,7 @@ def find(path: Path) -> Resume:
     if (path / MANIFEST).is_file():
         raise ConfigError(f"--resume {path}: a checkpoint goes on in its run; put it into RUN/{CHECKPOINTS}")
     if not (path / CONFIG).is_file():
-        raise ConfigError(f"--resume {path}: there is no {CONFIG}, so this is no run directory")
+        raise ConfigError(f"{path} is no run directory: there is no {CONFIG}")
     return Resume(path)
 
 

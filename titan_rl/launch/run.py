@@ -96,7 +96,7 @@ def run(
         return await _train(config, imports, directory, checkpoint, console, faults, saved, replay_until)
 
     def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def end(loop: TrainingLoop, directory: Path) -> tuple[int, str]:
         if replay_until:

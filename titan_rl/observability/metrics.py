@@ -124,7 +124,7 @@ class MetricsWriter:
             self._unwritten = b""
 
     def _earlier(self) -> list[Step]:
-        """The steps that are in the file."""
+        """The steps that are in the file; a line that is damaged is left out."""
         steps = []
         for _, numbers in json_lines(self._path):
             step = numbers.pop("step")

@@ -38,6 +38,7 @@ def write_trace(run: Path) -> Path | None:
 
 def events(lives: Sequence[Life]) -> Iterator[dict[str, Any]]:
     """All events of the trace. Its times are microseconds since the birth of the first process."""
+    lives = [life for life in lives if life.main]  # else it was killed before its first write
     begin = min((life.began for life in lives), default=0.0)
     for number, life in enumerate(lives, 1):
         told = {"name": f"{life.process} ({life.host}, pid {life.pid})"}

@@ -7,6 +7,7 @@ not sure enough to act on is not made.
 from __future__ import annotations
 
 import math
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -203,7 +204,7 @@ def _idle(run: Run) -> Iterator[Finding]:
         text = f"It waited {account.idle:.0%} of the time of the steps, longest for {MEANINGS.get(cause, cause)}."
         hint = HINTS.get((account.kind, cause))
         do = f"{hint[0].upper()}{hint[1:]}. " if hint else ""
-        do += f"`titan-rl bubbles {run.directory}` tells more."
+        do += f"`titan-rl bubbles {shlex.quote(str(run.directory))}` tells more."
         yield Finding(Kind.WARNING, f"{lane.mesh} is idle more than half of the time", text, do, "timeline")
 
 
@@ -297,7 +298,12 @@ def _unfinished(run: Run) -> Iterator[Finding]:
     wanted = run.config.get("loop.steps", 0)
     if not run.summary and run.steps < wanted:
         text = f"It has {run.steps} of {wanted} steps: it was stopped, it failed, or it is still going on."
-        yield Finding(Kind.NOTE, "The run is not done", text, f"titan-rl train --resume {run.directory} goes on.")
+        yield Finding(
+            Kind.NOTE,
+            "The run is not done",
+            text,
+            f"titan-rl train --resume {shlex.quote(str(run.directory))} goes on.",
+        )
 
 
 RULES: tuple[Callable[[Run], Iterator[Finding]], ...] = (

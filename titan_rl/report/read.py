@@ -1,13 +1,14 @@
 """What a run directory says, as plain data.
 
 Files may be missing, cut off in the middle of a line, or from an older run. Whatever is there is read; a line that is
-not whole JSON is left out. Nothing here raises for what a file contains.
+not whole JSON is left out. Values of other types than a run writes are not looked for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -107,7 +108,7 @@ def _read_series(path: Path) -> dict[str, Series]:
             continue
         for name, value in line.items():
             if value is None or isinstance(value, (int, float)):
-                series.setdefault(name, {})[step] = value
+                series.setdefault(name, {})[step] = None if value is None or abs(value) == math.inf else value
     return {name: dict(sorted(values.items())) for name, values in series.items()}
 
 

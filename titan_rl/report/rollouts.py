@@ -57,7 +57,8 @@ class Facts:
     def of(cls, record: Record, offset: int) -> Facts:
         branches = record["branches"]
         for branch in branches:
-            if len({len(branch[name]) for name in PER_TOKEN if branch.get(name) is not None}) != 1:
+            lists = [branch["token_ids"], branch["trained"], *(branch.get(name) for name in PER_TOKEN)]
+            if len({len(each) for each in lists if each is not None}) != 1:
                 raise ValueError(f"the lists of a branch differ in length: group {record['group']}")
         gaps = [gap for branch in branches for gap in _gaps(branch) if gap is not None]
         messages = record["messages"]

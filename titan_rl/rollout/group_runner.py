@@ -270,4 +270,4 @@ class GroupRunner:
 
 
 def _failed(rollout: Rollout, error: TaskError) -> Rollout:
-    return replace(rollout, error=str(error), stop_reason=reason_of(error))
+    return replace(rollout, reward=0.0, error=str(error), stop_reason=reason_of(error))

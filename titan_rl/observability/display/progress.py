@@ -95,7 +95,7 @@ class RunDisplay:
         _log.log(level, "%s", text)
         if level >= logging.WARNING:
             self._view.warnings.append((self._clock(), one_line(text, LONGEST_CAUSE)))
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def mesh(self, name: str, doing: str) -> None:
         """What a mesh is doing now, such as `("generator0", "building the engine")`. Its start is over when it is

@@ -95,7 +95,8 @@ function tokenView(rollout, advantage) {
 
 function tokenSpan(token, segment, at, scale) {
   const plain = token.text.replaceAll("\n", "↵\n").replaceAll("\t", "⇥");
-  const span = element("span", { class: `token${token.trained ? " trained" : ""}${token.text ? "" : " nameless"}`, "data-segment": segment, "data-at": at }, plain || `‹${token.id}›`);
+  const nameless = /^\p{C}*$/u.test(plain); // nothing to be seen
+  const span = element("span", { class: `token${token.trained ? " trained" : ""}${nameless ? " nameless" : ""}`, "data-segment": segment, "data-at": at }, nameless ? `‹${token.id}›` : plain);
   const colour = scale.colour(token);
   if (colour) span.style.backgroundColor = colour;
   return span;
