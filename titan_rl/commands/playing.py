@@ -76,6 +76,19 @@ def run_of(path: Path) -> Path | None:
     return next((each for each in (path, above) if (each / CONFIG).is_file()), None)
 
 
+def run_of_policies(policies: Sequence[str]) -> Path | None:
+    """The run of the first policy that belongs to one; None: none does.
+
+    Raises:
+        ConfigError: a policy that is no URL is not there.
+    """
+    paths = [Path(policy) for policy in policies if "://" not in policy]
+    for path in paths:
+        if not path.expanduser().exists():
+            raise ConfigError(f"there is no {path}: a policy is a run, a checkpoint, a Hugging Face directory or a URL")
+    return next((run for path in paths if (run := run_of(path))), None)
+
+
 def config_of_task(command: Command, run: Path | None, *, remedy: str) -> tuple[RunConfig, tuple[str, ...]]:
     """The config to play with on this host, and the user's modules: of the recipe, else of the run, else of the task
     alone; with the command's settings laid over.
