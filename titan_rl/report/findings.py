@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean, stdev
 
-from titan_rl.observability.bubbles import COMPUTE, HINTS, MEANINGS
+from titan_rl.observability.bubbles import COMPUTE, HINTS, MEANINGS, Account
 from titan_rl.report.read import Run
 from titan_rl.report.rollouts import Facts
 
@@ -82,7 +82,7 @@ def compared(runs: Sequence[Run]) -> list[Finding]:
     for run, score in zip(runs, scores, strict=True):
         if run is runs[best]:
             continue
-        names = dict.fromkeys((*runs[best].config, *run.config))
+        names = [name for name in {**runs[best].config, **run.config} if not name.startswith("logging.")]
         apart = [name for name in names if runs[best].config.get(name) != run.config.get(name)]
         said = [f"`{name}` ({runs[best].config.get(name)} and {run.config.get(name)})" for name in apart[:MOST_NAMED]]
         more = f" and {len(apart) - MOST_NAMED} more" if len(apart) > MOST_NAMED else ""
@@ -133,6 +133,17 @@ def _learned(run: Run) -> Iterator[Finding]:
     elif first - last > LEAST_GAIN:
         do = "Read held-out answers in the rollouts below: the reward may pay for something else than the score."
         yield Finding(Kind.PROBLEM, "The held-out score fell", said, do, "evaluation/exact_match")
+    if run.summary and last < (target := run.config.get("evaluation.target_exact_match", 0.0)):
+        text = f"Held-out exact match ended at {last:.1%}, below evaluation.target_exact_match = {target:g}."
+        if last - scores[-1 - max(len(scores) // 4, 1)] > LEAST_GAIN:
+            do = f"It still rose: `titan-rl train --resume {run.directory} --loop.steps N` goes on."
+        else:
+            do = (
+                "It rose no more. Read the wrong held-out answers in the rollouts below, and look at pass@k of"
+                f" `titan-rl eval {run.directory}`: if more samples find no right answers either, raise"
+                " entropy_bonus in trainer.loss.kwargs or make the reward finer."
+            )
+        yield Finding(Kind.WARNING, "The run missed its target", text, do, "evaluation/exact_match")
     best = max(scores)
     if best - last > 0.1:
         do = "Take an earlier checkpoint, or lower trainer.optimizer.lr."
@@ -195,16 +206,22 @@ def _mismatch(run: Run) -> Iterator[Finding]:
 
 
 def _idle(run: Run) -> Iterator[Finding]:
+    alike: dict[tuple[str, str], list[Account]] = defaultdict(list)
     for lane in run.timelines[0].lanes if run.timelines else ():
-        account = lane.account
-        if account is None or account.idle <= MOST_IDLE or account.kind not in COMPUTE:
-            continue
-        cause = next(iter(account.waits))
-        text = f"It waited {account.idle:.0%} of the time of the steps, longest for {MEANINGS.get(cause, cause)}."
-        hint = HINTS.get((account.kind, cause))
+        if (account := lane.account) and account.idle > MOST_IDLE and account.kind in COMPUTE:
+            alike[account.kind, next(iter(account.waits))].append(account)
+    for (kind, cause), accounts in alike.items():
+        one = len(accounts) == 1
+        who = f"{accounts[0].mesh} is" if one else f"{len(accounts)} {kind}s are"
+        shares = dict.fromkeys(f"{share(account.idle for account in accounts):.0%}" for share in (min, max))
+        text = (
+            f"{'It' if one else 'They'} waited {' to '.join(shares)} of the time of the steps, longest for "
+            f"{MEANINGS.get(cause, cause)}."
+        )
+        hint = HINTS.get((kind, cause))
         do = f"{hint[0].upper()}{hint[1:]}. " if hint else ""
         do += f"`titan-rl bubbles {run.directory}` tells more."
-        yield Finding(Kind.WARNING, f"{lane.mesh} is idle more than half of the time", text, do, "timeline")
+        yield Finding(Kind.WARNING, f"{who} idle more than half of the time", text, do, "timeline")
 
 
 def _cut(run: Run) -> Iterator[Finding]:

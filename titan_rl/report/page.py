@@ -145,7 +145,6 @@ def _about(run: Run) -> dict[str, Any]:
         "stopped_early": str(run.summary.get("stopped_early") or ""),
         "seconds": _short(run.summary.get("seconds_total") or max(run.seconds.values(), default=0.0) or 0.0),
         "tokens": sum(run.values("rollout/tokens")),
-        "bound": run.config.get("loop.max_staleness"),
     }
 
 
