@@ -86,7 +86,7 @@ def test_a_run_of_few_steps_is_not_judged_by_its_trend():
     assert titles(run_of(rollout__reward_mean=[0.3] * 5)) == set()
 
 
-@pytest.mark.parametrize(("reward", "kind"), [(0.02, Kind.PROBLEM), (0.97, Kind.NOTE)])
+@pytest.mark.parametrize(("reward", "kind"), [(0.02, Kind.PROBLEM), (0.87, Kind.PROBLEM), (0.97, Kind.NOTE)])
 def test_equal_groups_are_a_problem_unless_the_task_is_solved(reward: float, kind: Kind):
     run = run_of(groups__equal_rewards=[1.0] * STEPS, rollout__reward_mean=[reward] * STEPS, facts=[FACTS])
     assert said(run, "All groups are equal").kind is kind

@@ -161,7 +161,7 @@ class SymbolRenderer:
         return tools[0].name, next(iter(arguments))
 
     def _written(self, message: Message) -> list[int]:
-        """A conversation that is sent whole has the tokens that were sampled: turns of the policy end as it ends them."""
+        """Turns of the policy end as it ends them, so that a conversation sent whole has its very tokens."""
         return self.say(message) if message.role == "assistant" else self.encode(self._text_of(message))
 
     def _text_of(self, message: Message) -> str:

@@ -23,6 +23,8 @@ SURE = 2.0
 """Standard errors; a smaller change of a mean counts as none."""
 TOP_SHARE = 0.98
 """Of the largest reward seen; a mean above it has nothing left to gain."""
+SOLVED_SHARE = 0.9
+"""Of the largest reward seen; groups that are all equal below it have settled on answers that are partly right."""
 MOST_EQUAL = 0.8
 MOST_IDLE = 0.5
 MOST_CUT = 0.1
@@ -179,13 +181,14 @@ def _equal_groups(run: Run) -> Iterator[Finding]:
     if equal is None or reward is None or equal <= MOST_EQUAL:
         return
     largest = max((facts.reward for facts in run.facts), default=1.0)
-    solved = reward >= largest / 2
+    solved = reward >= SOLVED_SHARE * largest
     whole = "All groups are equal" if equal > 0.999 else "Nearly all groups are equal"
     text = f"In {equal:.0%} of the last third's groups every rollout got the same reward: they teach nothing."
     do = (
         "The task is solved at this difficulty: harder prompts, or stop here."
         if solved
-        else "Easier prompts, a reward with steps in between, or more rollout.samples_per_group."
+        else "Easier prompts, a reward with steps in between, or more rollout.samples_per_group; if entropy is near 0 too,"
+        " an entropy_bonus in trainer.loss.kwargs."
     )
     yield Finding(Kind.NOTE if solved else Kind.PROBLEM, whole, text, do, "groups/equal_rewards")
 
