@@ -187,7 +187,7 @@ def _equal_groups(run: Run) -> Iterator[Finding]:
     do = (
         "The task is solved at this difficulty: harder prompts, or stop here."
         if solved
-        else "Easier prompts, a reward with steps in between, or more rollout.samples_per_group; if entropy is near 0 too,"
+        else "Easier prompts, a reward with steps in between, or more rollout.samples_per_group; if entropy is near 0,"
         " an entropy_bonus in trainer.loss.kwargs."
     )
     yield Finding(Kind.NOTE if solved else Kind.PROBLEM, whole, text, do, "groups/equal_rewards")
