@@ -114,7 +114,7 @@ class SymbolRenderer:
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         if tools:
             self._only_argument(tools)  # only checked: symbols cannot describe a tool to the policy
-        return [token_id for message in messages for token_id in self._written(message)]
+        return [token_id for message in messages for token_id in self._tokens_of(message)]
 
     def extend(
         self,
@@ -160,7 +160,7 @@ class SymbolRenderer:
             )
         return tools[0].name, next(iter(arguments))
 
-    def _written(self, message: Message) -> list[int]:
+    def _tokens_of(self, message: Message) -> list[int]:
         """Turns of the policy end as it ends them, so that a conversation sent whole has its very tokens."""
         return self.say(message) if message.role == "assistant" else self.encode(self._text_of(message))
 
