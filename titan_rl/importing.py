@@ -118,6 +118,8 @@ def import_name(name: str, short_names: Mapping[str, str] | None = None) -> Any:
     short_names = short_names or {}
     target = short_names.get(name, name)
     where, colon, attribute = target.rpartition(":")
+    if target.endswith(".py"):
+        raise ConfigError(f"{name!r} is a file: say what of it, as {name}:Name")
     if not colon or not where or not attribute:
         known = f"one of {', '.join(sorted(short_names))}, " if short_names else ""
         raise ConfigError(f"{name!r} names nothing: expected {known}'pkg.mod:Name' or 'file.py:Name'")

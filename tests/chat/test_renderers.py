@@ -66,6 +66,14 @@ def test_symbols_are_rendered_as_the_tokenizer_itself_does(symbols_path):
     assert renderer.stop_token_ids == (1, plain(symbols_path).token_to_id("</tool>"))
 
 
+def test_a_conversation_that_is_sent_whole_has_the_tokens_that_were_sampled(symbols_path):
+    renderer = SymbolRenderer(symbols_path)
+    prompt, answer, more = Message("user", "1+2="), Message("assistant", "3"), Message("user", "5=")
+    sampled = renderer.say(answer)
+    before = renderer.render([prompt])
+    assert renderer.render([prompt, answer, more]) == before + sampled + renderer.extend(before, sampled, [more])
+
+
 def test_what_was_sampled_comes_back_as_text_without_its_stop_token(symbols_path):
     renderer = SymbolRenderer(symbols_path)
     sampled = [*renderer.render([Message("user", "<tool>1+2</tool>")]), 0]

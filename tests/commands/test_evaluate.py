@@ -150,10 +150,13 @@ def test_a_checkpoint_belongs_to_its_run(tmp_path):
         ([], "say what to evaluate"),
         (["http://h/v1"], "name the task"),
         (["a", "a", "--task", "copy"], "a twice"),
-        (["a", "--task", "kopy"], "did you mean copy?"),
-        (["a", "--task", "copy", "--temperature", "0"], "greedy rollouts are always played"),
-        (["a", "--task", "copy", "--samples", "-1"], "--samples: expected a number from 0 on"),
-        (["a", "--task", "copy"], "a is no run directory: there is no config.toml"),
+        (
+            ["no-such-run"],
+            "there is no no-such-run: a policy is a run, a checkpoint, a Hugging Face directory or a URL",
+        ),
+        (["http://h/v1", "--task", "kopy"], "did you mean copy?"),
+        (["http://h/v1", "--task", "copy", "--temperature", "0"], "greedy rollouts are always played"),
+        (["http://h/v1", "--task", "copy", "--samples", "-1"], "--samples: expected a number from 0 on"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_before_anything_starts(capsys, arguments, words):

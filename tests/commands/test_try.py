@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from titan_rl.cli import main
+from titan_rl.commands import try_task
 from titan_rl.commands.typed import read_turn
 from titan_rl.errors import ConfigError
 from titan_rl.types import Message, ToolCall, ToolSpec
@@ -62,6 +63,11 @@ class Shown(Sums):
 class Ok(Shown):
     def example(self, index):
         return Example(prompt=(Message("user", "\\x1b[2J[bold]:Ok:"),), answer="\\x1b]0;")
+
+
+class Unshown(Shown):
+    def demonstration(self, index):
+        raise ValueError("none today")
 
 
 class Endless(Shown):
@@ -129,6 +135,21 @@ def test_a_demonstration_that_ends_before_its_task_does_says_so(task, capsys):
     assert "error the task goes on where the demonstration has ended: it has no further turn" in lines_of(capsys)
 
 
+def test_a_demonstration_that_cannot_be_made_is_named_by_its_number(task, capsys):
+    assert task(":Unshown", "--prompts", "1") == 1
+    assert "titan-rl try: demonstration 0: ValueError: none today" in capsys.readouterr().err
+
+
+def test_weights_of_a_run_play_with_its_settings(task, tmp_path, monkeypatch):
+    (tmp_path / "run" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "run" / "config.toml").write_text('recipe = "copy4"\n[rollout.sampling]\nmax_new_tokens = 7\n')
+    played = []
+    monkeypatch.setattr(try_task, "_served", lambda config, *_: played.append(config) or 0)
+    assert task(":Sums", "--policy", "run") == task(":Sums", "--policy", "run/checkpoint") == 0
+    assert [each.rollout.sampling.max_new_tokens for each in played] == [7, 7]
+    assert played[0].environment.name.endswith("sums.py:Sums") and not played[0].environment.kwargs
+
+
 def test_an_error_of_the_task_is_shown_with_its_line_and_fails_the_trial(task, tmp_path, capsys):
     assert task(":Broken", "--prompts", "1", "--held-out", typed="1001\n") == 1
     line = TASK.splitlines().index("    return example.no_such_thing") + 1
@@ -157,6 +178,8 @@ def test_the_arguments_of_a_task_reach_it(task, capsys):
         ([":Nothing"], "has no 'Nothing'"),
         ([":right"], "is no subclass"),
         (["kopy"], "did you mean copy?"),
+        (["sums.py"], "'sums.py' is a file: say what of it, as sums.py:Name\n"),
+        ([":Sums", "--policy", "no-such-run"], "there is no no-such-run: a policy is a run, a checkpoint,"),
         ([":Sums", "--environment.kwargs.bse", "3"], "Sums takes no such argument (did you mean base?)"),
         ([":Sums", "--policy", "demonstrations"], "has no method `demonstration`; --policy typed asks you"),
         ([":Sums", "--prompts", "none"], "--prompts: expected a number from 1 on, got 'none'"),

@@ -50,7 +50,7 @@ def test_the_shares_of_every_mesh_add_up_to_the_whole_window(made):
     for mesh, pieces in made:
         lives.append(life(mesh, *pieces, rank=ranks[mesh]))
         ranks[mesh] += 1
-    for each in accounts(lives, 1.0, 9.0):
+    for each in accounts(lives, (1.0, 9.0)):
         assert each.ranks == ranks[each.mesh]
         assert each.busy + each.idle == pytest.approx(1.0)
         direct = [
@@ -70,14 +70,14 @@ def test_a_generator_without_requests_waits_for_what_the_rollout_workers_wait_fo
         life("rollout0", (4, ""), (3, "slots"), (3, "environment")),
         life("rollout1", (5, "slots"), (5, "slots")),
     ]
-    generator, *_ = accounts(lives, 0.0, 10.0)
+    generator, *_ = accounts(lives, (0.0, 10.0))
     assert generator == Account(
         "generator0", 2, 0.0, pytest.approx({"rollouts": 0.4, "slots": 0.3, "environment": 0.3})
     )
 
 
 def test_the_time_without_a_process_is_none_of_work():
-    trainer, _ = accounts([life("trainer", (4, "")), life("router", (10, ""))], 0.0, 10.0)
+    trainer, _ = accounts([life("trainer", (4, "")), life("router", (10, ""))], (0.0, 10.0))
     assert trainer.waits == pytest.approx({"its restart": 0.6})
 
 
@@ -98,6 +98,17 @@ def test_the_biggest_bubble_is_a_sentence_about_what_computes():
     assert "no bubble" in Bubbles(1, 1.0, [Account("trainer", 1, 1.0, {})]).sentence()
     with pytest.raises(ConfigError, match="no step"):
         find_bubbles(lives[:-1])
+
+
+def test_the_time_between_a_run_and_its_resumption_is_not_counted():
+    before = [life("trainer", (10, "")), life("controller", (10, ""), others=(step(2, 8),))]
+    later = [life("trainer", (105, "rollouts")), life("controller", (105, ""), others=(step(100, 4),))]
+    for each in later:
+        each.main[0] = each.main[0]._replace(began=95.0, seconds=10.0)
+    found = find_bubbles(before + later)
+    assert (found.steps, found.seconds) == (2, 12)
+    (trainer,) = (each for each in found.meshes if each.mesh == "trainer")
+    assert trainer.waits == pytest.approx({"rollouts": 4 / 12})
 
 
 def test_idle_shares_are_those_of_the_time_between_two_looks():

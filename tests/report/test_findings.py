@@ -15,6 +15,7 @@ from titan_rl.report.read import Run
 from titan_rl.report.rollouts import Facts
 
 STEPS = 30
+BUSY = {"generator0": 0.3, "generator1": 0.4}
 FLAT = [0.3 + 0.02 * (-1) ** step for step in range(STEPS)]
 RISING = [step / STEPS for step in range(STEPS)]
 FACTS = Facts(
@@ -52,6 +53,16 @@ def test_a_rising_score_is_good_news():
     assert found.kind is Kind.GOOD and "1.0% to 90.0%" in found.text
 
 
+def test_a_missed_target_says_whether_the_score_still_rose():
+    config = {"evaluation.target_exact_match": 0.8}
+    rising = run_of(config=config, evaluation__exact_match=[0.0, 0.2, 0.3, 0.5])
+    assert "still rose" in said(rising, "The run missed its target").do
+    flat = run_of(config=config, evaluation__exact_match=[0.0, 0.2, 0.4, 0.4])
+    assert "entropy_bonus" in said(flat, "The run missed its target").do
+    reached = run_of(config=config, evaluation__exact_match=[0.0, 0.8])
+    assert titles(reached) == {"The policy learned"}
+
+
 def test_a_score_that_fell_from_its_best_says_how_far():
     run = run_of(evaluation__exact_match=[0.1, 0.8, 0.5])
     assert {"The policy learned", "The best score was earlier"} <= titles(run)
@@ -75,7 +86,7 @@ def test_a_run_of_few_steps_is_not_judged_by_its_trend():
     assert titles(run_of(rollout__reward_mean=[0.3] * 5)) == set()
 
 
-@pytest.mark.parametrize(("reward", "kind"), [(0.02, Kind.PROBLEM), (0.97, Kind.NOTE)])
+@pytest.mark.parametrize(("reward", "kind"), [(0.02, Kind.PROBLEM), (0.87, Kind.PROBLEM), (0.97, Kind.NOTE)])
 def test_equal_groups_are_a_problem_unless_the_task_is_solved(reward: float, kind: Kind):
     run = run_of(groups__equal_rewards=[1.0] * STEPS, rollout__reward_mean=[reward] * STEPS, facts=[FACTS])
     assert said(run, "All groups are equal").kind is kind
@@ -101,6 +112,12 @@ def test_a_mesh_that_waits_more_than_half_of_its_time_is_named_with_whom_it_wait
     found = said(run_of(lanes=lanes), "trainer is idle more than half of the time")
     assert "65%" in found.text and "the rollout workers" in found.text and "rollout.workers" in found.do
     assert len(findings(run_of(lanes=lanes))) == 1
+
+
+def test_generators_that_wait_for_the_same_make_one_finding():
+    lanes = [Lane(name, 1, {}, Account(name, 1, busy, {"slots": 1 - busy})) for name, busy in BUSY.items()]
+    (found,) = findings(run_of(lanes=lanes))
+    assert found.title == "2 generators are idle more than half of the time" and "They waited 60% to 70%" in found.text
 
 
 def test_answers_that_are_cut_and_rollouts_that_fail_are_counted():

@@ -36,7 +36,7 @@ def assert_timeline_is_whole(run: Path) -> None:
     assert told
     looks = [span.began + span.seconds / 2 for span in controller.others if span.lane == "look"][: len(told) + 1]
     seconds = [after - before for before, after in zip(looks, looks[1:], strict=False)]
-    for account in accounts(lives, looks[0], looks[-1]):
+    for account in accounts(lives, (looks[0], looks[-1])):
         if account.mesh in told[0]:
             shares = (idle[account.mesh] * lasted for idle, lasted in zip(told, seconds, strict=True))
             assert abs(sum(shares) / sum(seconds) - account.idle) <= DIFFERENCE, account

@@ -135,7 +135,7 @@ def steps_of(name: str, *arguments: str, runs: Path, learned: bool = True) -> li
     run = start_run("--config", str(REPOSITORY / "rl_configs" / f"{name}.toml"), *arguments, runs=runs)
     output = finish(run)
     assert run.returncode == (0 if learned else 1), output
-    assert ("did not learn" in output) is not learned, output
+    assert ("missed its target" in output) is not learned, output
     assert_nothing_is_left(run)
     assert_metrics_are_known(run_directory(runs))
     lines = [json.loads(line) for line in (run_directory(runs) / "metrics.jsonl").read_text().splitlines()]

@@ -83,7 +83,8 @@ class Renderer(Protocol):
 
 
 class SymbolRenderer:
-    """For tokenizers with one token per symbol and no chat template. Messages are concatenated.
+    """For tokenizers with one token per symbol and no chat template. Messages are concatenated; a turn of the policy
+    ends with the stop token.
 
     - A special token such as `<tool>` is one symbol: the longest match wins.
     - If the tokenizer has `<tool>` and `</tool>`, the policy may call one tool with one argument, written between them.
@@ -113,7 +114,7 @@ class SymbolRenderer:
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         if tools:
             self._only_argument(tools)  # only checked: symbols cannot describe a tool to the policy
-        return [token_id for message in messages for token_id in self.encode(self._text_of(message))]
+        return [token_id for message in messages for token_id in self._tokens_of(message)]
 
     def extend(
         self,
@@ -158,6 +159,10 @@ class SymbolRenderer:
                 f"{', '.join(tool.name for tool in tools)}"
             )
         return tools[0].name, next(iter(arguments))
+
+    def _tokens_of(self, message: Message) -> list[int]:
+        """Turns of the policy end as it ends them, so that a conversation sent whole has its very tokens."""
+        return self.say(message) if message.role == "assistant" else self.encode(self._text_of(message))
 
     def _text_of(self, message: Message) -> str:
         if message.role == "tool" and self._marks_results:

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from titan_rl import train
 from titan_rl.commands.estimates import Estimate, difference, mean, pass_at_k, share
-from titan_rl.commands.playing import Player, check_weights, conducted, config_of_task, number_of, player_of, run_of
+from titan_rl.commands.playing import Player, conducted, config_of_task, number_of, player_of, run_of_policies
 from titan_rl.config import RunConfig
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.launch.checks import check_environment
@@ -40,6 +40,8 @@ SAMPLES = 4
 """Sampled rollouts of each prompt."""
 AT_ONCE = 1024
 """Rollouts that are played at a time: enough to fill the engines."""
+WIDEST = 400
+"""Columns of the table at most, whatever the terminal has: a row that is folded cannot be read."""
 INTERVAL = "95 % interval"
 
 Values = dict[int, float]
@@ -160,17 +162,15 @@ def _act(command: Command, prog: str) -> int:
         raise ConfigError("say what to evaluate: runs, checkpoints, Hugging Face directories, or URLs of servers")
     if twice := {policy for policy in policies if policies.count(policy) > 1}:
         raise ConfigError(f"{', '.join(sorted(twice))} twice")
-    run = next((found for policy in policies if "://" not in policy and (found := run_of(Path(policy)))), None)
     config, imports = config_of_task(
-        command, run, remedy="name the task: --task file.py:Class or a bundled one, or --recipe NAME"
+        command,
+        run_of_policies(policies),
+        remedy="name the task: --task file.py:Class or a bundled one, or --recipe NAME",
     )
     samples = number_of(command, "--samples", SAMPLES, least=0)
     temperature = _temperature(command, config)
     if not train.may_start([*check_environment(config)], prog):
         return EXIT_USAGE
-    for policy in policies:
-        if "://" not in policy:
-            check_weights(policy)
     console = Console(highlight=False, markup=False, emoji=False)
 
     tell = partial(console.print, style="dim", markup=False, soft_wrap=True)
@@ -183,7 +183,7 @@ def _act(command: Command, prog: str) -> int:
                     tell(f"{scores.name}: {player.info.held_out} held-out prompts, greedy and {samples} times sampled")
                     await play(player, scores, samples=samples, temperature=temperature, results=results)
         console.print(f"\n{config.environment.name}, sampled {samples} times at temperature {temperature:g}\n")
-        console.print(table(all_scores, samples))
+        Console(highlight=False, width=WIDEST).print(table(all_scores, samples))
         for scores in all_scores:
             if scores.failed:
                 console.print(

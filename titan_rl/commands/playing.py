@@ -79,11 +79,19 @@ def run_of(path: Path) -> Path | None:
     return next((each for each in (path, above) if (each / CONFIG).is_file()), None)
 
 
-def check_weights(name: str) -> None:
-    """Raises ConfigError where `weights_of` would find nothing at all."""
-    path = Path(name).expanduser()
-    if not (path / "config.json").is_file():
-        find(path)
+def run_of_policies(policies: Sequence[str]) -> Path | None:
+    """The run of the first policy that belongs to one; None: none does.
+
+    Raises:
+        ConfigError: a policy that is no URL is not there, or is a directory without weights.
+    """
+    paths = [Path(policy) for policy in policies if "://" not in policy]
+    for path in paths:
+        if not path.expanduser().exists():
+            raise ConfigError(f"there is no {path}: a policy is a run, a checkpoint, a Hugging Face directory or a URL")
+        if not (path.expanduser() / "config.json").is_file():
+            find(path)
+    return next((run for path in paths if (run := run_of(path))), None)
 
 
 def config_of_task(command: Command, run: Path | None, *, remedy: str) -> tuple[RunConfig, tuple[str, ...]]:

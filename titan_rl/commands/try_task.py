@@ -20,12 +20,12 @@ from rich.text import Text
 from titan_rl import train
 from titan_rl.commands.playing import (
     Player,
-    check_weights,
     conducted,
     config_of_task,
     number_of,
     player_of,
     run_of,
+    run_of_policies,
     spoken,
 )
 from titan_rl.commands.typed import HOW_TO_TYPE, Typed
@@ -180,6 +180,9 @@ def _act(command: Command, prog: str) -> int:
         if (run := run_of(Path(task))) is None:
             named = option_overrides([("TASK", "environment.name", [task])], Path.cwd())
             command.layers[-1] = [*named, *command.layers[-1]]  # before the task's own arguments
+    policy = command.values.get("--policy", "")
+    if policy not in ("", DEMONSTRATIONS, TYPED):
+        run = run or run_of_policies([policy])
     prompts, samples = number_of(command, "--prompts", SHOWN_PROMPTS), number_of(command, "--samples", 1)
     held_out = "--held-out" in command.flags
     config, imports = config_of_task(
@@ -190,11 +193,10 @@ def _act(command: Command, prog: str) -> int:
     trial = Trial(console, prompts=prompts, samples=samples, purpose=Purpose.EVALUATE if held_out else Purpose.TRAIN)
     if not train.may_start([*check_environment(config)], prog):
         return EXIT_USAGE
-    policy = command.values.get("--policy") or (DEMONSTRATIONS if _demonstrates(config) else TYPED)
+    policy = policy or (DEMONSTRATIONS if _demonstrates(config) else TYPED)
     if policy == DEMONSTRATIONS and not _demonstrates(config):
         raise ConfigError(f"{config.environment.name} has no method `demonstration`; --policy {TYPED} asks you")
     if policy not in (DEMONSTRATIONS, TYPED) and "://" not in policy:
-        check_weights(policy)
 
         async def work(directory: Path, options: Options) -> tuple[int, str]:
             async with player_of(policy, config, imports, command, options) as player:

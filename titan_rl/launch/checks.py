@@ -270,7 +270,8 @@ def _named(config: RunConfig, setting: str, words: Iterable[str], base: type = o
     try:
         found = import_name(name, targets)
     except ConfigError as error:
-        return None, [Problem(sentence=f"{setting}: {error}{did_you_mean(name, words)}")]
+        meant = "" if "." in name else did_you_mean(name, words)
+        return None, [Problem(sentence=f"{setting}: {error}{meant}")]
     if base is object and not callable(found):
         return None, [Problem(sentence=f"{setting}: {name} cannot be called")]
     if base is not object and not (isinstance(found, type) and issubclass(found, base)):

@@ -349,7 +349,6 @@ def _conclude(
     target = config.evaluation.target_exact_match
     if last.exact_match < target:
         below = f"exact match {last.exact_match:.3f} is below evaluation.target_exact_match {target}"
-        console.print(f"[bold red]the policy did not learn[/]: {below}", highlight=False, soft_wrap=True)
         return EXIT_FAILED, f"missed its target: {below}"
     early = f", early: {summary.stopped_early}" if summary.stopped_early else ""
     return EXIT_OK, f"is done after step {summary.steps}{early}"

@@ -1,4 +1,5 @@
-"""Which mesh waited for whom, and for how long, from the beginning of a run's first step to the end of its last.
+"""Which mesh waited for whom, and for how long, from the beginning of a run's first step to the end of its last. The
+time between the end of a run and its resumption, up to its next step, is not counted.
 
 - Every moment of every rank is work, a wait, or the time without a process. So the shares of a mesh add up to 1.
 - Who waits for others that all wait themselves waits for what those wait for. A generator without requests waits for
@@ -112,22 +113,24 @@ def steps_of(lives: Sequence[Life]) -> list[Recorded]:
 
 def find_bubbles(lives: Sequence[Life]) -> Bubbles:
     """Raises ConfigError if there is no step."""
-    steps = steps_of(lives)
-    if not steps:
+    parts = [steps for life in lives if (steps := steps_of([life]))]
+    if not parts:
         raise ConfigError("no step of this run is in its timelines, so there is nothing to compare")
-    first, last = steps[0].began, max(step.ended for step in steps)
-    return Bubbles(len(steps), last - first, accounts(lives, first, last))
+    windows = [(steps[0].began, max(step.ended for step in steps)) for steps in parts]
+    seconds = sum(last - first for first, last in windows)
+    return Bubbles(sum(map(len, parts)), seconds, accounts(lives, *windows))
 
 
-def accounts(lives: Sequence[Life], first: float, last: float) -> list[Account]:
-    """How every mesh spent the time between two moments."""
+def accounts(lives: Sequence[Life], *windows: tuple[float, float]) -> list[Account]:
+    """How every mesh spent some windows of time, from one moment to another each, that do not overlap."""
     ranks: dict[tuple[str, int], list[Recorded]] = {}
     for life in lives:
         ranks.setdefault((life.mesh, life.rank), []).extend(life.main)
     labels = ["", GONE, *sorted({span.waits_for for spans in ranks.values() for span in spans if span.waits_for})]
     codes = {label: code for code, label in enumerate(labels)}
-    grid = _grid(ranks.values(), first, last)
-    middles, seconds = (grid[:-1] + grid[1:]) / 2, np.diff(grid)
+    grids = [_grid(ranks.values(), *window) for window in windows]
+    middles = np.concatenate([(grid[:-1] + grid[1:]) / 2 for grid in grids])
+    seconds = np.concatenate([np.diff(grid) for grid in grids])
     states = {
         rank: _states(sorted(spans, key=lambda span: span.began), middles, codes) for rank, spans in ranks.items()
     }
@@ -146,7 +149,7 @@ def accounts(lives: Sequence[Life], first: float, last: float) -> list[Account]:
         found.setdefault(mesh, []).append(np.bincount(state, weights=seconds, minlength=len(labels)))
     meshes = []
     for mesh, each in found.items():
-        shares = np.mean(each, axis=0) / max(last - first, 1e-9)
+        shares = np.mean(each, axis=0) / max(seconds.sum(), 1e-9)
         waits = {label: float(share) for label, share in zip(labels[1:], shares[1:], strict=True) if share > 0}
         by_length = dict(sorted(waits.items(), key=lambda item: -item[1]))
         meshes.append(Account(mesh, len(each), float(shares[0]), by_length))

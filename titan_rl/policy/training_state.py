@@ -9,6 +9,7 @@ the same values, bit for bit; the float32 master weights are what is stored.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -120,7 +121,9 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
         }
     except _ANY_ERROR as error:
         raise CheckpointError(f"{directory} cannot be read: {_cause(error)}") from error
-    read_state(weights, directory)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
+        read_state(weights, directory)
     return part_of(weights, WEIGHTS)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean, stdev
 
-from titan_rl.observability.bubbles import COMPUTE, HINTS, MEANINGS
+from titan_rl.observability.bubbles import COMPUTE, HINTS, MEANINGS, Account
 from titan_rl.report.read import Run
 from titan_rl.report.rollouts import Facts
 
@@ -24,6 +24,8 @@ SURE = 2.0
 """Standard errors; a smaller change of a mean counts as none."""
 TOP_SHARE = 0.98
 """Of the largest reward seen; a mean above it has nothing left to gain."""
+SOLVED_SHARE = 0.9
+"""Of the largest reward seen; groups that are all equal below it have settled on answers that are partly right."""
 MOST_EQUAL = 0.8
 MOST_IDLE = 0.5
 MOST_CUT = 0.1
@@ -83,7 +85,7 @@ def compared(runs: Sequence[Run]) -> list[Finding]:
     for run, score in zip(runs, scores, strict=True):
         if run is runs[best]:
             continue
-        names = dict.fromkeys((*runs[best].config, *run.config))
+        names = [name for name in {**runs[best].config, **run.config} if not name.startswith("logging.")]
         apart = [name for name in names if runs[best].config.get(name) != run.config.get(name)]
         said = [f"`{name}` ({runs[best].config.get(name)} and {run.config.get(name)})" for name in apart[:MOST_NAMED]]
         more = f" and {len(apart) - MOST_NAMED} more" if len(apart) > MOST_NAMED else ""
@@ -134,6 +136,17 @@ def _learned(run: Run) -> Iterator[Finding]:
     elif first - last > LEAST_GAIN:
         do = "Read held-out answers in the rollouts below: the reward may pay for something else than the score."
         yield Finding(Kind.PROBLEM, "The held-out score fell", said, do, "evaluation/exact_match")
+    if run.summary and last < (target := run.config.get("evaluation.target_exact_match", 0.0)):
+        text = f"Held-out exact match ended at {last:.1%}, below evaluation.target_exact_match = {target:g}."
+        if last - scores[-1 - max(len(scores) // 4, 1)] > LEAST_GAIN:
+            do = f"It still rose: `titan-rl train --resume {run.directory} --loop.steps N` goes on."
+        else:
+            do = (
+                "It rose no more. Read the wrong held-out answers in the rollouts below, and look at pass@k of"
+                f" `titan-rl eval {run.directory}`: if more samples find no right answers either, raise"
+                " entropy_bonus in trainer.loss.kwargs or make the reward finer."
+            )
+        yield Finding(Kind.WARNING, "The run missed its target", text, do, "evaluation/exact_match")
     best = max(scores)
     if best - last > 0.1:
         do = "Take an earlier checkpoint, or lower trainer.optimizer.lr."
@@ -169,13 +182,14 @@ def _equal_groups(run: Run) -> Iterator[Finding]:
     if equal is None or reward is None or equal <= MOST_EQUAL:
         return
     largest = max((facts.reward for facts in run.facts), default=1.0)
-    solved = reward >= largest / 2
+    solved = reward >= SOLVED_SHARE * largest
     whole = "All groups are equal" if equal > 0.999 else "Nearly all groups are equal"
     text = f"In {equal:.0%} of the last third's groups every rollout got the same reward: they teach nothing."
     do = (
         "The task is solved at this difficulty: harder prompts, or stop here."
         if solved
-        else "Easier prompts, a reward with steps in between, or more rollout.samples_per_group."
+        else "Easier prompts, a reward with steps in between, or more rollout.samples_per_group; if entropy is near 0,"
+        " an entropy_bonus in trainer.loss.kwargs."
     )
     yield Finding(Kind.NOTE if solved else Kind.PROBLEM, whole, text, do, "groups/equal_rewards")
 
@@ -196,16 +210,22 @@ def _mismatch(run: Run) -> Iterator[Finding]:
 
 
 def _idle(run: Run) -> Iterator[Finding]:
+    alike: dict[tuple[str, str], list[Account]] = defaultdict(list)
     for lane in run.timelines[0].lanes if run.timelines else ():
-        account = lane.account
-        if account is None or account.idle <= MOST_IDLE or account.kind not in COMPUTE:
-            continue
-        cause = next(iter(account.waits))
-        text = f"It waited {account.idle:.0%} of the time of the steps, longest for {MEANINGS.get(cause, cause)}."
-        hint = HINTS.get((account.kind, cause))
+        if (account := lane.account) and account.idle > MOST_IDLE and account.kind in COMPUTE:
+            alike[account.kind, next(iter(account.waits))].append(account)
+    for (kind, cause), accounts in alike.items():
+        one = len(accounts) == 1
+        who = f"{accounts[0].mesh} is" if one else f"{len(accounts)} {kind}s are"
+        shares = dict.fromkeys(f"{share(account.idle for account in accounts):.0%}" for share in (min, max))
+        text = (
+            f"{'It' if one else 'They'} waited {' to '.join(shares)} of the time of the steps, longest for "
+            f"{MEANINGS.get(cause, cause)}."
+        )
+        hint = HINTS.get((kind, cause))
         do = f"{hint[0].upper()}{hint[1:]}. " if hint else ""
         do += f"`titan-rl bubbles {shlex.quote(str(run.directory))}` tells more."
-        yield Finding(Kind.WARNING, f"{lane.mesh} is idle more than half of the time", text, do, "timeline")
+        yield Finding(Kind.WARNING, f"{who} idle more than half of the time", text, do, "timeline")
 
 
 def _cut(run: Run) -> Iterator[Finding]:

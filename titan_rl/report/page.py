@@ -133,9 +133,8 @@ def _about(run: Run) -> dict[str, Any]:
         "wanted_steps": run.config.get("loop.steps"),
         "done": bool(run.summary),
         "stopped_early": str(run.summary.get("stopped_early") or ""),
-        "seconds": _short(run.summary.get("seconds_total") or max(run.seconds.values(), default=0.0) or 0.0),
+        "seconds": _short(max([run.summary.get("seconds_total") or 0.0, *run.seconds.values()])),
         "tokens": sum(run.values("rollout/tokens")),
-        "bound": run.config.get("loop.max_staleness"),
     }
 
 

@@ -173,6 +173,8 @@ class Call(NamedTuple):
     def __str__(self) -> str:
         if self.kind is CallKind.CHECK:
             return "a look at its prompts"
+        if self.kind is CallKind.DEMONSTRATE:
+            return f"demonstration {self.prompt_index}"
         return f"{self.kind} of {self.purpose} prompt {self.prompt_index}"
 
     @property

@@ -155,12 +155,12 @@ function plot(chart) {
   chart.plot = new uPlot({
     width: chart.body.clientWidth, height: chart.card.classList.contains("wide") ? 340 : 176,
     legend: { show: false },
-    padding: [8, 8, 0, 0],
+    padding: [8, curves.axis === "step" ? 16 : 24, 0, 0], // half of the last label reaches beyond the plot
     cursor: { sync: { key: `curves-${curves.axis}`, scales: ["x", null] }, y: false, points: { size: 7 } },
     scales: { x: { time: false }, y: chart.log ? { distr: 3 } : { range } },
     axes: [
       { stroke: muted, font: FONT, grid: { show: false }, ticks: { stroke: line, size: 4 }, size: 24, labelFont: FONT, labelSize: 18, label: curves.axis === "step" ? "optimizer step" : "time since the start", labelGap: 0, gap: 4,
-        values: (_, ticks) => ticks.map((tick) => (curves.axis === "step" ? (Number.isInteger(tick) ? compact.format(tick) : "") : clock(tick))) },
+        values: (_, ticks) => ticks.map((tick) => (curves.axis === "step" ? (Number.isInteger(tick) ? compact.format(tick) : "") : clock(tick, ticks[ticks.length - 1]))) },
       { stroke: muted, font: FONT, grid: { stroke: line, width: 1 }, ticks: { show: false }, size: 54, gap: 4, labelFont: FONT, labelSize: 16, labelGap: 0,
         label: [unit, chart.log ? "log scale" : ""].filter(Boolean).join(", ") || undefined,
         values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : chart.unit === "share" ? `${parseFloat((100 * tick).toPrecision(3))} %` : axisNumber(tick))) },
@@ -171,8 +171,9 @@ function plot(chart) {
   tell(null);
 }
 
-const axisNumber = (value) => (value && Math.abs(value) < 1e-3 ? value.toExponential(0).replace("e-", "e−") : Math.abs(value) >= 1e4 ? compact.format(value) : String(parseFloat(value.toPrecision(4))).replace(/^-/, "−"));
-const clock = (seconds_) => (seconds_ >= 3600 ? `${parseFloat((seconds_ / 3600).toFixed(2))} h` : seconds_ >= 120 ? `${parseFloat((seconds_ / 60).toFixed(1))} min` : `${parseFloat(seconds_.toFixed(1))} s`);
+const axisNumber = (value) => (value && Math.abs(value) < 1e-3 ? parseFloat(value.toPrecision(2)).toExponential().replace("e-", "e−") : Math.abs(value) >= 1e4 ? compact.format(value) : String(parseFloat(value.toPrecision(4))).replace(/^-/, "−"));
+/** In the unit that suits `largest`, so that the ticks of an axis share one. */
+const clock = (seconds_, largest = seconds_) => (largest >= 3600 ? `${parseFloat((seconds_ / 3600).toFixed(2))} h` : largest >= 120 ? `${parseFloat((seconds_ / 60).toFixed(1))} min` : `${parseFloat(seconds_.toFixed(1))} s`);
 
 /** Seconds at which steps ended; of one without its own time, those of the step before. */
 function seconds(data, run, steps) {

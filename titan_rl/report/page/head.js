@@ -23,10 +23,10 @@ function drawHead(data) {
   }
 }
 
-function ended(run) {
+function ended(run, recipe = run.recipe) {
   const steps = `step ${integers.format(run.steps)}${run.wanted_steps ? ` of ${integers.format(run.wanted_steps)}` : ""}`;
   const how = run.done ? (run.stopped_early ? `done early: ${run.stopped_early}` : "done") : "not done";
-  return [run.recipe, how, steps].filter(Boolean).join(" · ");
+  return [recipe, how, steps].filter(Boolean).join(" · ");
 }
 
 function tiles(data) {
@@ -40,7 +40,7 @@ function tiles(data) {
     ["Optimizer steps", "", integers.format(run.steps)],
     ["Tokens sampled", "", compact.format(run.tokens)],
     ["Time", "", duration(run.seconds)],
-    age && ["Age of samples", "", `${number(age[1])} of ${run.bound ?? "?"}`],
+    age && ["Age of samples", "", `${number(age[1])} ${age[1] === 1 ? "step" : "steps"}`],
   ];
   return shown.filter(Boolean).map(([label, before, value]) =>
     element("div", { class: "tile" }, element("span", { class: "label" }, label),
@@ -57,7 +57,7 @@ function drawRuns(data) {
     const arrow = (pair, format) => (pair ? `${format(pair[0])} → ${format(pair[1])}` : "–");
     return element("tr", {},
       element("th", { scope: "row" }, element("label", {}, box, element("i", { class: "swatch", "data-run": number_ }),
-        element("span", { class: "run-name" }, run.name, element("small", {}, ended(run))))),
+        element("span", { class: "run-name" }, run.name, element("small", {}, ended(run, data.runs.every((each) => each.recipe === run.recipe) ? "" : run.recipe))))),
       element("td", {}, arrow(score, percent)), element("td", {}, arrow(reward, number)),
       element("td", {}, integers.format(run.steps)), element("td", {}, compact.format(run.tokens)), element("td", {}, duration(run.seconds)));
   });
