@@ -12,6 +12,8 @@ from titan_rl.cli import main
 from titan_rl.commands.evaluate import Scores, estimate, names_of, play, powers_of_two, table
 from titan_rl.commands.playing import run_of, spoken, task_alone
 from titan_rl.errors import TaskError
+from titan_rl.observability.conversation import draw_rollout
+from titan_rl.report.rollouts import Facts
 from titan_rl.rollout.config import EnvironmentConfig
 from titan_rl.types import FinishReason, Message
 
@@ -72,6 +74,8 @@ async def test_greedy_and_sampled_scores_are_those_of_what_was_said():
     assert all(line["exact_match"] == 1 and line["wanted"] == line["messages"][1]["content"] for line in even)
     assert set(measures["pass@1"].values()) == set(measures["pass@4"].values()) == {0.0}
     assert {line["stop_reason"] for line in lines} == {"stop"}
+    assert "reward     1.000" in draw_rollout(even[0]).plain, "what reads rollouts.jsonl reads these lines"
+    assert Facts.of(even[0], 0).answer == even[0]["wanted"]
 
 
 async def test_a_sample_that_passes_counts_in_pass_at_k_as_the_estimator_says():

@@ -142,9 +142,10 @@ def test_a_demonstration_that_cannot_be_made_is_named_by_its_number(task, capsys
 
 def test_weights_of_a_run_play_with_its_settings(task, tmp_path, monkeypatch):
     (tmp_path / "run" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoint" / "config.json").touch()
     (tmp_path / "run" / "config.toml").write_text('recipe = "copy4"\n[rollout.sampling]\nmax_new_tokens = 7\n')
     played = []
-    monkeypatch.setattr(try_task, "_served", lambda config, *_: played.append(config) or 0)
+    monkeypatch.setattr(try_task, "conducted", lambda verb, config, *_: played.append(config) or 0)
     assert task(":Sums", "--policy", "run") == task(":Sums", "--policy", "run/checkpoint") == 0
     assert [each.rollout.sampling.max_new_tokens for each in played] == [7, 7]
     assert played[0].environment.name.endswith("sums.py:Sums") and not played[0].environment.kwargs
@@ -184,7 +185,7 @@ def test_the_arguments_of_a_task_reach_it(task, capsys):
         ([":Sums", "--policy", "demonstrations"], "has no method `demonstration`; --policy typed asks you"),
         ([":Sums", "--prompts", "none"], "--prompts: expected a number from 1 on, got 'none'"),
         ([":Sums", "--policy", "http://127.0.0.1:1/v1"], "cannot be asked: [Errno 111] Connection refused"),
-        ([":Sums", "--policy", "typd"], "typd is no run directory: there is no config.toml"),
+        ([":Sums", "--policy", "."], " is no run directory: there is no config.toml"),
     ],
 )
 def test_what_cannot_be_tried_is_refused_in_a_sentence(task, capsys, arguments, words):
