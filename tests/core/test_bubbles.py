@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 from collections import Counter
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -226,3 +227,7 @@ def test_a_trace_that_cannot_be_written_stops_nothing(tmp_path):
     write_run(tmp_path)
     (tmp_path / ".trace.json.gz").mkdir()
     assert write_trace(tmp_path) is None
+    (tmp_path / ".trace.json.gz").rmdir()
+    with patch("titan_rl.observability.trace.read_spans", side_effect=OSError("full")):
+        assert write_trace(tmp_path) is None
+    assert [*tmp_path.iterdir()] == [tmp_path / "spans"]

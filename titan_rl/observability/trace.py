@@ -6,6 +6,7 @@ their own, because a thread's spans must nest. Waits have the category `wait`, a
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import logging
@@ -33,6 +34,8 @@ def write_trace(run: Path) -> Path | None:
         return draft.replace(file)
     except OSError as error:
         _log.warning("%s cannot be written: %s", file, error)
+        with contextlib.suppress(OSError):
+            draft.unlink()
         return None
 
 
