@@ -3,8 +3,8 @@
 - Samples of the next round are fetched while the current round is computed.
 - A rank that cannot fetch a sample takes part in all remaining rounds without samples, so that no other rank waits for
   it in a collective. At the end it tries its groups one by one, and all ranks exchange which groups were lost.
-- Position 0 of a document is never trained (`TrainingSample` refuses it), so the logits that predict a token are always
-  one position to the left of it, in the same document.
+- Position 0 of a document is never trained (`TrainingSample` refuses it), so every trained token is predicted by the
+  one before it, in the same document.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class RankSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """T tokens of D documents, N of them trained."""
+    """D documents without their last tokens, which predict nothing: T tokens that predict T others, N of them trained."""
 
     documents: tuple[TrainingSample, ...]
     """() for the dummy."""
@@ -99,42 +99,51 @@ class MicroBatch:
     positions: Tensor  # [1, T] int64, from 0 in every document
     offsets: tuple[int, ...]
     """D + 1 document boundaries, from 0 to T."""
-    rows: Tensor  # [N] int64, index into T of the logits that predict each trained token
-    targets: Tensor  # [N] int64, the trained tokens
+    next_tokens: Tensor  # [T] int64, what each token should predict
+    rows: Tensor  # [N] int64, index into T of the tokens that predict the trained ones
     behaviour_logprobs: Tensor  # [N] float32
     advantages: Tensor  # [N] float32
     samples: Tensor  # [N] int64, document of each trained token
     versions: Tensor  # [N] int64, encoded PolicyVersion
 
+    @property
+    def targets(self) -> Tensor:
+        """[N] int64, the trained tokens."""
+        return self.next_tokens[self.rows]
+
 
 def pack(samples: Sequence[TrainingSample], device: torch.device) -> MicroBatch:
-    """One micro-batch of `samples` in their order; of none, a document of one untrained token (a dummy)."""
+    """One micro-batch of `samples` in their order; of none, or of single tokens only, one of one untrained token (a
+    dummy)."""
+    samples = tuple(sample for sample in samples if len(sample.token_ids) > 1)
     if samples:
-        lengths = np.array([len(sample.token_ids) for sample in samples])
-        tokens = np.concatenate([sample.token_ids for sample in samples])
-        mask = np.concatenate([sample.loss_mask for sample in samples])
-        logprobs = np.concatenate([sample.logprobs for sample in samples])
-        versions = np.concatenate([sample.versions for sample in samples])
+        lengths = np.array([len(sample.token_ids) - 1 for sample in samples])
+        tokens = np.concatenate([sample.token_ids[:-1] for sample in samples])
+        next_tokens = np.concatenate([sample.token_ids[1:] for sample in samples])
+        mask = np.concatenate([sample.loss_mask[1:] for sample in samples])
+        logprobs = np.concatenate([sample.logprobs[1:] for sample in samples])
+        versions = np.concatenate([sample.versions[1:] for sample in samples])
         advantages = np.array([sample.advantage for sample in samples])
     else:
-        lengths, tokens, mask = np.ones(1, np.int64), np.zeros(1, np.int32), np.zeros(1, bool)
+        lengths, mask = np.ones(1, np.int64), np.zeros(1, bool)
+        tokens = next_tokens = np.zeros(1, np.int32)
         logprobs, versions, advantages = np.zeros(1), np.zeros(1, np.int64), np.zeros(1)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     documents = np.repeat(np.arange(len(lengths)), lengths)
-    trained = np.flatnonzero(mask)
+    rows = np.flatnonzero(mask)
 
     def tensor(array: np.ndarray, dtype: type) -> Tensor:
         return torch.from_numpy(array.astype(dtype)).to(device, non_blocking=True)
 
     return MicroBatch(
-        documents=tuple(samples),
+        documents=samples,
         tokens=tensor(tokens[None], np.int64),
         positions=tensor((np.arange(len(tokens)) - offsets[documents])[None], np.int64),
         offsets=tuple(offsets.tolist()),
-        rows=tensor(trained - 1, np.int64),
-        targets=tensor(tokens[trained], np.int64),
-        behaviour_logprobs=tensor(logprobs[trained], np.float32),
-        advantages=tensor(advantages[documents[trained]], np.float32),
-        samples=tensor(documents[trained], np.int64),
-        versions=tensor(versions[trained], np.int64),
+        next_tokens=tensor(next_tokens, np.int64),
+        rows=tensor(rows, np.int64),
+        behaviour_logprobs=tensor(logprobs[rows], np.float32),
+        advantages=tensor(advantages[documents[rows]], np.float32),
+        samples=tensor(documents[rows], np.int64),
+        versions=tensor(versions[rows], np.int64),
     )

@@ -206,13 +206,12 @@ class PolicyUpdater:
         for samples in mine.rounds():
             microbatch = pack(samples, self._device)
             with torch.no_grad():
-                logits = self._policy.logits(microbatch)[:-1]
-                scores, _ = self._policy.scores(logits, microbatch.tokens[0, 1:], temperature=self._temperature)
-            row = np.concatenate([np.zeros(1, np.float32), scores.cpu().numpy()])
-            for sample, start in zip(samples, microbatch.offsets, strict=False):
-                values = row[start : start + len(sample.token_ids)].copy()
-                values[0] = 0.0
-                result[sample.group_id, sample.sample] = values
+                logits = self._policy.logits(microbatch)
+                scores, _ = self._policy.scores(logits, microbatch.next_tokens, temperature=self._temperature)
+            result |= {(sample.group_id, sample.sample): np.zeros(1, np.float32) for sample in samples}
+            values = np.split(scores.cpu().numpy(), microbatch.offsets[1:-1])
+            for sample, its in zip(microbatch.documents, values, strict=False):
+                result[sample.group_id, sample.sample] = np.concatenate([np.zeros(1, np.float32), its])
         self._policy.reshard()
         if (error := mine.losses(f"logprobs at step {self.step}")) is not None:
             raise error
