@@ -76,7 +76,6 @@ class Rollouter:
 
     async def roll_out(self, group: GroupRequest, sample: int, generate: Generate, rollout: OpenRollout) -> Rollout:
         """Play sample number `sample` of a group to its end. If this is cancelled, `rollout` keeps the turns so far."""
-        rollout.begin()
         request = self.request(group, sample)
         try:
             if rollout.played_by_program:
@@ -180,11 +179,7 @@ class OpenRollout:
         self._programs = programs
         self._purpose = purpose
         self._index = index
-        self.begin()
-
-    def begin(self) -> None:
-        """Reset to the state before the first turn."""
-        self.messages: list[Message] = list(self.prompt.messages)
+        self.messages: list[Message] = list(prompt.messages)
         self.graph = TokenGraph()
         self.finish_reasons: list[FinishReason] = []  # one per turn of the policy
         self.seeds: list[int] = []  # one per turn of the policy
