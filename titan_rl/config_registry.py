@@ -78,7 +78,7 @@ def copy4_async() -> RunConfig:
 
 
 def copy4_quick() -> RunConfig:
-    """The quick start: copy4 as it suits two cores, one generator that runs one step ahead of the trainer."""
+    """The quick start: copy4 as it suits two cores, one generator, one step ahead of the trainer."""
     recipe = copy4_async()
     return replace(
         recipe,

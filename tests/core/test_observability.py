@@ -164,7 +164,9 @@ def test_wandb_keeps_the_numbers_offline(tmp_path: Path) -> None:
     script = """
 import sys
 from pathlib import Path
+from titan_rl.observability import backends
 from titan_rl.observability.metrics import MetricsWriter
+backends.CLOSE_SECONDS = 250  # on busy cores wandb takes longer to start than a run waits for it
 writer = MetricsWriter(
     Path(sys.argv[1]), tensorboard=False, wandb_project="p", run_name="mine", config={"seed": 7}, say=print
 )

@@ -91,7 +91,7 @@ class RankSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """D documents without their last tokens, which predict nothing: T tokens, each with the next, N of those trained."""
+    """D documents without their last tokens, which predict nothing: T tokens and what follows each, N trained."""
 
     documents: tuple[TrainingSample, ...]
     """() for the dummy."""
