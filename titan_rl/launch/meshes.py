@@ -89,6 +89,8 @@ class Meshes:
         self.placement: Placement
         self.fleet = config.generator_names()
         """Names of the generators that there are to be, spares too."""
+        self.spares = config.placement.spares
+        """How many of these wait for the place of another one."""
         self.leaving: set[str] = set()
         """Hosts on which nothing is placed any more."""
         self.introductions = Introductions(self)
