@@ -105,7 +105,7 @@ class Meshes:
             spans=config.logging.spans and not serving,
             on_fault=self.faults.report,
             on_stop=say,
-            address=listen_for(config.placement),
+            listens=listen_for(config.placement),
         )
         self.specs: dict[str, MeshSpec] = {}
         """By mesh: how it is started."""
