@@ -67,13 +67,13 @@ def marked(mark: str) -> list[int]:
 
 
 def meshes(pids: Sequence[int]) -> list[Process]:
-    """Those that belong to a mesh, by their command line: `-m titan_rl.launch.child LIFE BIRTHS SPAWN MESH RANK`."""
+    """Those that belong to a mesh, by their command line: `-m titan_rl.launch.child DIRECTORY SPAWN MESH RANK`."""
     found = []
     for pid in pids:
         with contextlib.suppress(OSError, IndexError, ValueError):
             words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
             place = words.index("titan_rl.launch.child")
-            found.append(Process(words[place + 4], int(words[place + 5]), pid))
+            found.append(Process(words[place + 3], int(words[place + 4]), pid))
     return sorted(found)
 
 

@@ -33,6 +33,7 @@ WRONG = {
         "trainer.tensor_parallel (3) must divide the policy's heads (4) and kv heads (2)"
     ),
     "--recipe copy4 --policy.tiny.head_dim 16": "policy.tiny.head_dim is 16, and the CPU attention has kernels for 32",
+    "--recipe cpu_smoke --generator.engine simulated": "a simulated engine needs generator.tensor_parallel = 1, got 2",
     "--recipe copy4 --generator.block_size 48": "generator.block_size (48) must be a multiple of 32 on CPU",
     "--recipe copy4 --policy.tiny.kv_heads 3": "policy.tiny.kv_heads (3) must divide policy.tiny.heads (4)",
     "--recipe copy4 --policy.path /no/such/directory": "policy.path: there is no directory /no/such/directory",

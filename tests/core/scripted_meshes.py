@@ -73,6 +73,7 @@ class Client:
         self.joined: list[tuple[str, str]] = []
         self.drained: list[str] = []
         self.serving: int | None = None
+        self.spares: list[str] = []
 
     def lose(self, reason: str) -> None: ...
 
@@ -110,7 +111,8 @@ class Client:
         await self.held.wait()
 
     async def fleet_status(self) -> list[Any]:
-        return []
+        counts = {"in_flight": 0, "version": "none"}
+        return [SimpleNamespace(name=name, state="asleep", **counts) for name in self.spares]
 
     async def client_lost(self, name: str) -> None: ...
 

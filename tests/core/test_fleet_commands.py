@@ -66,6 +66,30 @@ async def test_what_is_removed_while_it_is_drained_leaves_at_once(monkeypatch: p
     await run.meshes.close()
 
 
+async def test_a_spare_leaves_though_no_generator_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await up(Run(monkeypatch, one_host(least_generators=2, spares=1)))
+    control, router = FleetControl(run.meshes), run.clients["router"]
+    router.spares = ["generator2"]
+    with pytest.raises(ConfigError, match="generator0 stays"):
+        await control.do("remove", ["generator0"], None)
+    assert await control.do("remove", ["generator2"], None) == ["generator2 has left"]
+    assert run.meshes.fleet == ["generator0", "generator1"] and router.serving == 2
+    with pytest.raises(ConfigError, match="generator0 stays"):
+        await control.do("remove", ["generator0"], None)
+    await run.meshes.close()
+
+
+async def test_a_leaving_host_takes_its_spare_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await up(Run(monkeypatch, two_hosts(least_generators=2, spares=1), *CPU))
+    run.meshes.workers["host1"] = "10.0.0.2:17000"
+    router, (spare, *others) = run.clients["router"], [name for name in there(run)["host1"] if "generator" in name]
+    router.spares = [spare]
+    await FleetControl(run.meshes).do("remove", ["host1"], None)
+    await run.until_back(*others)
+    assert len(run.meshes.fleet) == router.serving == 2 and spare not in run.meshes.names
+    await run.meshes.close()
+
+
 @pytest.mark.parametrize(
     ("verb", "names", "generators", "error"),
     [

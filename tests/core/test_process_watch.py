@@ -46,7 +46,7 @@ def test_a_process_dies_with_its_watch_and_one_that_comes_later_does_not_start(t
         sys.executable,
         "-c",
         f"{starts}; die_with_owner(sys.argv[1]); print(); time.sleep(1000)",
-        str(watch.life),
+        str(Path(tmp_path, "life")),
     ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"\n"

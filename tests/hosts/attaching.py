@@ -21,11 +21,11 @@ async def attach(worker: str) -> None:
     def say(*what: object) -> None:
         print(*what, flush=True)
 
-    address = listen_for(PlacementConfig(hosts=(worker,)))
-    hosts = Provisioner(log_directory="", imports=(), on_fault=say, on_stop=say, address=address)
+    listens = listen_for(PlacementConfig(hosts=(worker,)))
+    hosts = Provisioner(log_directory="", imports=(), on_fault=say, on_stop=say, listens=listens)
     try:
         while True:
-            await hosts.attach({"host1": worker}, silent_seconds=2, on_lost=lambda host: say("lost", host.name))
+            await hosts.attach({"host1": worker}, silent_seconds=5, on_lost=lambda host: say("lost", host.name))
             say("attached", hosts.hosts["host1"].owner)
             if await asyncio.to_thread(sys.stdin.readline) != "attach\n":
                 return

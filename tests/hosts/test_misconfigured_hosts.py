@@ -32,7 +32,8 @@ def hosts() -> Iterator[Hosts]:
 
 def refused(hosts: Hosts, runs: Path, *arguments: str, address: str = "") -> str:
     """What a run over both hosts says last before it ends, without having started anything."""
-    run = [sys.executable, "-m", "titan_rl.train", "--recipe", "cpu_smoke", "--generator.engine", "simulated"]
+    run = [sys.executable, "-m", "titan_rl.train", "--recipe", "cpu_smoke", "--generator.tensor-parallel", "1"]
+    run += ["--generator.engine", "simulated"]
     where = ["--hosts", address or f"{hosts[1].address}:{PORT}", "--trusted-network", "--logging.directory", str(runs)]
     process = hosts[0].run([*run, *where, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     output, _ = process.communicate(timeout=90)
@@ -87,7 +88,7 @@ def test_a_worker_that_serves_another_run(hosts: Hosts, tmp_path: Path) -> None:
         "(scratch,) = glob.glob(f'/tmp/titan_rl-{sys.argv[1]}.*')\n"
         "fcntl.flock(lock := os.open(scratch + '/agent.lock', os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)\n"
         "print('locked', flush=True)\n"
-        "while True: os.utime(lock), time.sleep(0.1)  # a run that lives\n"
+        "time.sleep(600)\n"
     )
     inside = [*Path(f"/proc/{used.pid}/status").read_text().split("NSpid:")[1].splitlines()[0].split()][-1]
     other = hosts[1].run([sys.executable, "-c", program, inside], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

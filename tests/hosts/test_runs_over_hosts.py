@@ -5,7 +5,9 @@ With `deterministic` the weights of a run are the same bits on one host and on t
 
 from __future__ import annotations
 
+import gzip
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -15,6 +17,7 @@ import pytest
 
 from tests.hosts.namespaces import Hosts, skip_reason
 from tests.hosts.workers import workers
+from titan_rl.observability.trace import TRACE
 
 pytestmark = [
     pytest.mark.skipif(bool(skip_reason()), reason=skip_reason() or "-"),
@@ -81,8 +84,11 @@ def test_a_run_over_two_hosts_ends_with_the_weights_of_one_host(event: str, undi
         output = "".join(said)
         assert run.wait(60) == 0, output[-4000:]
         assert ("is lost" in output, "lost generator" in output) == (not moment, not moment), output[-4000:]
-        logs = {file.stem for file in tmp_path.glob("*/logs/*.log")}
+        (directory,) = tmp_path.glob("copy4_async-*")
+        logs = {file.stem for file in directory.glob("logs/*.log")}
         assert {"generator0", "generator1", "relay0", "relay1", "rollout0", "rollout1"} <= logs
+        timelines = re.findall(r'"([a-z]+)\w*\.0 \(host1,', gzip.decompress((directory / TRACE).read_bytes()).decode())
+        assert {"agent", "generator", "relay", "rollout"} <= {*timelines}
     assert weights(tmp_path) == undisturbed
 
 

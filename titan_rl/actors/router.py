@@ -73,7 +73,8 @@ class GeneratorRouter(RequestRouter):
             and outcome.version >= version
             and not fleet[name].is_out_of_service
         }
-        failures = {each.name: each.reason or f"it is {each.state}" for each in fleet if each.name not in reports}
+        others = (each for each in fleet if each.name not in reports)
+        failures = {each.name: each.reason or f"it is {'a spare' if each.is_spare else each.state}" for each in others}
         return FleetPull(version=version, reports=reports, failures=failures)
 
     @served

@@ -105,6 +105,8 @@ class GeneratorConfig:
         for name in ("count", "tensor_parallel", "max_model_len", "max_num_seqs", "burst_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"generator.{name} must be at least 1, got {getattr(self, name)}")
+        if self.engine == "simulated" and self.tensor_parallel > 1:
+            raise ConfigError(f"a simulated engine needs generator.tensor_parallel = 1, got {self.tensor_parallel}")
         if self.deterministic and self.linear not in LINEARS:
             raise ConfigError(
                 f"deterministic computes linear layers in a way of its own, not with generator.linear {self.linear!r}"

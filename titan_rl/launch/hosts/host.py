@@ -41,8 +41,6 @@ from titan_rl.launch.start import tiny_policy
 from titan_rl.observability.timeline import Pulse
 from titan_rl.weights.segment_files import remove_segments_of
 
-ATTACH_SECONDS = 10.0
-"""Bound on the first answer of a host's agent."""
 FACTS_SECONDS = 40.0
 """Bound on what an agent finds out of its host: `nvidia-smi` alone may take 30 s."""
 REACH_SECONDS = 3.0
@@ -50,10 +48,10 @@ REACH_SECONDS = 3.0
 LARGE_BYTES = 64 << 10
 """More than any packet holds."""
 CALL_SECONDS = 10.0
-"""Bound on any other call to an agent."""
+"""Bound on any other call to an agent. What a worker answers by itself may take half of it."""
 LEASE = 3
 """An agent ends when it hears nothing for so many times `placement.host_seconds`: longer than the controller waits for
-it, so that a controller which is only slow loses no host."""
+it, so that a controller which is only slow loses no host. One whose process is gone is not waited for."""
 CLOCK_SECONDS = 5.0
 """How far the clocks of two hosts may differ: logs and metrics are read side by side."""
 
@@ -77,17 +75,20 @@ class Needed:
     """None: the host need not see it."""
 
 
-def listen_for(where: PlacementConfig) -> str:
-    """Let Monarch listen for other hosts, on `placement.address` or the interface that leads to the first of them;
-    returns the address. Empty: there will be none. Call it before any other call of Monarch's. Raises ConfigError: see
-    `transport`; or the first one's name is not known, no network leads there, or the address is none of this host's.
+def listen_for(where: PlacementConfig) -> tuple[str, int]:
+    """Let Monarch listen for other hosts, on `placement.address` or the interface that leads to the first of them.
+    Returns this address, empty if there will be none, and a port of it that is open as long as this process lives:
+    nobody is let in. Call it before any other call of Monarch's. Raises ConfigError: see `transport`; or the first
+    one's name is not known, no network leads there, or the address is none of this host's.
     """
     if not where.several_hosts:
-        return ""
+        return "", 0
     scheme, address = transport(where.untrusted()), where.address or address_towards(where.hosts[0])
-    listen(address, 0).close()
+    door = listen(address, 0)
     enable_transport(f"{scheme}://{address}:0")
-    return address
+    port = door.getsockname()[1]
+    door.detach()  # never closed
+    return address, port
 
 
 class Host(ABC):
@@ -96,10 +97,8 @@ class Host(ABC):
     facts: HostFacts
     owner: int
     """Process that owns the run's files in its shared memory."""
-    life: str
-    births: str
-    """See `child`."""
     scratch: Path
+    """Directory for files that end with that process."""
     logs: str
     """Directory of log files; empty: processes print to the terminal."""
     python: str
@@ -148,7 +147,6 @@ class ControllersHost(Host):
         self.scratch = scratch_directory() / f"host-{next(_serial)}"
         self.scratch.mkdir()
         self._watch = ProcessWatch(self.scratch, on_end=on_end, on_stop=on_stop)
-        self.life, self.births = str(self._watch.life), str(self._watch.births)
 
     @property
     def mesh(self) -> Any:  # type: ignore[override]
@@ -191,6 +189,7 @@ class AttachedHost(Host):
         name: of the host in this run.
         worker: ADDRESS:PORT.
         log_directory, spans: see `Provisioner`. The first names the run.
+        controller: see `HostAgent`.
         silent_seconds: see `placement.host_seconds`.
         on_end, on_stop: see `ProcessWatch`.
         on_lost: called once, when the host is lost.
@@ -203,6 +202,7 @@ class AttachedHost(Host):
         *,
         log_directory: str,
         spans: bool,
+        controller: tuple[str, int],
         silent_seconds: float,
         on_end: Ended,
         on_stop: Callable[[str], None],
@@ -211,7 +211,7 @@ class AttachedHost(Host):
         self._name, self.worker = name, worker
         self.label = f"{name} ({worker})"
         self._log_directory, self._spans = log_directory, spans
-        self._silent_seconds = silent_seconds
+        self._silent_seconds, self._controller = silent_seconds, controller
         self._on_end, self._on_stop, self._on_lost = on_end, on_stop, on_lost
         self._ended: set[str] = set()
         self._agent: Connection | None = None
@@ -227,16 +227,17 @@ class AttachedHost(Host):
         address, silent = await self._reach(), self._silent_seconds
         there = [f"{transport()}://{address}:{self.worker.rpartition(':')[2]}"]
         self.mesh = attach_to_workers(ca="trust_all_connections", workers=there)
-        begin = functools.partial(prepare_agent, self._name) if self._spans else None
-        self._processes = self.mesh.spawn_procs(per_host={"ranks": 1}, name="agent", bootstrap=begin)
-        about = self._name, address, LEASE * silent, self._log_directory
-        actor = self._processes.spawn(f"agent_{next(_serial)}", HostAgent, *about)
-        self._agent = Connection(
-            actor.slice(ranks=0), what=f"{{}} of {self.label}", on_push=self._hear, on_lost=self._lose
-        )
         try:
-            await self._agent.call(ATTACH_SECONDS, HostAgent.echo, b"")
-            known: Introduction = await self._agent.call(FACTS_SECONDS + 2 * LEASE * silent, HostAgent.begin)
+            await bounded(self.mesh.initialized, what=f"attaching {self.label}", seconds=CALL_SECONDS / 2)
+            begin = functools.partial(prepare_agent, self._name) if self._spans else None
+            self._processes = self.mesh.spawn_procs(per_host={"ranks": 1}, name="agent", bootstrap=begin)
+            about = self._name, address, LEASE * silent, self._log_directory, self._controller
+            actor = self._processes.spawn(f"agent_{next(_serial)}", HostAgent, *about)
+            self._agent = Connection(
+                actor.slice(ranks=0), what=f"{{}} of {self.label}", on_push=self._hear, on_lost=self._lose
+            )
+            await self._agent.call(CALL_SECONDS, HostAgent.echo, b"")
+            known: Introduction = await self._agent.call(FACTS_SECONDS + silent, HostAgent.begin)
         except (ActorGone, CallTimeout) as error:
             self._lose(str(error))
             raise HostLost(
@@ -253,8 +254,7 @@ class AttachedHost(Host):
                 "the network interfaces on the way"
             ) from error
         self.facts, self.owner, self.scratch = known.facts, known.pid, Path(known.scratch)
-        self.life, self.births, self.python = known.life, known.births, known.python
-        self.logs = known.logs if self._log_directory else ""
+        self.python, self.logs = known.python, str(self.scratch / "logs") if self._log_directory else ""
         self._refuse_differences(known)
         self._pulses = asyncio.ensure_future(self._watch())
 
