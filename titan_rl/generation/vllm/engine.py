@@ -12,6 +12,7 @@ Needs the environment of `config.generator_environment`. The arguments for CUDA 
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections import Counter
@@ -119,6 +120,7 @@ class VllmEngine:
             # A killed rank leaves its socket behind. In this directory it is removed with the run.
             os.environ["VLLM_RPC_BASE_PATH"] = str(Path(os.environ[RENDEZVOUS]).parent)
         arguments = EngineArgs(**engine_arguments(config, Path(model_path), device))
+        gc.freeze()  # vLLM collects garbage five times now, among all that was imported: half of the time
         self._engine: LLMEngine | None = LLMEngine.from_engine_args(arguments)
         self._core = self._engine.engine_core
         self._tasks = self._engine.get_supported_tasks()
