@@ -11,9 +11,9 @@ with the same rewards, batch, optimizer, learning rates, clipping, entropy bonus
 greedily on the same held-out prompts before training and after the same steps, and end with the weights on disk.
 
 TRL gets what is best for it: one batch per step for the samples and for the gradient, float32, no gradient
-checkpointing, no logs, no checkpoints, and one thread or one per core, whichever makes its steps faster. What differs:
-its samples are others, it evaluates between two steps where our runs may do so beside them, and it writes neither
-checkpoints nor a report.
+checkpointing, no logs, no checkpoints. It runs with one thread and with one per core, and each figure is that of the
+better run. What differs: its samples are others, it evaluates between two steps where our runs may do so beside them,
+and it writes neither checkpoints nor a report.
 
 Figures of each run, measured from outside by what it has written: `step`, the median seconds between two of the later
 optimizer steps; `first_step` and `learned`, seconds from the launch until the first optimizer step and until a held-out
@@ -31,8 +31,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -40,6 +42,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +53,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from environment import LOCK, uv_settings  # noqa: E402
 from parts.policies import POLICY_100M  # noqa: E402
 from parts.table import print_report, print_table  # noqa: E402
-from parts.watched import WatchedRun, watch  # noqa: E402
+from parts.watched import LATER, WatchedRun, watch  # noqa: E402
 
 from titan_rl.config import RunConfig  # noqa: E402
 from titan_rl.config_registry import load_recipe  # noqa: E402
@@ -59,11 +62,11 @@ from titan_rl.policy.config import TinyPolicyConfig  # noqa: E402
 
 TRL = ("trl==1.16.0", "accelerate==1.15.0")
 """All else that TRL takes is in the lock."""
+QUICKSTART = re.findall(r"--recipe (\w+)", (ROOT / "scripts" / "quickstart.sh").read_text())[-1]
 CORES = len(os.sched_getaffinity(0))
 TARGET = 0.95
-TRIAL_STEPS = 30
 FIGURES = ("step", "first_step", "learned", "wall", "cpu", "memory")
-REQUESTS, PROMPT_TOKENS = 64, 16
+REQUESTS = 64
 
 
 def make_environment(directory: Path) -> Path:
@@ -81,8 +84,6 @@ def make_environment(directory: Path) -> Path:
 
     def install(*arguments: str) -> bool:
         return uv("pip", "install", "--quiet", "--python", str(python), *sources, "--compile-bytecode", *arguments)
-
-    from importlib.metadata import version
 
     torch = ("--no-deps", f"torch=={version('torch')}")
     if not (
@@ -210,51 +211,48 @@ def compare_training(
 ) -> tuple[dict[str, Any], list[list[str | float]]]:
     """Figures for the JSON, and rows of the table."""
     contenders = [Ours(recipes[0]), Ours(recipes[0], deterministic=True), *map(Ours, recipes[1:])]
-    runs: dict[tuple[str, str], list[dict[str, float]]] = {}
-    ratios: dict[str, list[dict[str, float]]] = {}
-    made = 0
-
-    def place() -> Path:
-        nonlocal made
-        made += 1
-        (path := directory / f"run{made}").mkdir()
-        return path
+    places = (Path(tempfile.mkdtemp(dir=directory)) for _ in itertools.count())
+    pairs: dict[Ours, list[tuple[dict[str, float], dict[str, float]]]] = {ours: [] for ours in contenders}
 
     def shown(name: str, run: WatchedRun) -> dict[str, float]:
         figures = run.figures(TARGET)
         print(f"{name}: " + ", ".join(f"{figure} {value:.3g}" for figure, value in figures.items()), flush=True)
         return figures
 
-    trial = our_config(recipes[0], seed=0, every=TRIAL_STEPS)
-    trial = replace(trial, loop=replace(trial.loop, steps=TRIAL_STEPS))
-    shown("ours, not counted", run_ours(contenders[0], trial, place()))
-    steps = {}
-    for threads in sorted({1, CORES}):
-        run = run_trl(python, trial, place(), threads)
-        steps[threads] = shown(f"TRL with OMP_NUM_THREADS={threads}, not counted", run)["step"]
-    best = min(steps, key=lambda threads: steps[threads])
+    def trl(config: RunConfig) -> dict[str, float]:
+        runs = [
+            shown(f"  TRL, threads: {threads}", run_trl(python, config, next(places), threads))
+            for threads in sorted({1, CORES})
+        ]
+        return {name: min(run[name] for run in runs) for name in FIGURES}
+
+    first = our_config(recipes[0], seed=0, every=every)
+    first = replace(first, loop=replace(first.loop, steps=2 * LATER))
+    shown("ours, not counted: its files are read into memory", run_ours(contenders[0], first, next(places)))
     for number in range(rounds):
-        theirs: dict[str, dict[str, float]] = {}  # runs of the same settings are one
+        theirs: dict[str, dict[str, float]] = {}  # by what decides them: recipes may share them
         for ours in contenders:
             config = our_config(ours.recipe, seed=number, every=every)
-            figures = shown(f"round {number}: {ours.name}", run_ours(ours, config, place()))
-            key = json.dumps([trl_settings(config), config.evaluation.every])
-            if key not in theirs:
-                theirs[key] = shown(f"round {number}: TRL", run_trl(python, config, place(), best))
-            runs.setdefault((ours.name, "ours"), []).append(figures)
-            runs.setdefault((ours.name, "TRL"), []).append(theirs[key])
-            ratios.setdefault(ours.name, []).append({name: figures[name] / theirs[key][name] for name in FIGURES})
-    found: dict[str, Any] = {"rounds": rounds, "trl_threads": best}
+            figures = shown(f"round {number}: {ours.name}", run_ours(ours, config, next(places)))
+            settings = json.dumps([trl_settings(config), config.evaluation.every])
+            if settings not in theirs:
+                theirs[settings] = trl(config)
+            pairs[ours].append((figures, theirs[settings]))
+    found: dict[str, Any] = {"rounds": rounds}
     rows: list[list[str | float]] = []
-    for ours in contenders:
+    for ours, runs in pairs.items():
         prefix = "" if ours is contenders[0] else f"{ours.name}_"
-        for side in ("ours", "TRL"):
-            medians = {name: statistics.median(run[name] for run in runs[ours.name, side]) for name in FIGURES}
-            rows.append([f"{ours.name}, {side}", *medians.values()])
-            found |= {f"{prefix}{name}_{side.lower()}": finite(value) for name, value in medians.items()}
-        medians = {name: statistics.median(ratio[name] for ratio in ratios[ours.name]) for name in FIGURES}
-        rows.append([f"{ours.name} ÷ TRL", *medians.values()])
-        found |= {f"{prefix}{name}_ratio_to_trl": finite(value) for name, value in medians.items()}
+        values = {
+            "ours": {name: statistics.median(one[name] for one, _ in runs) for name in FIGURES},
+            "trl": {name: statistics.median(other[name] for _, other in runs) for name in FIGURES},
+            "ratio_to_trl": {
+                name: statistics.median(one[name] / other[name] for one, other in runs) for name in FIGURES
+            },
+        }
+        rows += [[f"{ours.name}, {what}", *medians.values()] for what, medians in values.items()]
+        found |= {
+            f"{prefix}{name}_{what}": finite(medians[name]) for what, medians in values.items() for name in FIGURES
+        }
     return found, rows
 
 
@@ -317,8 +315,10 @@ async def measure_tokens(
                 else:
                     prompts = [request.prompt_token_ids.tolist() for request in requests]
                     seconds = await generates[name].run({"prompts": prompts, "new_tokens": new_tokens})
+                speed = REQUESTS * new_tokens / seconds
+                print(f"{number or 'not counted'}: {name}: {speed:,.0f} tokens/s", flush=True)
                 if number:
-                    speeds.setdefault(name, []).append(REQUESTS * new_tokens / seconds)
+                    speeds.setdefault(name, []).append(speed)
         for each in generates.values():
             each.close()
     return speeds
@@ -355,7 +355,7 @@ def main() -> None:
     )
     parser.add_argument("--only", choices=("train", "tokens"))
     options = parser.parse_args()
-    recipes = options.recipe or ["copy4"]
+    recipes = options.recipe or [QUICKSTART]
     figures: dict[str, Any] = {"cpus": CORES, "load_average_before": round(os.getloadavg()[0], 2)}
     with tempfile.TemporaryDirectory() as temporary:
         began = time.monotonic()
