@@ -163,6 +163,18 @@ JOBS = (
     bench("checkpoint", at_most={"begin_to_memcpy": 4.0, "committed_to_write": 2.0}),
     bench("soak", at_most={"controller_bytes_per_group": 300, "router_bytes_per_group": 300}),
     bench("deterministic", deterministic_to_plain_float32_64x128=0.85),
+    bench(
+        "trl",
+        at_most={
+            "step_ratio_to_trl": 0.8,
+            "first_step_ratio_to_trl": 1.5,
+            "learned_ratio_to_trl": 1.0,
+            "wall_ratio_to_trl": 1.0,
+            "cpu_ratio_to_trl": 1.5,
+            "memory_ratio_to_trl": 3.0,
+        },
+        tokens_ratio_to_trl_64=1.0,
+    ),
     Job(
         "chaos, 20 minutes",
         lambda _: [sys.executable, "scripts/chaos.py", "--seed", "0", "--minutes", "20", "--deterministic"],

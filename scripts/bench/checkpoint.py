@@ -36,22 +36,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from parts.policies import POLICY_100M
 from parts.table import print_report
 
 from titan_rl.controller.checkpoint_files import commit, new_draft, prune
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.policy.config import TinyPolicyConfig, TrainerConfig
 from titan_rl.types import NO_VERSION, TrainingSample
-
-POLICY = TinyPolicyConfig(
-    symbols="".join(chr(0x4E00 + index) for index in range(20_480)),
-    dim=768,
-    heads=12,
-    kv_heads=4,
-    head_dim=64,
-    ffn=2400,
-)
-"""With 12 layers, 100M parameters."""
 
 SAMPLES, TOKENS = 4, 16
 """Of a step: it takes about as long as its optimizer."""
@@ -83,7 +74,7 @@ def measure_state(layers: int, repetitions: int, directory: Path) -> dict[str, f
     from titan_rl.weights.segment_files import remove_segments_of
 
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    model = make_tiny_policy(dataclasses.replace(POLICY, layers=layers), directory / "policy")
+    model = make_tiny_policy(dataclasses.replace(POLICY_100M, layers=layers), directory / "policy")
     policy = PolicyUpdater(TrainerConfig(), model_path=model, temperature=1.0, total_steps=10_000, device="cpu", seed=0)
     batch = make_batch()
     plan = policy.plan(batch)

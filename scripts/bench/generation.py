@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from monarch.actor import Actor
-from parts.fleet import POLICY, SECONDS, Fleet, fleet, make_request
+from parts.fleet import POLICY, SECONDS, Fleet, fleet, make_request, through_the_router
 from parts.table import print_report
 
 from titan_rl.actors.connection import bounded, served
-from titan_rl.actors.router_client import RouterClient
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.types import GenerationRequest
 
@@ -105,12 +104,6 @@ class BareEngine(Actor):
             for output in self._engine.step():
                 tokens += len(output.outputs[0].token_ids)
         return time.perf_counter() - started, tokens
-
-
-async def through_the_router(router: RouterClient, requests: list[GenerationRequest]) -> tuple[float, int]:
-    started = time.perf_counter()
-    completions = await asyncio.gather(*(router.generate(request) for request in requests))
-    return time.perf_counter() - started, sum(len(completion.token_ids) for completion in completions)
 
 
 async def bare_engines(up: Fleet) -> dict[str, Any]:

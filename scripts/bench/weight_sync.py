@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from parts.policies import POLICY_100M
 from parts.table import print_report
 
 from titan_rl.generation.config import GeneratorConfig, generator_environment
@@ -51,15 +52,7 @@ if TYPE_CHECKING:
     from titan_rl.generation.vllm.engine import VllmEngine
 
 POLICIES = {
-    "100M": TinyPolicyConfig(
-        symbols="".join(chr(0x4E00 + index) for index in range(20_480)),
-        dim=768,
-        layers=12,
-        heads=12,
-        kv_heads=4,
-        head_dim=64,
-        ffn=2400,
-    ),
+    "100M": POLICY_100M,
     "3M": TinyPolicyConfig(dim=256, layers=4, heads=8, kv_heads=4, head_dim=32, ffn=768),
 }
 TRANSPORTS = ("shared_memory", "filesystem")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -130,6 +131,13 @@ class Fleet:
         for mesh in self._meshes.values():
             with suppress(ActorGone):  # it was killed
                 await mesh.close()
+
+
+async def through_the_router(router: RouterClient, requests: Sequence[GenerationRequest]) -> tuple[float, int]:
+    """Seconds and tokens of requests that are sent at once."""
+    started = time.perf_counter()
+    completions = await asyncio.gather(*(router.generate(request) for request in requests))
+    return time.perf_counter() - started, sum(len(completion.token_ids) for completion in completions)
 
 
 @asynccontextmanager
