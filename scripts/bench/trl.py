@@ -233,7 +233,7 @@ def compare_training(
         theirs: dict[str, dict[str, float]] = {}  # by what decides them: recipes may share them
         for ours in contenders:
             config = our_config(ours.recipe, seed=number, every=every)
-            figures = shown(f"round {number}: {ours.name}", run_ours(ours, config, next(places)))
+            figures = shown(f"round {number}, {ours.name}", run_ours(ours, config, next(places)))
             settings = json.dumps([trl_settings(config), config.evaluation.every])
             if settings not in theirs:
                 theirs[settings] = trl(config)
@@ -297,11 +297,11 @@ async def measure_tokens(
     speeds: dict[str, list[float]] = {}
     async with fleet(settings, replace(policy, max_length=128)) as up:
         counts = sorted({1, CORES})
-        routers = {f"ours, {n} generators": up.router(f"router-of-{n}", config.router, n) for n in counts}
+        routers = {f"ours, generators: {n}": up.router(f"router-of-{n}", config.router, n) for n in counts}
         publication = up.checkpoint.publish()
         for router in routers.values():
             await router.pull_model_state_dict(publication)
-        generates = {f"TRL, {n} threads": Generate(python, up.model_path, n) for n in counts}
+        generates = {f"TRL, threads: {n}": Generate(python, up.model_path, n) for n in counts}
         for number in range(rounds + 1):  # the first warms everything up
             for name in (*routers, *generates):
                 requests = [

@@ -19,7 +19,8 @@ from pathlib import Path
 import psutil
 
 POLL_SECONDS = 0.01
-MEMORY_SECONDS = 1.0
+MEMORY_SECONDS = 4.0
+"""Between two looks, each of which takes a core about 0.1 s where processes are many and large."""
 LATER = 10
 """Steps before this one are not counted among the later ones."""
 PR_SET_CHILD_SUBREAPER = 36
