@@ -128,3 +128,22 @@ def import_name(name: str, short_names: Mapping[str, str] | None = None) -> Any:
         return getattr(module, attribute)
     except AttributeError:
         raise ConfigError(f"{name!r}: module {where!r} has no {attribute!r}") from None
+
+
+@contextmanager
+def left_out(modules: Mapping[str, Mapping[str, object]]) -> Iterator[None]:
+    """For the length of the block these modules are not imported: who imports one gets a module with these contents.
+    For libraries that import what they do not use here. A module that was imported before is left as it is.
+
+    Args:
+        modules: by name, the names that are taken from them, and what stands for each.
+    """
+    missing = [name for name in modules if name not in sys.modules]
+    for name in missing:
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name]).update(modules[name])
+    try:
+        yield
+    finally:
+        for name in missing:
+            del sys.modules[name]

@@ -175,6 +175,10 @@ def test_vllm_still_names_the_shared_memory_of_all_groups_alike(facts: Facts, en
     assert engine["adapted_group_name"] != facts["upstream"]["group_name"]
 
 
+def test_vllm_still_imports_what_is_left_out(facts: Facts) -> None:
+    assert facts["not_imported"] == [], "these need not be left out any more"
+
+
 current_platform.import_kernels()  # an engine does so when it is built
 
 ROWS, VOCAB = 200_000, 37

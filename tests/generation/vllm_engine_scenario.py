@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from vllm.triton_utils.dispatcher import _rebind_kernels
 from titan_rl.errors import TitanError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.vllm.engine import VllmEngine
+from titan_rl.generation.vllm.imports import LEFT_OUT
 from titan_rl.types import Completion, GenerationRequest, PolicyVersion
 
 LONG_PROMPT = tuple(2 + index * 7 % 11 for index in range(40))
@@ -285,6 +287,7 @@ def everything(models: dict[str, str]) -> dict[str, Any]:
     facts["one_engine"] = one_engine(paths["tied_a"], paths["tied_b"])
     facts["skipped"] = skipped_tensor(paths["untied_a"], paths["untied_b"])
     facts["stale_copy"] = stale_copy(paths["tied_a"], paths["tied_b"])
+    facts["not_imported"] = [name for name in LEFT_OUT if name not in sys.modules]
     return facts | swaps(models, SWAPS_OF_CI)
 
 

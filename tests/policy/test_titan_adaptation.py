@@ -5,6 +5,7 @@ Each `still` test fails when torchtitan no longer needs the adaptation it names.
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
@@ -13,11 +14,12 @@ import torch
 import torch.nn.functional as F
 
 from titan_rl.errors import ConfigError
-from titan_rl.policy.models.titan_adaptation import choose_device
+from titan_rl.policy.models.titan_adaptation import choose_device, without_its_trainer
 
 choose_device("cpu")  # before the imports below, as in a trainer process
 
 from torchtitan.models.common.attention import VarlenAttention  # noqa: E402
+from torchtitan.models.common.decoder import Decoder  # noqa: E402
 
 from titan_rl.policy.models.model import DocumentAttention, PackedDocuments  # noqa: E402
 
@@ -48,6 +50,14 @@ def test_a_process_cannot_change_its_device():
     with pytest.raises(ConfigError, match="imported for 'cpu'"):
         choose_device("cuda")
     choose_device("cpu")
+
+
+def test_torchtitan_still_imports_its_trainer_to_ask_whether_a_config_is_its_own():
+    asks = inspect.getsource(Decoder.Config.update_from_config)
+    assert "from torchtitan.trainer import Trainer" in asks and "isinstance(config, Trainer.Config)" in asks
+    with without_its_trainer():
+        from torchtitan.trainer import Trainer
+    assert not isinstance(Decoder.Config, Trainer.Config) and "torchtitan.trainer" not in sys.modules
 
 
 def test_varlen_attention_still_has_no_cpu_kernel():

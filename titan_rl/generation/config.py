@@ -14,7 +14,7 @@ DETERMINISTIC_RANKS = 2
 """Most tensor-parallel ranks on CPU whose sums do not depend on the order of additions."""
 
 ENGINES = {
-    "vllm": "titan_rl.generation.vllm.engine:VllmEngine",
+    "vllm": "titan_rl.generation.vllm.imports:vllm_engine",
     "simulated": "titan_rl.generation.engine:simulated_engine",
 }
 """Short names of `GeneratorConfig.engine`."""

@@ -40,7 +40,11 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.microbatch import MicroBatch
 from titan_rl.policy.models.qwen3 import EMBEDDING, LM_HEAD, Qwen3Shape
-from titan_rl.policy.models.titan_adaptation import reduce_gradients_by_plain_sums, share_padding_of_tied_shards
+from titan_rl.policy.models.titan_adaptation import (
+    reduce_gradients_by_plain_sums,
+    share_padding_of_tied_shards,
+    without_its_trainer,
+)
 from titan_rl.policy.token_scores import token_scores
 
 SPMD_BACKEND = "partial_dtensor"
@@ -136,7 +140,8 @@ def build_policy(
     dims = _build_meshes(parallelism, config.ranks) if beside is None else beside.dims
     varlen = device.type == "cuda" and config.dtype == "bfloat16"  # the kernel knows no other case
     model_config = qwen3_model_config(shape, VarlenAttention.Config() if varlen else DocumentAttention.Config())
-    model_config.update_from_config(config=_ParallelismOnly(parallelism=parallelism))
+    with without_its_trainer():
+        model_config.update_from_config(config=_ParallelismOnly(parallelism=parallelism))
     with torch.device("meta"):
         model = model_config.build()
     parallelize_qwen3(

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from titan_rl.errors import ConfigError
+from titan_rl.importing import left_out
 from titan_rl.processes import join_world
 
 
@@ -49,6 +52,13 @@ def choose_device(device: str) -> None:
             f"torchtitan was imported for {copied.device_type!r} in this process and cannot change to {device!r}"
         )
     utils.device_type, utils.device_module = device, getattr(torch, device)
+
+
+def without_its_trainer() -> AbstractContextManager[None]:
+    """Keep torchtitan from importing its trainer while a model is configured. It only asks whether the config is that
+    trainer's, and the import brings data sets, pandas and Arrow."""
+    no_class = SimpleNamespace(Config=())  # nothing is an instance of ()
+    return left_out({"torchtitan.trainer": {"Trainer": no_class}})
 
 
 def reduce_gradients_by_plain_sums(model: torch.nn.Module) -> None:
