@@ -50,7 +50,7 @@ def test_a_run_without_numbers_says_nothing():
 
 def test_a_rising_score_is_good_news():
     found = said(run_of(evaluation__exact_match=[0.01, 0.9]), "The policy learned")
-    assert found.kind is Kind.GOOD and "1.0% to 90.0%" in found.text
+    assert found.kind is Kind.GOOD and "1% to 90%" in found.text
 
 
 def test_a_missed_target_says_whether_the_score_still_rose():
@@ -66,7 +66,7 @@ def test_a_missed_target_says_whether_the_score_still_rose():
 def test_a_score_that_fell_from_its_best_says_how_far():
     run = run_of(evaluation__exact_match=[0.1, 0.8, 0.5])
     assert {"The policy learned", "The best score was earlier"} <= titles(run)
-    assert "80.0%" in said(run, "The best score was earlier").text
+    assert "80%" in said(run, "The best score was earlier").text
 
 
 def test_a_flat_reward_is_a_problem_and_a_rising_one_is_not():

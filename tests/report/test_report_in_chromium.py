@@ -37,10 +37,6 @@ def size(request: pytest.FixtureRequest) -> tuple[int, int]:
     return request.param
 
 
-def use_every_control(page: Page) -> int:
-    return page.run(Path(__file__).with_name("use_every_control.js").read_text())
-
-
 def fill(page: Page, control: str, value: str) -> None:
     """Change an input or a choice of the list of rollouts, named by its label."""
     page.run(
@@ -60,7 +56,7 @@ def test_every_control_works_and_nothing_is_requested(
     browser: Page, reports: Reports, which: int, size: tuple[int, int]
 ) -> None:
     browser.open(reports[which], *size)
-    assert use_every_control(browser) > 90
+    assert browser.use_every_control() > 90
     check(browser)
     browser.wait("document.querySelectorAll('.row').length > 5 && document.querySelectorAll('.token').length > 5")
 
@@ -123,6 +119,22 @@ def test_findings_lead_to_what_they_speak_of(browser: Page, reports: Reports) ->
     for number in range(count):
         browser.run(f"document.querySelectorAll('.see')[{number}].click()")
     browser.wait("document.querySelector('.flash')")
+    check(browser)
+
+
+def test_a_link_leads_to_its_section_though_charts_are_drawn_on_the_way(browser: Page, reports: Reports) -> None:
+    browser.open(reports[0], *PHONE)
+    browser.run("document.querySelector('.links a[href=\"#rollouts\"]').click()")
+    browser.wait("Math.abs(document.getElementById('rollouts').getBoundingClientRect().top - 64) < 4")
+    check(browser)
+
+
+def test_the_settings_of_two_runs_stand_side_by_side_on_a_phone(browser: Page, reports: Reports) -> None:
+    browser.open(reports[1], *PHONE)
+    for which in ("different", "all"):
+        browser.run(f"document.querySelector('#which-settings [data-value={which}]').click()")
+        table = "document.querySelector('#settings .scroll')"
+        assert browser.run(f"{table}.scrollWidth <= {table}.clientWidth"), which
     check(browser)
 
 

@@ -86,6 +86,10 @@ class Page:
         )
         assert held, f"it never came to {condition}; errors of the page: {self.errors}"
 
+    def use_every_control(self) -> int:
+        """Click every button, open every fold, change every input; returns the number of different controls."""
+        return self.run(Path(__file__).with_name("use_every_control.js").read_text())
+
     def picture(self, file: Path, *, whole: bool = True) -> Path:
         """A screenshot."""
         if whole:

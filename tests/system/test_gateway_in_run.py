@@ -22,6 +22,7 @@ from leftovers import (
     wait_for_line,
 )
 
+from tests.support.chromium import opened
 from tests.support.metrics import assert_metrics_are_known
 from titan_rl.actors.gateway import GatewayClient
 from titan_rl.config_registry import copy4
@@ -31,33 +32,50 @@ from titan_rl.rollout.turns import RolloutRequest
 from titan_rl.types import PolicyVersion
 
 SMALLER = (
-    *("--loop.steps", "2", "--loop.groups-per-step", "2", "--evaluation.prompts", "8"),
+    *("--loop.steps", "3", "--loop.groups-per-step", "2", "--evaluation.prompts", "8"),
+    *("--loop.max-staleness", "1", "--router.weight-sync", "hot_swap", "--weights.max-live", "3"),
     *("--evaluation.target-exact-match", "0"),
     # every demonstration calls the tool, so that a policy that has seen few of them calls it too
     *("--trainer.warmup.steps", "80", "--environment.kwargs.tool-share", "1.0"),
 )
 
 
-def test_an_unmodified_script_is_trained_through_the_gateway_and_nothing_listens_to_the_network(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a whole asynchronous run that listened to nothing but the host itself."""
+    runs = tmp_path_factory.mktemp("runs")
     config = REPOSITORY / "rl_configs" / "tool_sum_openai.toml"
-    run = start_run("--config", str(config), *SMALLER, runs=tmp_path)
+    run = start_run("--config", str(config), *SMALLER, runs=runs)
     wait_for_line(run, "held-out")
     addresses = listening_addresses_of(run.pid)
     assert addresses and all(address.is_loopback for address in addresses)
     output = finish(run)
     assert run.returncode == 0, output
     assert_nothing_is_left(run)
+    (directory,) = runs.iterdir()
+    return directory
 
-    (directory,) = tmp_path.iterdir()
-    assert_metrics_are_known(directory)
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+def test_an_unmodified_script_is_trained_through_the_gateway(trained: Path) -> None:
+    assert_metrics_are_known(trained)
+    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "train/loss" in line]
-    assert [step["step"] for step in steps] == [1, 2]
+    assert [step["step"] for step in steps] == [1, 2, 3]
     for step in steps:
         assert step["rollout/failed"] == step["rollout/branched"] == step["rollout/rendered_anew"] == 0
         assert step["reward/tool_use"] > 0 and step["rollout/turns_mean"] > 1
         assert step["train/trained_tokens"] == step["rollout/tokens"] > 0
         assert step["train/logprob_difference_max"] <= 2e-5  # what was sampled is what is trained
+
+
+def test_every_control_of_its_report_works(trained: Path, tmp_path: Path) -> None:
+    with opened(tmp_path) as page:
+        page.open(trained / "report.html", width=390, height=844)
+        assert page.use_every_control() > 90
+        page.wait("document.querySelector('.message .call')?.textContent.includes('calculate')")
+        page.wait("document.querySelectorAll('.token.trained').length && document.querySelectorAll('.lane').length > 5")
+        assert page.errors == [] and page.requests == []
+        assert page.run("document.documentElement.scrollWidth <= innerWidth"), "nothing hangs out at the side"
 
 
 PLAYED = """

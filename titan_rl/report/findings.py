@@ -125,19 +125,24 @@ def _late(run: Run, name: str) -> float | None:
     return None if thirds is None else fmean(thirds[1])
 
 
+def _percent(share: float) -> str:
+    """As the page writes it: three digits that matter."""
+    return f"{100 * share:.3g}%"
+
+
 def _learned(run: Run) -> Iterator[Finding]:
     scores = run.values("evaluation/exact_match")
     if len(scores) < 2:
         return
     first, last = scores[0], scores[-1]
-    said = f"Held-out exact match went from {first:.1%} to {last:.1%}."
+    said = f"Held-out exact match went from {_percent(first)} to {_percent(last)}."
     if last - first > LEAST_GAIN:
         yield Finding(Kind.GOOD, "The policy learned", said, see="evaluation/exact_match")
     elif first - last > LEAST_GAIN:
         do = "Read held-out answers in the rollouts below: the reward may pay for something else than the score."
         yield Finding(Kind.PROBLEM, "The held-out score fell", said, do, "evaluation/exact_match")
     if run.summary and last < (target := run.config.get("evaluation.target_exact_match", 0.0)):
-        text = f"Held-out exact match ended at {last:.1%}, below evaluation.target_exact_match = {target:g}."
+        text = f"Held-out exact match ended at {_percent(last)}, below evaluation.target_exact_match = {target:g}."
         if last - scores[-1 - max(len(scores) // 4, 1)] > LEAST_GAIN:
             do = f"It still rose: `titan-rl train --resume {run.directory} --loop.steps N` goes on."
         else:
@@ -150,7 +155,7 @@ def _learned(run: Run) -> Iterator[Finding]:
     best = max(scores)
     if best - last > 0.1:
         do = "Take an earlier checkpoint, or lower trainer.optimizer.lr."
-        text = f"It reached {best:.1%} and ended at {last:.1%}."
+        text = f"It reached {_percent(best)} and ended at {_percent(last)}."
         yield Finding(Kind.WARNING, "The best score was earlier", text, do, "evaluation/exact_match")
 
 

@@ -58,7 +58,7 @@ function number(value, unit = "") {
   return (Number.isInteger(value) ? integers.format(value) : String(parseFloat(value.toPrecision(size < 1 ? 3 : 4)))).replace(/^-/, "−");
 }
 
-const percent = (value) => `${parseFloat((100 * value).toPrecision(3))} %`;
+const percent = (value) => `${parseFloat((100 * value).toPrecision(3))}%`;
 
 function duration(seconds) {
   if (seconds < 60) return `${parseFloat(seconds.toPrecision(3))} s`;

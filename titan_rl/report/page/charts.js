@@ -18,7 +18,8 @@ function smooth(values, weight) {
 
 function drawCurves(data) {
   const names = Object.keys(data.series);
-  const sections = new Map([["Key curves", FIRST.filter((name) => names.includes(name))]]);
+  if (!names.length) byId("charts").append(element("p", { class: "empty" }, "No step has ended."));
+  const sections = new Map(names.length ? [["Key curves", FIRST.filter((name) => names.includes(name))]] : []);
   for (const name of names) {
     const section = name.split("/")[0];
     sections.set(section, [...(sections.get(section) ?? []), name]);
@@ -163,7 +164,7 @@ function plot(chart) {
         values: (_, ticks) => ticks.map((tick) => (curves.axis === "step" ? (Number.isInteger(tick) ? compact.format(tick) : "") : clock(tick, ticks[ticks.length - 1]))) },
       { stroke: muted, font: FONT, grid: { stroke: line, width: 1 }, ticks: { show: false }, size: 54, gap: 4, labelFont: FONT, labelSize: 16, labelGap: 0,
         label: [unit, chart.log ? "log scale" : ""].filter(Boolean).join(", ") || undefined,
-        values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : chart.unit === "share" ? `${parseFloat((100 * tick).toPrecision(3))} %` : axisNumber(tick))) },
+        values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : chart.unit === "share" ? percent(tick) : axisNumber(tick))) },
     ],
     series,
     hooks: { setCursor: [(u) => tell(u.cursor.idx)] },
