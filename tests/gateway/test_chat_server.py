@@ -128,7 +128,11 @@ async def test_a_busy_server_is_asked_again_but_not_for_ever():
 @pytest.mark.parametrize(
     ("answer", "kind", "words"),
     [
-        ((400, {"error": {"message": "too long"}}), RequestError, r"refuses \(400\): too long"),
+        (
+            (400, {"error": {"message": "too long"}}),
+            RequestError,
+            r"refuses \(400\): too long; \d+ tokens .*\.max_new_tokens",
+        ),
         ((401, "who are you"), GeneratorFailed, r"refuses \(401\): who are you"),
         ((200, {"choices": []}), GeneratorFailed, "answered no chat completion"),
         ((200, "<html>"), GeneratorFailed, "cannot be asked"),

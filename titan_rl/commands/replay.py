@@ -78,7 +78,8 @@ def _act(command: Command, prog: str) -> int:
     numbers = sum(isinstance(value, float) for value in values)
     tokens = sum(len(branch["token_ids"]) for record in recorded for branch in record["branches"])
     print(
-        f"the same: step {step}, {len(recorded)} rollouts of group {', '.join(map(str, _groups(recorded)))}: {tokens} "
+        f"the same: step {step}, {len(recorded)} rollout{'s' * (len(recorded) != 1)} of group "
+        f"{', '.join(map(str, _groups(recorded)))}: {tokens} "
         f"tokens and {numbers} numbers about them; loss and {len(NUMBERS) - 1} other numbers of the step"
     )
     return 0

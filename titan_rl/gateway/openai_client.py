@@ -80,7 +80,7 @@ class ChatServer:
     def _first_model(self) -> str:
         try:
             return str(self._ask("/models")["data"][0]["id"])
-        except (GeneratorFailed, RequestError) as error:
+        except GeneratorFailed as error:
             raise ConfigError(str(error)) from error
         except (KeyError, IndexError, TypeError) as error:
             raise ConfigError(f"{self._url} lists no model: name one, --model NAME") from error
@@ -98,8 +98,10 @@ class ChatServer:
             except urllib.error.HTTPError as error:
                 refusal = f"{self._url} refuses ({error.code}): {_said_in(error)}"
                 if error.code not in BUSY or pause is None:
-                    kind = RequestError if error.code in (400, 413, 422) else GeneratorFailed
-                    raise kind(refusal) from error
+                    if body is None or error.code not in (400, 413, 422):
+                        raise GeneratorFailed(refusal) from error
+                    asked = f"{body['max_tokens']} tokens were asked for (rollout.sampling.max_new_tokens)"
+                    raise RequestError(f"{refusal}; {asked}") from error
             except (OSError, ValueError, http.client.HTTPException) as error:  # a URLError is an OSError
                 if pause is None or body is None:
                     reason = getattr(error, "reason", error)

@@ -103,7 +103,7 @@ function drawSettings(data) {
       element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "Setting"), ...data.runs.map((run, number_) =>
         element("th", { scope: "col" }, several ? element("i", { class: "swatch", "data-run": number_ }) : null, several ? run.name : "Value")))),
       element("tbody", {}, ...rows.map(([name, ...values]) => element("tr", { class: several && differs(values) ? "differs" : null },
-        element("th", { scope: "row" }, ...name.split(/(?<=\.)/).flatMap((part) => [part, element("wbr")])), ...values.map((value) => element("td", {}, value === null ? "not there" : value === "" ? "empty" : value))))));
+        element("th", { scope: "row" }, ...name.split(/(?<=[._])/).flatMap((part) => [part, element("wbr")])), ...values.map((value) => element("td", {}, value === null ? "not there" : value === "" ? "empty" : value))))));
     if (!rows.length) table.append(element("caption", { class: "empty" }, which === "different" && !wanted ? "The runs have the same settings." : "No setting matches."));
     colourSwatches();
   };
