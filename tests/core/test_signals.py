@@ -101,6 +101,35 @@ def test_the_words_of_a_run_whose_terminal_is_gone_are_no_errors():
     assert process.returncode == 128 + signal.SIGHUP
 
 
+def test_what_nobody_reads_any_more_is_dropped():
+    program = """
+import os, sys
+from rich.console import Console
+from titan_rl.launch.process import lasting_output
+
+with lasting_output():
+    print("begun", flush=True)
+    sys.stdin.readline()
+    for stream in (sys.stdout, sys.stderr):
+        Console(stderr=stream is sys.stderr).print("nobody hears it")
+        print("nobody hears it", file=stream, flush=True)
+    os._exit(5)
+"""
+    controller, terminal = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+    )
+    os.close(terminal)
+    assert os.read(controller, 100).startswith(b"begun")
+    os.close(controller)
+    process.communicate(b"\n")
+    assert process.returncode == 5
+
+
 @pytest.mark.parametrize(
     ("main", "code"),
     [("lambda: 2", 2), ("lambda: sys.exit(3)", 3), ("lambda: 1 / 0", 1), ("lambda: signal.raise_signal(2)", 130)],

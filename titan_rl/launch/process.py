@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import fcntl
 import functools
 import logging
@@ -29,6 +30,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any, TextIO, cast
 
 from titan_rl.errors import Stopped, TitanError
 from titan_rl.importing import import_user_module
@@ -168,6 +170,33 @@ def _forget_terminal() -> None:
             going = True
         if going:
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+class _Lasting:
+    """A stream that drops what nobody reads any more."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
+@contextlib.contextmanager
+def lasting_output() -> Iterator[None]:
+    """Inside, a terminal or pipe that is closed without a signal, as that of a background job, ends nothing."""
+    output, errors = (cast(TextIO, _Lasting(stream)) for stream in (sys.stdout, sys.stderr))
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        yield
 
 
 _log = logging.getLogger(__name__)

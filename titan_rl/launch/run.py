@@ -34,7 +34,7 @@ from titan_rl.controller.recording import Recorder
 from titan_rl.controller.system import System
 from titan_rl.errors import ConfigError, Stopped, TrainerStateLost
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.launch.process import StopSignals, hold_signals, log_to_file
+from titan_rl.launch.process import StopSignals, hold_signals, lasting_output, log_to_file
 from titan_rl.launch.resume import CONFIG, ENDING, SUMMARY, Resume, how_to_go_on, lock_run
 from titan_rl.launch.start import serve, start
 from titan_rl.observability.display.progress import RunDisplay
@@ -143,6 +143,7 @@ def run_service(config: RunConfig, gateway: GatewayConfig, imports: tuple[str, .
     return EXIT_OK if code > 128 else code
 
 
+@lasting_output()
 def conduct(
     config: RunConfig,
     work: Callable[[Path, FaultBoard], Coroutine[Any, Any, T]],
