@@ -124,7 +124,7 @@ class Injected:
     recovered: float | None = None
     """Seconds after it."""
     known_until: float = float("inf")
-    """When the controller ended that would have noticed it."""
+    """When the controller ended that would have noticed it, or finished its last step."""
     steps_redone: int = 0
     groups_redone: int = 0
 
@@ -140,9 +140,10 @@ def judge(faults: Sequence[Injected], log: Sequence[Line], steps: Iterable[float
     ends = (*(each.at for each in faults[1:]), float("inf"))
     for place, (fault, end) in enumerate(zip(faults, ends, strict=False)):
         kind = KINDS[fault.fault.kind]
-        restart = (each.at for each in faults[place + 1 :] if each.fault.kind in ENDS_CONTROLLER)
-        fault.known_until = next(restart, float("inf"))
-        after = [line for line in log if fault.at - 0.001 <= line.at <= fault.known_until]
+        restarts = (each.at for each in faults[place + 1 :] if each.fault.kind in ENDS_CONTROLLER)
+        restart = next(restarts, float("inf"))
+        fault.known_until = min([restart, *finished[-1:]])
+        after = [line for line in log if fault.at - 0.001 <= line.at <= restart]
         lost = (f"lost {fault.mesh}: ", f"{fault.mesh} did not start again")  # it may be starting
         seen = lost if fault.mesh else (kind.seen,)
         if fault.detected is None and any(seen):

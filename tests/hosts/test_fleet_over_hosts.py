@@ -57,19 +57,19 @@ class Run:
 
 def test_a_host_joins_serves_is_lost_comes_back_and_leaves(tmp_path: Path) -> None:
     with Hosts(2) as hosts, workers(hosts[1:]) as (worker,):
-        settings = ("--placement.address", hosts[0].address, "--trusted-network", "--loop.steps", "100000")
-        run = Run(hosts[0], tmp_path, *settings)
+        network = ("--placement.address", hosts[0].address, "--trusted-network")
+        run = Run(hosts[0], tmp_path, *network, "--loop.steps", "100000", "--generator.count", "1")
         run.until("step ")
 
         said = run.fleet("add", worker)
-        assert f"host1 ({worker}) has joined" in said and "generator2 is up on host1" in said
+        assert f"host1 ({worker}) has joined" in said and "generator1 is up on host1" in said
         for _ in run.steps():
-            (line,) = (line for line in run.fleet().splitlines() if "generator2" in line)
+            (line,) = (line for line in run.fleet().splitlines() if "generator1" in line)
             if "serving v" in line:
                 break
 
         hosts[1].cut()
-        run.until("host1 (", "generator2 is back")
+        run.until("host1 (", "generator1 is back")
         hosts[1].mend()
         run.until(f"host1 ({worker}) is back")
         run.until("step ")

@@ -51,7 +51,10 @@ async def test_an_earlier_agent_of_the_same_run_is_killed(tmp_path: Path) -> Non
     )
     earlier = program("-c", hold, str(tmp_path / "lock"))
     until(earlier, "locked")
+    left = Path(f"/dev/shm/titan_rl-{earlier.pid}-policy-0")
+    left.write_bytes(b"weights")
     os.close(await lock_worker(tmp_path / "lock", "/runs/mine", 60.0))
+    assert not left.exists()  # though nobody has reaped the process
     assert earlier.wait() == -signal.SIGKILL
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from tests.hosts.namespaces import Hosts, skip_reason
 from tests.hosts.workers import PORT, lend
+from titan_rl import train
 
 pytestmark = [
     pytest.mark.skipif(bool(skip_reason()), reason=skip_reason() or "-"),
@@ -176,10 +177,11 @@ def test_few_open_files_on_one_host(hosts: Hosts, tmp_path: Path) -> None:
         (["--hosts", "127.0.0.1:1", "--placement.trainer", "host0", "host1"], "cannot be shared evenly"),
     ],
 )
-def test_what_the_command_line_alone_shows(arguments: list[str], why: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "titan_rl.train", "--recipe", "copy4", "--logging.directory", str(tmp_path)]
-    done = subprocess.run([*command, *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and why in done.stderr, done.stderr
+def test_what_the_command_line_alone_shows(
+    arguments: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(["--recipe", "copy4", "--logging.directory", str(tmp_path), *arguments]) == 2
+    assert why in capsys.readouterr().err
 
 
 def test_a_torchrun_whose_other_host_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:

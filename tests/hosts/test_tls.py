@@ -28,6 +28,7 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 RUN = (
     *("--recipe", "cpu_smoke", "--placement.trainer", "host0"),
     *("--generator.engine", "simulated", "--generator.tensor-parallel", "1"),
+    *("--generator.count", "1", "--trainer.data-parallel", "1"),
 )
 
 

@@ -98,6 +98,8 @@ def test_a_controller_that_ends_soon_after_a_fault_need_not_have_noticed_it() ->
     judge([stopped, killed], log((20.0, "lost generator1: it hangs again")), [AT + 30.0])
     assert (stopped.detected, must_be_detected(stopped)) == (None, False)
     assert must_be_detected(killed)
+    judge([stopped], [], [AT + 9.0])
+    assert not must_be_detected(stopped)
 
 
 def test_faults_that_a_run_need_not_notice_are_those_that_take_nothing_from_it() -> None:

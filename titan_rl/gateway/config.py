@@ -59,6 +59,12 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+_REMEDIES = {
+    errno.EADDRINUSE: "; name another one, or 0 for any free port",
+    errno.EADDRNOTAVAIL: "; it is no address of this host, whose own are listed by `ip address`",
+}
+
+
 def listen(host: str, port: int, *, backlog: int = 1) -> socket.socket:
     """A socket that listens there; port 0: on any free one.
 
@@ -70,6 +76,5 @@ def listen(host: str, port: int, *, backlog: int = 1) -> socket.socket:
         both = family == socket.AF_INET6
         return socket.create_server(address[:2], family=family, backlog=backlog, dualstack_ipv6=both)
     except OSError as error:
-        remedy = "; name another one, or 0 for any free port" * (error.errno == errno.EADDRINUSE)
-        why = error.strerror or error
+        why, remedy = str(error.strerror or error).partition(" (while ")[0], _REMEDIES.get(error.errno or 0, "")
         raise ConfigError(f"cannot listen on {host}, port {port}: {why}{remedy}") from error

@@ -109,7 +109,11 @@ class FleetControl:
                         at = f" {status.version}" if status.version else ""
                         state += f", {status.state}{at}, {status.in_flight} requests"
                     lines.append(f"  {mesh.name.ljust(12)} {state}")
-        lines += [f"{name} is lost, and awaited" for name in meshes.workers if name not in meshes.hosts]
+        lines += [
+            f"{name} ({worker}) is lost, and awaited; a worker that was started again needs another port, and `add`"
+            for name, worker in meshes.workers.items()
+            if name not in meshes.hosts
+        ]
         return [*lines, *(f"{name}: no host has room" for name in meshes.fleet if name not in meshes.names)]
 
     # More.
@@ -134,6 +138,8 @@ class FleetControl:
             meshes.place_again()
             await start_missing(meshes)  # what had no room before comes first
             lines = [f"{name} ({worker}) has joined" for name, worker in joined.items()]
+            for line in lines:
+                meshes.say(line)
             wanted = generators if generators is not None else sum(map(self._fits, joined)) if joined else 1
             new = [f"generator{self._generators_ever + number}" for number in range(wanted)][:most]
             while without := [name for name in new if name not in meshes.trial([*meshes.fleet, *new]).names]:
@@ -171,13 +177,16 @@ class FleetControl:
         meshes.place_again()
         await meshes.router.resize(first_kind_serving(meshes))
         await start_missing(meshes)
-        return [
+        lines = [
             f"{name} is up on {meshes.placement.mesh(name).hosts[0]}; it serves, or waits as a spare, once it has "
             "pulled and verified the newest weights"
             if name in meshes.up
             else f"{name} did not start; the log says why"
             for name in new
         ]
+        for line in lines:
+            meshes.say(line)
+        return lines
 
     # Less.
 

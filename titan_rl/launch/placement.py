@@ -363,7 +363,7 @@ def describe(placement: Placement, *hosts: HostFacts) -> list[str]:
     lines = [f"placement: {placement.processes} processes on {placement.device}"]
     for host in hosts:
         memory = f", {host.memory / 2**30:.1f} GiB of memory available" if host.memory else ""
-        name = f"{host.name} at {host.address}" if several else "host"
+        name = f"{host.name}{f' at {host.address}' if host.address else ''}" if several else "host"
         lines.append(f"({name}: {host.cpus} CPUs{memory}, {len(host.cuda_devices) or 'no'} CUDA devices)")
     if not several:
         lines = [" ".join(lines)]

@@ -104,7 +104,8 @@ def digest_of(what: str) -> str:
 
 async def lock_worker(file: Path, run: str, seconds: float) -> int:
     """Lock the worker's file until this process ends; returns its descriptor. An agent of the same run was lost, or its
-    controller was: it is killed. One of another run is waited for, because it may be about to end.
+    controller was: it is killed. One of another run is waited for, because it may be about to end. What either has left
+    in shared memory is removed.
 
     Args:
         run: names the run; empty: no other agent is of it.
@@ -129,6 +130,8 @@ async def lock_worker(file: Path, run: str, seconds: float) -> int:
 
         threading.Thread(target=lock, daemon=True).start()  # another one would be waited for at the end of this process
         await asyncio.wait_for(locked.wait(), seconds)
+        if pid:
+            remove_segments_of(int(pid))  # `sweep_dead_segments` keeps them until its parent has reaped it
     os.truncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()} {run}".encode(), 0)
     return descriptor

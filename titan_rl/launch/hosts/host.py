@@ -242,8 +242,8 @@ class AttachedHost(Host):
             self._lose(str(error))
             raise HostLost(
                 f"{self.label} takes connections and starts nothing. Perhaps a firewall keeps it from reaching this "
-                "host; or it is no `titan-rl worker`, or one that was started again at the same port or listens at "
-                f"another address; or only one of the hosts has TLS, or their certificates do not fit ({error})"
+                "host; or it is no `titan-rl worker`, or one that was started again (it needs another port) or listens "
+                f"at another address; or only one of the hosts has TLS, or their certificates do not fit ({error})"
             ) from error
         try:
             await self._agent.call(CALL_SECONDS / 2, HostAgent.echo, bytes(LARGE_BYTES))
@@ -378,8 +378,9 @@ class AttachedHost(Host):
             writer.close()
             return address
         except ConnectionRefusedError as error:
+            trusted = " --trusted-network" * (transport() == "tcp")
             raise HostLost(
-                f"nobody listens at {self.label}: start `titan-rl worker --listen {self.worker}` there"
+                f"nobody listens at {self.label}: start `titan-rl worker --listen {self.worker}{trusted}` there"
             ) from error
         except TimeoutError as error:
             raise HostLost(

@@ -52,10 +52,12 @@ def free_port(address: str) -> int:
 
 
 def _act(command: Command, prog: str) -> int:
-    host, _, port = command.values.get("--listen", "").rpartition(":")
+    where = command.values.get("--listen", "")
+    host, _, port = where.rpartition(":")
     if not host or not port.isdigit() or host in ("0.0.0.0", "[::]"):
+        given = f", not {where!r}" if where else ""
         raise ConfigError(
-            "say where to listen: --listen ADDRESS:PORT, the address under which other hosts reach this one"
+            f"say where to listen: --listen ADDRESS:PORT{given}; the one address under which other hosts reach this one"
         )
     number = int(port) or free_port(host)
 
