@@ -17,7 +17,7 @@ from titan_rl.chat.renderer import SymbolRenderer
 from titan_rl.gateway.openai_protocol import AssistantMessage
 
 BODIES = json.loads(Path(__file__).with_name("framework_bodies.json").read_text())
-HISTORY = "0<tool>3+4</tool><tool>3+4</tool><result>7</result>7<tool>4+5</tool><tool>4+5</tool><result>9</result>"
+HISTORY = "0<tool>3+4</tool><tool>3+4</tool><result>7</result>7<eos><tool>4+5</tool><tool>4+5</tool><result>9</result>"
 
 
 async def post(renderer: SymbolRenderer, body: dict) -> tuple[httpx.Response, list[str]]:

@@ -204,14 +204,14 @@ async def test_text_completions_take_token_ids_as_they_are(renderer):
 
 
 async def test_two_sessions_do_not_know_each_others_conversations(renderer):
-    gateway = Gateway(renderer, "2$", "3$", "4$")
+    gateway = Gateway(renderer, "2", "3$", "4$")  # the first is cut off
     one, other = await gateway.open("one"), await gateway.open("other")
     await ask(one, user("1"))
     await ask(other, user("1"), {"role": "assistant", "content": "2"}, user("="))
     await ask(one, user("1"), {"role": "assistant", "content": "2"}, user("="))
     records = [await gateway.keys.close(name) for name in ("one", "other")]
     prompts = [[renderer.decode(call.prompt_token_ids.tolist()) for call in record.turns] for record in records]
-    assert prompts == [["1", "12<eos>="], ["12="]]  # not the other's end of turn
+    assert prompts == [["1", "12="], ["12<eos>="]]  # not the other's turn, which has no end
     assert [each.session_id for each in gateway.fleet.asked] == ["one", "other", "one"]
 
 

@@ -48,7 +48,8 @@ async def test_a_group_is_the_next_demonstrations_of_the_stream(letters):
     for number, sample in enumerate(samples):
         shown = task.demonstration(number)
         prompt = renderer.render(shown.prompt)
-        answer = [*renderer.render(shown.messages), EOS_ID]
+        answer = renderer.render(shown.messages)
+        assert answer[-1] == EOS_ID
         assert sample.token_ids.tolist() == [*prompt, *answer]
         assert sample.loss_mask.tolist() == [False] * len(prompt) + [True] * len(answer)
         assert not sample.logprobs.any() and (sample.versions == NO_VERSION).all()

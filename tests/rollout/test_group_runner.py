@@ -131,6 +131,9 @@ async def test_a_record_of_an_evaluation_shows_what_was_asked_said_and_wanted(mo
 class Forgetful(SymbolRenderer):
     """A chat format that shows the policy its own words as if it had stopped before it did."""
 
+    def render(self, messages, tools=()):
+        return [token_id for token_id in super().render(messages, tools) if token_id != EOS]
+
     def extend(self, prompt, completion, messages, tools=()):
         raise TaskError("what was sampled would change")
 

@@ -52,7 +52,7 @@ class ScriptedPolicy:
         answer = self._answer(request)
         if isinstance(answer, Exception):
             raise answer
-        token_ids = self._encode([Message("assistant", answer)])
+        token_ids = self._encode([Message("user", answer)])
         stop = len(token_ids) < request.sampling.max_new_tokens
         token_ids = [*token_ids, EOS] if stop else token_ids[: request.sampling.max_new_tokens]
         reason = FinishReason.STOP if stop else FinishReason.LENGTH
