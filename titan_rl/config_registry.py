@@ -84,7 +84,7 @@ def copy4_quick() -> RunConfig:
     return replace(
         recipe,
         generator=replace(recipe.generator, count=1),
-        loop=replace(recipe.loop, steps=120, max_staleness=1),
+        loop=replace(recipe.loop, max_staleness=1),
         evaluation=replace(recipe.evaluation, every=20, prompts=250),
         checkpoint=replace(recipe.checkpoint, every=60),
     )
