@@ -16,10 +16,12 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from titan_rl.errors import ConfigError, TitanError
@@ -130,6 +132,10 @@ def import_name(name: str, short_names: Mapping[str, str] | None = None) -> Any:
         raise ConfigError(f"{name!r}: module {where!r} has no {attribute!r}") from None
 
 
+class Named:
+    """Stands for what a library only names here: nothing is an instance of it."""
+
+
 @contextmanager
 def left_out(modules: Mapping[str, Mapping[str, object]]) -> Iterator[None]:
     """For the length of the block these modules are not imported: who imports one gets a module with these contents.
@@ -138,12 +144,107 @@ def left_out(modules: Mapping[str, Mapping[str, object]]) -> Iterator[None]:
     Args:
         modules: by name, the names that are taken from them, and what stands for each.
     """
-    missing = [name for name in modules if name not in sys.modules]
-    for name in missing:
-        sys.modules[name] = ModuleType(name)
-        vars(sys.modules[name]).update(modules[name])
+    absent = {name: _Absent(name) for name in modules if name not in sys.modules}
+    for name, module in absent.items():
+        vars(module).update(modules[name])
+    sys.modules.update(absent)
     try:
         yield
     finally:
-        for name in missing:
+        _put_back(absent)
+
+
+class _Absent(ModuleType):
+    """Stands for a module that is left out."""
+
+
+def _put_back(absent: Mapping[str, ModuleType]) -> None:
+    for name, module in absent.items():
+        if sys.modules.get(name) is module:
             del sys.modules[name]
+
+
+_COMPILER = "torch._dynamo"
+
+
+def _as_it_is(function: Any = None, *how: Any, **more: Any) -> Any:
+    """A decorator, with or without arguments, that changes nothing."""
+    return _as_it_is if function is None else function
+
+
+class _Unloaded(ModuleType):
+    """torch's compiler until somebody uses it. What eager code asks of it does nothing."""
+
+    __path__: list[str] = []
+    disable = staticmethod(_as_it_is)
+    graph_break = staticmethod(_as_it_is)
+    decorators = SimpleNamespace(mark_unbacked=_as_it_is)
+    trace_rules = SimpleNamespace(clear_lru_cache=_as_it_is)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked of every module by whoever walks through all of them
+            raise AttributeError(name)
+        return getattr(_load_compiler(), name)
+
+
+class _Submodules(MetaPathFinder, Loader):
+    """Finds the submodules of the compiler that is not loaded, which loads it; most of them come with it."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if not name.startswith(f"{_COMPILER}."):
+            return None
+        if name == f"{_COMPILER}.config":  # eager code reads it
+            return PathFinder.find_spec(name, [f"{root}/_dynamo" for root in sys.modules["torch"].__path__])
+        compiler = _load_compiler()
+        if name in sys.modules:
+            self._came = sys.modules.pop(name)
+            return ModuleSpec(name, self)
+        return PathFinder.find_spec(name, compiler.__path__)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._came
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has run."""
+
+
+_SUBMODULES = _Submodules()
+
+
+def _load_compiler() -> ModuleType:
+    if isinstance(sys.modules.get(_COMPILER), _Unloaded):
+        del sys.modules[_COMPILER]
+        sys.meta_path.remove(_SUBMODULES)
+        needed = {name: module for name, module in sys.modules.items() if name.startswith("torch.")}
+        _put_back({name: module for name, module in needed.items() if isinstance(module, _Absent)})
+    return importlib.import_module(_COMPILER)
+
+
+@contextmanager
+def uncompiled(modules: Mapping[str, Mapping[str, object]]) -> Iterator[None]:
+    """In the block, import without these modules (see `left_out`) and without torch's compiler, which takes longer than
+    torch itself. Functions that are defined there to be compiled remain as they are.
+
+    After it, the compiler is loaded when somebody uses it, such as a user's own loss. Until then torch's marks of what
+    is not to be compiled cost nothing; FSDP sets one at every call of its hooks.
+    """
+    import torch
+
+    if _COMPILER not in sys.modules:
+        torch._dynamo = sys.modules[_COMPILER] = _Unloaded(_COMPILER)
+        sys.meta_path.insert(0, _SUBMODULES)
+    compiler = sys.modules[_COMPILER]
+    if not isinstance(compiler, _Unloaded):
+        yield
+        return
+    named = dict.fromkeys(("allow_in_graph", "disallow_in_graph", "assume_constant_result"), _as_it_is)
+    named["OptimizedModule"] = Named
+    vars(compiler).update(named)
+    compile_later, torch.compile = torch.compile, _as_it_is
+    try:
+        with left_out(modules):
+            yield
+    finally:
+        torch.compile = compile_later
+        for name in named:
+            delattr(compiler, name)

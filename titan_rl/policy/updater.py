@@ -37,7 +37,7 @@ from titan_rl.policy.losses import PolicyLoss, TrainedTokens, build_loss, kl_pen
 from titan_rl.policy.microbatch import MicroBatch, RankSamples, pack
 from titan_rl.policy.models.checkpoint import load_weights, local_shard, write_checkpoint
 from titan_rl.policy.models.qwen3 import read_shape
-from titan_rl.policy.models.titan_adaptation import choose_device, join_ranks
+from titan_rl.policy.models.titan_adaptation import choose_device, join_ranks, lean_imports
 from titan_rl.policy.packing import PackingPlan, plan_packing
 from titan_rl.policy.state_copies import StateCopies
 from titan_rl.policy.step_metrics import StepMetrics, judge
@@ -97,13 +97,14 @@ class PolicyUpdater:
         shape = read_shape(model_path)
         shape.check_tensor_parallel(config.tensor_parallel)
         self._device = join_ranks(config.ranks, device)
-        choose_device(device)
-        # Only now: these import torchtitan, whose modules copy the device when they are imported.
-        from titan_rl.policy.models.model import build_policy
-        from titan_rl.policy.optimizer import PolicyOptimizer
+        with lean_imports(device):
+            choose_device(device)
+            # Only now: these import torchtitan, whose modules copy the device when they are imported.
+            from titan_rl.policy.models.model import build_policy
+            from titan_rl.policy.optimizer import PolicyOptimizer
 
+            torch.use_deterministic_algorithms(config.deterministic)  # tells the compiler too, if there is one
         torch.manual_seed(seed)
-        torch.use_deterministic_algorithms(config.deterministic)
         self._config = config
         self._source = model_path
         self.samples = samples if samples is not None else SharedMemorySource()

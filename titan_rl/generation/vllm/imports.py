@@ -1,37 +1,43 @@
 """Imports vLLM without what an engine on a CPU has no use for, and builds one. Importing this module loads no vLLM.
 
 Each module that is left out is only named by those that are needed, or works for requests that nobody here makes: chat
-messages and structured output, which come with the protocols of HTTP servers, and quantized weights. vLLM's patches of
-torch's compiler load that compiler, which computes nothing on a CPU. A test fails when vLLM itself imports one no more.
+messages, images and structured output, quantized weights, Triton's kernels. A test fails when vLLM itself imports one
+no more.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.engine import Engine
-from titan_rl.importing import left_out
-
-
-class _NotHere:
-    """Stands for what is only named."""
-
+from titan_rl.importing import Named, uncompiled
 
 _CHAT = ("ChatTemplateResolutionError", "load_chat_template", "parse_chat_messages", "parse_chat_messages_async")
 
 LEFT_OUT: dict[str, dict[str, object]] = {
     "vllm.env_override": {},
-    "vllm.parser.engine.adapters": {"ParserEngineReasoningAdapter": _NotHere},
-    "vllm.entrypoints.mcp.tool_server": {"ToolServer": _NotHere},
-    "vllm.renderers.chat_utils": {"PROMPT_EMBEDS_PLACEHOLDER_TOKEN": "", **dict.fromkeys(_CHAT, _NotHere)},
-    "vllm.model_executor.layers.quantization.online.base": {"OnlineQuantizationConfig": _NotHere},
+    "vllm.parser.engine.adapters": {"ParserEngineReasoningAdapter": Named},
+    "vllm.entrypoints.mcp.tool_server": {"ToolServer": Named},
+    "vllm.renderers.chat_utils": {"PROMPT_EMBEDS_PLACEHOLDER_TOKEN": "", **dict.fromkeys(_CHAT, Named)},
+    "vllm.model_executor.layers.quantization.online.base": {"OnlineQuantizationConfig": Named},
+    "torch.utils.cpp_extension": {"load_inline": Named},
+    "vllm.kernels.triton": {},
+    "vllm.kernels.triton.qkv_padded_fp8_quant": {"quantize_fp8_maybe_pad_head_dim": Named},
+    "torch._dynamo._trace_wrapped_higher_order_op": {"TransformGetItemToIndex": Named},
+    "torch._dynamo.symbolic_convert": {"InliningInstructionTranslator": Named},
+    "vllm.model_executor.warmup.kernel_warmup": {"kernel_warmup": Named},
+    "vllm.v1.worker.gpu.warmup": {"warmup_kernels": Named},
+    "torch._inductor": {},
+    "torch._inductor.config": {},
+    "torch._inductor.custom_graph_pass": {"CustomGraphPass": Named},
 }
 
 
 def vllm_engine(config: GeneratorConfig, model_path: str | Path, device: str) -> Engine:
     """An engine of vLLM; see `VllmEngine`."""
-    with left_out(LEFT_OUT if device == "cpu" else {}):
+    with uncompiled(LEFT_OUT) if device == "cpu" else nullcontext():
         from titan_rl.generation.vllm.engine import VllmEngine
 
         return VllmEngine(config, model_path, device)

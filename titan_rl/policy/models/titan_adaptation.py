@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from titan_rl.errors import ConfigError
-from titan_rl.importing import left_out
+from titan_rl.importing import Named, left_out, uncompiled
 from titan_rl.processes import join_world
 
 
@@ -33,6 +33,14 @@ def join_ranks(ranks: int, device: str) -> torch.device:
             f"trainer.data_parallel * trainer.tensor_parallel is {ranks}, but there are {dist.get_world_size()} ranks"
         )
     return torch.device(device, local) if device == "cuda" else torch.device(device)
+
+
+def lean_imports(device: str) -> AbstractContextManager[None]:
+    """Import torchtitan without what computes nothing on a CPU: the compiler, and its list of what activation
+    checkpointing by operators keeps."""
+    ops = {"torch._functorch.partitioners": {"get_default_op_list": Named}}
+    inductor: dict[str, dict[str, object]] = {"torch._inductor": {}, "torch._inductor.config": {}}
+    return uncompiled(ops | inductor) if device == "cpu" else nullcontext()
 
 
 def choose_device(device: str) -> None:
