@@ -1,8 +1,8 @@
 """Imports vLLM without what an engine on a CPU has no use for, and builds one. Importing this module loads no vLLM.
 
 Each module that is left out is only named by those that are needed, or works for requests that nobody here makes: chat
-messages, images and structured output, quantized weights, Triton's kernels. A test fails when vLLM itself imports one
-no more.
+messages, images and structured output, quantized weights, Triton's kernels, models and sampling of transformers. A test
+fails when vLLM itself imports one no more.
 """
 
 from __future__ import annotations
@@ -14,25 +14,37 @@ from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.engine import Engine
 from titan_rl.importing import Named, uncompiled
 
-_CHAT = ("ChatTemplateResolutionError", "load_chat_template", "parse_chat_messages", "parse_chat_messages_async")
-
-LEFT_OUT: dict[str, dict[str, object]] = {
-    "vllm.env_override": {},
-    "vllm.parser.engine.adapters": {"ParserEngineReasoningAdapter": Named},
-    "vllm.entrypoints.mcp.tool_server": {"ToolServer": Named},
-    "vllm.renderers.chat_utils": {"PROMPT_EMBEDS_PLACEHOLDER_TOKEN": "", **dict.fromkeys(_CHAT, Named)},
-    "vllm.model_executor.layers.quantization.online.base": {"OnlineQuantizationConfig": Named},
-    "torch.utils.cpp_extension": {"load_inline": Named},
-    "vllm.kernels.triton": {},
-    "vllm.kernels.triton.qkv_padded_fp8_quant": {"quantize_fp8_maybe_pad_head_dim": Named},
-    "torch._dynamo._trace_wrapped_higher_order_op": {"TransformGetItemToIndex": Named},
-    "torch._dynamo.symbolic_convert": {"InliningInstructionTranslator": Named},
-    "vllm.model_executor.warmup.kernel_warmup": {"kernel_warmup": Named},
-    "vllm.v1.worker.gpu.warmup": {"warmup_kernels": Named},
-    "torch._inductor": {},
-    "torch._inductor.config": {},
-    "torch._inductor.custom_graph_pass": {"CustomGraphPass": Named},
+_NAMES: dict[str, tuple[str, ...]] = {
+    "torch._dynamo._trace_wrapped_higher_order_op": ("TransformGetItemToIndex",),
+    "torch._dynamo.symbolic_convert": ("InliningInstructionTranslator",),
+    "torch._inductor": (),
+    "torch._inductor.config": (),
+    "torch._inductor.custom_graph_pass": ("CustomGraphPass",),
+    "torch.utils.cpp_extension": ("load_inline",),
+    "transformers.conversion_mapping": (
+        "get_checkpoint_conversion_mapping",
+        "register_checkpoint_conversion_mapping",
+    ),
+    "transformers.generation.utils": ("GenerationMixin",),
+    "transformers.modeling_utils": ("PreTrainedAudioTokenizerBase",),
+    "vllm.entrypoints.mcp.tool_server": ("ToolServer",),
+    "vllm.env_override": (),
+    "vllm.kernels.triton": (),
+    "vllm.kernels.triton.qkv_padded_fp8_quant": ("quantize_fp8_maybe_pad_head_dim",),
+    "vllm.model_executor.layers.quantization.online.base": ("OnlineQuantizationConfig",),
+    "vllm.model_executor.warmup.kernel_warmup": ("kernel_warmup",),
+    "vllm.parser.engine.adapters": ("ParserEngineReasoningAdapter",),
+    "vllm.renderers.chat_utils": (
+        "PROMPT_EMBEDS_PLACEHOLDER_TOKEN",
+        "ChatTemplateResolutionError",
+        "load_chat_template",
+        "parse_chat_messages",
+        "parse_chat_messages_async",
+    ),
+    "vllm.v1.worker.gpu.warmup": ("warmup_kernels",),
 }
+
+LEFT_OUT = {module: dict.fromkeys(names, Named) for module, names in _NAMES.items()}
 
 
 def vllm_engine(config: GeneratorConfig, model_path: str | Path, device: str) -> Engine:
