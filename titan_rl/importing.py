@@ -15,6 +15,7 @@ import importlib.util
 import os
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -160,26 +161,26 @@ class _Absent(ModuleType):
 
 def _put_back(absent: Mapping[str, ModuleType]) -> None:
     for name, module in absent.items():
-        if sys.modules.get(name) is module:
+        if sys.modules.get(name) is module:  # not if it was needed after all
             del sys.modules[name]
 
 
 _COMPILER = "torch._dynamo"
 
 
-def _as_it_is(function: Any = None, *how: Any, **more: Any) -> Any:
+def _unchanged(function: Any = None, *how: Any, **more: Any) -> Any:
     """A decorator, with or without arguments, that changes nothing."""
-    return _as_it_is if function is None else function
+    return _unchanged if function is None else function
 
 
 class _Unloaded(ModuleType):
     """torch's compiler until somebody uses it. What eager code asks of it does nothing."""
 
     __path__: list[str] = []
-    disable = staticmethod(_as_it_is)
-    graph_break = staticmethod(_as_it_is)
-    decorators = SimpleNamespace(mark_unbacked=_as_it_is)
-    trace_rules = SimpleNamespace(clear_lru_cache=_as_it_is)
+    disable = staticmethod(_unchanged)
+    graph_break = staticmethod(_unchanged)
+    decorators = SimpleNamespace(mark_unbacked=_unchanged)
+    trace_rules = SimpleNamespace(clear_lru_cache=_unchanged)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # asked of every module by whoever walks through all of them
@@ -209,14 +210,15 @@ class _Submodules(MetaPathFinder, Loader):
 
 
 _SUBMODULES = _Submodules()
+_loading = threading.Lock()
 
 
 def _load_compiler() -> ModuleType:
-    if isinstance(sys.modules.get(_COMPILER), _Unloaded):
-        del sys.modules[_COMPILER]
-        sys.meta_path.remove(_SUBMODULES)
-        needed = {name: module for name, module in sys.modules.items() if name.startswith("torch.")}
-        _put_back({name: module for name, module in needed.items() if isinstance(module, _Absent)})
+    with _loading:
+        if isinstance(sys.modules.get(_COMPILER), _Unloaded):
+            del sys.modules[_COMPILER], vars(sys.modules["torch"])["_dynamo"]
+            sys.meta_path.remove(_SUBMODULES)
+            _put_back({name: each for name, each in dict(sys.modules).items() if isinstance(each, _Absent)})
     return importlib.import_module(_COMPILER)
 
 
@@ -237,10 +239,11 @@ def uncompiled(modules: Mapping[str, Mapping[str, object]]) -> Iterator[None]:
     if not isinstance(compiler, _Unloaded):
         yield
         return
-    named = dict.fromkeys(("allow_in_graph", "disallow_in_graph", "assume_constant_result"), _as_it_is)
-    named["OptimizedModule"] = Named
+    marks = ("allow_in_graph", "disallow_in_graph", "assume_constant_result")
+    named: dict[str, object] = {**dict.fromkeys(marks, _unchanged), "OptimizedModule": Named}
     vars(compiler).update(named)
-    compile_later, torch.compile = torch.compile, _as_it_is
+    compile_later: Any = torch.compile
+    vars(torch)["compile"] = _unchanged
     try:
         with left_out(modules):
             yield

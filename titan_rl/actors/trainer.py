@@ -178,6 +178,8 @@ class PolicyTrainer(ConnectedActor):
             self._weights, channel=CHANNEL, rank=self._rank, group=group, hosts=self._hosts
         )
         self._publisher.adopt(published)
+        if self._device == "cpu":
+            from titan_rl.weights import compiled_sum  # noqa: F401  now, and not when generators wait for weights
         _log.info("trainer rank %d is ready after %.1f s", self._rank, time.monotonic() - started)
         return os.getpid()
 
