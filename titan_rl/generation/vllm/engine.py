@@ -266,7 +266,9 @@ class VllmEngine:
 
     def close(self) -> None:
         """Shut vLLM down, with the process groups that it made."""
+        gc.freeze()  # vLLM collects garbage twice now; most processes end anyway
         self._core.shutdown()
+        gc.unfreeze()
         self._engine = None
 
     def _end(self, request_id: str) -> RunningRequest:
