@@ -266,9 +266,12 @@ class VllmEngine:
 
     def close(self) -> None:
         """Shut vLLM down, with the process groups that it made."""
-        gc.freeze()  # vLLM collects garbage twice now; most processes end anyway
-        self._core.shutdown()
-        gc.unfreeze()
+        collect: Any = gc.collect
+        gc.collect = lambda generation=2: 0  # vLLM would search all that was imported for garbage, twice
+        try:
+            self._core.shutdown()
+        finally:
+            gc.collect = collect
         self._engine = None
 
     def _end(self, request_id: str) -> RunningRequest:
