@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from titan_rl.errors import ConfigError
-from titan_rl.policy.models.titan_adaptation import choose_device, without_its_trainer
+from titan_rl.policy.models.titan_adaptation import LEFT_OUT, choose_device, without_its_trainer
 
 choose_device("cpu")  # before the imports below, as in a trainer process
 
@@ -58,6 +58,23 @@ def test_torchtitan_still_imports_its_trainer_to_ask_whether_a_config_is_its_own
     with without_its_trainer():
         from torchtitan.trainer import Trainer
     assert not isinstance(Decoder.Config, Trainer.Config) and "torchtitan.trainer" not in sys.modules
+
+
+def test_torchtitan_still_imports_what_is_left_out():
+    missing = [name for name in (*LEFT_OUT, "torch._dynamo.eval_frame") if name not in sys.modules]
+    assert not missing, "these need not be left out any more"
+
+
+def test_a_trainer_on_a_cpu_loads_no_compiler():
+    program = """
+import sys
+from titan_rl.policy.models.titan_adaptation import lean_imports
+with lean_imports("cpu"):
+    import titan_rl.policy.models.model, titan_rl.policy.optimizer
+print([name for name in ("torch._dynamo.eval_frame", "torch._inductor") if name in sys.modules])
+"""
+    said = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert said.stdout.strip() == "[]"
 
 
 def test_varlen_attention_still_has_no_cpu_kernel():
