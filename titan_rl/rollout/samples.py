@@ -22,7 +22,7 @@ import numpy as np
 
 from titan_rl.chat.renderer import Renderer
 from titan_rl.rollout.report import Rollout
-from titan_rl.rollout.token_graph import TokenGraph
+from titan_rl.rollout.token_graph import TokenGraph, branches_of
 from titan_rl.types import NO_VERSION, Completion, FinishReason, Message, ToolSpec, TrainingSample
 
 
@@ -49,12 +49,16 @@ def group_advantages(rewards: Sequence[float], epsilon: float = 1e-4) -> np.ndar
     return (values - values.mean()) / spread
 
 
-def training_samples(group_id: int, rollout: Rollout, *, advantage: float, rollouts: int) -> tuple[TrainingSample, ...]:
-    """The samples of a rollout's branches; empty if nothing was sampled.
+def training_samples(
+    group_id: int, graded: Sequence[Rollout], advantages: Sequence[float], *, rollouts: int
+) -> tuple[TrainingSample, ...]:
+    """The samples of the branches of these rollouts of a group; those that sampled nothing have none.
 
     Args:
+        advantages: one per rollout.
         rollouts: number of rollouts in the group, including failed ones.
     """
+    branches = branches_of(rollout.graph for rollout in graded)
     return tuple(
         TrainingSample(
             group_id=group_id,
@@ -66,7 +70,8 @@ def training_samples(group_id: int, rollout: Rollout, *, advantage: float, rollo
             advantage=advantage,
             reward=rollout.reward,
         )
-        for number, branch in enumerate(rollout.graph.branches())
+        for rollout, advantage, its in zip(graded, advantages, branches, strict=True)
+        for number, branch in enumerate(its)
     )
 
 
@@ -97,7 +102,7 @@ def demonstration_sample(
             graph.add(before, _shown(said))
         else:
             before = [*before, *said, *renderer.extend(before, said, list(turn), tools)]
-    (taught,) = training_samples(group_id, Rollout(sample=sample, graph=graph), advantage=0.0, rollouts=1)
+    (taught,) = training_samples(group_id, [Rollout(sample=sample, graph=graph)], [0.0], rollouts=1)
     return taught
 
 
