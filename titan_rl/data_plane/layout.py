@@ -66,21 +66,21 @@ def encode(samples: Iterable[TrainingSample]) -> tuple[bytes, list[int]]:
     Raises:
         ValueError: an array has another dtype than `TrainingSample` says; names the sample.
     """
-    parts: list[bytes | np.ndarray] = []
+    parts: list[bytes | memoryview] = []
     lengths = []
     for sample in samples:
         length = len(sample.token_ids)
         lengths.append(length)
         parts.append(
-            _HEADER.pack(
-                _MAGIC, _FORMAT, 0, length, sample.group_id, sample.sample, sample.advantage, sample.reward
-            )
+            _HEADER.pack(_MAGIC, _FORMAT, 0, length, sample.group_id, sample.sample, sample.advantage, sample.reward)
         )
         for name, dtype in _ARRAYS:
             array = getattr(sample, name)
             if array.dtype != dtype:
-                raise ValueError(f"group {sample.group_id} sample {sample.sample}: {name} is {array.dtype}, not {dtype}")
-            parts.append(np.ascontiguousarray(array))
+                raise ValueError(
+                    f"group {sample.group_id} sample {sample.sample}: {name} is {array.dtype}, not {dtype}"
+                )
+            parts.append(np.ascontiguousarray(array).data)
         parts.append(bytes(encoded_size(length) - _HEADER.size - length * _TOKEN_BYTES))
     content = b"".join(parts)
     ends = [0, *itertools.accumulate(map(encoded_size, lengths))]

@@ -315,10 +315,11 @@ def _write(path: str, content: bytes) -> None:
         raise ConfigError(f"{path} exists: two sample stores have one name") from error
     except OSError as error:
         _remove(path)
-        state = os.statvfs(os.path.dirname(path))
+        directory = os.path.dirname(path)
+        state = os.statvfs(directory)
         raise SharedMemoryFull(
-            f"{nbytes} bytes for samples do not fit in {os.path.dirname(path)}, where {state.f_bavail * state.f_frsize} "
-            f"bytes are free ({error.strerror}); make it larger (containers: --shm-size) or keep fewer samples"
+            f"{nbytes} bytes for samples do not fit in {directory}, where {state.f_bavail * state.f_frsize} bytes "
+            f"are free ({error.strerror}); make it larger (containers: --shm-size) or keep fewer samples"
         ) from error
 
 

@@ -78,6 +78,8 @@ class TokenGraph:
         self._root = _Node(None, _NONE, False, _NONE, _NONE)
         self.completions: list[Completion] = []
         """Of all turns, in the order in which they were added."""
+        self.leaves = 0
+        """How many branches there are."""
 
     def add(self, prompt_token_ids: Sequence[int] | np.ndarray, completion: Completion) -> None:
         """Add one turn.
@@ -106,14 +108,10 @@ class TokenGraph:
             )
         self.completions.append(completion)
         node, known = self._longest_known(prompt) if self._root.children else (self._root, 0)
+        self.leaves += node is self._root or bool(node.children)
         if known < len(prompt):
             node = node.grow(prompt[known:], sampled=False)
         node.grow(completion.token_ids, sampled=True, logprobs=completion.logprobs, versions=completion.versions)
-
-    @property
-    def leaves(self) -> int:
-        """How many branches there are."""
-        return sum(1 for _ in self.paths())
 
     def _longest_known(self, tokens: np.ndarray) -> tuple[_Node, int]:
         """The end node of the longest path that is a prefix of `tokens`, and the path's length. Of equally long paths
@@ -131,19 +129,21 @@ class TokenGraph:
 
     def paths(self) -> Iterator[list[_Node]]:
         """From the root's children to every leaf, depth first, oldest first."""
-        pending = [(child, [child]) for child in reversed(self._root.children)]
+        pending = [[child] for child in reversed(self._root.children)]
         while pending:
-            node, path = pending.pop()
-            if not node.children:
+            path = pending.pop()
+            while len(children := path[-1].children) == 1:
+                path.append(children[0])
+            if not children:
                 yield path
-            pending.extend((child, [*path, child]) for child in reversed(node.children))
+            pending.extend([*path, child] for child in reversed(children))
 
 
 def branches_of(graphs: Iterable[TokenGraph]) -> list[list[Branch]]:
-    """Of each graph, one branch per leaf, oldest first. All arrays are views of four: for many short rollouts that takes
-    a third of the time."""
+    """Of each graph, one branch per leaf, oldest first. All arrays are views of four, made at once: where rollouts are
+    short, that takes a third of the time."""
     paths = [[*graph.paths()] for graph in graphs]
-    nodes = [node for each in paths for path in each for node in path]
+    nodes = [node for its in paths for path in its for node in path]
     if not nodes:
         return [[] for _ in paths]
     lengths = [len(node.token_ids) for node in nodes]
@@ -162,9 +162,9 @@ def branches_of(graphs: Iterable[TokenGraph]) -> list[list[Branch]]:
     all_versions = np.concatenate(versions, dtype=np.int64)
     branches: list[list[Branch]] = []
     end = 0
-    for each in paths:
+    for its in paths:
         branches.append([])
-        for path in each:
+        for path in its:
             start, end = end, end + sum(len(node.token_ids) for node in path)
             cut = slice(start, end)
             branches[-1].append(Branch(token_ids[cut], loss_mask[cut], all_logprobs[cut], all_versions[cut]))

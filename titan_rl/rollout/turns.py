@@ -39,7 +39,6 @@ from titan_rl.types import (
     ToolSpec,
 )
 
-
 UNBOUNDED = 1 << 30
 
 
