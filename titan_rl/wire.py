@@ -76,7 +76,7 @@ class Packed(Generic[T]):
 
     def unpack(self) -> list[T]:
         spans = [slice(*span) for span in itertools.pairwise([0, *np.cumsum(self.lengths).tolist()])]
-        parts = [[array[span] for span in spans] for array in self.arrays]
+        parts: list[list[np.ndarray]] = [[array[span] for span in spans] for array in self.arrays]
         items = [self.kind.__new__(self.kind) for _ in spans]
         names = (*_ARRAYS[self.kind], *_COLUMNS[self.kind])
         for name, column in zip(names, (*parts, *self.columns), strict=True):

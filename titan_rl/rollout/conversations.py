@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -69,6 +68,9 @@ def first_prompt(renderer: Renderer, messages: Sequence[Message], tools: Sequenc
     return Prompt(token_ids=token_ids, messages=tuple(messages), tools=tools)
 
 
+_digesting = threading.Lock()  # one for all sessions: each makes its own only where a conversation goes on
+
+
 class Conversations:
     """The answered calls of one session. They are digested when the next one is looked up: most conversations have one
     turn only."""
@@ -76,8 +78,7 @@ class Conversations:
     def __init__(self) -> None:
         self._said: dict[tuple[bytes, bytes], Said] = {}
         self._asked: set[bytes] = set()
-        self._undigested: deque[tuple[Prompt, Message, np.ndarray]] = deque()
-        self._digesting = threading.Lock()
+        self._undigested: list[tuple[Prompt, Message, np.ndarray]] = []
 
     def remember(self, prompt: Prompt, answer: Message, sampled: np.ndarray) -> None:
         """Remember an answered call of a chat."""
@@ -85,9 +86,9 @@ class Conversations:
 
     def place(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Place:
         """Look the messages up. Raises TaskError if a call's arguments are nested too deeply."""
-        with self._digesting:
+        with _digesting:
             while self._undigested:
-                prompt, answer, sampled = self._undigested.popleft()
+                prompt, answer, sampled = self._undigested.pop(0)
                 place = prompt.place or self._look_up(prompt.messages, prompt.tools or ())
                 self._asked.add(place.asked)
                 answered = _digest(place.asked, _meaning(answer))

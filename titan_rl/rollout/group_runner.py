@@ -184,7 +184,7 @@ class GroupRunner:
         rollouts = tuple(task.result() for task in playing)
         if info.scores_groups:
             rollouts = await self._compare(request, rollouts, opened)
-        return replace(self._result(request, rollouts), asked=asked)
+        return self._result(request, rollouts, asked)
 
     async def _compare(
         self, request: GroupRequest, rollouts: tuple[Rollout, ...], opened: Sequence[OpenRollout]
@@ -250,7 +250,9 @@ class GroupRunner:
             return rollout
         return _failed(rollout, TaskError(f"the rollouter gave the reward {rollout.reward:g}"))
 
-    def _result(self, request: GroupRequest, rollouts: tuple[Rollout, ...]) -> GroupResult:
+    def _result(
+        self, request: GroupRequest, rollouts: tuple[Rollout, ...], asked: ExamplePrompt | None = None
+    ) -> GroupResult:
         samples: tuple[TrainingSample, ...] = ()
         failed = any(rollout.error for rollout in rollouts)
         if request.purpose is Purpose.TRAIN and not (failed and self._rollout.on_error == "fail_group"):
@@ -264,6 +266,7 @@ class GroupRunner:
             purpose=request.purpose,
             rollouts=rollouts,
             samples=samples,
+            asked=asked,
             restarts=restarts - told,
         )
 
