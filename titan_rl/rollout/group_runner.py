@@ -34,8 +34,6 @@ from titan_rl.types import GroupRequest, Purpose, StopReason, TrainingSample
 
 logger = logging.getLogger(__name__)
 
-_UNBOUNDED = nullcontext()  # `asyncio.timeout(None)` costs more than the rest of what is done here
-
 
 class GroupRunner:
     """A rollout worker without its actor.
@@ -234,8 +232,12 @@ class GroupRunner:
         async with self._free:
             limit = asyncio.timeout(self._rollout.seconds) if self._rollout.seconds else None
             try:
-                async with limit or _UNBOUNDED:
-                    rollout = await self._rollouter.roll_out(request, sample, generate, opened)
+                playing = self._rollouter.roll_out(request, sample, generate, opened)
+                if limit is None:
+                    rollout = await playing
+                else:
+                    async with limit:
+                        rollout = await playing
             except TaskError as error:
                 return opened.ended(sample, reason_of(error), error=str(error))
             except TitanError:
