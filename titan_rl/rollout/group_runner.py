@@ -232,12 +232,8 @@ class GroupRunner:
         async with self._free:
             limit = asyncio.timeout(self._rollout.seconds) if self._rollout.seconds else None
             try:
-                playing = self._rollouter.roll_out(request, sample, generate, opened)
-                if limit is None:
-                    rollout = await playing
-                else:
-                    async with limit:
-                        rollout = await playing
+                async with limit or nullcontext():
+                    rollout = await self._rollouter.roll_out(request, sample, generate, opened)
             except TaskError as error:
                 return opened.ended(sample, reason_of(error), error=str(error))
             except TitanError:

@@ -212,7 +212,8 @@ class Turns:
                     validate_request(request, max_model_len=self._max_model_len, vocab_size=self._renderer.vocab_size)
                 requests.append(request)
                 open_calls[request.request_id] = _Open(prompt, number, sampling.max_new_tokens, request.seed)
-            prompt.servable[wanted, share] = sampling
+            if known is None:
+                prompt.servable[wanted, share] = sampling
         self.asked += total
         self._open.update(open_calls)
         return requests
