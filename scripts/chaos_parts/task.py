@@ -31,9 +31,9 @@ from titan_rl.environments.base import (
 )
 from titan_rl.environments.copy import Copy, positions_equal
 from titan_rl.errors import TaskError
+from titan_rl.rollout.conversations import first_prompt
 from titan_rl.rollout.report import Rollout
 from titan_rl.rollout.rollouter import Generate, OpenRollout, Rollouter
-from titan_rl.rollout.turns import first_prompt
 from titan_rl.types import GroupRequest
 
 STALENESS = 2

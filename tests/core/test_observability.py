@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -72,16 +73,21 @@ def test_numbers_that_somebody_removed_are_missed_and_the_rest_stays_readable(
 
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util import tensor_util
 
     writer = MetricsWriter(tmp_path, tensorboard=True)
     writer.write(3, {"train/loss": 0.25})
+    writer.write(4, {"train/loss": float("inf"), "reward/late": -1e-3})
     writer.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    (event,) = (
-        events.Tensors("train/loss") if "train/loss" in events.Tags()["tensors"] else events.Scalars("train/loss")
-    )
-    assert event.step == 3
+    numbers = {
+        tag: [(event.step, tensor_util.make_ndarray(event.tensor_proto).item()) for event in events.Tensors(tag)]
+        for tag in events.Tags()["tensors"]
+    }
+    assert numbers == {"train/loss": [(3, 0.25), (4, float("inf"))], "reward/late": [(4, np.float32(-1e-3).item())]}
+    assert {events.SummaryMetadata(tag).plugin_data.plugin_name for tag in numbers} == {"scalars"}
+    assert events.SummaryMetadata("train/loss").summary_description.startswith("mean loss")
 
 
 def test_a_line_that_is_damaged_does_not_keep_a_run_from_going_on(tmp_path: Path) -> None:
@@ -103,13 +109,13 @@ def test_a_missing_wandb_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_failing_tensorboard_never_ends_a_run_and_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: str
 ) -> None:
-    import tensorboard.summary
+    from tensorboard.summary.writer import event_file_writer
 
     class Writer:
         def __init__(self, directory: str) -> None:
             self.at("when it is made")
 
-        def add_scalar(self, *_: object, **__: object) -> None:
+        def add_event(self, _: object) -> None:
             self.at("when it is written")
 
         def close(self) -> None:
@@ -119,7 +125,7 @@ def test_a_failing_tensorboard_never_ends_a_run_and_is_said_once(
             if moment == breaks:
                 raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tensorboard.summary, "Writer", Writer)
+    monkeypatch.setattr(event_file_writer, "EventFileWriter", Writer)
     said: list[str] = []
     writer = MetricsWriter(tmp_path, tensorboard=True, say=said.append)
     for step in (1, 2):

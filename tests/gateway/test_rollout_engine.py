@@ -18,7 +18,7 @@ from support.sessions import rendered_anew
 
 from titan_rl.actors.gateway import GatewayClient
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.rollout.token_graph import TokenGraph
+from titan_rl.rollout.token_graph import TokenGraph, branches_of
 from titan_rl.rollout.turns import RolloutRecord
 from titan_rl.types import Endpoint, FinishReason
 
@@ -162,7 +162,7 @@ def test_every_sampled_token_is_trained_once_behind_what_it_was_sampled_behind(p
             graph.add(call.prompt_token_ids, call.completion)
         trained = sorted(
             (*branch.token_ids[: place + 1].tolist(), float(branch.logprobs[place]), int(branch.versions[place]))
-            for branch in graph.branches()
+            for branch in branches_of([graph])[0]
             for place in np.flatnonzero(branch.loss_mask)
         )
         assert trained == sorted(

@@ -53,7 +53,7 @@ def forked(sample) -> list:
     graph.add(prompt, completion(said, -2.0))
     graph.add([*prompt, *said, 5, 6], completion([7, 8], -3.0))
     graph.add([*prompt, *said, 9], completion([4], -2.5))
-    return list(training_samples(3, Rollout(sample=0, graph=graph, reward=1.0), advantage=-0.7, rollouts=1))
+    return list(training_samples(3, [Rollout(sample=0, graph=graph, reward=1.0)], [-0.7], rollouts=1))
 
 
 @pytest.fixture(scope="module")

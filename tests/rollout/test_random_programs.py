@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.sessions import ADD, UNEXTENDABLE, Program, Renderer, prompt_of, user
 
 from titan_rl.errors import RequestError, RolloutOver, TaskError
-from titan_rl.rollout.token_graph import TokenGraph
+from titan_rl.rollout.token_graph import TokenGraph, branches_of
 from titan_rl.rollout.turns import RolloutRecord
 from titan_rl.types import (
     GenerationRequest,
@@ -125,7 +125,7 @@ def assert_trained_once(record: RolloutRecord, expected: list[tuple[list[int], l
     for call in record.turns:
         graph.add(call.prompt_token_ids, call.completion)
     trained = {}
-    for branch in graph.branches():
+    for branch in branches_of([graph])[0]:
         for place in np.flatnonzero(branch.loss_mask):
             logprob = float(branch.logprobs[place])
             assert logprob not in trained

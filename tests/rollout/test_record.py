@@ -74,7 +74,7 @@ def test_another_step_draws_other_random_rollouts() -> None:
 def test_a_record_says_what_the_samples_and_the_trainer_say(data: st.DataObject) -> None:
     turns = [([1, 2, 3], [4, 5]), ([1, 2, 3, 4, 5, 6], [7]), ([1, 9], [8, 8])][: data.draw(st.integers(1, 3))]
     rollout = Rollout(sample=1, graph=graph_of(*turns), reward=0.5, stop_reason=StopReason.STOP, seeds=(7, 8, 9))
-    samples = training_samples(3, rollout, advantage=0.25, rollouts=2)
+    samples = training_samples(3, [rollout], [0.25], rollouts=2)
     result = GroupResult(group_id=3, purpose=Purpose.TRAIN, rollouts=(rollout,), samples=samples)
     scores = {}
     for sample in samples:
@@ -103,7 +103,7 @@ def test_a_record_says_what_the_samples_and_the_trainer_say(data: st.DataObject)
 
 
 def test_a_group_that_was_finished_before_a_resume_is_recorded_by_its_tokens() -> None:
-    samples = training_samples(3, Rollout(sample=1, graph=graph_of(([1], [2]))), advantage=0.25, rollouts=2)
+    samples = training_samples(3, [Rollout(sample=1, graph=graph_of(([1], [2])))], [0.25], rollouts=2)
     result = GroupResult(group_id=3, purpose=Purpose.TRAIN, rollouts=(), samples=samples)
     said = conversation(result, 1, str, rollouts=2)
     assert said["messages"] == said["turns"] == [] and said["branches"][0]["token_ids"] == [1, 2]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from titan_rl.errors import GeneratorFailed, RequestError
 from titan_rl.rollout.report import Rollout
 from titan_rl.rollout.samples import training_samples
-from titan_rl.rollout.token_graph import TokenGraph
+from titan_rl.rollout.token_graph import TokenGraph, branches_of
 from titan_rl.types import NO_VERSION, Completion, FinishReason
 
 
@@ -33,14 +33,14 @@ def graph_of(*turns) -> TokenGraph:
 
 def stored_tokens(graph) -> int:
     """Tokens that the nodes hold, given and sampled."""
-    return sum(len(node.token_ids) for node in {id(node): node for path in graph._paths() for node in path}.values())
+    return sum(len(node.token_ids) for node in {id(node): node for path in graph.paths() for node in path}.values())
 
 
 def shown(graph) -> list[str]:
     """Branches as text, trained tokens marked."""
     return [
         " ".join(f"{token}*" if trained else f"{token}" for token, trained in zip(*each, strict=True))
-        for each in ((branch.token_ids.tolist(), branch.loss_mask.tolist()) for branch in graph.branches())
+        for each in ((branch.token_ids.tolist(), branch.loss_mask.tolist()) for branch in branches_of([graph])[0])
     ]
 
 
@@ -84,7 +84,7 @@ def test_a_turn_without_a_sampled_token_is_refused():
     with pytest.raises(RequestError, match="answered r with no token"):
         graph.add([1, 2, 3, 4], completion([]))
     assert shown(graph) == ["1 2 3*"] and len(graph.completions) == 1
-    assert list(TokenGraph().branches()) == [] and not stored_tokens(TokenGraph())
+    assert branches_of([TokenGraph()]) == [[]] and not stored_tokens(TokenGraph())
 
 
 def test_a_completion_with_a_missing_logprob_is_the_engines_failure():
@@ -99,12 +99,12 @@ def test_an_empty_prompt_is_refused():
 
 def test_branches_are_samples_of_their_own_with_their_rollouts_advantage():
     rollout = Rollout(sample=3, graph=graph_of(([1], [2]), ([5], [6]), ([7], [8])), reward=0.25)
-    samples = training_samples(7, rollout, advantage=-0.5, rollouts=8)
+    samples = training_samples(7, [rollout], [-0.5], rollouts=8)
     assert [(sample.group_id, sample.sample) for sample in samples] == [(7, 3), (7, 11), (7, 19)]
     assert {(sample.advantage, sample.reward) for sample in samples} == {(-0.5, 0.25)}
     arrays = ("token_ids", "loss_mask", "logprobs", "versions")
     assert [getattr(samples[0], name).dtype for name in arrays] == [np.int32, bool, np.float32, np.int64]
-    assert training_samples(7, Rollout(sample=0), advantage=1.0, rollouts=8) == ()
+    assert training_samples(7, [Rollout(sample=0)], [1.0], rollouts=8) == ()
 
 
 # Random conversations against a naive book of every token there is.
@@ -188,7 +188,7 @@ def test_random_conversations_train_what_was_sampled_once_and_in_its_place(turns
         book.add(prompt, each["sampled"])
         histories.append([*prompt, *tokens])
 
-    branches = list(graph.branches())
+    (branches,) = branches_of([graph])
     # what each sampled token was sampled behind, by its number, derived from the paths alone
     expected = sorted(
         (tuple(known.token for known in path[:index]), known.token, known.logprob, known.version)

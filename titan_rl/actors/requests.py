@@ -209,13 +209,13 @@ class RequestClient:
         self._on_pieces = on_pieces
         self._open: set[str] = set()
         self._tick: list[GenerationRequest] = []  # to be sent at the end of this tick
+        self._over: list[str] = []  # sessions, likewise
         self.connection = Connection(server, what=f"{name}.{{}}", on_push=self._hear, on_lost=self._on_lost)
         """For other calls to the same actor; they keep their order among the requests."""
 
     def send(self, requests: Iterable[GenerationRequest]) -> None:
         """Queue requests for this tick's message."""
-        if not self._tick:
-            asyncio.get_running_loop().call_soon(self._flush)
+        self._flush_soon()
         for request in requests:
             self._open.add(request.request_id)
             self._tick.append(request)
@@ -236,9 +236,8 @@ class RequestClient:
 
     def end_sessions(self, session_ids: Iterable[str]) -> None:
         """These conversations are over. A sticky strategy forgets each once its live requests have ended."""
-        if ended := tuple(session_ids):
-            self._flush()  # the sessions' requests go first
-            self.connection.tell(RequestServer.end_sessions, ended)
+        self._flush_soon()
+        self._over += session_ids
 
     def fail(self, error: TitanError) -> None:
         """The caller knows that the server is gone: fail all open requests with this error, and end the connection."""
@@ -253,7 +252,18 @@ class RequestClient:
         self._fail(list(self._open), ActorFailed(f"{self._name}: the client was closed"))
         await self.connection.close()
 
+    def _flush_soon(self) -> None:
+        """At the end of this tick."""
+        if not (self._tick or self._over):
+            asyncio.get_running_loop().call_soon(self._flush)
+
     def _flush(self) -> None:
+        self._send_tick()
+        ended, self._over = self._over, []
+        if ended:
+            self.connection.tell(RequestServer.end_sessions, ended)
+
+    def _send_tick(self) -> None:
         requests, self._tick = [each for each in self._tick if each.request_id in self._open], []
         if not requests:
             return
@@ -265,7 +275,7 @@ class RequestClient:
                 return self._fail([request_id], RequestError(f"request {request_id!r} {reason}"))
             for request in requests:
                 self._tick = [request]
-                self._flush()
+                self._send_tick()
 
     def _on_lost(self, reason: str) -> None:
         self._fail(list(self._open), ActorGone(f"{self._name}.generate_many: {reason}"))

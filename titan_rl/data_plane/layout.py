@@ -11,8 +11,10 @@ The mask keeps a byte per token: packed into bits it would save 5 % of the bytes
 
 from __future__ import annotations
 
+import itertools
 import struct
 import zlib
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -58,31 +60,31 @@ def encoded_size(length: int) -> int:
     return -(-(_HEADER.size + length * _TOKEN_BYTES) // ALIGNMENT) * ALIGNMENT
 
 
-def encode_into(buffer: memoryview, sample: TrainingSample) -> int:
-    """Write a sample over all of `buffer`; returns the checksum that `decode` asks for.
-
-    Args:
-        buffer: writable, exactly `encoded_size(len(sample.token_ids))` bytes.
-        sample: its arrays must have the dtypes of `TrainingSample`.
+def encode(samples: Iterable[TrainingSample]) -> tuple[bytes, list[int]]:
+    """The bytes of these samples one after the other, and of each the checksum that `decode` asks for.
 
     Raises:
-        ValueError: another size or dtype; names the sample.
+        ValueError: an array has another dtype than `TrainingSample` says; names the sample.
     """
-    length = len(sample.token_ids)
-    if len(buffer) != encoded_size(length):
-        raise ValueError(f"{_name(sample)} takes {encoded_size(length)} bytes, the buffer has {len(buffer)}")
-    _HEADER.pack_into(
-        buffer, 0, _MAGIC, _FORMAT, 0, length, sample.group_id, sample.sample, sample.advantage, sample.reward
-    )
-    offset = _HEADER.size
-    for name, dtype in _ARRAYS:
-        array = getattr(sample, name)
-        if array.dtype != dtype:
-            raise ValueError(f"{_name(sample)}: {name} is {array.dtype}, not {dtype}")
-        np.frombuffer(buffer, dtype, length, offset)[:] = array
-        offset += length * dtype.itemsize
-    buffer[offset:] = bytes(len(buffer) - offset)
-    return checksum_of(buffer)
+    parts: list[bytes | memoryview] = []
+    lengths = []
+    for sample in samples:
+        length = len(sample.token_ids)
+        lengths.append(length)
+        parts.append(
+            _HEADER.pack(_MAGIC, _FORMAT, 0, length, sample.group_id, sample.sample, sample.advantage, sample.reward)
+        )
+        for name, dtype in _ARRAYS:
+            array = getattr(sample, name)
+            if array.dtype != dtype:
+                raise ValueError(
+                    f"group {sample.group_id} sample {sample.sample}: {name} is {array.dtype}, not {dtype}"
+                )
+            parts.append(np.ascontiguousarray(array).data)
+        parts.append(bytes(encoded_size(length) - _HEADER.size - length * _TOKEN_BYTES))
+    content = b"".join(parts)
+    ends = [0, *itertools.accumulate(map(encoded_size, lengths))]
+    return content, [checksum_of(memoryview(content)[start:end]) for start, end in itertools.pairwise(ends)]
 
 
 def decode(buffer: bytes | memoryview, checksum: int, *, group_id: int, sample: int) -> TrainingSample:
@@ -91,8 +93,8 @@ def decode(buffer: bytes | memoryview, checksum: int, *, group_id: int, sample: 
     So a buffer that another process may write again is copied before it is decoded, not after.
 
     Args:
-        buffer: as `encode_into` left it.
-        checksum: as `encode_into` returned it.
+        buffer: as `encode` made it.
+        checksum: as `encode` returned it.
         group_id: of the sample that these bytes should be; an error names it.
         sample: likewise, its number within the group.
 
@@ -116,7 +118,3 @@ def decode(buffer: bytes | memoryview, checksum: int, *, group_id: int, sample: 
         arrays[name] = np.frombuffer(buffer, dtype, length, offset)
         offset += length * dtype.itemsize
     return TrainingSample(group_id=group_id, sample=sample, advantage=advantage, reward=reward, **arrays)
-
-
-def _name(sample: TrainingSample) -> str:
-    return f"group {sample.group_id} sample {sample.sample}"

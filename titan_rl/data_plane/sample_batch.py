@@ -127,10 +127,17 @@ class SampleBatch:
     @property
     def oldest_versions(self) -> list[int]:
         """Of each sample, the smallest encoded version among its trained tokens; NO_VERSION where none is trained."""
-        return [item.oldest_version if isinstance(item, SampleRef) else oldest_version_of(item) for item in self.items]
+        return [
+            item.oldest_version if isinstance(item, SampleRef) else oldest_version(trained_versions(item))
+            for item in self.items
+        ]
 
 
-def oldest_version_of(sample: TrainingSample) -> int:
-    """Smallest encoded version among the trained tokens; NO_VERSION where none is trained."""
-    versions = sample.versions[sample.loss_mask]
-    return int(versions.min()) if len(versions) else NO_VERSION
+def trained_versions(sample: TrainingSample) -> np.ndarray:
+    """[trained tokens] int64, their encoded versions."""
+    return sample.versions[sample.loss_mask]
+
+
+def oldest_version(versions: np.ndarray) -> int:
+    """Smallest encoded version; NO_VERSION where there is none."""
+    return int(np.minimum.reduce(versions)) if len(versions) else NO_VERSION

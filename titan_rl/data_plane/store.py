@@ -16,6 +16,7 @@ Files are not recycled: that saved 30 to 60 ms in a step of a million tokens, an
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -28,8 +29,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from titan_rl.data_plane.layout import decode, encode_into, encoded_size
-from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef, oldest_version_of
+from titan_rl.data_plane.layout import decode, encode
+from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef, oldest_version, trained_versions
 from titan_rl.errors import ConfigError, OwnershipError, SampleError, SampleStoreFull, SharedMemoryFull, StorageError
 from titan_rl.types import TrainingSample
 from titan_rl.weights.segment_files import DIRECTORY, segment_path
@@ -58,7 +59,7 @@ class HeldReport:
 
 class _Held(NamedTuple):
     group_id: int
-    path: Path
+    path: str
     offset: int
     nbytes: int
 
@@ -77,17 +78,15 @@ class SampleStore:
         self, name: str, *, owner_pid: int, max_bytes: int = DEFAULT_MAX_BYTES, directory: Path = DIRECTORY
     ) -> None:
         self.name = name
-        self._owner_pid = owner_pid
         self._max_bytes = max_bytes
-        self._directory = directory
         self._lock = threading.Lock()
         self._held: dict[int, _Held] = {}
-        self._in_file: Counter[Path] = Counter()  # samples that are held
+        self._in_file: Counter[str] = Counter()  # samples that are held
         self._nbytes = 0
         self._files = 0
         self._next_id = 0
         self._closed = False
-        segment_path(directory, owner_pid, channel_of(name), 0)  # refuses a name that no file can have
+        self._path = str(segment_path(directory, owner_pid, channel_of(name), 0))[:-1]  # without the file's number
 
     def put(self, samples: Sequence[TrainingSample]) -> tuple[SampleRef, ...]:
         """Store copies of these samples. The caller owns them and has to release them.
@@ -99,48 +98,44 @@ class SampleStore:
             ConfigError: a store of this name and owner exists or existed.
             ValueError: a sample's array has another dtype than its type says.
         """
-        sizes = [encoded_size(len(sample.token_ids)) for sample in samples]
-        ends = np.cumsum([0, *sizes]).tolist()
-        content = np.empty(ends[-1], np.uint8).data
-        checksums = [
-            encode_into(content[start : start + size], sample)
-            for sample, start, size in zip(samples, ends, sizes, strict=False)
-        ]
+        content, checksums = encode(samples)
         path, first = self._reserve(len(samples), len(content))
-        refs = tuple(
-            SampleRef(
+        refs: list[SampleRef] = []
+        held: dict[int, _Held] = {}
+        offset = 0
+        for sample_id, (sample, checksum) in enumerate(zip(samples, checksums, strict=True), start=first):
+            versions = trained_versions(sample)
+            ref = SampleRef(
                 store=self.name,
-                sample_id=first + index,
+                sample_id=sample_id,
                 group_id=sample.group_id,
                 sample=sample.sample,
                 length=len(sample.token_ids),
-                trained_tokens=int(np.count_nonzero(sample.loss_mask)),
+                trained_tokens=len(versions),
                 reward=sample.reward,
-                oldest_version=oldest_version_of(sample),
-                location=str(path),
-                offset=ends[index],
-                checksum=checksums[index],
+                oldest_version=oldest_version(versions),
+                location=path,
+                offset=offset,
+                checksum=checksum,
             )
-            for index, sample in enumerate(samples)
-        )
+            refs.append(ref)
+            held[sample_id] = _Held(ref.group_id, path, offset, ref.nbytes)
+            offset += ref.nbytes
         if not refs:
-            return refs
+            return ()
         try:
             _write(path, content)
             with self._lock:
                 if self._closed:
-                    path.unlink()
+                    os.unlink(path)
                 self._check_open()
                 self._in_file[path] = len(refs)
-                self._held.update(
-                    (ref.sample_id, _Held(ref.group_id, path, ref.offset, size))
-                    for ref, size in zip(refs, sizes, strict=True)
-                )
+                self._held |= held
         except BaseException:
             with self._lock:
                 self._nbytes -= len(content)
             raise
-        return refs
+        return tuple(refs)
 
     def release(self, ids: Iterable[int]) -> None:
         """The owner gives these samples up for good.
@@ -155,7 +150,7 @@ class SampleStore:
                 self._in_file[held.path] -= 1
                 if not self._in_file[held.path]:
                     del self._in_file[held.path]
-                    held.path.unlink(missing_ok=True)
+                    _remove(held.path)
 
     def read(self, ids: Sequence[int]) -> np.ndarray:
         """The bytes of these samples, one after the other: [bytes] uint8, a copy.
@@ -188,12 +183,12 @@ class SampleStore:
         with self._lock:
             self._closed = True
             for path in self._in_file:
-                path.unlink(missing_ok=True)
+                _remove(path)
             self._held.clear()
             self._in_file.clear()
         return report
 
-    def _reserve(self, samples: int, nbytes: int) -> tuple[Path, int]:
+    def _reserve(self, samples: int, nbytes: int) -> tuple[str, int]:
         """A file of its own, and the first of the ids."""
         with self._lock:
             self._check_open()
@@ -203,7 +198,7 @@ class SampleStore:
                     f"and the bound is {self._max_bytes} (data_plane.store_mib)"
                 )
             self._nbytes += nbytes
-            path = segment_path(self._directory, self._owner_pid, channel_of(self.name), self._files)
+            path = f"{self._path}{self._files}"
             self._files += 1
             first = self._next_id
             self._next_id += samples
@@ -275,9 +270,7 @@ def write_samples(path: Path, samples: Sequence[TrainingSample]) -> None:
     try:
         with open(path, "xb") as file:
             for sample in samples:
-                content = bytearray(encoded_size(len(sample.token_ids)))
-                encode_into(memoryview(content), sample)
-                file.write(content)
+                file.write(encode([sample])[0])
     except OSError as error:
         raise StorageError(f"{path} could not be written: {error}") from error
 
@@ -308,26 +301,31 @@ def prefetched(
             yield ahead.result()
 
 
-def _write(path: Path, content: memoryview) -> None:
+def _write(path: str, content: bytes) -> None:
     """A new file with this content, or none."""
-    nbytes = len(content)
+    nbytes, rest = len(content), memoryview(content)
     try:
-        with open(path, "xb", buffering=0, opener=_private) as file:
-            while content:
-                content = content[file.write(content) :]
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        finally:
+            os.close(descriptor)
     except FileExistsError as error:
         raise ConfigError(f"{path} exists: two sample stores have one name") from error
     except OSError as error:
-        path.unlink(missing_ok=True)
-        state = os.statvfs(path.parent)
+        _remove(path)
+        directory = os.path.dirname(path)
+        state = os.statvfs(directory)
         raise SharedMemoryFull(
-            f"{nbytes} bytes for samples do not fit in {path.parent}, where {state.f_bavail * state.f_frsize} bytes "
+            f"{nbytes} bytes for samples do not fit in {directory}, where {state.f_bavail * state.f_frsize} bytes "
             f"are free ({error.strerror}); make it larger (containers: --shm-size) or keep fewer samples"
         ) from error
 
 
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+def _remove(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def _read(first: SampleRef, buffer: memoryview) -> None:

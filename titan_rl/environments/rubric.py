@@ -12,6 +12,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from titan_rl.errors import ConfigError, TaskError
@@ -84,9 +85,12 @@ class Reward:
     def scores(self, returned: object) -> tuple[float, dict[str, float]]:
         """The score that is trained, and all scores by name."""
         if not isinstance(returned, Mapping):
-            number = _number(f"{_described(self)} returned", returned)
+            number = _number(lambda: f"{_described(self)} returned", returned)
             return number, {self.label: number}
-        parts = {str(name): _number(f"{_described(self)} returned {name} =", each) for name, each in returned.items()}
+        parts = {
+            str(name): _number(partial("{} returned {} =".format, _described(self), name), each)
+            for name, each in returned.items()
+        }
         key = self.key or (self.label if self.label in parts else "reward")
         if key not in parts:
             raise TaskError(
@@ -191,7 +195,7 @@ class Rubric:
             values = await given if inspect.isawaitable(given) else given
             whose = f"group {_described(reward)} returned"
             try:
-                column = [_number(whose, number) for number in values]
+                column = [_number(partial(str, whose), number) for number in values]
             except TypeError:
                 raise TaskError(f"{whose} {values!r}, which is no sequence of numbers") from None
             if len(column) != len(transcripts):
@@ -205,21 +209,22 @@ class Rubric:
 
 
 def _weighted_sum(rewards: Sequence[Reward | GroupReward], numbers: Sequence[float]) -> float:
-    total = sum(reward.weight * number for reward, number in zip(rewards, numbers, strict=True))
-    return _number(f"the weighted sum of {', '.join(reward.label for reward in rewards)} is", total)
+    total = sum([reward.weight * number for reward, number in zip(rewards, numbers, strict=True)])
+    return _number(lambda: f"the weighted sum of {', '.join(reward.label for reward in rewards)} is", total)
 
 
-def _number(whose: str, value: object) -> float:
+def _number(whose: Callable[[], str], value: object) -> float:
+    """The value as a score; `whose` says in an error whose it is."""
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        raise TaskError(f"{whose} {value!r}, which is not a number") from None
+        raise TaskError(f"{whose()} {value!r}, which is not a number") from None
     except OverflowError:  # an integer of more than 308 digits
         number = math.inf
     if not math.isfinite(number):
-        raise TaskError(f"{whose} {number}, which is not finite")
+        raise TaskError(f"{whose()} {number}, which is not finite")
     if abs(number) > LARGEST_REWARD:
-        raise TaskError(f"{whose} {number:g}, which is beyond {LARGEST_REWARD:g}; scale it")
+        raise TaskError(f"{whose()} {number:g}, which is beyond {LARGEST_REWARD:g}; scale it")
     return number
 
 

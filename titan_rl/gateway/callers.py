@@ -24,7 +24,8 @@ from titan_rl.errors import GatewayClosing, RequestError, RequestLost, RolloutOv
 from titan_rl.gateway.calls import Call, Chat, Choice, ServedPolicy
 from titan_rl.gateway.responses import ApiError
 from titan_rl.generation.engine import validate_request
-from titan_rl.rollout.turns import Prompt, RolloutRecord, RolloutRequest, Turns
+from titan_rl.rollout.conversations import Prompt
+from titan_rl.rollout.turns import RolloutRecord, RolloutRequest, Turns
 from titan_rl.seeding import derive_seed
 from titan_rl.types import Endpoint, GenerationRequest
 

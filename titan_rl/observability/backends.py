@@ -39,16 +39,36 @@ class Shows(Protocol):
 
 
 class TensorBoard:
-    """Writes TensorBoard's files; each curve says what its numbers mean."""
+    """Writes TensorBoard's files. A step is one event, and a curve says what its numbers mean in its first one:
+    TensorBoard's own `Writer` takes 8 ms for a step, because its checksum is plain Python."""
 
     def __init__(self, directory: Path) -> None:
-        from tensorboard.summary import Writer
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR
+        from tensorboard.compat.proto.types_pb2 import DT_FLOAT
+        from tensorboard.plugins.scalar.metadata import create_summary_metadata
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer = Writer(str(directory))
+        self._event, self._float, self._scalar, self._about = (
+            Event,
+            DT_FLOAT,
+            DATA_CLASS_SCALAR,
+            create_summary_metadata,
+        )
+        self._known: set[str] = set()
+        self._writer = EventFileWriter(str(directory))
 
     def show(self, step: Step) -> None:
-        for key, value in step.numbers.items():
-            self._writer.add_scalar(key, value, step.step, description=_described(key))
+        event = self._event(wall_time=time.time(), step=step.step)
+        for key, number in step.numbers.items():
+            value = event.summary.value.add(tag=key)
+            value.tensor.dtype = self._float
+            value.tensor.float_val.append(number)
+            if key not in self._known:
+                self._known.add(key)
+                value.metadata.CopyFrom(self._about(None, _described(key)))
+                value.metadata.data_class = self._scalar
+        self._writer.add_event(event)
 
     def close(self) -> None:
         self._writer.close()

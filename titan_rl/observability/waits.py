@@ -34,7 +34,7 @@ T = TypeVar("T")
 FRAMES = 6
 """Innermost frames that are printed of a task."""
 
-_born: weakref.WeakKeyDictionary[asyncio.Task[Any], float] = weakref.WeakKeyDictionary()
+_loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()  # whose tasks know when they were born
 _waits: dict[object, tuple[asyncio.Task[Any] | None, float, Callable[[], str]]] = {}  # the innermost of a task is last
 
 
@@ -94,7 +94,7 @@ def report(name: str) -> str:
     """What every task of this process waits for, the oldest first, and the names of the threads."""
     now = time.monotonic()
     waits = {task: (now - since, what) for task, since, what in tuple(_waits.values())}
-    living = [(now - _born[task], task) for ref in _born.keyrefs() if (task := ref()) and not task.done()]
+    living = [(now - _birth(task), task) for loop in tuple(_loops) for task in asyncio.all_tasks(loop)]
     tasks = sorted(living, key=lambda each: -each[0])
     names = ", ".join(f"{thread.name} 0x{thread.ident or 0:016x}" for thread in threading.enumerate())
     lines = [f"{name} (pid {os.getpid()}) has {len(tasks)} tasks; its threads: {names}"]
@@ -150,6 +150,7 @@ class WatchedEventLoops(asyncio.DefaultEventLoopPolicy):
     def new_event_loop(self) -> asyncio.AbstractEventLoop:
         loop = asyncio.SelectorEventLoop(WatchedSelector())
         loop.set_task_factory(_note_birth)
+        _loops.add(loop)
         return loop
 
 
@@ -157,5 +158,9 @@ def _note_birth(
     loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T] | Generator[Any, None, T], **options: Any
 ) -> asyncio.Task[T]:
     task = asyncio.Task(work, loop=loop, **options)
-    _born[task] = time.monotonic()
+    task.born = time.monotonic()  # type: ignore[attr-defined]  # a table of all tasks would cost more than the task
     return task
+
+
+def _birth(task: asyncio.Task[Any]) -> float:
+    return task.born  # type: ignore[attr-defined]

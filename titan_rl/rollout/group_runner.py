@@ -23,10 +23,11 @@ from titan_rl.environments.rubric import LARGEST_REWARD
 from titan_rl.errors import ConfigError, GeneratorFailed, TaskError, TitanError
 from titan_rl.importing import import_name
 from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig
+from titan_rl.rollout.conversations import Prompt, first_prompt
 from titan_rl.rollout.report import GroupResult, Rollout
 from titan_rl.rollout.rollouter import Generate, OpenRollout, Programs, Rollouter, reason_of
 from titan_rl.rollout.samples import demonstration_sample, group_advantages, training_samples
-from titan_rl.rollout.turns import Prompt, RolloutGateway, first_prompt
+from titan_rl.rollout.turns import RolloutGateway
 from titan_rl.sandbox.sandbox import Sandbox
 from titan_rl.sandbox.wire import Call, CallKind, EnvironmentSetup, ExamplePrompt, TaskInfo
 from titan_rl.types import GroupRequest, Purpose, StopReason, TrainingSample
@@ -181,7 +182,7 @@ class GroupRunner:
         rollouts = tuple(task.result() for task in playing)
         if info.scores_groups:
             rollouts = await self._compare(request, rollouts, opened)
-        return replace(self._result(request, rollouts), asked=asked)
+        return self._result(request, rollouts, asked)
 
     async def _compare(
         self, request: GroupRequest, rollouts: tuple[Rollout, ...], opened: Sequence[OpenRollout]
@@ -229,16 +230,16 @@ class GroupRunner:
 
     async def _roll_out(self, request: GroupRequest, sample: int, generate: Generate, opened: OpenRollout) -> Rollout:
         async with self._free:
-            limit = asyncio.timeout(self._rollout.seconds or None)
+            limit = asyncio.timeout(self._rollout.seconds) if self._rollout.seconds else None
             try:
-                async with limit:
+                async with limit or nullcontext():
                     rollout = await self._rollouter.roll_out(request, sample, generate, opened)
             except TaskError as error:
                 return opened.ended(sample, reason_of(error), error=str(error))
             except TitanError:
                 raise
             except Exception as error:  # a user's own rollouter is user code
-                if limit.expired():
+                if limit is not None and limit.expired():
                     late = f"was not over within rollout.seconds ({self._rollout.seconds:g} s)"
                     return opened.ended(sample, StopReason.TIMEOUT, error=late)
                 logger.exception("%s group %d sample %d failed", request.purpose, request.group_id, sample)
@@ -247,17 +248,15 @@ class GroupRunner:
             return rollout
         return _failed(rollout, TaskError(f"the rollouter gave the reward {rollout.reward:g}"))
 
-    def _result(self, request: GroupRequest, rollouts: tuple[Rollout, ...]) -> GroupResult:
+    def _result(
+        self, request: GroupRequest, rollouts: tuple[Rollout, ...], asked: ExamplePrompt | None = None
+    ) -> GroupResult:
         samples: tuple[TrainingSample, ...] = ()
         failed = any(rollout.error for rollout in rollouts)
         if request.purpose is Purpose.TRAIN and not (failed and self._rollout.on_error == "fail_group"):
             graded = [rollout for rollout in rollouts if not rollout.error]
             advantages = group_advantages([rollout.reward for rollout in graded], self._rollout.advantage_epsilon)
-            samples = tuple(
-                sample
-                for rollout, advantage in zip(graded, advantages.tolist(), strict=True)
-                for sample in training_samples(request.group_id, rollout, advantage=advantage, rollouts=request.samples)
-            )
+            samples = training_samples(request.group_id, graded, advantages.tolist(), rollouts=request.samples)
         restarts = self.sandbox.restarts
         told, self._restarts_told = self._restarts_told, restarts
         return GroupResult(
@@ -265,6 +264,7 @@ class GroupRunner:
             purpose=request.purpose,
             rollouts=rollouts,
             samples=samples,
+            asked=asked,
             restarts=restarts - told,
         )
 

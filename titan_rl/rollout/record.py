@@ -98,7 +98,7 @@ def conversation(result: GroupResult, sample: int, decode: Callable[[Sequence[in
     """What only the worker knows about rollout number `sample` of a group of so many rollouts."""
     rollout = next((each for each in result.rollouts if each.sample == sample), Rollout(sample=sample))
     trained = [each for each in result.samples if each.sample % rollouts == sample]
-    played = trained or training_samples(result.group_id, rollout, advantage=0.0, rollouts=rollouts)
+    played = trained or training_samples(result.group_id, [rollout], [0.0], rollouts=rollouts)
     return {
         "advantage": trained[0].advantage if trained else None,
         "wanted": result.asked.wanted if result.asked is not None else "",

@@ -152,10 +152,6 @@ def unplayed(request: GroupRequest, error: TitanError) -> GroupReport:
 
 def _report(rollout: Rollout) -> RolloutReport:
     completions = rollout.graph.completions
-    sums: dict[str, list[float]] = {}
-    for completion in completions:
-        for name, value in completion.metrics.items():
-            sums.setdefault(name, []).append(value)
     return RolloutReport(
         sample=rollout.sample,
         reward=rollout.reward,
@@ -165,7 +161,18 @@ def _report(rollout: Rollout) -> RolloutReport:
         truncated=rollout.truncated,
         turns=len(completions),
         sampled_tokens=sum(len(completion.token_ids) for completion in completions),
-        metrics={name: sum(values) / len(values) for name, values in sums.items()},
+        metrics=_means([completion.metrics for completion in completions]),
         branches=rollout.graph.leaves,
         rendered_anew=rollout.rendered_anew,
     )
+
+
+def _means(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Every metric, averaged over those that have it."""
+    if len(metrics) == 1:
+        return metrics[0]
+    values: dict[str, list[float]] = {}
+    for each in metrics:
+        for name, value in each.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(its) / len(its) for name, its in values.items()}

@@ -17,15 +17,17 @@ import itertools
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from titan_rl.chat.renderer import Renderer
 from titan_rl.environments.base import EnvironmentReply
 from titan_rl.environments.rubric import Score
 from titan_rl.errors import GeneratorFailed, RequestError, RequestTooLong, TaskError, TaskTimeout, TitanError
+from titan_rl.rollout.conversations import Prompt
 from titan_rl.rollout.report import Rollout
 from titan_rl.rollout.token_graph import TokenGraph
-from titan_rl.rollout.turns import Prompt, RolloutGateway, RolloutRecord, RolloutRequest, Turn, Turns
+from titan_rl.rollout.turns import RolloutGateway, RolloutRecord, RolloutRequest, Turn, Turns
 from titan_rl.sandbox.sandbox import Sandbox
 from titan_rl.sandbox.wire import Call, CallKind, Conversation, TaskInfo
 from titan_rl.types import (
@@ -111,9 +113,7 @@ class Rollouter:
         group, sample = turns.request.group, turns.request.sample
         if turns.exhausted(prompt) is StopReason.CONTEXT_FULL:
             raise RequestTooLong(f"the prompt of {len(prompt.token_ids)} tokens leaves no room in {self.max_model_len}")
-        wanted = SamplingParams(
-            max_new_tokens=group.sampling.max_new_tokens, stop_token_ids=tuple(self.renderer.stop_token_ids)
-        )
+        wanted = _wanted(group.sampling.max_new_tokens, tuple(self.renderer.stop_token_ids))
         name = f"{group.purpose}-{group.group_id}-{sample}-{turns.asked}-{self._attempt()}"
         (request,) = turns.ask(name, [(prompt, wanted)], choices=1)
         completion = await generate(request)
@@ -327,6 +327,11 @@ class Programs:
             for each in (program, idle, left):
                 each.cancel()
             await asyncio.gather(program, idle, left, return_exceptions=True)
+
+
+@lru_cache(maxsize=64)
+def _wanted(max_new_tokens: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    return SamplingParams(max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids)
 
 
 class _Aborted(RequestError):

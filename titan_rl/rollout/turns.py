@@ -3,9 +3,6 @@
 - While a conversation continues, sampled tokens are never rendered again. The next prompt is the previous prompt, the
   tokens sampled after it, and the tokens that the renderer adds for the new messages. If the chat format does not allow
   that, the conversation is rendered anew.
-- Two messages are equal if their role, text and tool calls (name and arguments) are equal: clients drop or invent other
-  fields, such as ids and reasoning. The beginning of a conversation is known if it consists of the messages of an
-  answered call and its answer, with the same tools. If several calls match, the latest one counts.
 - The record contains exactly the answered calls, with the engine's own tokens, logprobs and versions. A call that was
   aborted or failed is not recorded, but uses up a turn: a program that keeps hanging up comes to an end.
 - The limits on turns and sampled tokens hold however many calls are open at once: each call reserves what it may need
@@ -18,18 +15,17 @@ Pure: no clock, no tasks, no server.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from titan_rl.chat.renderer import Renderer
 from titan_rl.errors import RolloutOver, TaskError
 from titan_rl.generation.engine import validate_request
+from titan_rl.rollout.conversations import Conversations, Place, Prompt
 from titan_rl.seeding import request_seed
 from titan_rl.types import (
     Completion,
@@ -42,70 +38,6 @@ from titan_rl.types import (
     StopReason,
     ToolSpec,
 )
-
-
-class Said(NamedTuple):
-    """An answered call in tokens."""
-
-    prompt: np.ndarray  # [T] int32
-    sampled: np.ndarray  # [T] int32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """The position of a list of messages among the known conversations."""
-
-    asked: bytes
-    """Digest of all its messages."""
-    tools: bytes
-    """Digest of the tools."""
-    known: int
-    """How many messages are known: all up to and including the last assistant message, or 0."""
-    said: Said | None
-    """The tokens of the known messages."""
-    goes_on: bool
-    """Whether an assistant message follows the messages of an answered call: the program continues that conversation,
-    even if it changed the answer."""
-
-
-class Conversations:
-    """The answered calls of one session."""
-
-    def __init__(self) -> None:
-        self._said: dict[tuple[bytes, bytes], Said] = {}
-        self._asked: set[bytes] = set()
-
-    def place(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Place:
-        """Look the messages up; remembers nothing. Raises TaskError if a call's arguments are nested too deeply."""
-        tools_digest = _digest(b"", [list(tool) for tool in tools])
-        digest, digests, known, goes_on = b"", [b""], 0, False
-        for number, message in enumerate(messages, start=1):
-            if message.role == "assistant":
-                known = number
-                goes_on = goes_on or digest in self._asked
-            digest = _digest(digest, _meaning(message))
-            digests.append(digest)
-        said = self._said.get((tools_digest, digests[known])) if known else None
-        return Place(asked=digest, tools=tools_digest, known=0 if said is None else known, said=said, goes_on=goes_on)
-
-    def remember(self, place: Place, answer: Message, said: Said) -> None:
-        """Remember an answered call."""
-        self._asked.add(place.asked)
-        self._said[(place.tools, _digest(place.asked, _meaning(answer)))] = said
-
-
-def _meaning(message: Message) -> list[Any]:
-    return [message.role, message.content, [[call.name, call.arguments] for call in message.tool_calls]]
-
-
-def _digest(before: bytes, added: list[Any]) -> bytes:
-    """Digest of a list that is extended by `added`; `before` is its digest without that."""
-    try:
-        text = json.dumps(added, sort_keys=True)
-    except RecursionError as error:
-        raise TaskError("the arguments of a tool call are nested too deeply") from error
-    return hashlib.blake2b(before + text.encode(), digest_size=20).digest()
-
 
 UNBOUNDED = 1 << 30
 
@@ -180,31 +112,10 @@ class RolloutGateway(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Prompt:
-    """The prompt of one or several choices."""
-
-    token_ids: np.ndarray  # [T] int32
-    messages: tuple[Message, ...] = ()
-    """The same prompt as messages."""
-    place: Place | None = None
-    """In a chat: the position of its messages among the known conversations."""
-    anew: bool = False
-    """See `Turn.anew`."""
-
-
-def first_prompt(renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Prompt:
-    """The prompt of a conversation without sampled turns. Rollouts may share it."""
-    place = Conversations().place(messages, tools)
-    token_ids = np.asarray(renderer.render(messages, tools), dtype=np.int32)
-    return Prompt(token_ids=token_ids, messages=tuple(messages), place=place)
-
-
 @lru_cache(maxsize=1024)
-def _limited(sampling: SamplingParams, tokens: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-    """Sampling parameters with these limits. One object per distinct value, because shared objects make messages
-    smaller."""
-    return replace(sampling, max_new_tokens=tokens, stop_token_ids=stop_token_ids)
+def _shared(sampling: SamplingParams) -> SamplingParams:
+    """One object per distinct value, because shared objects make messages smaller."""
+    return sampling
 
 
 class _Open(NamedTuple):
@@ -221,8 +132,7 @@ class _Open(NamedTuple):
 class Turns:
     """The requested and answered turns of one rollout.
 
-    `prompt_of_chat` and `prompt_of_tokens` change nothing, so they may be called from another thread than the other
-    methods.
+    `prompt_of_chat` and `prompt_of_tokens` may be called from other threads than the other methods.
     """
 
     def __init__(self, request: RolloutRequest, renderer: Renderer, *, run_seed: int, max_model_len: int) -> None:
@@ -255,7 +165,7 @@ class Turns:
         anew = token_ids is None and place.goes_on
         if token_ids is None:
             token_ids = np.asarray(self._renderer.render(messages, tools), dtype=np.int32)
-        return Prompt(token_ids=token_ids, messages=tuple(messages), place=place, anew=anew)
+        return Prompt(token_ids=token_ids, messages=tuple(messages), tools=tools, place=place, anew=anew)
 
     def prompt_of_tokens(self, token_ids: Sequence[int]) -> Prompt:
         """A prompt of these exact tokens. Graders see them as a user's message."""
@@ -284,10 +194,8 @@ class Turns:
         requests: list[GenerationRequest] = []
         open_calls: dict[str, _Open] = {}
         for prompt, wanted in prompts:
-            room = max(1, self._max_model_len - len(prompt.token_ids))
-            tokens = min(wanted.max_new_tokens, group.sampling.max_new_tokens, room, share)
-            stops = tuple(dict.fromkeys((*group.sampling.stop_token_ids, *wanted.stop_token_ids)))
-            sampling = _limited(group.sampling, tokens, stops)
+            known = prompt.servable.get((wanted, share))
+            sampling = known or self._limited(prompt, wanted, share)
             for number in range(choices):
                 turn = self.asked + len(requests)
                 request = GenerationRequest(
@@ -300,9 +208,12 @@ class Turns:
                     session_id=self.request.session_id,
                     pinned_to=group.pinned_to,
                 )
-                validate_request(request, max_model_len=self._max_model_len, vocab_size=self._renderer.vocab_size)
+                if known is None:
+                    validate_request(request, max_model_len=self._max_model_len, vocab_size=self._renderer.vocab_size)
                 requests.append(request)
-                open_calls[request.request_id] = _Open(prompt, number, tokens, request.seed)
+                open_calls[request.request_id] = _Open(prompt, number, sampling.max_new_tokens, request.seed)
+            if known is None:
+                prompt.servable[wanted, share] = sampling
         self.asked += total
         self._open.update(open_calls)
         return requests
@@ -342,8 +253,8 @@ class Turns:
         )
         self._turns.append(turn)
         self._anew.add(prompt)
-        if prompt.place is not None:
-            self._conversations.remember(prompt.place, message, Said(prompt.token_ids, completion.token_ids))
+        if prompt.tools is not None:
+            self._conversations.remember(prompt, message, completion.token_ids)
         if prompt is not self._last or number == 0:  # programs continue with the first of several choices
             self._last, self._messages = prompt, (*prompt.messages, message)
         return turn
@@ -378,6 +289,14 @@ class Turns:
         except TaskError:  # this chat format would change earlier tokens
             return None
         return np.concatenate((before, sampled, np.asarray(added, dtype=np.int32)))
+
+    def _limited(self, prompt: Prompt, wanted: SamplingParams, share: int) -> SamplingParams:
+        """What a prompt's requests are sampled with."""
+        sampling = self.request.group.sampling
+        room = max(1, self._max_model_len - len(prompt.token_ids))
+        tokens = min(wanted.max_new_tokens, sampling.max_new_tokens, room, share)
+        stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *wanted.stop_token_ids)))
+        return _shared(replace(sampling, max_new_tokens=tokens, stop_token_ids=stops))
 
     def _share(self, choices: int) -> int:
         """Most tokens that each of `choices` choices may sample."""
