@@ -125,6 +125,7 @@ class PolicyUpdater:
         """Which rank computes which sample in which micro-batch."""
         return plan_packing(
             batch.lengths,
+            batch.group_ids,
             ranks=self._config.data_parallel,
             tokens_per_microbatch=self._config.max_tokens_per_microbatch,
             trained_tokens=batch.trained_tokens,
@@ -204,13 +205,12 @@ class PolicyUpdater:
         result: dict[tuple[int, int], np.ndarray] = {}
         mine = RankSamples(self.samples, self._policy, batch, self.plan(batch))
         for samples in mine.rounds():
-            microbatch = pack(samples, self._device)
+            microbatch = pack(samples, self._device, share=self._policy.shares_prompts, every_token=True)
             with torch.no_grad():
-                logits = self._policy.logits(microbatch)
-                scores, _ = self._policy.scores(logits, microbatch.next_tokens, temperature=self._temperature)
-            result |= {(sample.group_id, sample.sample): np.zeros(1, np.float32) for sample in samples}
-            values = np.split(scores.cpu().numpy(), microbatch.offsets[1:-1])
-            for sample, its in zip(microbatch.documents, values, strict=False):
+                scores, _ = self._policy.scores(microbatch, temperature=self._temperature)
+            values = scores.cpu().numpy()
+            for sample in samples:
+                its, values = np.split(values, [len(sample.token_ids) - 1])
                 result[sample.group_id, sample.sample] = np.concatenate([np.zeros(1, np.float32), its])
         self._policy.reshard()
         if (error := mine.losses(f"logprobs at step {self.step}")) is not None:
@@ -313,7 +313,8 @@ class PolicyUpdater:
         metrics = StepMetrics(declared, counted=self._policy.tensor_rank == 0, reference=reference)
         samples = RankSamples(self.samples, self._policy, batch, plan)
         for each in samples.rounds():
-            loss = self._round_loss(pack(each, self._device), trained, metrics, warm_up=warm_up)
+            microbatch = pack(each, self._device, share=self._policy.shares_prompts)
+            loss = self._round_loss(microbatch, trained, metrics, warm_up=warm_up)
             timeline.doing("backward")
             (loss / trained).backward()
         if (error := samples.losses(what)) is not None:
@@ -355,8 +356,7 @@ class PolicyUpdater:
         temperature = WARM_UP_TEMPERATURE if warm_up else self._temperature
         # Every rank takes part in every forward pass, also with nothing to train.
         reference_logprobs = None if warm_up else self._reference_logprobs(microbatch)
-        logits = self._policy.logits(microbatch)
-        logprobs, entropies = self._policy.scores(logits[microbatch.rows], microbatch.targets, temperature=temperature)
+        logprobs, entropies = self._policy.scores(microbatch, temperature=temperature)
         if not len(microbatch.rows):
             return logprobs.sum()
         self._kept.watch(microbatch.documents, logprobs)
@@ -393,7 +393,6 @@ class PolicyUpdater:
         if self._reference is None:
             return None
         with torch.no_grad():
-            logits = self._reference.logits(microbatch)[microbatch.rows]
-            logprobs, _ = self._reference.scores(logits, microbatch.targets, temperature=self._temperature)
+            logprobs, _ = self._reference.scores(microbatch, temperature=self._temperature)
         self._reference.reshard()
         return logprobs
