@@ -117,7 +117,9 @@ class MicroBatch:
     positions: Tensor  # [1, T] int64, from 0 in every document
     runs: tuple[Run, ...]
     """The row from left to right, segments without shared tokens first."""
-    key_rows: Tensor | None  # int64, index into T: of each segment in turn its shared tokens and its own; None: no shared
+    key_rows: (
+        Tensor | None
+    )  # int64, index into T: of each segment in turn its shared tokens and its own; None: no shared
     rows: Tensor  # [N] int64, index into T of the tokens that predict the trained ones
     targets: Tensor  # [N] int64, the trained tokens
     behaviour_logprobs: Tensor  # [N] float32
@@ -150,36 +152,49 @@ def pack(
     """
     samples = tuple(sample for sample in samples if len(sample.token_ids) > 1)
     documents = samples or (_DUMMY,)
+    # All tokens of all documents, one document after the other.
     lengths = np.array([len(sample.token_ids) - 1 for sample in documents])
-    families = [list(family) for _, family in groupby(documents, lambda sample: sample.group_id)]
-    prompts = np.array([_shared_tokens(family) if share else 0 for family in families])
-    family_of = np.repeat(np.arange(len(families)), list(map(len, families)))
+    offsets = np.cumsum(lengths) - lengths
+    document_of = np.repeat(np.arange(len(lengths)), lengths)
+    positions = np.arange(len(document_of)) - offsets[document_of]
+    tokens = np.concatenate([sample.token_ids[:-1] for sample in documents])
+    mask = np.concatenate([sample.loss_mask[1:] for sample in documents]) | (every_token and bool(samples))
+
+    families = np.array([len(list(family)) for _, family in groupby(documents, lambda sample: sample.group_id)])
+    firsts = np.cumsum(families) - families
+    prompts = np.zeros_like(families)
+    if share:
+        trained = np.concatenate([sample.loss_mask[:-1] for sample in documents])
+        before = np.repeat(offsets[firsts], families)[document_of] + positions  # the token of the family's first sample
+        ends = trained | (tokens != tokens.take(before, mode="clip"))
+        prompts = np.minimum.reduceat(np.where(ends, positions, len(tokens)), offsets[firsts])
+        prompts = np.minimum(prompts, np.minimum.reduceat(lengths, firsts))
+        prompts[prompts * (families - 1) < WORTH_SHARING * np.add.reduceat(lengths, firsts)] = 0
 
     # The segments: what each document has of its own, then the families' prompts. Those of one shape become neighbours.
-    shared = np.concatenate([prompts[family_of], np.zeros_like(prompts)])
-    sizes = np.concatenate([lengths - prompts[family_of], prompts])
+    prompt = np.repeat(prompts, families)  # of each document
+    shared = np.concatenate([prompt, np.zeros_like(prompts)])
+    sizes = np.concatenate([lengths - prompt, prompts])
     order = np.lexsort((sizes, shared))
-    starts = np.empty_like(sizes)
+    order = order[sizes[order] > 0]
+    starts = np.zeros_like(sizes)
     starts[order] = np.cumsum(sizes[order]) - sizes[order]
-    shapes = [(int(sizes[segment]), int(shared[segment])) for segment in order if sizes[segment]]
+    shapes = zip(sizes[order].tolist(), shared[order].tolist(), strict=True)
     runs = tuple(Run(len(list(run)), *shape) for shape, run in groupby(shapes))
 
-    # All tokens of all documents, one document after the other, and where they are in the row.
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    document_of = np.repeat(np.arange(len(lengths)), lengths)
-    positions = np.arange(offsets[-1]) - offsets[document_of]
-    own_starts, prompt_starts = starts[: len(lengths)] - prompts[family_of], starts[len(lengths) :][family_of]
-    is_shared = positions < prompts[family_of][document_of]
-    places = np.where(is_shared, prompt_starts[document_of], own_starts[document_of]) + positions
+    prompt_starts = np.repeat(starts[len(lengths) :], families)
+    place = np.where(
+        positions < prompt[document_of], prompt_starts[document_of], (starts[: len(lengths)] - prompt)[document_of]
+    )
+    place += positions
     row = np.zeros((2, sizes.sum()), np.int64)
-    row[0, places] = np.concatenate([sample.token_ids[:-1] for sample in documents])
-    row[1, places] = positions
+    row[:, place] = tokens, positions
     key_rows = None
     if prompts.any():
-        of_documents = np.split(places, offsets[1:-1])
-        behind = [of_documents[segment] for segment in order if shared[segment] and sizes[segment]]
-        key_rows = np.concatenate([np.arange(sizes[shared == 0].sum()), *behind])
-    mask = np.concatenate([sample.loss_mask[1:] for sample in documents]) | (every_token and bool(samples))
+        behind = order[shared[order] > 0]
+        counts = lengths[behind]
+        keys = np.arange(counts.sum()) + np.repeat(offsets[behind] - np.cumsum(counts) + counts, counts)
+        key_rows = np.concatenate([np.arange(sizes[shared == 0].sum()), place[keys]])
 
     def tensor(array: np.ndarray, dtype: type = np.int64) -> Tensor:
         return torch.from_numpy(array.astype(dtype)).to(device, non_blocking=True)
@@ -190,23 +205,10 @@ def pack(
         positions=tensor(row[1:]),
         runs=runs,
         key_rows=None if key_rows is None else tensor(key_rows),
-        rows=tensor(places[mask]),
+        rows=tensor(place[mask]),
         targets=tensor(np.concatenate([sample.token_ids[1:] for sample in documents])[mask]),
         behaviour_logprobs=tensor(np.concatenate([sample.logprobs[1:] for sample in documents])[mask], np.float32),
         advantages=tensor(np.array([sample.advantage for sample in documents])[document_of[mask]], np.float32),
         samples=tensor(document_of[mask]),
         versions=tensor(np.concatenate([sample.versions[1:] for sample in documents])[mask]),
     )
-
-
-def _shared_tokens(family: Sequence[TrainingSample]) -> int:
-    """How many first tokens these samples have in common that come before any trained one: their prompt. 0 where
-    sharing it is not worth it."""
-    first, tokens = family[0].token_ids, sum(len(sample.token_ids) for sample in family)
-    prompt = min(
-        int(sample.loss_mask.argmax()) if sample.loss_mask.any() else len(sample.token_ids) - 1 for sample in family
-    )
-    for sample in family[1:]:
-        different = sample.token_ids[:prompt] != first[:prompt]
-        prompt = int(different.argmax()) if different.any() else prompt
-    return prompt if prompt * (len(family) - 1) > WORTH_SHARING * tokens else 0

@@ -117,9 +117,7 @@ def _spread(lengths: Sequence[int], groups: Sequence[int], ranks: int) -> list[l
     return shares
 
 
-def _fewest_bins(
-    share: Sequence[int], lengths: Sequence[int], groups: Sequence[int], budget: int
-) -> list[list[int]]:
+def _fewest_bins(share: Sequence[int], lengths: Sequence[int], groups: Sequence[int], budget: int) -> list[list[int]]:
     """Bins of at most `budget` tokens, fullest first, so that full bins of different ranks share a round. Groups are
     kept together unless first-fit-decreasing, which takes them apart, needs fewer bins."""
     longest_first = sorted(share, key=lambda index: (-lengths[index], index))

@@ -253,7 +253,7 @@ class PackedDocuments(VarlenMetadata):
     """
 
     runs: tuple[tuple[int, Tensor | None], ...]
-    """Of each run how many segments it has, and [L, K] bool which keys their tokens see; None: those up to their own."""
+    """Of each run how many segments it has, and which keys their tokens see ([L, K] bool; None: those up to their own)."""
     key_rows: Tensor | None
     """[keys] int64, the tokens that each segment sees; None: its own."""
     sizes: tuple[list[int], list[int]]
