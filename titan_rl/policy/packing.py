@@ -5,8 +5,8 @@ ranks have the same number of micro-batches, because each one is a round of coll
 enter (a rank with fewer gets empty ones). The same lengths and groups give the same plan on every rank and in every
 run.
 
-The samples of a group, which begin alike, stay together where no rank and no round pays for it. Prompts that they share
-count as often as they occur.
+The samples of a group, which begin alike, stay together unless ranks would then differ by more than the longest sample,
+or a rank would need more micro-batches. The budget counts every sample whole: tokens that are shared count each time.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,6 +110,8 @@ class PolicyUpdater:
         self._temperature = temperature
         self._policy = build_policy(shape, config, self._device)
         load_weights(self._policy, model_path)
+        shards = (local_shard(name, tensor) for name, tensor in self._policy.tensors.items())
+        self._shards = [shard for shard in shards if shard.data.numel()]
         self._optimizer = PolicyOptimizer(config.optimizer, self._policy.module, total_steps)
         self._reference: Policy | None = None
         self._warm_up: PolicyOptimizer | None = None
@@ -217,19 +219,16 @@ class PolicyUpdater:
             raise error
         return result
 
-    def local_shards(self) -> Iterator[TensorShard]:
+    def local_shards(self) -> Sequence[TensorShard]:
         """This rank's parts of the live float32 weights, by Hugging Face name; tied tensors once (see `aliases`)."""
-        for name, tensor in self._policy.tensors().items():
-            shard = local_shard(name, tensor)
-            if shard.data.numel():
-                yield shard
+        return self._shards
 
     def save_hf(self, directory: Path) -> None:
         """Write a complete Hugging Face checkpoint in the compute dtype; returns on every rank when it is there. Raises
         TrainingError, on all ranks, if rank 0 could not write it."""
         dtype = getattr(torch, self._config.dtype)
         whole: dict[str, Tensor] = {}
-        for name, tensor in self._policy.tensors().items():
+        for name, tensor in self._policy.tensors.items():
             full = tensor.full_tensor()  # a collective; one at a time, so that other ranks hold one only
             if dist.get_rank() == 0:
                 whole[name] = full.to("cpu", dtype).contiguous()
@@ -288,15 +287,15 @@ class PolicyUpdater:
         self._optimizer.go_on_at(version.step)
 
     def _live(self) -> list[Tensor]:
-        return [*self._policy.local_tensors(), *self._optimizer.live()]
+        return [*(shard.data for shard in self._shards), *self._optimizer.live()]
 
     def _frozen(self) -> list[Tensor]:
         return [] if self._reference is None else self._reference.local_tensors()
 
     def _state(self) -> dict[str, Any]:
         moments = self._optimizer.moments()
-        reference = {} if self._reference is None else self._reference.tensors()
-        return state_of(self.step, weights=self._policy.tensors(), moments=moments, reference=reference)
+        reference = {} if self._reference is None else self._reference.tensors
+        return state_of(self.step, weights=self._policy.tensors, moments=moments, reference=reference)
 
     def _optimize(
         self, batch: SampleBatch, plan: PackingPlan, optimizer: PolicyOptimizer, *, warm_up: bool

@@ -5,9 +5,9 @@ parallelism where configured), then filled from safetensors, every rank reading 
 and v projections every Hugging Face tensor is exactly one torchtitan tensor, so names translate and layouts do not.
 
 `DocumentAttention` computes causal attention over packed documents where torchtitan's varlen kernel does not run: on
-CPU, and in float32. A document attends to itself only, and gets the same bits packed or alone. Neighbours of equal
-length share one batched call, so samples ordered by length (as the packing plan orders them) cost one call per distinct
-length.
+CPU, and in float32. A document attends to itself only, and gets the same bits whatever other groups are packed beside
+it. A prompt that it shares with its group is computed once, which rounds differently than the document alone. Neighbours
+of one shape share one batched call; `pack` makes them neighbours.
 
 Import this module only after `titan_adaptation.choose_device`.
 """
@@ -62,7 +62,8 @@ class Policy:
     module: nn.Module
     dims: ParallelDims
     shape: Qwen3Shape
-    adapter: Qwen3StateDictAdapter
+    tensors: dict[str, DTensor]
+    """The live float32 weights by Hugging Face name, detached; they share the parameters' storage, which stays."""
     device: torch.device
     shares_prompts: bool
     """Whether its attention computes a prompt once that several samples begin with; the varlen kernel does not."""
@@ -102,13 +103,9 @@ class Policy:
         torch.distributed.all_reduce(flags, group=self.tensor_group)
         return bool(flags.item())
 
-    def tensors(self) -> dict[str, DTensor]:
-        """The live float32 weights by Hugging Face name, detached, sharing storage with the parameters."""
-        return self.adapter.to_hf(self.module.state_dict())
-
     def local_tensors(self) -> list[Tensor]:
         """This rank's part of `tensors`, always in one order."""
-        return [tensor.to_local() for tensor in self.tensors().values()]
+        return [tensor.to_local() for tensor in self.tensors.values()]
 
     def reshard(self) -> None:
         """Free the weights that FSDP gathered for a forward pass without a backward pass."""
@@ -170,7 +167,7 @@ def build_policy(
         module=model,
         dims=dims,
         shape=shape,
-        adapter=Qwen3StateDictAdapter(model_config, None),
+        tensors=Qwen3StateDictAdapter(model_config, None).to_hf(model.state_dict()),
         device=device,
         shares_prompts=not varlen,
     )
@@ -183,10 +180,9 @@ def frozen_copy(policy: Policy, config: TrainerConfig) -> Policy:
     config = dataclasses.replace(config, activation_checkpointing=False)
     frozen = build_policy(policy.shape, config, policy.device, beside=policy)
     frozen.module.eval().requires_grad_(False)
-    copies = frozen.tensors()
     with torch.no_grad():
-        for name, tensor in policy.tensors().items():
-            copies[name].to_local().copy_(tensor.to_local())
+        for name, tensor in policy.tensors.items():
+            frozen.tensors[name].to_local().copy_(tensor.to_local())
     return frozen
 
 
@@ -253,7 +249,7 @@ class PackedDocuments(VarlenMetadata):
     """
 
     runs: tuple[tuple[int, Tensor | None], ...]
-    """Of each run how many segments it has, and which keys their tokens see ([L, K] bool; None: those up to their own)."""
+    """Of each run how many segments it has, and which keys their tokens see: [L, K] bool; None: up to their own."""
     key_rows: Tensor | None
     """[keys] int64, the tokens that each segment sees; None: its own."""
     sizes: tuple[list[int], list[int]]
