@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -52,11 +53,21 @@ def lopsided_batch() -> SampleBatch:
     return SampleBatch.of(sample(rng, index, *length) for index, length in enumerate(lengths))
 
 
+def group(rng: np.random.Generator, group_id: int, prompt: int, answers: list[int]) -> list[TrainingSample]:
+    """Samples that begin with the same prompt."""
+    samples = [sample(rng, 0, prompt, answer) for answer in answers]
+    for entry in samples:
+        entry.token_ids[:prompt] = samples[0].token_ids[:prompt]
+    return [replace(entry, group_id=group_id, sample=number) for number, entry in enumerate(samples)]
+
+
 def mixed_batch() -> SampleBatch:
-    """Many lengths, several micro-batches on every rank."""
+    """Many lengths, prompts of several samples, several micro-batches on every rank."""
     rng = np.random.default_rng(4)
-    lengths = [(int(rng.integers(1, 20)), int(rng.integers(1, 30))) for _ in range(24)] + [(4, 5)] * 8
-    return SampleBatch.of(sample(rng, index, *length) for index, length in enumerate(lengths))
+    lengths = [(int(rng.integers(1, 20)), int(rng.integers(1, 30))) for _ in range(16)]
+    samples = [sample(rng, index, *length) for index, length in enumerate(lengths)]
+    samples += group(rng, 8, 4, [5] * 8) + group(rng, 9, 12, [6, 1, 15, 6, 1])
+    return SampleBatch.of(samples + group(rng, 10, 20, [0, 3, 9]))
 
 
 def one_token_batch() -> SampleBatch:

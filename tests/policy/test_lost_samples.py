@@ -17,8 +17,8 @@ from titan_rl.policy.models.tiny import make_tiny_policy
 
 LAYOUTS = [(2, 1), (1, 2)]
 """FSDP ranks, TP ranks."""
-LOST = {"damaged": (1, 4, 7, 8, 12), "missing": (0, 9), "one sample": (5,), "everything": tuple(range(16))}
-ON_RANK_1 = (0, 1, 2, 3, 10, 11)
+LOST = {"damaged": (1, 4, 7, 8, 10), "missing": (0, 9), "one sample": (5,), "everything": tuple(range(11))}
+ON_RANK_1 = (0, 1, 2, 3, 8, 9)
 
 
 def stored(store: SampleStore, batch: SampleBatch) -> SampleBatch:

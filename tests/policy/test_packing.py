@@ -1,17 +1,23 @@
-"""The packing plan's promises, over random lengths. About 2 s."""
+"""The packing plan's promises, over random lengths and groups. About 3 s."""
 
 from __future__ import annotations
+
+from itertools import groupby
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.errors import TrainingError
-from titan_rl.policy.packing import plan_packing
+from titan_rl.policy import packing
 
 BUDGET = 50
 lengths_of_samples = st.lists(st.integers(1, BUDGET), max_size=60)
 numbers_of_ranks = st.integers(1, 6)
+
+
+def plan_packing(lengths, *, group_size=3, **kwargs):
+    return packing.plan_packing(lengths, [index // group_size for index in range(len(lengths))], **kwargs)
 
 
 @given(lengths_of_samples, numbers_of_ranks)
@@ -43,12 +49,34 @@ def test_ranks_differ_by_less_than_the_longest_sample(lengths, ranks):
     assert max(loads) - min(loads) <= max(lengths, default=0)
 
 
-@given(lengths_of_samples, numbers_of_ranks)
-def test_equal_lengths_are_neighbours(lengths, ranks):
-    plan = plan_packing(lengths, ranks=ranks, tokens_per_microbatch=BUDGET)
-    for rank in plan.microbatches:
-        for bin_ in rank:
-            assert [lengths[i] for i in bin_] == sorted((lengths[i] for i in bin_), reverse=True)
+@given(lengths_of_samples, numbers_of_ranks, st.integers(1, 20))
+def test_samples_of_a_group_are_neighbours_in_a_microbatch(lengths, ranks, group_size):
+    plan = plan_packing(lengths, group_size=group_size, ranks=ranks, tokens_per_microbatch=BUDGET)
+    for bin_ in (bin_ for rank in plan.microbatches for bin_ in rank):
+        groups = [group for group, _ in groupby(index // group_size for index in bin_)]
+        assert len(groups) == len(set(groups)) and list(bin_) == sorted(bin_)
+
+
+@given(lengths_of_samples, st.integers(1, 20))
+def test_groups_cost_no_microbatch_more_than_first_fit_decreasing(lengths, group_size):
+    plan = plan_packing(lengths, group_size=group_size, ranks=1, tokens_per_microbatch=BUDGET)
+    room: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fits = next((number for number, free in enumerate(room) if length <= free), None)
+        if fits is None:
+            room.append(BUDGET - length)
+        else:
+            room[fits] -= length
+    assert plan.rounds <= max(1, len(room))
+
+
+def test_a_group_is_divided_only_where_ranks_would_wait_or_the_budget_asks_for_it():
+    whole = plan_packing([5] * 12, ranks=2, tokens_per_microbatch=BUDGET)
+    assert whole.microbatches == (((0, 1, 2, 6, 7, 8),), ((3, 4, 5, 9, 10, 11),))
+    between_ranks = plan_packing([5] * 3, ranks=2, tokens_per_microbatch=BUDGET)
+    assert between_ranks.microbatches == (((0, 1),), ((2,),))
+    between_rounds = plan_packing([20] * 6, ranks=1, tokens_per_microbatch=BUDGET)
+    assert between_rounds.microbatches == (((0, 1), (2, 3), (4, 5)),)
 
 
 @given(lengths_of_samples, numbers_of_ranks)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from itertools import groupby
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from titan_rl.errors import ConfigError
+from titan_rl.policy.microbatch import Run
 from titan_rl.policy.models.titan_adaptation import LEFT_OUT, choose_device, without_its_trainer
 
 choose_device("cpu")  # before the imports below, as in a trainer process
@@ -30,8 +32,8 @@ def packed(lengths: list[int], dtype=torch.float32):
     torch.manual_seed(0)
     total = sum(lengths)
     tensors = [torch.randn(1, total, heads, SIZE, dtype=dtype) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    offsets = tuple(sum(lengths[:index]) for index in range(len(lengths) + 1))
-    return tensors, PackedDocuments.of(offsets, torch.device("cpu"))
+    runs = [Run(len(list(run)), length, 0) for length, run in groupby(lengths)]
+    return tensors, PackedDocuments.of(runs, None, torch.device("cpu"))
 
 
 def attend(tensors, documents):
@@ -124,6 +126,7 @@ def test_gradients_stay_within_their_document():
 
 def test_neighbours_of_one_length_are_one_call():
     _, documents = packed([9, 4, 4, 4, 1])
-    assert documents.runs == ((0, 1, 9), (9, 3, 4), (21, 1, 1))
+    assert documents.runs == ((1, None), (3, None), (1, None))
+    assert documents.sizes == ([9, 12, 1], [9, 12, 1])
     assert documents.max_q == 9
     assert documents.cu_seq_q.tolist() == [0, 9, 13, 17, 21, 22]

@@ -267,6 +267,7 @@ class Trainer:
         samples."""
         plan = plan_packing(
             batch.lengths,
+            batch.group_ids,
             ranks=self._config.data_parallel,
             tokens_per_microbatch=self._config.max_tokens_per_microbatch,
             trained_tokens=batch.trained_tokens,

@@ -47,6 +47,8 @@ class KeptTokens:
     def watch(self, samples: Sequence[TrainingSample], logprobs: Tensor) -> None:
         """Call before the backward pass through a micro-batch of these samples; `logprobs` [N] are those of their
         trained tokens, and carry gradient."""
+        if not self.names:
+            return
         ends = itertools.accumulate((int(np.count_nonzero(sample.loss_mask)) for sample in samples), initial=0)
         spans = {
             name: slice(*span)

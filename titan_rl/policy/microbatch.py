@@ -1,5 +1,9 @@
 """One rank's samples of a batch: fetched, and laid end to end in one row per round.
 
+    sample 0   P P P P P a a a          the row   P P P P P | a a a | b b | c c c
+    sample 1   P P P P P b b                      the prompt that neighbours of one group begin with stands there
+    sample 2   P P P P P c c c                    once; what follows it sees it as if it stood before each of them
+
 - Samples of the next round are fetched while the current round is computed.
 - A rank that cannot fetch a sample takes part in all remaining rounds without samples, so that no other rank waits for
   it in a collective. At the end it tries its groups one by one, and all ranks exchange which groups were lost.
@@ -11,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -89,61 +94,121 @@ class RankSamples:
         return list(lost.values())
 
 
+WORTH_SHARING = 0.1
+"""Share of a family's tokens that must be saved: attention to tokens that stand elsewhere copies keys and values, and
+computes the masked half of the scores."""
+
+
+class Run(NamedTuple):
+    """Neighbours of one shape in the row: so many segments of so many tokens, each after so many shared ones."""
+
+    count: int
+    length: int
+    shared: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """D documents without their last tokens, which predict nothing: T tokens and what follows each, N trained."""
+    """D documents without their last tokens, which predict nothing, as a row of T tokens; N tokens are trained."""
 
     documents: tuple[TrainingSample, ...]
     """() for the dummy."""
     tokens: Tensor  # [1, T] int64
     positions: Tensor  # [1, T] int64, from 0 in every document
-    offsets: tuple[int, ...]
-    """D + 1 document boundaries, from 0 to T."""
-    next_tokens: Tensor  # [T] int64, what each token should predict
+    runs: tuple[Run, ...]
+    """The row from left to right, segments without shared tokens first."""
+    key_rows: (
+        Tensor | None
+    )  # int64, index into T: of each segment in turn its shared tokens and its own; None: no shared
     rows: Tensor  # [N] int64, index into T of the tokens that predict the trained ones
+    targets: Tensor  # [N] int64, the trained tokens
     behaviour_logprobs: Tensor  # [N] float32
     advantages: Tensor  # [N] float32
     samples: Tensor  # [N] int64, document of each trained token
     versions: Tensor  # [N] int64, encoded PolicyVersion
 
-    @property
-    def targets(self) -> Tensor:
-        """[N] int64, the trained tokens."""
-        return self.next_tokens[self.rows]
+
+_DUMMY = TrainingSample(
+    group_id=-1,
+    sample=0,
+    token_ids=np.zeros(2, np.int32),
+    loss_mask=np.zeros(2, bool),
+    logprobs=np.zeros(2, np.float32),
+    versions=np.zeros(2, np.int64),
+    advantage=0.0,
+    reward=0.0,
+)
 
 
-def pack(samples: Sequence[TrainingSample], device: torch.device) -> MicroBatch:
+def pack(
+    samples: Sequence[TrainingSample], device: torch.device, *, share: bool, every_token: bool = False
+) -> MicroBatch:
     """One micro-batch of `samples` in their order; of none, or of single tokens only, one of one untrained token (a
-    dummy)."""
-    samples = tuple(sample for sample in samples if len(sample.token_ids) > 1)
-    if samples:
-        lengths = np.array([len(sample.token_ids) - 1 for sample in samples])
-        tokens = np.concatenate([sample.token_ids[:-1] for sample in samples])
-        next_tokens = np.concatenate([sample.token_ids[1:] for sample in samples])
-        mask = np.concatenate([sample.loss_mask[1:] for sample in samples])
-        logprobs = np.concatenate([sample.logprobs[1:] for sample in samples])
-        versions = np.concatenate([sample.versions[1:] for sample in samples])
-        advantages = np.array([sample.advantage for sample in samples])
-    else:
-        lengths, mask = np.ones(1, np.int64), np.zeros(1, bool)
-        tokens = next_tokens = np.zeros(1, np.int32)
-        logprobs, versions, advantages = np.zeros(1), np.zeros(1, np.int64), np.zeros(1)
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    documents = np.repeat(np.arange(len(lengths)), lengths)
-    rows = np.flatnonzero(mask)
+    dummy).
 
-    def tensor(array: np.ndarray, dtype: type) -> Tensor:
+    Args:
+        share: lay the prompt that neighbours of one group have in common only once, if that saves enough.
+        every_token: as if all were trained but the first of each sample.
+    """
+    samples = tuple(sample for sample in samples if len(sample.token_ids) > 1)
+    documents = samples or (_DUMMY,)
+    # All tokens of all documents, one document after the other.
+    lengths = np.array([len(sample.token_ids) - 1 for sample in documents])
+    offsets = np.cumsum(lengths) - lengths
+    document_of = np.repeat(np.arange(len(lengths)), lengths)
+    positions = np.arange(len(document_of)) - offsets[document_of]
+    tokens = np.concatenate([sample.token_ids[:-1] for sample in documents])
+    mask = np.concatenate([sample.loss_mask[1:] for sample in documents]) | (every_token and bool(samples))
+
+    families = np.array([len(list(family)) for _, family in groupby(documents, lambda sample: sample.group_id)])
+    firsts = np.cumsum(families) - families
+    prompts = np.zeros_like(families)
+    if share:
+        trained = np.concatenate([sample.loss_mask[:-1] for sample in documents])
+        before = np.repeat(offsets[firsts], families)[document_of] + positions  # the token of the family's first sample
+        ends = trained | (tokens != tokens.take(before, mode="clip"))
+        prompts = np.minimum.reduceat(np.where(ends, positions, len(tokens)), offsets[firsts])
+        prompts = np.minimum(prompts, np.minimum.reduceat(lengths, firsts))
+        prompts[prompts * (families - 1) < WORTH_SHARING * np.add.reduceat(lengths, firsts)] = 0
+
+    # The segments: what each document has of its own, then the families' prompts. Those of one shape become neighbours.
+    prompt = np.repeat(prompts, families)  # of each document
+    shared = np.concatenate([prompt, np.zeros_like(prompts)])
+    sizes = np.concatenate([lengths - prompt, prompts])
+    order = np.lexsort((sizes, shared))
+    order = order[sizes[order] > 0]
+    starts = np.zeros_like(sizes)
+    starts[order] = np.cumsum(sizes[order]) - sizes[order]
+    shapes = zip(sizes[order].tolist(), shared[order].tolist(), strict=True)
+    runs = tuple(Run(len(list(run)), *shape) for shape, run in groupby(shapes))
+
+    prompt_starts = np.repeat(starts[len(lengths) :], families)
+    place = np.where(
+        positions < prompt[document_of], prompt_starts[document_of], (starts[: len(lengths)] - prompt)[document_of]
+    )
+    place += positions
+    row = np.zeros((2, sizes.sum()), np.int64)
+    row[:, place] = tokens, positions
+    key_rows = None
+    if prompts.any():
+        behind = order[shared[order] > 0]
+        counts = lengths[behind]
+        keys = np.arange(counts.sum()) + np.repeat(offsets[behind] - np.cumsum(counts) + counts, counts)
+        key_rows = np.concatenate([np.arange(sizes[shared == 0].sum()), place[keys]])
+
+    def tensor(array: np.ndarray, dtype: type = np.int64) -> Tensor:
         return torch.from_numpy(array.astype(dtype)).to(device, non_blocking=True)
 
     return MicroBatch(
         documents=samples,
-        tokens=tensor(tokens[None], np.int64),
-        positions=tensor((np.arange(len(tokens)) - offsets[documents])[None], np.int64),
-        offsets=tuple(offsets.tolist()),
-        next_tokens=tensor(next_tokens, np.int64),
-        rows=tensor(rows, np.int64),
-        behaviour_logprobs=tensor(logprobs[rows], np.float32),
-        advantages=tensor(advantages[documents[rows]], np.float32),
-        samples=tensor(documents[rows], np.int64),
-        versions=tensor(versions[rows], np.int64),
+        tokens=tensor(row[:1]),
+        positions=tensor(row[1:]),
+        runs=runs,
+        key_rows=None if key_rows is None else tensor(key_rows),
+        rows=tensor(place[mask]),
+        targets=tensor(np.concatenate([sample.token_ids[1:] for sample in documents])[mask]),
+        behaviour_logprobs=tensor(np.concatenate([sample.logprobs[1:] for sample in documents])[mask], np.float32),
+        advantages=tensor(np.array([sample.advantage for sample in documents])[document_of[mask]], np.float32),
+        samples=tensor(document_of[mask]),
+        versions=tensor(np.concatenate([sample.versions[1:] for sample in documents])[mask]),
     )

@@ -23,6 +23,7 @@ class PolicyOptimizer:
         self._parameters = list(module.parameters())
         self._max_norm = config.max_grad_norm or math.inf
         self._total_steps = total_steps
+        self._live: list[Tensor] = []
         self._optimizers = default_adamw(
             lr=config.lr, betas=tuple(config.betas), eps=config.eps, weight_decay=config.weight_decay
         ).build(model_parts=[module])
@@ -51,17 +52,21 @@ class PolicyOptimizer:
     def go_on(self, moments: dict[str, Any], step: int) -> None:
         """Take over the state of an optimizer that has done so many steps; the rate is the schedule's."""
         self._optimizers.load_state_dict(moments)
+        self._live = []
         self.go_on_at(step)
 
     def live(self) -> list[Tensor]:
         """This rank's part of the state, always in one order: the live tensors, made if there were none."""
+        if self._live:
+            return self._live
         if not (states := self._states()):
             self.moments()  # makes them by an empty step, which AdamW counts
             states = self._states()
             for state in states:
                 state["step"].zero_()
         tensors = (state[name] for state in states for name in sorted(state))
-        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        self._live = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        return self._live
 
     def _states(self) -> list[dict[str, Tensor]]:
         """Of each parameter, once there are any."""

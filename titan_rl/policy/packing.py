@@ -1,8 +1,12 @@
-"""Which sample is computed by which rank in which micro-batch, decided from lengths alone.
+"""Which sample is computed by which rank in which micro-batch, decided from lengths and groups alone.
 
 For every plan: each sample is in exactly one micro-batch; no micro-batch holds more tokens than the budget; all
 ranks have the same number of micro-batches, because each one is a round of collectives that every rank must
-enter (a rank with fewer gets empty ones). The same lengths give the same plan on every rank and in every run.
+enter (a rank with fewer gets empty ones). The same lengths and groups give the same plan on every rank and in every
+run.
+
+The samples of a group, which begin alike, stay together unless ranks would then differ by more than the longest sample,
+or a rank would need more micro-batches. The budget counts every sample whole: tokens that are shared count each time.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from titan_rl.errors import TrainingError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingPlan:
-    """`microbatches[rank][round]` holds indices of samples, ordered by length so that equal lengths are neighbours."""
+    """`microbatches[rank][round]` holds indices of samples, those of a group next to each other."""
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
     imbalance: float
@@ -47,12 +51,18 @@ class PackingPlan:
 
 
 def plan_packing(
-    lengths: Sequence[int], *, ranks: int, tokens_per_microbatch: int, trained_tokens: int = 0
+    lengths: Sequence[int],
+    groups: Sequence[int],
+    *,
+    ranks: int,
+    tokens_per_microbatch: int,
+    trained_tokens: int = 0,
 ) -> PackingPlan:
-    """Spread samples over ranks evenly, then over as few micro-batches as first-fit-decreasing needs.
+    """Spread samples over ranks evenly, then over as few micro-batches as first-fit-decreasing needs, or fewer.
 
     Args:
         lengths: tokens of each sample, at least 1.
+        groups: of each sample.
         ranks: data-parallel ranks.
         tokens_per_microbatch: budget of one micro-batch.
         trained_tokens: of all samples, for those who train by the plan.
@@ -65,15 +75,8 @@ def plan_packing(
             raise TrainingError(
                 f"sample {index} has {length} tokens; trainer.max_tokens_per_microbatch is {tokens_per_microbatch}"
             )
-    longest_first = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for index in longest_first:
-        rank = min(range(ranks), key=lambda rank: (loads[rank], rank))
-        shares[rank].append(index)
-        loads[rank] += lengths[index]
-
-    bins = [_first_fit(share, lengths, tokens_per_microbatch) for share in shares]
+    shares = _spread(lengths, groups, ranks)
+    bins = [_fewest_bins(share, lengths, groups, tokens_per_microbatch) for share in shares]
     rounds = max(1, max(len(rank_bins) for rank_bins in bins))
     tokens = [[sum(lengths[index] for index in bin_) for bin_ in rank_bins] for rank_bins in bins]
     slots = ranks * sum(
@@ -92,11 +95,41 @@ def plan_packing(
     )
 
 
-def _first_fit(share: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Bins of at most `budget` tokens, fullest first, so that full bins of different ranks share a round."""
+def _spread(lengths: Sequence[int], groups: Sequence[int], ranks: int) -> list[list[int]]:
+    """Each rank's samples, group by group: ranks differ by the longest sample at most."""
+    members: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+    tokens = {group: sum(lengths[index] for index in indices) for group, indices in members.items()}
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for group in sorted(members, key=lambda group: (-tokens[group], members[group])):
+        rank = loads.index(min(loads))
+        shares[rank] += members[group]
+        loads[rank] += tokens[group]
+    longest = max(lengths, default=0)
+    while max(loads) - min(loads) > longest:
+        # One sample after the other, so that it is the same group that is divided.
+        fullest, emptiest = loads.index(max(loads)), loads.index(min(loads))
+        shares[emptiest].append(moved := shares[fullest].pop())
+        loads[fullest] -= lengths[moved]
+        loads[emptiest] += lengths[moved]
+    return shares
+
+
+def _fewest_bins(share: Sequence[int], lengths: Sequence[int], groups: Sequence[int], budget: int) -> list[list[int]]:
+    """Bins of at most `budget` tokens, fullest first, so that full bins of different ranks share a round. Groups are
+    kept together unless first-fit-decreasing, which takes them apart, needs fewer bins."""
+    longest_first = sorted(share, key=lambda index: (-lengths[index], index))
+    bins = min((_first_fit(order, lengths, budget) for order in (share, longest_first)), key=len)
+    bins.sort(key=lambda bin_: -sum(lengths[index] for index in bin_))
+    return [sorted(bin_, key=lambda index: (groups[index], index)) for bin_ in bins]
+
+
+def _first_fit(order: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
     bins: list[list[int]] = []
     room: list[int] = []
-    for index in share:
+    for index in order:
         for number, free in enumerate(room):
             if lengths[index] <= free:
                 bins[number].append(index)
@@ -105,4 +138,4 @@ def _first_fit(share: Sequence[int], lengths: Sequence[int], budget: int) -> lis
         else:
             bins.append([index])
             room.append(budget - lengths[index])
-    return [bins[number] for number in sorted(range(len(bins)), key=lambda number: (room[number], number))]
+    return bins

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -41,6 +42,9 @@ _ALIGNMENT = 64
 _BATCH_BYTES = 1 << 20
 """Copied and hashed at a time, so that the checksum finds the bytes in the cache."""
 
+_Batch = tuple[list[Tensor], list[Tensor], memoryview]
+"""See `_batches`."""
+
 
 class StateCopies:
     """The copies of one rank.
@@ -55,6 +59,8 @@ class StateCopies:
         self._paths = [segment_path(directory, owner_pid, f"state.{rank}", slot) for slot in range(3)]
         self._ranks, self._here = ranks, here or ranks
         self._mapped: dict[int, Tensor] = {}  # slot -> its bytes
+        # slot -> the tensors that were written last, their layout and batches
+        self._laid: dict[int, tuple[Sequence[Tensor], str, list[_Batch]]] = {}
 
     def write(self, version: PolicyVersion, state: Sequence[Tensor], reference: Sequence[Tensor] = ()) -> None:
         """Copy the state after a step.
@@ -66,8 +72,9 @@ class StateCopies:
         Raises:
             StorageError: there is no room.
         """
-        sizes = {0: _nbytes(state), 1: _nbytes(state)} | ({_REFERENCE: _nbytes(reference)} if reference else {})
-        self._make_room({slot: nbytes for slot, nbytes in sizes.items() if not self._is_mapped(slot, nbytes)})
+        if reference or not self._is_laid(version.step % 2, state):
+            sizes = {0: _nbytes(state), 1: _nbytes(state)} | ({_REFERENCE: _nbytes(reference)} if reference else {})
+            self._make_room({slot: nbytes for slot, nbytes in sizes.items() if not self._is_mapped(slot, nbytes)})
         if reference:
             self._write(_REFERENCE, PolicyVersion(version.incarnation, 0), reference)
         self._write(version.step % 2, version, state)
@@ -92,6 +99,7 @@ class StateCopies:
 
     def remove(self) -> None:
         """Nobody will need them."""
+        self._laid.clear()
         self._mapped.clear()
         for path in self._paths:
             path.unlink(missing_ok=True)
@@ -105,6 +113,7 @@ class StateCopies:
             )
         for slot, nbytes in missing.items():
             self._mapped.pop(slot, None)
+            self._laid.pop(slot, None)
             create_segment(self._paths[slot], nbytes)
             self._is_mapped(slot, nbytes)
 
@@ -120,11 +129,19 @@ class StateCopies:
     def _write(self, slot: int, version: PolicyVersion, tensors: Sequence[Tensor]) -> None:
         content = self._mapped[slot]
         _SEAL.pack_into(content.numpy().data, 0, 0, 0, 0, 0)
-        checksum = _begin(version, tensors)
-        for pieces, places, stored in _batches(tensors, content):
+        if not self._is_laid(slot, tensors):
+            self._laid[slot] = tensors, _layout(tensors), list(_batches(tensors, content))
+        _, layout, batches = self._laid[slot]
+        checksum = _begin(version, layout)
+        for pieces, places, stored in batches:
             torch._foreach_copy_(places, pieces)
             checksum.update(stored)
         _SEAL.pack_into(content.numpy().data, 0, _MARK, version.incarnation, version.step, checksum.intdigest())
+
+    def _is_laid(self, slot: int, tensors: Sequence[Tensor]) -> bool:
+        """Whether these very tensors were written to the slot last: they need not be cut into batches again."""
+        laid = self._laid.get(slot, ((),))[0]
+        return len(laid) == len(tensors) and all(map(operator.is_, laid, tensors))
 
     def _why_not(self, slot: int, version: PolicyVersion, tensors: Sequence[Tensor]) -> str:
         path = self._paths[slot]
@@ -136,16 +153,19 @@ class StateCopies:
             return f"the copy at {path} is torn"
         if (found := PolicyVersion(incarnation, step)) != version:
             return f"the copy at {path} is of {found}, not of {version}"
-        checksum = _begin(version, tensors)
+        checksum = _begin(version, _layout(tensors))
         for _, _, stored in _batches(tensors, content):
             checksum.update(stored)
         return "" if checksum.intdigest() == sealed else f"the copy at {path} is damaged (checksum)"
 
 
-def _begin(version: PolicyVersion, tensors: Sequence[Tensor]) -> Any:
+def _begin(version: PolicyVersion, layout: str) -> Any:
     """A checksum that begins with the version and the layout."""
-    layout = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
     return xxhash.xxh3_64(repr((version.incarnation, version.step, layout)).encode())
+
+
+def _layout(tensors: Sequence[Tensor]) -> str:
+    return repr([(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors])
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:
@@ -156,7 +176,7 @@ def _room_of(tensor: Tensor) -> int:
     return math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT
 
 
-def _batches(tensors: Sequence[Tensor], content: Tensor) -> Iterator[tuple[list[Tensor], list[Tensor], memoryview]]:
+def _batches(tensors: Sequence[Tensor], content: Tensor) -> Iterator[_Batch]:
     """The tensors a cacheful at a time, in pieces, with the places of the pieces and the bytes of the slot that those
     make up."""
     stored = content.numpy().data

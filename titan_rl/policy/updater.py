@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +111,8 @@ class PolicyUpdater:
         self._temperature = temperature
         self._policy = build_policy(shape, config, self._device)
         load_weights(self._policy, model_path)
+        shards = (local_shard(name, tensor) for name, tensor in self._policy.tensors.items())
+        self._shards = [shard for shard in shards if shard.data.numel()]
         self._optimizer = PolicyOptimizer(config.optimizer, self._policy.module, total_steps)
         self._reference: Policy | None = None
         self._warm_up: PolicyOptimizer | None = None
@@ -126,6 +128,7 @@ class PolicyUpdater:
         """Which rank computes which sample in which micro-batch."""
         return plan_packing(
             batch.lengths,
+            batch.group_ids,
             ranks=self._config.data_parallel,
             tokens_per_microbatch=self._config.max_tokens_per_microbatch,
             trained_tokens=batch.trained_tokens,
@@ -205,32 +208,28 @@ class PolicyUpdater:
         result: dict[tuple[int, int], np.ndarray] = {}
         mine = RankSamples(self.samples, self._policy, batch, self.plan(batch))
         for samples in mine.rounds():
-            microbatch = pack(samples, self._device)
+            microbatch = pack(samples, self._device, share=self._policy.shares_prompts, every_token=True)
             with torch.no_grad():
-                logits = self._policy.logits(microbatch)
-                scores, _ = self._policy.scores(logits, microbatch.next_tokens, temperature=self._temperature)
-            result |= {(sample.group_id, sample.sample): np.zeros(1, np.float32) for sample in samples}
-            values = np.split(scores.cpu().numpy(), microbatch.offsets[1:-1])
-            for sample, its in zip(microbatch.documents, values, strict=False):
+                scores, _ = self._policy.scores(microbatch, temperature=self._temperature)
+            values = scores.cpu().numpy()
+            for sample in samples:
+                its, values = np.split(values, [len(sample.token_ids) - 1])
                 result[sample.group_id, sample.sample] = np.concatenate([np.zeros(1, np.float32), its])
         self._policy.reshard()
         if (error := mine.losses(f"logprobs at step {self.step}")) is not None:
             raise error
         return result
 
-    def local_shards(self) -> Iterator[TensorShard]:
+    def local_shards(self) -> Sequence[TensorShard]:
         """This rank's parts of the live float32 weights, by Hugging Face name; tied tensors once (see `aliases`)."""
-        for name, tensor in self._policy.tensors().items():
-            shard = local_shard(name, tensor)
-            if shard.data.numel():
-                yield shard
+        return self._shards
 
     def save_hf(self, directory: Path) -> None:
         """Write a complete Hugging Face checkpoint in the compute dtype; returns on every rank when it is there. Raises
         TrainingError, on all ranks, if rank 0 could not write it."""
         dtype = getattr(torch, self._config.dtype)
         whole: dict[str, Tensor] = {}
-        for name, tensor in self._policy.tensors().items():
+        for name, tensor in self._policy.tensors.items():
             full = tensor.full_tensor()  # a collective; one at a time, so that other ranks hold one only
             if dist.get_rank() == 0:
                 whole[name] = full.to("cpu", dtype).contiguous()
@@ -289,15 +288,15 @@ class PolicyUpdater:
         self._optimizer.go_on_at(version.step)
 
     def _live(self) -> list[Tensor]:
-        return [*self._policy.local_tensors(), *self._optimizer.live()]
+        return [*(shard.data for shard in self._shards), *self._optimizer.live()]
 
     def _frozen(self) -> list[Tensor]:
         return [] if self._reference is None else self._reference.local_tensors()
 
     def _state(self) -> dict[str, Any]:
         moments = self._optimizer.moments()
-        reference = {} if self._reference is None else self._reference.tensors()
-        return state_of(self.step, weights=self._policy.tensors(), moments=moments, reference=reference)
+        reference = {} if self._reference is None else self._reference.tensors
+        return state_of(self.step, weights=self._policy.tensors, moments=moments, reference=reference)
 
     def _optimize(
         self, batch: SampleBatch, plan: PackingPlan, optimizer: PolicyOptimizer, *, warm_up: bool
@@ -314,7 +313,8 @@ class PolicyUpdater:
         metrics = StepMetrics(declared, counted=self._policy.tensor_rank == 0, reference=reference)
         samples = RankSamples(self.samples, self._policy, batch, plan)
         for each in samples.rounds():
-            loss = self._round_loss(pack(each, self._device), trained, metrics, warm_up=warm_up)
+            microbatch = pack(each, self._device, share=self._policy.shares_prompts)
+            loss = self._round_loss(microbatch, trained, metrics, warm_up=warm_up)
             timeline.doing("backward")
             (loss / trained).backward()
         if (error := samples.losses(what)) is not None:
@@ -356,8 +356,7 @@ class PolicyUpdater:
         temperature = WARM_UP_TEMPERATURE if warm_up else self._temperature
         # Every rank takes part in every forward pass, also with nothing to train.
         reference_logprobs = None if warm_up else self._reference_logprobs(microbatch)
-        logits = self._policy.logits(microbatch)
-        logprobs, entropies = self._policy.scores(logits[microbatch.rows], microbatch.targets, temperature=temperature)
+        logprobs, entropies = self._policy.scores(microbatch, temperature=temperature)
         if not len(microbatch.rows):
             return logprobs.sum()
         self._kept.watch(microbatch.documents, logprobs)
@@ -394,7 +393,6 @@ class PolicyUpdater:
         if self._reference is None:
             return None
         with torch.no_grad():
-            logits = self._reference.logits(microbatch)[microbatch.rows]
-            logprobs, _ = self._reference.scores(logits, microbatch.targets, temperature=self._temperature)
+            logprobs, _ = self._reference.scores(microbatch, temperature=self._temperature)
         self._reference.reshard()
         return logprobs

@@ -46,7 +46,7 @@ def load_weights(policy: Policy, directory: Path) -> None:
     """
     files = _tensor_files(directory)
     _check_names(directory, policy.shape, set(files))
-    tensors = policy.tensors()
+    tensors = policy.tensors
     readers = {file: safe_open(file, framework="pt") for file in sorted(set(files.values()))}
     with torch.no_grad():
         for name, shape in policy.shape.tensor_shapes().items():

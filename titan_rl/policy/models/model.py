@@ -5,9 +5,9 @@ parallelism where configured), then filled from safetensors, every rank reading 
 and v projections every Hugging Face tensor is exactly one torchtitan tensor, so names translate and layouts do not.
 
 `DocumentAttention` computes causal attention over packed documents where torchtitan's varlen kernel does not run: on
-CPU, and in float32. A document attends to itself only, and gets the same bits packed or alone. Neighbours of equal
-length share one batched call, so samples ordered by length (as the packing plan orders them) cost one call per distinct
-length.
+CPU, and in float32. A document attends to itself only, and gets the same bits whatever other groups are packed beside
+it. A prompt that it shares with its group is computed once, which rounds differently than the document alone. Neighbours
+of one shape share one batched call; `pack` makes them neighbours.
 
 Import this module only after `titan_adaptation.choose_device`.
 """
@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,7 @@ from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
 from titan_rl.policy.config import TrainerConfig
-from titan_rl.policy.microbatch import MicroBatch
+from titan_rl.policy.microbatch import MicroBatch, Run
 from titan_rl.policy.models.qwen3 import EMBEDDING, LM_HEAD, Qwen3Shape
 from titan_rl.policy.models.titan_adaptation import (
     reduce_gradients_by_plain_sums,
@@ -61,20 +62,26 @@ class Policy:
     module: nn.Module
     dims: ParallelDims
     shape: Qwen3Shape
-    adapter: Qwen3StateDictAdapter
+    tensors: dict[str, DTensor]
+    """The live float32 weights by Hugging Face name, detached; they share the parameters' storage, which stays."""
     device: torch.device
+    shares_prompts: bool
+    """Whether its attention computes a prompt once that several samples begin with; the varlen kernel does not."""
 
-    def logits(self, batch: MicroBatch) -> Tensor:
-        """[T, V / tensor_parallel] in the compute dtype: this rank's part of the vocabulary."""
-        documents = PackedDocuments.of(batch.offsets, self.device)
+    def scores(self, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies [N] of the batch's targets; see `token_scores`."""
+        documents = PackedDocuments.of(batch.runs, batch.key_rows, self.device)
         logits = self.module(batch.tokens, positions=batch.positions, attention_masks=documents)
-        return (logits.to_local() if isinstance(logits, DTensor) else logits)[0]
-
-    def scores(self, logits: Tensor, targets: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies [N] of `targets` under rows of `logits`; see `token_scores`."""
+        logits = logits.to_local() if isinstance(logits, DTensor) else logits  # this rank's part of the vocabulary
         # The vocabulary is split as by torch.chunk.
         first = self.tensor_rank * math.ceil(self.shape.vocab / self.dims.tp)
-        return token_scores(logits, targets, temperature=temperature, vocab_start=first, group=self.tensor_group)
+        return token_scores(
+            logits[0].index_select(0, batch.rows),
+            batch.targets,
+            temperature=temperature,
+            vocab_start=first,
+            group=self.tensor_group,
+        )
 
     @property
     def tensor_group(self) -> torch.distributed.ProcessGroup | None:
@@ -96,13 +103,9 @@ class Policy:
         torch.distributed.all_reduce(flags, group=self.tensor_group)
         return bool(flags.item())
 
-    def tensors(self) -> dict[str, DTensor]:
-        """The live float32 weights by Hugging Face name, detached, sharing storage with the parameters."""
-        return self.adapter.to_hf(self.module.state_dict())
-
     def local_tensors(self) -> list[Tensor]:
         """This rank's part of `tensors`, always in one order."""
-        return [tensor.to_local() for tensor in self.tensors().values()]
+        return [tensor.to_local() for tensor in self.tensors.values()]
 
     def reshard(self) -> None:
         """Free the weights that FSDP gathered for a forward pass without a backward pass."""
@@ -161,7 +164,12 @@ def build_policy(
         share_padding_of_tied_shards(model)
     model.train()
     return Policy(
-        module=model, dims=dims, shape=shape, adapter=Qwen3StateDictAdapter(model_config, None), device=device
+        module=model,
+        dims=dims,
+        shape=shape,
+        tensors=Qwen3StateDictAdapter(model_config, None).to_hf(model.state_dict()),
+        device=device,
+        shares_prompts=not varlen,
     )
 
 
@@ -172,10 +180,9 @@ def frozen_copy(policy: Policy, config: TrainerConfig) -> Policy:
     config = dataclasses.replace(config, activation_checkpointing=False)
     frozen = build_policy(policy.shape, config, policy.device, beside=policy)
     frozen.module.eval().requires_grad_(False)
-    copies = frozen.tensors()
     with torch.no_grad():
-        for name, tensor in policy.tensors().items():
-            copies[name].to_local().copy_(tensor.to_local())
+        for name, tensor in policy.tensors.items():
+            frozen.tensors[name].to_local().copy_(tensor.to_local())
     return frozen
 
 
@@ -237,26 +244,35 @@ def qwen3_model_config(shape: Qwen3Shape, attention: VarlenAttention.Config) -> 
 class PackedDocuments(VarlenMetadata):
     """torchtitan's description of a packed row, and the same for `DocumentAttention`.
 
-    `runs` is an attribute and not one of the tuple's fields: FSDP walks through every field's items at every layer,
-    which for host offsets of hundreds of documents costs more than the attention's own Python.
+    `runs` and `key_rows` are attributes and not fields of the tuple: FSDP walks through every field's items at every
+    layer.
     """
 
-    runs: tuple[tuple[int, int, int], ...]
-    """`(start, documents, length)` of each run of neighbouring documents of one length."""
+    runs: tuple[tuple[int, Tensor | None], ...]
+    """Of each run how many segments it has, and which keys their tokens see: [L, K] bool; None: up to their own."""
+    key_rows: Tensor | None
+    """[keys] int64, the tokens that each segment sees; None: its own."""
+    sizes: tuple[list[int], list[int]]
+    """Tokens of each run, and their keys."""
 
     @classmethod
-    def of(cls, offsets: tuple[int, ...], device: torch.device) -> PackedDocuments:
-        """`offsets`: document boundaries, from 0 to the number of tokens."""
-        lengths = [end - start for start, end in pairwise(offsets)]
-        boundaries = torch.tensor(offsets, dtype=torch.int32, device=device)
+    def of(cls, runs: Sequence[Run], key_rows: Tensor | None, device: torch.device) -> PackedDocuments:
+        """`runs`, `key_rows`: of the micro-batch."""
+        lengths = [run.length for run in runs for _ in range(run.count)]
+        boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
         self = cls(cu_seq_q=boundaries, cu_seq_k=boundaries, max_q=max(lengths), max_k=max(lengths))
-        runs, start = [], 0
-        for length, group in groupby(lengths):
-            count = sum(1 for _ in group)
-            runs.append((start, count, length))
-            start += count * length
-        self.runs = tuple(runs)
+        self.runs = tuple((run.count, _mask(run, device) if run.shared else None) for run in runs)
+        self.key_rows = key_rows
+        self.sizes = (
+            [run.count * run.length for run in runs],
+            [run.count * (run.shared + run.length) for run in runs],
+        )
         return self
+
+
+def _mask(run: Run, device: torch.device) -> Tensor:
+    keys = run.shared + run.length
+    return torch.ones(run.length, keys, dtype=torch.bool, device=device).tril(run.shared)
 
 
 class DocumentAttention(VarlenAttention):
@@ -278,12 +294,18 @@ class DocumentAttention(VarlenAttention):
     ) -> Tensor:
         """Shapes as in torchtitan: B rows of L tokens, N heads of H channels."""
         queries, keys, values = (tensor.flatten(0, 1) for tensor in (q_BLNH, k_BLNH, v_BLNH))
+        if attention_masks.key_rows is not None:
+            keys, values = (tensor.index_select(0, attention_masks.key_rows) for tensor in (keys, values))
+        own, seen = attention_masks.sizes
         outputs = []
-        for start, count, length in attention_masks.runs:
-            run = slice(start, start + count * length)
-            # [count, N, length, H]: views, no copy.
-            q, k, v = (x[run].unflatten(0, (count, length)).transpose(1, 2) for x in (queries, keys, values))
-            output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+        # `split`, because the gradients of slices would be whole tensors of zeros, added up.
+        for (count, mask), *run in zip(
+            attention_masks.runs, queries.split(own), keys.split(seen), values.split(seen), strict=True
+        ):
+            q, k, v = (tensor.unflatten(0, (count, -1)).transpose(1, 2) for tensor in run)  # [count, N, L, H]: views
+            output = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa
+            )
             outputs.append(output.transpose(1, 2).flatten(0, 1))
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined.view_as(q_BLNH)
