@@ -65,6 +65,7 @@ def engine_arguments(config: GeneratorConfig, model_path: Path, device: str) -> 
             "kv_cache_memory_bytes": config.kv_cache_bytes,
             "enforce_eager": True,
             "enable_chunked_prefill": False,
+            "scheduler_reserve_full_isl": False,  # a prompt that is not chunked fits as a whole in any case
         },
         "cuda": {
             "gpu_memory_utilization": config.gpu_memory_utilization,

@@ -22,7 +22,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 REPLACED: tuple[Callable[..., Any], ...] = (
     Scheduler.schedule,
@@ -30,6 +30,8 @@ REPLACED: tuple[Callable[..., Any], ...] = (
     Scheduler._make_cached_request_data,
     Scheduler.update_from_output,
     Scheduler._update_request_with_output,
+    Request.append_output_token_ids,
+    check_stop,
 )
 """What `plan` and `take` do in their own way."""
 
@@ -68,13 +70,22 @@ class StepScheduler(Scheduler):
             if not sampled[row]:  # a part of a prompt
                 continue
             token = sampled[row][0]
-            request.append_output_token_ids(token)
+            request._output_token_ids.append(token)
+            request._all_token_ids.append(token)
+            length = request.num_tokens
+            if length % self.hash_block_size == 0:
+                request.update_block_hashes()
             step.requests.append(request)
             step.tokens.append(token)
             step.logprobs.append(logprobs[row])
-            if check_stop(request, self.max_model_len):
-                step.ended.append(request)
-                self._free_request(request)
+            if token in request.sampling_params.stop_token_ids:
+                request.status = RequestStatus.FINISHED_STOPPED
+            elif length >= request.num_prompt_tokens + request.max_tokens or length >= self.max_model_len:
+                request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+            else:
+                continue
+            step.ended.append(request)
+            self._free_request(request)
         if step.ended:
             self.running = [request for request in self.running if not request.is_finished()]
         return step
