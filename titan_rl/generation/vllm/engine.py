@@ -27,6 +27,7 @@ from torch import Tensor
 from vllm import EngineArgs, LLMEngine
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.inputs.engine import tokens_input
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from titan_rl.errors import GeneratorFailed
@@ -136,9 +137,12 @@ class VllmEngine:
         arguments = EngineArgs(**engine_arguments(config, Path(model_path), device))
         gc.freeze()  # vLLM collects garbage five times now, among all that was imported: half of the time
         self._engine: LLMEngine | None = LLMEngine.from_engine_args(arguments)
-        self._core: Any = self._engine.engine_core  # in this process, for which vLLM's interface does not speak
-        self._scheduler: StepScheduler = self._core.engine_core.scheduler
-        self._executor: Any = self._core.engine_core.model_executor
+        self._client = self._engine.engine_core
+        in_process: Any = self._client  # for which vLLM's interface does not speak
+        core: EngineCore = in_process.engine_core
+        self._scheduler: Any = core.scheduler  # a StepScheduler
+        self._executor: Any = core.model_executor
+        self._block_hasher = core.request_block_hasher
         self._params = lru_cache(_KNOWN_SAMPLINGS)(self._vllm_params)
         self._vocab_size = self._engine.model_config.get_vocab_size()
         self._running: dict[str, RunningRequest] = {}
@@ -178,7 +182,7 @@ class VllmEngine:
                 prompt_token_ids=request.prompt_token_ids.tolist(),
                 sampling_params=self._params(request.sampling),
                 pooling_params=None,
-                block_hasher=self._core.engine_core.request_block_hasher,
+                block_hasher=self._block_hasher,
             )
         )
         running = self._running[request.request_id] = RunningRequest(request, self._version, self._clock())
@@ -187,7 +191,7 @@ class VllmEngine:
 
     def abort(self, request_ids: Sequence[str]) -> list[Completion]:
         aborted = [self._end(request_id) for request_id in request_ids if request_id in self._running]
-        self._core.abort_requests([running.request_id for running in aborted])
+        self._client.abort_requests([running.request_id for running in aborted])
         now = self._clock()
         return [running.complete(FinishReason.ABORT, now) for running in aborted]
 
@@ -203,7 +207,7 @@ class VllmEngine:
         batch = len(self._running) - waiting
         for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
             running = self._running[request.request_id]
-            if not running.tokens:
+            if not running.tokens and request.prefill_stats is not None:
                 running.cached = request.prefill_stats.num_cached_tokens
             running.add(token, logprob, now)
         finished = [self._finish(request, now) for request in ended]
@@ -237,7 +241,7 @@ class VllmEngine:
 
     def drop_cache(self) -> None:
         self._dropped.update(request.request_id for request in self._scheduler.running)
-        if not self._core.reset_prefix_cache(reset_running_requests=True):
+        if not self._client.reset_prefix_cache(reset_running_requests=True):
             raise GeneratorFailed("vLLM did not drop its KV cache: tokens of old weights would be reused")
 
     def sleep(self) -> int:
@@ -257,7 +261,7 @@ class VllmEngine:
 
     def close(self) -> None:
         """Shut vLLM down, with the process groups that it made."""
-        self._core.shutdown()
+        self._client.shutdown()
         self._engine = None
 
     def _end(self, request_id: str) -> RunningRequest:

@@ -7,8 +7,8 @@ without its general loops, which take as long as the model of a small policy:
   whose block begins or is full go through vLLM's cache manager; where free blocks might not do, vLLM's loop decides.
 - `take`: what was sampled, as lists. vLLM makes objects per request and token, for options that nobody here has.
 
-`schedule` and `update_from_output`, which `LLMEngine` calls, stay as they are. A test compares every plan with vLLM's
-own, and one fails when vLLM changes a function whose work is done here (`REPLACED`).
+`schedule` and `update_from_output`, which `LLMEngine` calls, stay as they are. A test compares every plan and every
+completion with vLLM's own, and one fails when vLLM changes a function whose work is done here (`REPLACED`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import check_stop
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 REPLACED: tuple[Callable[..., Any], ...] = (
+    EngineCore.preprocess_add_request,
+    EngineCore.add_request,
+    EngineCore.step,
     Scheduler.schedule,
     Scheduler._update_after_schedule,
     Scheduler._make_cached_request_data,
@@ -33,7 +37,7 @@ REPLACED: tuple[Callable[..., Any], ...] = (
     Request.append_output_token_ids,
     check_stop,
 )
-"""What `plan` and `take` do in their own way."""
+"""What `VllmEngine.add`, `VllmEngine.step`, `plan` and `take` do in their own way."""
 
 
 class Sampled(NamedTuple):
@@ -65,7 +69,8 @@ class StepScheduler(Scheduler):
         logprobs = [] if output.logprobs is None else output.logprobs.logprobs[:, 0].tolist()
         step = Sampled([], [], [], [])
         for request_id, count in plan.num_scheduled_tokens.items():
-            request, row = self.requests[request_id], rows[request_id]
+            request: Any = self.requests[request_id]  # what vLLM allows to be None is there
+            row = rows[request_id]
             request.num_in_flight_tokens -= count
             if not sampled[row]:  # a part of a prompt
                 continue
@@ -110,6 +115,7 @@ class StepScheduler(Scheduler):
         new_blocks: list[tuple[list[int], ...] | None] = [None] * len(running)
         for place in edges:
             blocks = self.kv_cache_manager.allocate_slots(running[place], 1)
+            assert blocks is not None  # so many were free
             new_blocks[place] = blocks.get_block_ids(allow_none=True)
         for request in running:
             request.num_computed_tokens += 1
