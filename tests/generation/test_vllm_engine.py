@@ -4,6 +4,8 @@ its sampling: noise is a function of seed, position and token id, and its tokens
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor
 from vllm.platforms import current_platform
 
 from titan_rl.generation.vllm.sampling import SeededSampling, exponential_noise, noise_keys, sample
+from titan_rl.generation.vllm.scheduler import REPLACED
 from titan_rl.types import NO_VERSION, Completion, FinishReason
 
 Facts = dict[str, Any]
@@ -177,6 +180,38 @@ def test_vllm_still_names_the_shared_memory_of_all_groups_alike(facts: Facts, en
 
 def test_vllm_still_imports_what_is_left_out(facts: Facts) -> None:
     assert facts["not_imported"] == [], "these need not be left out any more"
+
+
+def test_a_step_is_planned_and_taken_in_as_vllm_does_it(facts: Facts) -> None:
+    planned = facts["planned"]
+    assert planned["steps"][0] == planned["steps"][1]
+    assert planned["different"] == [] and planned["different_ends"] == []
+    assert planned["ended"] == 40 and planned["reasons"] == set(FinishReason)
+    # Otherwise this compares nothing.
+    assert planned["short"][0] > 15 and planned["short"][1] == 0
+    for name in ("new_blocks", "resumed", "from_cache", "preempted"):
+        assert planned[name] >= 3, name
+
+
+def test_vllm_does_not_write_to_sampling_options_that_requests_share(facts: Facts) -> None:
+    assert facts["planned"]["params_kept"]
+
+
+def test_vllm_does_what_is_replaced_as_it_did() -> None:
+    """If vLLM changes one of these: read it, bring `generation.vllm.scheduler` up to it, write its new hash down."""
+    sources = {each.__qualname__: inspect.getsource(each).encode() for each in REPLACED}
+    assert {name: hashlib.sha256(source).hexdigest()[:12] for name, source in sources.items()} == {
+        "EngineCore.preprocess_add_request": "a8b386db3f85",
+        "EngineCore.add_request": "e1292d26930e",
+        "EngineCore.step": "a02d17986fb7",
+        "Scheduler.schedule": "da4f2cf2fc39",
+        "Scheduler._update_after_schedule": "2b527eb8070d",
+        "Scheduler._make_cached_request_data": "8aeb1dc3ba93",
+        "Scheduler.update_from_output": "85b29db96051",
+        "Scheduler._update_request_with_output": "ff6e3f664c99",
+        "Request.append_output_token_ids": "8ff2924a5d87",
+        "check_stop": "5149b60c92d2",
+    }
 
 
 current_platform.import_kernels()  # an engine does so when it is built

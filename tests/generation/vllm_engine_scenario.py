@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -18,11 +19,14 @@ from vllm import SamplingParams as VllmSamplingParams
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.triton_utils.dispatcher import _rebind_kernels
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 
 from titan_rl.errors import TitanError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.vllm.engine import VllmEngine
 from titan_rl.generation.vllm.imports import LEFT_OUT
+from titan_rl.generation.vllm.scheduler import Sampled
 from titan_rl.types import Completion, GenerationRequest, PolicyVersion
 
 LONG_PROMPT = tuple(2 + index * 7 % 11 for index in range(40))
@@ -281,12 +285,114 @@ def stale_copy(model: Path, other: Path) -> str:
     return ""
 
 
+def mixed_life(model: Path, *, stock: bool) -> dict[str, Any]:
+    """Requests of all lengths in a cache that is too small for them, with arrivals, aborts and a dropped cache.
+
+    Args:
+        stock: plan and take in as vLLM does.
+    """
+    engine = VllmEngine(config(max_num_seqs=9, max_num_batched_tokens=128, kv_cache_bytes=10 * (32 << 10)), model)
+    scheduler = engine.llm_engine.engine_core.engine_core.scheduler
+    plans: list[SchedulerOutput] = []
+    short = 0
+    plan, plan_decode = scheduler.schedule if stock else scheduler.plan, scheduler._plan_decode
+
+    def counted() -> SchedulerOutput | None:
+        nonlocal short
+        decode = plan_decode()
+        short += decode is not None
+        return decode
+
+    def recorded() -> SchedulerOutput:
+        planned = plan()
+        plans.append(copy.deepcopy(planned))
+        return planned
+
+    def stock_take(planned: SchedulerOutput, output: ModelRunnerOutput) -> Sampled:
+        requests = dict(scheduler.requests)
+        taken = scheduler.update_from_output(planned, output)
+        outputs = taken[0].outputs if taken else []
+        for each in outputs:
+            requests[each.request_id].prefill_stats = each.prefill_stats
+        return Sampled(
+            [requests[each.request_id] for each in outputs],
+            [each.new_token_ids[0] for each in outputs],
+            [float(each.new_logprobs.logprobs[0, 0]) for each in outputs],
+            [requests[each.request_id] for each in outputs if each.finish_reason is not None],
+        )
+
+    scheduler.plan, scheduler._plan_decode = recorded, counted
+    if stock:
+        scheduler.take = stock_take
+    todo = [
+        make_request(
+            f"r{index}",
+            prompt=LONG_PROMPT[: 3 + index * 5 % 38],
+            new=1 + index * 7 % 24,
+            seed=index,
+            stop_token_ids=(9,),
+        )
+        for index in range(40)
+    ]
+    shared = engine._params(todo[0].sampling)
+    at_first = copy.deepcopy(shared)
+    completions: dict[str, Completion] = {}
+    for step in range(200):
+        for request in todo[: 5 if step % 6 == 0 else 0]:
+            engine.add(request)
+        del todo[: 5 if step % 6 == 0 else 0]
+        completions |= {each.request_id: each for each in engine.abort([f"r{step - 4}"] if step % 11 == 0 else [])}
+        if step == 20:
+            engine.drop_cache()
+        if engine.has_work():
+            completions |= {each.request_id: each for each in engine.step().finished}
+    assert not todo and not engine.running()
+    assert engine._params(make_request("", new=1, stop_token_ids=(9,)).sampling) is shared
+    engine.close()
+    return {"plans": plans, "completions": completions, "short": short, "params_kept": shared == at_first}
+
+
+def planned(model: Path) -> dict[str, Any]:
+    """What is different between our plans and completions and vLLM's own, and what the comparison covers."""
+    ours, theirs = mixed_life(model, stock=False), mixed_life(model, stock=True)
+
+    def essence(completion: Completion) -> tuple[Any, ...]:
+        numbers = [completion.metrics[name] for name in ("prompt_tokens", "cached_tokens")]
+        preemptions = completion.metrics.get("preemptions")
+        return (
+            completion.token_ids.tolist(),
+            completion.logprobs.tolist(),
+            completion.finish_reason,
+            numbers,
+            preemptions,
+        )
+
+    ends = [{name: essence(each) for name, each in life["completions"].items()} for life in (ours, theirs)]
+    cached = [plan.scheduled_cached_reqs for plan in ours["plans"]]
+    return {
+        "steps": [len(ours["plans"]), len(theirs["plans"])],
+        "different": [
+            i for i, pair in enumerate(zip(ours["plans"], theirs["plans"], strict=False)) if pair[0] != pair[1]
+        ],
+        "different_ends": sorted(name for name in ends[1] if ends[0].get(name) != ends[1][name]),
+        "ended": len(ends[0]),
+        "reasons": {end[2] for end in ends[0].values()},
+        "params_kept": ours["params_kept"],
+        "short": [ours["short"], theirs["short"]],
+        "new_blocks": sum(any(blocks for blocks in each.new_block_ids) for each in cached),
+        "resumed": sum(len(each.resumed_req_ids) for each in cached),
+        "from_cache": sum(end[3][1] > 0 for end in ends[0].values()),
+        "preempted": sum(bool(end[4]) for end in ends[0].values()),
+    }
+
+
 def everything(models: dict[str, str]) -> dict[str, Any]:
     paths = {name: Path(path) for name, path in models.items()}
     facts: dict[str, Any] = {"upstream": upstream()}
     facts["one_engine"] = one_engine(paths["tied_a"], paths["tied_b"])
     facts["skipped"] = skipped_tensor(paths["untied_a"], paths["untied_b"])
     facts["stale_copy"] = stale_copy(paths["tied_a"], paths["tied_b"])
+    facts["planned"] = planned(paths["tied_a"])
     facts["not_imported"] = [name for name in LEFT_OUT if name not in sys.modules]
     return facts | swaps(models, SWAPS_OF_CI)
 

@@ -177,7 +177,11 @@ def validate_request(request: GenerationRequest, *, max_model_len: int, vocab_si
 
 
 class RunningRequest:
-    """A request in an engine and its tokens so far. A token costs three list appends; arrays are made at the end."""
+    """A request in an engine and its tokens so far. A token costs two list appends; arrays are made at the end.
+
+    Args:
+        version: encoded, which samples its first token unless `serve` names another one before.
+    """
 
     __slots__ = (
         "request_id",
@@ -192,7 +196,7 @@ class RunningRequest:
         "handed_out",
     )
 
-    def __init__(self, request: GenerationRequest, now: float) -> None:
+    def __init__(self, request: GenerationRequest, version: int, now: float) -> None:
         self.request_id = request.request_id
         self.prompt_length = len(request.prompt_token_ids)
         self.stream_from = request.stream_from
@@ -201,18 +205,20 @@ class RunningRequest:
         self.cached = 0
         """Prompt tokens whose KV was in the prefix cache."""
         self.tokens: list[int] = []
-        self.logprobs: list[np.float32] = []
-        self.spans: list[tuple[int, int]] = []  # (encoded version, index of its first token)
+        self.logprobs: list[float] = []
+        self.spans = [(version, 0)]  # (encoded version, index of its first token)
         self.handed_out = 0
 
-    def add(self, tokens: list[int], logprobs: list[np.float32], version: int, now: float) -> None:
-        """Add the tokens of one step, sampled by this encoded version."""
+    def serve(self, version: int) -> None:
+        """This encoded version samples the tokens from now on."""
+        self.spans.append((version, len(self.tokens)))
+
+    def add(self, token: int, logprob: float, now: float) -> None:
+        """Add the token of one step."""
         if not self.tokens:
             self.first_at = now
-        if not self.spans or self.spans[-1][0] != version:
-            self.spans.append((version, len(self.tokens)))
-        self.tokens += tokens
-        self.logprobs += logprobs
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
 
     def piece(self) -> Piece:
         """The tokens that were not handed out yet."""
@@ -310,7 +316,7 @@ class SimulatedEngine:
         self._completion_length = completion_length or (lambda request: request.sampling.max_new_tokens)
         self._sleep = sleep
         self._clock = clock
-        self._logprob = np.float32(-np.log(vocab_size))
+        self._logprob = float(np.float32(-np.log(vocab_size)))
         self._version = NO_VERSION
         self._weights: dict[str, Tensor] = {}
         self._running: dict[str, tuple[GenerationRequest, int, RunningRequest]] = {}  # with its length
@@ -322,7 +328,7 @@ class SimulatedEngine:
         validate_request(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
 
     def add(self, request: GenerationRequest) -> None:
-        running = RunningRequest(request, self._clock())
+        running = RunningRequest(request, self._version, self._clock())
         length = min(self._completion_length(request), request.sampling.max_new_tokens)
         self._running[request.request_id] = request, length, running
         if request.streams:
@@ -343,7 +349,7 @@ class SimulatedEngine:
         for request, length, running in batch:
             position = len(request.prompt_token_ids) + len(running.tokens)
             token = simulated_token(request.seed, position, self._vocab_size)
-            running.add([token], [self._logprob], self._version, now)
+            running.add(token, self._logprob, now)
             sampled.append(token)
             stopped = token in request.sampling.stop_token_ids
             if stopped or len(running.tokens) >= length:
@@ -368,6 +374,8 @@ class SimulatedEngine:
         if self._seconds_per_load > 0:
             self._sleep(self._seconds_per_load)
         self._version = version.encode()
+        for _, _, running in self._running.values():
+            running.serve(self._version)
 
     def served_shards(self) -> Iterator[TensorShard]:
         weights = dict(self._weights)

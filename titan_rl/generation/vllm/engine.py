@@ -1,8 +1,8 @@
 """One tensor-parallel rank of vLLM as an `Engine`.
 
-vLLM's LLMEngine is built and configured as usual. Requests go directly to its engine core, and this class collects the
-sampled tokens: two list appends per token, arrays at the end. LLMEngine's own output objects cost more per token, and
-an abort would lose the tokens so far unless they were built at every step.
+vLLM's LLMEngine is built and configured as usual. Requests go directly to its scheduler, and this class runs the steps
+and collects the sampled tokens: two list appends per token, arrays at the end. LLMEngine's own output objects cost more
+per token, and an abort would lose the tokens so far unless they were built at every step.
 
 Every rank gets the same calls in the same order. vLLM's scheduler is deterministic, so the ranks stay in step without
 communication other than the model's own collectives. All ranks use the caller's request ids.
@@ -17,6 +17,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,30 @@ from torch import Tensor
 from vllm import EngineArgs, LLMEngine
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.inputs.engine import tokens_input
-from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request
 
 from titan_rl.errors import GeneratorFailed
 from titan_rl.generation.config import GeneratorConfig, check_environment, refuse_more_ranks
 from titan_rl.generation.engine import RunningRequest, StepOutput, validate_request
 from titan_rl.generation.vllm import adaptation, deterministic, weights
 from titan_rl.generation.vllm.sampling import SeededSampling
+from titan_rl.generation.vllm.scheduler import StepScheduler
 from titan_rl.processes import RENDEZVOUS, join_world
-from titan_rl.types import NO_VERSION, Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
+from titan_rl.types import (
+    NO_VERSION,
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    Piece,
+    PolicyVersion,
+    SamplingParams,
+)
 from titan_rl.weights.manifest import TensorShard
 
 _FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+_KNOWN_SAMPLINGS = 1024
+"""Distinct sampling options that are kept as vLLM knows them: making them costs more than the rest of a request."""
 _SLEEP_LEVEL = 1
 """vLLM keeps the weights in host memory and discards the KV cache."""
 
@@ -53,6 +66,7 @@ def engine_arguments(config: GeneratorConfig, model_path: Path, device: str) -> 
             "kv_cache_memory_bytes": config.kv_cache_bytes,
             "enforce_eager": True,
             "enable_chunked_prefill": False,
+            "scheduler_reserve_full_isl": False,  # a prompt that is not chunked fits as a whole in any case
         },
         "cuda": {
             "gpu_memory_utilization": config.gpu_memory_utilization,
@@ -71,6 +85,7 @@ def engine_arguments(config: GeneratorConfig, model_path: Path, device: str) -> 
         "enable_prefix_caching": config.prefix_caching,
         "logprobs_mode": "processed_logprobs",
         "async_scheduling": False,  # versions and lockstep need a step's tokens from that step
+        "scheduler_cls": StepScheduler,
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -122,16 +137,20 @@ class VllmEngine:
         arguments = EngineArgs(**engine_arguments(config, Path(model_path), device))
         gc.freeze()  # vLLM collects garbage five times now, among all that was imported: half of the time
         self._engine: LLMEngine | None = LLMEngine.from_engine_args(arguments)
-        self._core = self._engine.engine_core
-        self._tasks = self._engine.get_supported_tasks()
+        self._client = self._engine.engine_core
+        in_process: Any = self._client  # for which vLLM's interface does not speak
+        core: EngineCore = in_process.engine_core
+        self._scheduler: Any = core.scheduler  # a StepScheduler
+        self._executor: Any = core.model_executor
+        self._block_hasher = core.request_block_hasher
+        self._params = lru_cache(_KNOWN_SAMPLINGS)(self._vllm_params)
         self._vocab_size = self._engine.model_config.get_vocab_size()
         self._running: dict[str, RunningRequest] = {}
         self._streaming: dict[str, RunningRequest] = {}  # of those
         self._asleep = False
-        self._scheduled: dict[str, Any] = {}  # vLLM's own requests
+        self._version = NO_VERSION  # encoded
         self._dropped: Counter[str] = Counter()  # by request: how often a new version took its KV
         self._kv_use = 0.0  # share of the KV cache, after the last step
-        self._core.set_weight_version(str(NO_VERSION))
         self._sampling = SeededSampling(self._worker.model_runner)
         if config.deterministic and device == "cpu":
             deterministic.check_rows(self.model)
@@ -149,11 +168,6 @@ class VllmEngine:
         return self._worker.get_model()
 
     @property
-    def _scheduler(self) -> Any:
-        core: Any = self._core  # in this process, for which vLLM's interface does not speak
-        return core.engine_core.scheduler
-
-    @property
     def _worker(self) -> Any:
         return self.llm_engine.model_executor.driver_worker
 
@@ -161,67 +175,46 @@ class VllmEngine:
         validate_request(request, max_model_len=self._config.max_model_len, vocab_size=self._vocab_size)
 
     def add(self, request: GenerationRequest) -> None:
-        sampling = request.sampling
-        params = VllmSamplingParams(
-            max_tokens=sampling.max_new_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            stop_token_ids=list(sampling.stop_token_ids),
-            min_tokens=sampling.min_new_tokens,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            logprobs=0,
-            ignore_eos=True,
-            detokenize=False,
-            skip_clone=True,
-        )
-        core_request = self.llm_engine.input_processor.process_inputs(
-            request.request_id, tokens_input(request.prompt_token_ids.tolist()), params, self._tasks
-        )
-        if sampling.min_new_tokens and core_request.sampling_params is not None:
-            # vLLM would also suppress the model's own end-of-sequence token, which stops nothing here.
-            core_request.sampling_params.all_stop_token_ids.intersection_update(sampling.stop_token_ids)
-        # LLMEngine would add a random suffix, a different one on every rank.
-        core_request.external_req_id = request.request_id
         self._sampling.seeds[request.request_id] = request.seed
-        self._core.add_request(core_request)
-        running = self._running[request.request_id] = RunningRequest(request, self._clock())
-        self._scheduled[request.request_id] = self._scheduler.requests[request.request_id]
+        self._scheduler.add_request(
+            Request(
+                request_id=request.request_id,
+                prompt_token_ids=request.prompt_token_ids.tolist(),
+                sampling_params=self._params(request.sampling),
+                pooling_params=None,
+                block_hasher=self._block_hasher,
+            )
+        )
+        running = self._running[request.request_id] = RunningRequest(request, self._version, self._clock())
         if request.streams:
             self._streaming[request.request_id] = running
 
     def abort(self, request_ids: Sequence[str]) -> list[Completion]:
         aborted = [self._end(request_id) for request_id in request_ids if request_id in self._running]
-        self._core.abort_requests([running.request_id for running in aborted])
+        self._client.abort_requests([running.request_id for running in aborted])
         now = self._clock()
         return [running.complete(FinishReason.ABORT, now) for running in aborted]
 
     def step(self) -> StepOutput:
-        outputs = self._core.get_output()
+        scheduler = self._scheduler
+        plan = scheduler.plan()
+        output = self._executor.execute_model(plan) or self._executor.sample_tokens(None)
+        requests, tokens, logprobs, ended = scheduler.take(plan, output)
         now = self._clock()
         # What has ended is not in vLLM's own numbers any more.
-        kv_use, self._kv_use = self._kv_use, self._scheduler.get_kv_cache_usage()
-        waiting = self._scheduler.get_request_counts()[1]
+        kv_use, self._kv_use = self._kv_use, scheduler.get_kv_cache_usage()
+        waiting = scheduler.get_request_counts()[1]
         batch = len(self._running) - waiting
-        version = int(outputs.weight_version or NO_VERSION)
-        sampled: list[int] = []
-        finished: list[Completion] = []
-        for output in outputs.outputs:
-            running = self._running[output.request_id]
-            tokens = output.new_token_ids
-            if tokens:
-                if not running.tokens and output.prefill_stats is not None:
-                    running.cached = output.prefill_stats.num_cached_tokens
-                running.add(tokens, _sampled_logprobs(output), version, now)
-                sampled += tokens
-            if output.finish_reason is not None:
-                finished.append(self._finish(running, str(output.finish_reason), now))
+        for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
+            running = self._running[request.request_id]
+            if not running.tokens and request.prefill_stats is not None:
+                running.cached = request.prefill_stats.num_cached_tokens
+            running.add(token, logprob, now)
+        finished = [self._finish(request, now) for request in ended]
         if finished:  # one tells of the step: every number of a completion is sent twice
             levels = {"requests_running": float(batch), "requests_waiting": float(waiting), "kv_use": kv_use}
             finished[0].metrics.update(levels)
-        return StepOutput(finished, np.array(sampled, dtype=np.int32))
+        return StepOutput(finished, np.array(tokens, dtype=np.int32))
 
     def take_pieces(self) -> list[Piece]:
         return [each.piece() for each in self._streaming.values() if each.handed_out < len(each.tokens)]
@@ -236,7 +229,9 @@ class VllmEngine:
         self.model.load_weights(tensors)
         if self._linears is not None:
             self._linears.renew(self.model)
-        self._core.set_weight_version(str(version.encode()))
+        self._version = version.encode()
+        for running in self._running.values():
+            running.serve(self._version)
 
     def served_shards(self) -> Iterator[TensorShard]:
         # A generator function: an error is raised during verification, where all ranks learn of it.
@@ -246,7 +241,7 @@ class VllmEngine:
 
     def drop_cache(self) -> None:
         self._dropped.update(request.request_id for request in self._scheduler.running)
-        if not self._core.reset_prefix_cache(reset_running_requests=True):
+        if not self._client.reset_prefix_cache(reset_running_requests=True):
             raise GeneratorFailed("vLLM did not drop its KV cache: tokens of old weights would be reused")
 
     def sleep(self) -> int:
@@ -269,29 +264,47 @@ class VllmEngine:
         collect: Any = gc.collect
         gc.collect = lambda generation=2: 0  # vLLM would search all that was imported for garbage, twice
         try:
-            self._core.shutdown()
+            self._client.shutdown()
         finally:
             gc.collect = collect
         self._engine = None
 
     def _end(self, request_id: str) -> RunningRequest:
         self._streaming.pop(request_id, None)
-        del self._sampling.seeds[request_id], self._scheduled[request_id]
+        del self._sampling.seeds[request_id]
         self._dropped.pop(request_id, None)
         return self._running.pop(request_id)
 
-    def _finish(self, running: RunningRequest, reason: str, now: float) -> Completion:
+    def _finish(self, request: Request, now: float) -> Completion:
+        reason = str(request.get_finished_reason())
         if reason not in _FINISH_REASONS:
-            raise GeneratorFailed(f"vLLM ended request {running.request_id!r} with {reason!r}")
-        completion = running.complete(_FINISH_REASONS[reason], now)
-        if preemptions := self._scheduled[running.request_id].num_preemptions - self._dropped[running.request_id]:
+            raise GeneratorFailed(f"vLLM ended request {request.request_id!r} with {reason!r}")
+        preemptions = request.num_preemptions - self._dropped[request.request_id]
+        completion = self._end(request.request_id).complete(_FINISH_REASONS[reason], now)
+        if preemptions:
             completion.metrics["preemptions"] = float(preemptions)
-        self._end(running.request_id)
         return completion
 
-
-def _sampled_logprobs(output: EngineCoreOutput) -> list[np.float32]:
-    logprobs = output.new_logprobs
-    if logprobs is None:
-        raise GeneratorFailed(f"vLLM gave no logprobs for request {output.request_id!r}")
-    return list(logprobs.logprobs[:, 0])
+    def _vllm_params(self, sampling: SamplingParams) -> VllmSamplingParams:
+        """As vLLM completes them. Requests share them: vLLM only reads them then."""
+        params = VllmSamplingParams(
+            max_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_token_ids=list(sampling.stop_token_ids),
+            min_tokens=sampling.min_new_tokens,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logprobs=0,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        tasks = self.llm_engine.get_supported_tasks()
+        completed = self.llm_engine.input_processor.process_inputs("", tokens_input([0]), params, tasks)
+        assert completed.sampling_params is not None
+        if sampling.min_new_tokens:
+            # vLLM would also suppress the model's own end-of-sequence token, which stops nothing here.
+            completed.sampling_params.all_stop_token_ids.intersection_update(sampling.stop_token_ids)
+        return completed.sampling_params
