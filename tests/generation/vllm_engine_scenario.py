@@ -291,7 +291,7 @@ def mixed_life(model: Path, *, stock: bool) -> dict[str, Any]:
     Args:
         stock: plan and take in as vLLM does.
     """
-    engine = VllmEngine(config(max_num_seqs=9, max_num_batched_tokens=128, kv_cache_bytes=10 * (32 << 10)), model)
+    engine = VllmEngine(config(max_num_seqs=9, max_num_batched_tokens=128, kv_cache_bytes=6 * (32 << 10)), model)
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
     plans: list[SchedulerOutput] = []
     short = 0
@@ -330,7 +330,7 @@ def mixed_life(model: Path, *, stock: bool) -> dict[str, Any]:
             prompt=LONG_PROMPT[: 3 + index * 5 % 38],
             new=1 + index * 7 % 24,
             seed=index,
-            stop_token_ids=(9,),
+            stop_token_ids=() if index % 4 else (9,),
         )
         for index in range(40)
     ]

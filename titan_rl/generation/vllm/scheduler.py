@@ -103,7 +103,9 @@ class StepScheduler(Scheduler):
         if (self.waiting or self.kv_holding_waiting) and len(running) < self.max_num_active_reqs:
             return None
         computed = [request.num_computed_tokens for request in running]
-        if any(request.num_tokens != count + 1 for request, count in zip(running, computed, strict=True)):
+        if any(
+            each.is_prefill_chunk or each.num_tokens != count + 1 for each, count in zip(running, computed, strict=True)
+        ):
             return None
         # A block begins after a multiple of its size, and is shared from the token on that fills it.
         size = self.block_size
