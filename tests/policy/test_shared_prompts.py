@@ -75,7 +75,7 @@ def test_sharing_changes_no_document(described, every_token):
         assert torch.equal(getattr(shared, name), getattr(apart, name)), name
     for name in ("tokens", "positions"):
         assert torch.equal(getattr(shared, name)[0, shared.rows], getattr(apart, name)[0, apart.rows]), name
-    assert shared.tokens.numel() == sum(run.count * run.length for run in shared.runs) <= apart.tokens.numel()
+    assert shared.tokens.numel() == sum(run.segments * run.length for run in shared.runs) <= apart.tokens.numel()
     (ours, gradients), (theirs, wanted) = attend(shared), attend(apart)
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(gradients, wanted, atol=1e-5, rtol=1e-5)
@@ -83,7 +83,7 @@ def test_sharing_changes_no_document(described, every_token):
 
 def test_the_prompt_of_a_group_stands_in_the_row_once():
     batch = pack(samples_of([([0, 1, 2, 0], [[(1, True), (2, True)]] * 3)]), CPU, share=True)
-    assert batch.runs == (Run(count=1, length=4, shared=0), Run(count=3, length=1, shared=4))
+    assert batch.runs == (Run(segments=1, length=4, shared=0), Run(segments=3, length=1, shared=4))
     assert batch.tokens.tolist() == [[0, 1, 2, 0, 1, 1, 1]]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 4, 4]]
     assert batch.rows.tolist() == [3, 4, 3, 5, 3, 6]

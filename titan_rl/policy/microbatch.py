@@ -94,15 +94,15 @@ class RankSamples:
         return list(lost.values())
 
 
-WORTH_SHARING = 0.1
-"""Share of a family's tokens that must be saved: attention to tokens that stand elsewhere copies keys and values, and
-computes the masked half of the scores."""
+WORTH_SHARING = 0.07
+"""Share of a group's tokens that must be saved. Attention to a shared prompt copies keys and values and computes masked
+scores too; with 5 to 6 % saved a step takes as long as without, with 10 % it is 8 % faster."""
 
 
 class Run(NamedTuple):
     """Neighbours of one shape in the row: so many segments of so many tokens, each after so many shared ones."""
 
-    count: int
+    segments: int
     length: int
     shared: int
 
@@ -160,16 +160,8 @@ def pack(
     tokens = np.concatenate([sample.token_ids[:-1] for sample in documents])
     mask = np.concatenate([sample.loss_mask[1:] for sample in documents]) | (every_token and bool(samples))
 
-    families = np.array([len(list(family)) for _, family in groupby(documents, lambda sample: sample.group_id)])
-    firsts = np.cumsum(families) - families
-    prompts = np.zeros_like(families)
-    if share:
-        trained = np.concatenate([sample.loss_mask[:-1] for sample in documents])
-        before = np.repeat(offsets[firsts], families)[document_of] + positions  # the token of the family's first sample
-        ends = trained | (tokens != tokens.take(before, mode="clip"))
-        prompts = np.minimum.reduceat(np.where(ends, positions, len(tokens)), offsets[firsts])
-        prompts = np.minimum(prompts, np.minimum.reduceat(lengths, firsts))
-        prompts[prompts * (families - 1) < WORTH_SHARING * np.add.reduceat(lengths, firsts)] = 0
+    families, prompts = _families(documents, tokens, positions)
+    prompts *= share
 
     # The segments: what each document has of its own, then the families' prompts. Those of one shape become neighbours.
     prompt = np.repeat(prompts, families)  # of each document
@@ -183,10 +175,8 @@ def pack(
     runs = tuple(Run(len(list(run)), *shape) for shape, run in groupby(shapes))
 
     prompt_starts = np.repeat(starts[len(lengths) :], families)
-    place = np.where(
-        positions < prompt[document_of], prompt_starts[document_of], (starts[: len(lengths)] - prompt)[document_of]
-    )
-    place += positions
+    own_starts = starts[: len(lengths)] - prompt
+    place = np.where(positions < prompt[document_of], prompt_starts[document_of], own_starts[document_of]) + positions
     row = np.zeros((2, sizes.sum()), np.int64)
     row[:, place] = tokens, positions
     key_rows = None
@@ -212,3 +202,25 @@ def pack(
         samples=tensor(document_of[mask]),
         versions=tensor(np.concatenate([sample.versions[1:] for sample in documents])[mask]),
     )
+
+
+def _families(
+    samples: Sequence[TrainingSample], tokens: np.ndarray, positions: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """How many neighbours of one group there are each time, and with how many tokens before any trained one all of
+    these begin: their prompt. 0 where sharing it is not worth it.
+
+    Args:
+        tokens, positions: of all samples without their last tokens, one sample after the other.
+    """
+    families = np.array([len(list(family)) for _, family in groupby(samples, lambda sample: sample.group_id)])
+    firsts = np.cumsum(families) - families
+    starts = np.flatnonzero(positions == 0)
+    lengths = np.diff(starts, append=len(tokens))
+    trained = np.concatenate([sample.loss_mask[:-1] for sample in samples])
+    of_first = np.repeat(np.repeat(starts[firsts], families), lengths) + positions  # it may be shorter, see below
+    ends = trained | (tokens != tokens.take(of_first, mode="clip"))
+    common = np.minimum.reduceat(np.where(ends, positions, len(tokens)), starts[firsts])
+    prompts = np.minimum(common, np.minimum.reduceat(lengths, firsts))
+    prompts[prompts * (families - 1) < WORTH_SHARING * np.add.reduceat(lengths, firsts)] = 0
+    return families, prompts

@@ -6,8 +6,8 @@ and v projections every Hugging Face tensor is exactly one torchtitan tensor, so
 
 `DocumentAttention` computes causal attention over packed documents where torchtitan's varlen kernel does not run: on
 CPU, and in float32. A document attends to itself only, and gets the same bits whatever other groups are packed beside
-it. A prompt that it shares with its group is computed once, which rounds differently than the document alone. Neighbours
-of one shape share one batched call; `pack` makes them neighbours.
+it. A prompt that it shares with its own group is computed once, and rounds otherwise than alone. `pack` makes documents
+of one shape neighbours, which share one batched call.
 
 Import this module only after `titan_adaptation.choose_device`.
 """
@@ -258,14 +258,14 @@ class PackedDocuments(VarlenMetadata):
     @classmethod
     def of(cls, runs: Sequence[Run], key_rows: Tensor | None, device: torch.device) -> PackedDocuments:
         """`runs`, `key_rows`: of the micro-batch."""
-        lengths = [run.length for run in runs for _ in range(run.count)]
+        lengths = [run.length for run in runs for _ in range(run.segments)]
         boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
         self = cls(cu_seq_q=boundaries, cu_seq_k=boundaries, max_q=max(lengths), max_k=max(lengths))
-        self.runs = tuple((run.count, _mask(run, device) if run.shared else None) for run in runs)
+        self.runs = tuple((run.segments, _mask(run, device) if run.shared else None) for run in runs)
         self.key_rows = key_rows
         self.sizes = (
-            [run.count * run.length for run in runs],
-            [run.count * (run.shared + run.length) for run in runs],
+            [run.segments * run.length for run in runs],
+            [run.segments * (run.shared + run.length) for run in runs],
         )
         return self
 
