@@ -19,7 +19,7 @@ ENGINES = {
 }
 """Short names of `GeneratorConfig.engine`."""
 
-LINEARS = ("plain", "packed")
+LINEARS = ("auto", "plain", "packed")
 """Short names of `GeneratorConfig.linear`."""
 
 MAY_DIFFER = (
@@ -91,9 +91,10 @@ class GeneratorConfig:
     engine: str = "vllm"
     """"vllm", "simulated" (takes no time and makes its tokens up; for what stands above an engine), or
     `pkg.mod:function` of `(config, model_path, device)` that returns an `Engine`."""
-    linear: str = "plain"
+    linear: str = "auto"
     """How linear layers are computed on CPU: "plain" (`F.linear` on the live weight), "packed" (vLLM's packed copies,
-    made anew from every weights that are loaded: faster products for twice the memory), or `pkg.mod:function` of
+    made anew from every weights that are loaded: products two to three times as fast for twice the memory), "auto"
+    (packed from a hidden size of 192 on; below, loading costs more than it gives), or `pkg.mod:function` of
     `(x, weight, bias)`."""
     deterministic: bool = False
     """The engine's part of the run's `deterministic`, which turns it on. Then tokens and logprobs of a request depend

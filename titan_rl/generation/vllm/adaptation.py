@@ -18,10 +18,12 @@ adaptation fails when vLLM no longer needs it.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
@@ -33,6 +35,7 @@ from vllm.model_executor.layers import utils as vllm_linear
 from vllm.triton_utils import dispatcher as vllm_kernels
 
 from titan_rl.errors import WeightsError
+from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.vllm import deterministic
 from titan_rl.importing import import_name
 
@@ -41,8 +44,12 @@ LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 DETERMINISTIC = "deterministic"
 """Rows that do not depend on each other; the function depends on the layer."""
-PACKED = "packed"
-_FUNCTIONS = {"plain": "torch.nn.functional:linear"}
+AUTO, PACKED, PLAIN = "auto", "packed", "plain"
+_FUNCTIONS = {PLAIN: "torch.nn.functional:linear"}
+
+PACKED_FROM = 192
+"""Hidden size from which "auto" is packed. Products of larger layers are two to three times as fast then; those of
+smaller ones gain less than packing and checking every pull costs."""
 
 _stock_rebind_kernels = vllm_kernels._rebind_kernels
 _stock_group_name = _CPUSHMDistributed.make_group_name
@@ -95,11 +102,21 @@ class Linears(Protocol):
         """
 
 
+def linear_of(config: GeneratorConfig, model_path: Path) -> str:
+    """What `adapt_linear` is to be called with for an engine of this checkpoint."""
+    if config.deterministic:
+        return DETERMINISTIC
+    if config.linear != AUTO:
+        return config.linear
+    hidden_size: int = json.loads((model_path / "config.json").read_text())["hidden_size"]
+    return PACKED if hidden_size >= PACKED_FROM else PLAIN
+
+
 def adapt_linear(name: str) -> Linears:
     """Choose how linear layers of engines built from now on are computed on CPU.
 
     Args:
-        name: `GeneratorConfig.linear`, or "deterministic".
+        name: `GeneratorConfig.linear` but for "auto", or "deterministic".
 
     Raises:
         ConfigError: `name` cannot be imported.

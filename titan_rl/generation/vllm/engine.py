@@ -124,8 +124,7 @@ class VllmEngine:
         if device == "cpu":
             if config.deterministic:
                 refuse_more_ranks(config.tensor_parallel)
-            products = adaptation.DETERMINISTIC if config.deterministic else config.linear
-            self._linears = adaptation.adapt_linear(products)
+            self._linears = adaptation.adapt_linear(adaptation.linear_of(config, Path(model_path)))
             deterministic.adapt_attention(config.deterministic)
             adaptation.adapt_kernel_search()
             adaptation.adapt_group_names()
