@@ -84,6 +84,8 @@ def copy4_quick() -> RunConfig:
     return replace(
         recipe,
         generator=replace(recipe.generator, count=1),
+        # few requests are under way when weights come: it costs less to finish them than to compute their KV again
+        router=replace(recipe.router, weight_sync="drain"),
         loop=replace(recipe.loop, max_staleness=1),
         evaluation=replace(recipe.evaluation, every=20, prompts=250),
         checkpoint=replace(recipe.checkpoint, every=60),
