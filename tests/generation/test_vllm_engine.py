@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,8 @@ from rank_processes import run_on_ranks
 from torch import Tensor
 from vllm.platforms import current_platform
 
+from titan_rl.generation.config import GeneratorConfig
+from titan_rl.generation.vllm.adaptation import linear_of
 from titan_rl.generation.vllm.sampling import SeededSampling, exponential_noise, noise_keys, sample
 from titan_rl.generation.vllm.scheduler import REPLACED
 from titan_rl.types import NO_VERSION, Completion, FinishReason
@@ -176,6 +179,15 @@ def test_vllm_still_names_the_shared_memory_of_all_groups_alike(facts: Facts, en
     assert engine["identity"] == "//", "the rendezvous port names the group: adapt_group_names is no longer needed"
     assert facts["upstream"]["group_name"] == "//-tp:0-[0-1]-cpushm"
     assert engine["adapted_group_name"] != facts["upstream"]["group_name"]
+
+
+@pytest.mark.parametrize(("hidden_size", "auto"), [(191, "plain"), (192, "packed")])
+def test_linear_layers_of_a_large_policy_are_packed(tmp_path: Path, hidden_size: int, auto: str) -> None:
+    (tmp_path / "config.json").write_text(f'{{"hidden_size": {hidden_size}}}')
+    assert linear_of(GeneratorConfig(), tmp_path) == auto
+    assert linear_of(GeneratorConfig(linear="plain"), tmp_path) == "plain"
+    assert linear_of(GeneratorConfig(linear="packed"), tmp_path) == "packed"
+    assert linear_of(GeneratorConfig(deterministic=True), tmp_path) == "deterministic"
 
 
 def test_vllm_still_imports_what_is_left_out(facts: Facts) -> None:

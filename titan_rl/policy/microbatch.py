@@ -117,9 +117,8 @@ class MicroBatch:
     positions: Tensor  # [1, T] int64, from 0 in every document
     runs: tuple[Run, ...]
     """The row from left to right, segments without shared tokens first."""
-    key_rows: (
-        Tensor | None
-    )  # int64, index into T: of each segment in turn its shared tokens and its own; None: no shared
+    key_rows: Tensor | None
+    """int64, index into T: of each segment in turn its shared tokens and its own. None: nothing is shared."""
     rows: Tensor  # [N] int64, index into T of the tokens that predict the trained ones
     targets: Tensor  # [N] int64, the trained tokens
     behaviour_logprobs: Tensor  # [N] float32
