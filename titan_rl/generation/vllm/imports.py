@@ -15,6 +15,7 @@ from titan_rl.generation.engine import Engine
 from titan_rl.importing import Named, uncompiled
 
 _NAMES: dict[str, tuple[str, ...]] = {
+    "opentelemetry.exporter.otlp.proto.grpc.trace_exporter": ("OTLPSpanExporter",),
     "torch._dynamo._trace_wrapped_higher_order_op": ("TransformGetItemToIndex",),
     "torch._dynamo.symbolic_convert": ("InliningInstructionTranslator",),
     "torch._inductor": (),
@@ -33,6 +34,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "vllm.kernels.triton.qkv_padded_fp8_quant": ("quantize_fp8_maybe_pad_head_dim",),
     "vllm.model_executor.layers.quantization.online.base": ("OnlineQuantizationConfig",),
     "vllm.model_executor.warmup.kernel_warmup": ("kernel_warmup",),
+    "vllm.models.deepseek_v4.common.eplb_util": ("dspark_draft_supports_eplb",),
     "vllm.parser.engine.adapters": ("ParserEngineReasoningAdapter",),
     "vllm.renderers.chat_utils": (
         "PROMPT_EMBEDS_PLACEHOLDER_TOKEN",
