@@ -125,7 +125,7 @@ async def test_a_parent_that_dies_costs_its_children_no_chunk_that_they_have(hos
     below = next(host for host in RECEIVERS if TRAINER not in SCHEDULE[host])
     dying = SCHEDULE[below][0]
     living = [host for host in RECEIVERS if host != dying]
-    await asyncio.gather(*(hosts.call(host, SpiedRelay.be_patient, 2) for host in living))
+    await asyncio.gather(*(hosts.call(host, SpiedRelay.be_patient, 60) for host in living))
     await hosts.call(TRAINER, SpiedRelay.hold, CHUNKS // 2)
     token, _ = await hosts.call(below, WeightRelay.open, publication)
     await hosts.call(below, WeightRelay.arrived, token, CHUNKS // 2 - 2)
