@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 from titan_rl.errors import ConfigError, TitanError
@@ -173,14 +173,27 @@ def _unchanged(function: Any = None, *how: Any, **more: Any) -> Any:
     return _unchanged if function is None else function
 
 
+class _Part:
+    """A module of the compiler that is not loaded: what eager code takes from it; anything else loads the compiler."""
+
+    def __init__(self, name: str, **known: Any) -> None:
+        self._name = name
+        vars(self).update(known)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(getattr(_load_compiler(), self._name), name)
+
+
 class _Unloaded(ModuleType):
     """torch's compiler until somebody uses it. What eager code asks of it does nothing."""
 
     __path__: list[str] = []
     disable = staticmethod(_unchanged)
     graph_break = staticmethod(_unchanged)
-    decorators = SimpleNamespace(mark_unbacked=_unchanged)
-    trace_rules = SimpleNamespace(clear_lru_cache=_unchanged)
+    decorators = _Part("decorators", mark_unbacked=_unchanged)
+    trace_rules = _Part("trace_rules", clear_lru_cache=_unchanged)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # asked of every module by whoever walks through all of them
@@ -198,12 +211,12 @@ class _Submodules(MetaPathFinder, Loader):
             return PathFinder.find_spec(name, [f"{root}/_dynamo" for root in sys.modules["torch"].__path__])
         compiler = _load_compiler()
         if name in sys.modules:
-            self._came = sys.modules.pop(name)
-            return ModuleSpec(name, self)
+            return ModuleSpec(name, self, loader_state=sys.modules.pop(name))
         return PathFinder.find_spec(name, compiler.__path__)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return self._came
+        module: ModuleType = spec.loader_state
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         """It has run."""

@@ -62,6 +62,8 @@ assert not is_loaded() and double(x).tolist() == [2.0, 2.0] and double.__name__ 
         "import torch._dynamo.utils as u; assert u is sys.modules['torch._dynamo.utils'] is torch._dynamo.utils",
         "from torch._dynamo.testing import CompileCounter; CompileCounter()",
         "from torch._functorch.partitioners import get_default_op_list as ops; ops().view_ops; torch._dynamo.reset()",
+        "assert callable(torch._dynamo.decorators.mark_static) and torch._dynamo.decorators.__name__",
+        "assert torch._dynamo.trace_rules.LEGACY_MOD_INLINELIST",
         "import torch._dynamo.config as c; before = c; torch._dynamo.reset(); assert torch._dynamo.config is before",
         "from threading import Thread; use = lambda: torch._dynamo.reset(); Thread(target=use).start(); use()",
     ],

@@ -246,6 +246,7 @@ class RequestClient:
 
     async def disconnect(self) -> None:
         """Disconnect. Open requests fail, and the server stops them."""
+        self._flush()  # sessions that ended in this tick
         if self._open:
             self.abort(tuple(self._open))
             await asyncio.sleep(0)  # the abort is sent at the end of the tick
