@@ -190,7 +190,14 @@ class _Unloaded(ModuleType):
     """torch's compiler until somebody uses it. What eager code asks of it does nothing."""
 
     __path__: list[str] = []
-    disable = staticmethod(_unchanged)
+
+    def disable(self, fn: Any = None, *how: Any, **more: Any) -> Any:
+        """torch's own marks, but for those that others set with `torch.compiler.disable`, are without effect."""
+        module = sys._getframe(1).f_globals.get("__name__", "")
+        if module.startswith("torch.") and module != "torch.compiler":
+            return _unchanged(fn)
+        return _load_compiler().disable(fn, *how, **more)
+
     graph_break = staticmethod(_unchanged)
     decorators = _Part("decorators", mark_unbacked=_unchanged)
     trace_rules = _Part("trace_rules", clear_lru_cache=_unchanged)
@@ -227,12 +234,19 @@ _loading = threading.Lock()
 
 
 def _load_compiler() -> ModuleType:
+    torch = sys.modules["torch"]
     with _loading:
-        if isinstance(sys.modules.get(_COMPILER), _Unloaded):
-            del sys.modules[_COMPILER], vars(sys.modules["torch"])["_dynamo"]
+        if unloaded := isinstance(sys.modules.get(_COMPILER), _Unloaded):
+            del sys.modules[_COMPILER], vars(torch)["_dynamo"]
             sys.meta_path.remove(_SUBMODULES)
             _put_back({name: each for name, each in dict(sys.modules).items() if isinstance(each, _Absent)})
-    return importlib.import_module(_COMPILER)
+    compiler = importlib.import_module(_COMPILER)
+    if unloaded:  # which was told to modules that were left out
+        torch.use_deterministic_algorithms(
+            torch.are_deterministic_algorithms_enabled(),
+            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+    return compiler
 
 
 @contextmanager
@@ -252,7 +266,7 @@ def uncompiled(modules: Mapping[str, Mapping[str, object]]) -> Iterator[None]:
     if not isinstance(compiler, _Unloaded):
         yield
         return
-    marks = ("allow_in_graph", "disallow_in_graph", "assume_constant_result")
+    marks = ("disable", "allow_in_graph", "disallow_in_graph", "assume_constant_result")
     named: dict[str, object] = {**dict.fromkeys(marks, _unchanged), "OptimizedModule": Named}
     vars(compiler).update(named)
     compile_later: Any = torch.compile

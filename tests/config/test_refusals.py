@@ -92,8 +92,8 @@ WRONG = {
     f"--recipe copy4 --name {'x' * 201}": "logging.name has 201 bytes, and 200 are possible",
     "--recipe copy4 --rollout.rollouter no.such:Player": "rollout.rollouter: there is no module 'no.such'",
     "--recipe copy4 --generator.linear packedd": (
-        "generator.linear: 'packedd' names nothing: expected one of auto, packed, plain, 'pkg.mod:Name' or 'file.py:Name' "
-        "(did you mean packed?)"
+        "generator.linear: 'packedd' names nothing: expected one of auto, packed, plain, 'pkg.mod:Name' or "
+        "'file.py:Name' (did you mean packed?)"
     ),
 }
 ABSENT_HERE = ("/no/such/directory", "--placement.device cuda", ".directory /")

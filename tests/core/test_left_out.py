@@ -64,12 +64,40 @@ assert not is_loaded() and double(x).tolist() == [2.0, 2.0] and double.__name__ 
         "from torch._functorch.partitioners import get_default_op_list as ops; ops().view_ops; torch._dynamo.reset()",
         "assert callable(torch._dynamo.decorators.mark_static) and torch._dynamo.decorators.__name__",
         "assert torch._dynamo.trace_rules.LEGACY_MOD_INLINELIST",
+        "torch.compiler.disable(double)(x)",
         "import torch._dynamo.config as c; before = c; torch._dynamo.reset(); assert torch._dynamo.config is before",
         "from threading import Thread; use = lambda: torch._dynamo.reset(); Thread(target=use).start(); use()",
     ],
 )
 def test_the_compiler_is_there_when_somebody_uses_it(use: str) -> None:
     assert run(f"{BEGIN}\n{use}\nassert is_loaded()\nprint(double(x).sum().item())") == "4.0"
+
+
+def test_what_was_said_before_the_compiler_was_loaded_holds() -> None:
+    printed = run(
+        f"""{BEGIN}
+inside = []
+@torch.compiler.disable
+def apart(y):
+    inside.append(torch.compiler.is_compiling())
+    return y
+torch.compile(lambda y: apart(y + 1), backend="eager")(x)
+print(inside)
+with uncompiled({{}}):
+    pass"""
+    )
+    assert printed == "[False]"
+    printed = run(
+        """
+import torch
+from titan_rl.importing import uncompiled
+with uncompiled({"torch._inductor": {}, "torch._inductor.config": {}}):
+    torch.use_deterministic_algorithms(True)
+torch._dynamo.reset()
+import torch._inductor.config
+print(torch._inductor.config.deterministic)"""
+    )
+    assert printed == "True"
 
 
 def test_eager_code_does_not_load_the_compiler() -> None:

@@ -103,6 +103,16 @@ def test_a_short_prompt_of_long_answers_is_not_worth_it():
     assert pack(samples_of(long), CPU, share=True).runs == (Run(2, 20, 0),)
 
 
+def test_long_answers_to_a_prompt_that_is_shorter_are_computed_alone():
+    def runs(prompt: int, answer: int) -> tuple[Run, ...]:
+        return pack(samples_of([([0] * prompt, [[(1, True)] * (answer + 1)] * 8)]), CPU, share=True).runs
+
+    assert runs(100, 200)[-1] == Run(8, 200, 100)
+    assert runs(100, 900) == (Run(8, 1000, 0),)
+    assert runs(400, 2000) == (Run(8, 2400, 0),)
+    assert runs(3000, 3000)[-1] == Run(8, 6000, 0), "its mask would be too large"
+
+
 def test_a_document_gets_the_same_bits_whatever_other_groups_are_beside_it():
     one = [([0, 1, 2, 0], [[(1, True), (2, True)], [(2, True), (2, True), (1, True)]])]
     alone = pack(samples_of(one), CPU, share=True)

@@ -94,7 +94,8 @@ def report(name: str) -> str:
     """What every task of this process waits for, the oldest first, and the names of the threads."""
     now = time.monotonic()
     waits = {task: (now - since, what) for task, since, what in tuple(_waits.values())}
-    living = [(now - _birth(task), task) for loop in tuple(_loops) for task in asyncio.all_tasks(loop)]
+    known = [task for loop in tuple(_loops) for task in asyncio.all_tasks(loop) if hasattr(task, "born")]
+    living = [(now - _birth(task), task) for task in known]
     tasks = sorted(living, key=lambda each: -each[0])
     names = ", ".join(f"{thread.name} 0x{thread.ident or 0:016x}" for thread in threading.enumerate())
     lines = [f"{name} (pid {os.getpid()}) has {len(tasks)} tasks; its threads: {names}"]

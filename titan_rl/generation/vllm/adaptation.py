@@ -51,6 +51,9 @@ PACKED_FROM = 192
 """Hidden size from which "auto" is packed. Products of larger layers are two to three times as fast then; those of
 smaller ones gain less than packing and checking every pull costs."""
 
+_CHECKED_AT_ONCE = 256
+"""Input channels of packed weights that are checked at once."""
+
 _stock_rebind_kernels = vllm_kernels._rebind_kernels
 _stock_group_name = _CPUSHMDistributed.make_group_name
 _stock_dispatch = vllm_linear.dispatch_cpu_unquantized_gemm
@@ -171,10 +174,12 @@ class PackedCopies:
     def check(self, model: torch.nn.Module) -> None:
         for path, layer in _linear_layers(model):
             weight = layer.weight
-            # The product with the unit matrix is exactly the weight: every sum has one term that is not zero.
-            unit = torch.eye(weight.shape[1], dtype=weight.dtype)
-            if not torch.equal(layer.cpu_linear(unit, weight, None), weight.t()):
-                raise WeightsError(f"{path} computes with a packed copy of other weights than its own")
+            # The product with the unit matrix is exactly the weight: every sum has one term that is not zero. A part of
+            # the rows at a time: of a large vocabulary the whole takes as much memory as the weight.
+            parts = torch.eye(weight.shape[1], dtype=weight.dtype).split(_CHECKED_AT_ONCE)
+            for part, columns in zip(parts, weight.t().split(_CHECKED_AT_ONCE), strict=True):
+                if not torch.equal(layer.cpu_linear(part, weight, None), columns):
+                    raise WeightsError(f"{path} computes with a packed copy of other weights than its own")
 
 
 def _linear_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:

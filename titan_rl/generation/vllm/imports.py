@@ -10,9 +10,9 @@ from __future__ import annotations
 from contextlib import nullcontext
 from pathlib import Path
 
-from titan_rl.generation.config import GeneratorConfig
+from titan_rl.generation.config import LINEARS, GeneratorConfig
 from titan_rl.generation.engine import Engine
-from titan_rl.importing import Named, uncompiled
+from titan_rl.importing import Named, import_name, uncompiled
 
 _NAMES: dict[str, tuple[str, ...]] = {
     "opentelemetry.exporter.otlp.proto.grpc.trace_exporter": ("OTLPSpanExporter",),
@@ -51,6 +51,8 @@ LEFT_OUT = {module: dict.fromkeys(names, Named) for module, names in _NAMES.item
 
 def vllm_engine(config: GeneratorConfig, model_path: str | Path, device: str) -> Engine:
     """An engine of vLLM; see `VllmEngine`."""
+    if config.linear not in LINEARS:
+        import_name(config.linear)  # a user's function may be compiled
     with uncompiled(LEFT_OUT) if device == "cpu" else nullcontext():
         from titan_rl.generation.vllm.engine import VllmEngine
 
