@@ -52,7 +52,9 @@ def test_the_task_of_the_readme_is_learned_and_shown_under_torchrun_and_its_chec
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     trained = [line for line in lines if "train/loss" in line]
     assert [line["step"] for line in trained] == list(range(1, summary["steps"] + 1))
-    assert all(line["train/logprob_difference_max"] <= 2e-5 for line in trained)
+    # Rounding: of most tokens in the seventh digit, of one that was most unlikely, as there are few, more.
+    assert all(line["train/logprob_difference_mean"] <= 1e-6 for line in trained)
+    assert all(line["train/logprob_difference_max"] <= 2e-4 for line in trained)
     assert list((directory / "tensorboard").iterdir())
     logs = {path.name for path in (directory / "logs").iterdir()}
     assert {"controller.log", "trainer.log", "generator0.log", "router.log", "rollout0.log"} <= logs
