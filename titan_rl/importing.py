@@ -190,6 +190,9 @@ class _Unloaded(ModuleType):
     """torch's compiler until somebody uses it. What eager code asks of it does nothing."""
 
     __path__: list[str] = []
+    graph_break = staticmethod(_unchanged)
+    decorators = _Part("decorators", mark_unbacked=_unchanged)
+    trace_rules = _Part("trace_rules", clear_lru_cache=_unchanged)
 
     def disable(self, fn: Any = None, *how: Any, **more: Any) -> Any:
         """torch's own marks, but for those that others set with `torch.compiler.disable`, are without effect."""
@@ -197,10 +200,6 @@ class _Unloaded(ModuleType):
         if module.startswith("torch.") and module != "torch.compiler":
             return _unchanged(fn)
         return _load_compiler().disable(fn, *how, **more)
-
-    graph_break = staticmethod(_unchanged)
-    decorators = _Part("decorators", mark_unbacked=_unchanged)
-    trace_rules = _Part("trace_rules", clear_lru_cache=_unchanged)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # asked of every module by whoever walks through all of them

@@ -13,15 +13,11 @@ _SEED_BITS = 63
 
 def derive_seed(*parts: int | str) -> int:
     """A seed in [0, 2**63) that differs (with near certainty) whenever any part differs."""
-    return _seed_of("\x1f".join(f"{type(part).__name__}:{part}" for part in parts))
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
 
 
 def request_seed(run_seed: int, purpose: Purpose, group_id: int, sample: int, turn: int = 0) -> int:
     """Seed of one request. An interrupted completion goes on with the same seed."""
-    # as `derive_seed` writes it, at half of its price
-    return _seed_of(f"int:{run_seed}\x1fstr:{purpose}\x1fint:{group_id}\x1fint:{sample}\x1fint:{turn}")
-
-
-def _seed_of(text: str) -> int:
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
+    return derive_seed(run_seed, purpose.value, group_id, sample, turn)

@@ -315,11 +315,10 @@ class TrainingSample:
     reward: float
 
     def __post_init__(self) -> None:
-        length = len(self.token_ids)
-        if not length == len(self.loss_mask) == len(self.logprobs) == len(self.versions):
-            lengths = {length, len(self.loss_mask), len(self.logprobs), len(self.versions)}
+        lengths = {len(self.token_ids), len(self.loss_mask), len(self.logprobs), len(self.versions)}
+        if len(lengths) != 1:
             raise ValueError(f"group {self.group_id} sample {self.sample}: arrays of different lengths {lengths}")
-        if length and self.loss_mask[0]:
+        if len(self.loss_mask) and self.loss_mask[0]:
             raise ValueError(
                 f"group {self.group_id} sample {self.sample}: the first token cannot be trained, nothing precedes it"
             )

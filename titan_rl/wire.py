@@ -103,13 +103,12 @@ def pack(kind: type[T], items: Sequence[T]) -> Packed[T]:
 
 
 def _column(name: str, items: Sequence[Any]) -> tuple[Any, ...]:
-    values = tuple(map(attrgetter(name), items))
+    values = map(attrgetter(name), items)
     if name != "sampling":
-        return values
+        return tuple(values)
     # Equal ones become one object, which is pickled once. It would take half the time of a message otherwise.
     known: dict[Any, Any] = {}
-    shared = {id(value): known.setdefault(value, value) for value in {id(each): each for each in values}.values()}
-    return tuple([shared[id(value)] for value in values])
+    return tuple(known.setdefault(value, value) for value in values)
 
 
 def _exact(name: str, values: Any, dtype: np.dtype) -> np.ndarray:

@@ -85,12 +85,9 @@ class Reward:
     def scores(self, returned: object) -> tuple[float, dict[str, float]]:
         """The score that is trained, and all scores by name."""
         if not isinstance(returned, Mapping):
-            number = _number(lambda: f"{_described(self)} returned", returned)
+            number = _number(self._returned, returned)
             return number, {self.label: number}
-        parts = {
-            str(name): _number(partial("{} returned {} =".format, _described(self), name), each)
-            for name, each in returned.items()
-        }
+        parts = {str(name): _number(partial(self._returned, f" {name} ="), each) for name, each in returned.items()}
         key = self.key or (self.label if self.label in parts else "reward")
         if key not in parts:
             raise TaskError(
@@ -98,6 +95,9 @@ class Reward:
                 'Reward(function, key="…") names the one that is trained'
             )
         return parts[key], parts
+
+    def _returned(self, what: str = "") -> str:
+        return f"{_described(self)} returned{what}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,8 +94,12 @@ def report(name: str) -> str:
     """What every task of this process waits for, the oldest first, and the names of the threads."""
     now = time.monotonic()
     waits = {task: (now - since, what) for task, since, what in tuple(_waits.values())}
-    known = [task for loop in tuple(_loops) for task in asyncio.all_tasks(loop) if hasattr(task, "born")]
-    living = [(now - _birth(task), task) for task in known]
+    living = [
+        (now - born, task)
+        for loop in tuple(_loops)
+        for task in asyncio.all_tasks(loop)
+        if (born := getattr(task, "born", None)) is not None  # a library may make tasks of its own
+    ]
     tasks = sorted(living, key=lambda each: -each[0])
     names = ", ".join(f"{thread.name} 0x{thread.ident or 0:016x}" for thread in threading.enumerate())
     lines = [f"{name} (pid {os.getpid()}) has {len(tasks)} tasks; its threads: {names}"]
@@ -161,7 +165,3 @@ def _note_birth(
     task = asyncio.Task(work, loop=loop, **options)
     task.born = time.monotonic()  # type: ignore[attr-defined]  # a table of all tasks would cost more than the task
     return task
-
-
-def _birth(task: asyncio.Task[Any]) -> float:
-    return task.born  # type: ignore[attr-defined]

@@ -86,9 +86,7 @@ class _Ordered:
         able = [name for name, version in self.serving.items() if request.allows(version)]
         if not able:
             return None
-        name = able[0]
-        if len(able) > 1:
-            name = min(able, key=lambda name: (self._load.get(name, 0), self._chosen_at.get(name, 0), name))
+        name = min(able, key=lambda name: (self._load.get(name, 0), self._chosen_at.get(name, 0), name))
         self._clock += 1
         self._chosen_at[name] = self._clock
         return name
