@@ -9,11 +9,11 @@ import math
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.distributed.utils import clip_grad_norm_
 
 from titan_rl.policy.config import OptimizerConfig, WarmupConfig
+from titan_rl.policy.models.titan_adaptation import local_part
 
 
 class PolicyOptimizer:
@@ -46,7 +46,7 @@ class PolicyOptimizer:
         return lr
 
     def moments(self) -> dict[str, Any]:
-        """The optimizer's state by the names of the parameters, as DTensors; the live one, made if there was none."""
+        """The optimizer's state by the names of the parameters; the live one, made if there was none."""
         return self._optimizers.state_dict()
 
     def go_on(self, moments: dict[str, Any], step: int) -> None:
@@ -65,7 +65,7 @@ class PolicyOptimizer:
             for state in states:
                 state["step"].zero_()
         tensors = (state[name] for state in states for name in sorted(state))
-        self._live = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        self._live = [local_part(tensor) for tensor in tensors]
         return self._live
 
     def _states(self) -> list[dict[str, Tensor]]:

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SampleSource, SharedMemorySource
@@ -230,7 +231,8 @@ class PolicyUpdater:
         dtype = getattr(torch, self._config.dtype)
         whole: dict[str, Tensor] = {}
         for name, tensor in self._policy.tensors.items():
-            full = tensor.full_tensor()  # a collective; one at a time, so that other ranks hold one only
+            # a collective; one at a time, so that other ranks hold one only
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if dist.get_rank() == 0:
                 whole[name] = full.to("cpu", dtype).contiguous()
         failure = [""]

@@ -118,13 +118,15 @@ def _holds_weights(file: Path) -> bool:
     return file.suffix in (".safetensors", ".bin", ".pt", ".pth") or file.name.endswith(".index.json")
 
 
-def local_shard(name: str, tensor: DTensor) -> TensorShard:
+def local_shard(name: str, tensor: Tensor) -> TensorShard:
     """The box of `tensor` on this rank, a view of its live storage and possibly empty; raises WeightsError for a layout
     that this module does not know.
 
     torch's own `compute_local_shape_and_global_offset` is not used: for an uneven dimension that FSDP and tensor
     parallelism both cut, it gives the layout of a strided redistribution, which is not where FSDP put the data.
     """
+    if not isinstance(tensor, DTensor):
+        return TensorShard(name=name, data=tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.ndim)
     mesh, data = tensor.device_mesh, tensor.to_local()
     coordinate = mesh.get_coordinate()
     if coordinate is None:

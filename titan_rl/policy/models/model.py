@@ -1,8 +1,9 @@
 """A Qwen3 checkpoint directory as a torchtitan model, sharded by torchtitan's own parallelise function.
 
-Built on the meta device, then sharded (FSDP2 always, also at one rank: it is what applies the compute dtype; tensor
-parallelism where configured), then filled from safetensors, every rank reading only its own part. With separate q, k
-and v projections every Hugging Face tensor is exactly one torchtitan tensor, so names translate and layouts do not.
+Built on the meta device, then sharded (tensor parallelism where configured; FSDP2, which also applies the compute
+dtype, unless one rank computes in float32), then filled from safetensors, every rank reading only its own part. With
+separate q, k and v projections every Hugging Face tensor is exactly one torchtitan tensor, so names translate and
+layouts do not.
 
 `DocumentAttention` computes causal attention over packed documents where torchtitan's varlen kernel does not run: on
 CPU, and in float32. A document attends to itself only, and gets the same bits whatever other groups are packed beside
@@ -24,7 +25,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC
@@ -42,6 +42,7 @@ from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.microbatch import MicroBatch, Run
 from titan_rl.policy.models.qwen3 import EMBEDDING, LM_HEAD, Qwen3Shape
 from titan_rl.policy.models.titan_adaptation import (
+    local_part,
     reduce_gradients_by_plain_sums,
     share_padding_of_tied_shards,
     without_its_trainer,
@@ -62,8 +63,9 @@ class Policy:
     module: nn.Module
     dims: ParallelDims
     shape: Qwen3Shape
-    tensors: dict[str, DTensor]
-    """The live float32 weights by Hugging Face name, detached; they share the parameters' storage, which stays."""
+    tensors: dict[str, Tensor]
+    """The live float32 weights by Hugging Face name, detached; they share the parameters' storage, which stays.
+    DTensors where they are sharded."""
     device: torch.device
     shares_prompts: bool
     """Whether its attention computes a prompt once that several samples begin with; the varlen kernel does not."""
@@ -72,7 +74,7 @@ class Policy:
         """Logprobs and entropies [N] of the batch's targets; see `token_scores`."""
         documents = PackedDocuments.of(batch.runs, batch.key_rows, self.device)
         logits = self.module(batch.tokens, positions=batch.positions, attention_masks=documents)
-        logits = logits.to_local() if isinstance(logits, DTensor) else logits  # this rank's part of the vocabulary
+        logits = local_part(logits)  # this rank's part of the vocabulary
         # The vocabulary is split as by torch.chunk.
         first = self.tensor_rank * math.ceil(self.shape.vocab / self.dims.tp)
         return token_scores(
@@ -105,7 +107,7 @@ class Policy:
 
     def local_tensors(self) -> list[Tensor]:
         """This rank's part of `tensors`, always in one order."""
-        return [tensor.to_local() for tensor in self.tensors.values()]
+        return [local_part(tensor) for tensor in self.tensors.values()]
 
     def reshard(self) -> None:
         """Free the weights that FSDP gathered for a forward pass without a backward pass."""
@@ -155,6 +157,7 @@ def build_policy(
         compile_config=CompileConfig(enable=False),
         ac_config=FullAC.Config() if config.activation_checkpointing else None,
         dump_folder="",
+        skip_dp=config.ranks == 1 and config.dtype == "float32",
     )
     if device.type == "cpu":
         reduce_gradients_by_plain_sums(model)
@@ -182,7 +185,7 @@ def frozen_copy(policy: Policy, config: TrainerConfig) -> Policy:
     frozen.module.eval().requires_grad_(False)
     with torch.no_grad():
         for name, tensor in policy.tensors.items():
-            frozen.tensors[name].to_local().copy_(tensor.to_local())
+            local_part(frozen.tensors[name]).copy_(local_part(tensor))
     return frozen
 
 

@@ -15,7 +15,9 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from titan_rl.errors import ConfigError
 from titan_rl.importing import Named, left_out, uncompiled
@@ -73,6 +75,11 @@ def without_its_trainer() -> AbstractContextManager[None]:
     trainer's, and the import brings data sets, pandas and Arrow."""
     no_class = SimpleNamespace(Config=())  # nothing is an instance of ()
     return left_out({"torchtitan.trainer": {"Trainer": no_class}})
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; one that is not sharded as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def reduce_gradients_by_plain_sums(model: torch.nn.Module) -> None:
