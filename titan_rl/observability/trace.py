@@ -74,13 +74,15 @@ def _event(span: Recorded, process: int, thread: int, begin: float) -> dict[str,
 def rows(spans: Iterable[Recorded]) -> list[list[Recorded]]:
     """Spans in as few rows as it takes when each goes into the first row that has room; no two of a row overlap."""
     found: list[list[Recorded]] = []
+    ends: list[float] = []  # of each row's last span
     for span in sorted(spans, key=lambda each: each.began):
-        for row in found:
-            if row[-1].ended <= span.began + _SLACK:
-                row.append(span)
-                break
-        else:
-            found.append([span])
+        free = span.began + _SLACK
+        place = next((place for place, ended in enumerate(ends) if ended <= free), len(ends))
+        if place == len(ends):
+            found.append([])
+            ends.append(0.0)
+        found[place].append(span)
+        ends[place] = span.ended
     return found
 
 
