@@ -8,6 +8,7 @@ fails when vLLM itself imports one no more.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 
 from titan_rl.generation.config import LINEARS, GeneratorConfig
@@ -46,7 +47,12 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "vllm.v1.worker.gpu.warmup": ("warmup_kernels",),
 }
 
-LEFT_OUT = {module: dict.fromkeys(names, Named) for module, names in _NAMES.items()}
+LEFT_OUT: dict[str, dict[str, object]] = {module: dict.fromkeys(names, Named) for module, names in _NAMES.items()}
+if (_transformers := find_spec("transformers")) is not None:
+    # A package of which modules are imported; by itself it would read thousands of files to know what they define.
+    LEFT_OUT["transformers.models"] = {
+        "__path__": [f"{root}/models" for root in _transformers.submodule_search_locations or ()]
+    }
 
 
 def vllm_engine(config: GeneratorConfig, model_path: str | Path, device: str) -> Engine:
