@@ -327,6 +327,19 @@ def state(engine: VllmEngine) -> dict[str, Any]:
     }
 
 
+def essence(completion: Completion) -> tuple[Any, ...]:
+    numbers = [completion.metrics[name] for name in ("prompt_tokens", "cached_tokens")]
+    preemptions = completion.metrics.get("preemptions")
+    return (
+        completion.token_ids.tolist(),
+        completion.logprobs.tolist(),
+        completion.versions.tolist(),
+        completion.finish_reason,
+        numbers,
+        preemptions,
+    )
+
+
 def mixed_life(model: Path, other: Path, *, ours: float) -> dict[str, Any]:
     """Requests of all kinds in a cache that is too small for them, with arrivals, aborts, a dropped cache and new
     weights.
@@ -395,7 +408,8 @@ def mixed_life(model: Path, other: Path, *, ours: float) -> dict[str, Any]:
     assert not todo and not engine.running()
     assert engine._params(make_request("", new=1).sampling) is shared
     engine.close()
-    return {"states": states, "completions": completions, "short": short, "params_kept": shared == at_first}
+    ends = {name: essence(each) for name, each in completions.items()}
+    return {"states": states, "ends": ends, "short": short, "params_kept": shared == at_first}
 
 
 def without_vllms_runner(model: Path, other: Path) -> dict[str, Any]:
@@ -403,22 +417,7 @@ def without_vllms_runner(model: Path, other: Path) -> dict[str, Any]:
     lives = {ours: mixed_life(model, other, ours=ours) for ours in (1.0, 0.6, 0.0)}
     stock = lives[0.0]
 
-    def essence(completion: Completion) -> tuple[Any, ...]:
-        numbers = [completion.metrics[name] for name in ("prompt_tokens", "cached_tokens")]
-        preemptions = completion.metrics.get("preemptions")
-        return (
-            completion.token_ids.tolist(),
-            completion.logprobs.tolist(),
-            completion.versions.tolist(),
-            completion.finish_reason,
-            numbers,
-            preemptions,
-        )
-
-    def ends(life: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
-        return {name: essence(each) for name, each in life["completions"].items()}
-
-    expected = ends(stock)
+    expected = stock["ends"]
     return {
         "steps": {ours: len(life["states"]) for ours, life in lives.items()},
         "different": [
@@ -428,9 +427,9 @@ def without_vllms_runner(model: Path, other: Path) -> dict[str, Any]:
             if pair[0] != pair[1]
         ],
         "different_ends": [
-            (ours, name) for ours, life in lives.items() for name, end in ends(life).items() if end != expected[name]
+            (ours, name) for ours, life in lives.items() for name, end in life["ends"].items() if end != expected[name]
         ],
-        "ended": {ours: len(ends(life)) for ours, life in lives.items()},
+        "ended": {ours: len(life["ends"]) for ours, life in lives.items()},
         "reasons": {end[3] for end in expected.values()},
         "params_kept": all(life["params_kept"] for life in lives.values()),
         "short": {ours: life["short"] for ours, life in lives.items()},

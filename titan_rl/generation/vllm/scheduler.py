@@ -69,9 +69,7 @@ class StepScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         groups = self.kv_cache_config.kv_cache_groups
         self.keeps_blocks = (
-            len(groups) == 1
-            and type(groups[0].kv_cache_spec) is FullAttentionSpec
-            and not self.needs_kv_cache_zeroing
+            len(groups) == 1 and type(groups[0].kv_cache_spec) is FullAttentionSpec and not self.needs_kv_cache_zeroing
         )
         """Other kinds of attention free, move or clear blocks in every step, so `schedule` must plan all of them."""
         self._planned = -1  # the last step that `plan_decode` planned
