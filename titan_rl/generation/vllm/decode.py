@@ -5,8 +5,8 @@ and `update_from_output` would have left them, with the same tokens and logprobs
 any step, and whatever is not plain decoding is left to vLLM: prompts, preemption, and all steps of a model or a device
 that `Decoder.serves` refuses.
 
-`execute_model` prepares inputs for CUDA graphs, drafts, images and adapters at every step, in small operations that take
-longer than the model of a small policy. Here one token per request is all there is:
+`execute_model` prepares inputs for CUDA graphs, drafts, images and adapters at every step, in many small operations
+that take as long as the model of a small policy. Here one token per request is all there is:
 
 - Where requests joined or left, vLLM's own `_update_states` brings the batch up to date. Where none did, each row has
   one computed token more, and some have a new block.
@@ -172,8 +172,9 @@ class Decoder:
         return runner.model.compute_logits(hidden)
 
     def _sample(self, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """One token per row and its logprob in the distribution that it was drawn from: [N] integers, [N] float32."""
+        """One token per row and its logprob in the distribution that it was drawn from: [N] int64, [N] float32."""
         sampler, metadata = self._runner.sampler, self._batch.sampling_metadata
         logits = sampler.apply_logits_processors(logits.to(torch.float32), metadata, False)
-        tokens, logprobs = sampler.sample(logits, metadata)
-        return tokens.numpy(), logprobs.gather(-1, tokens.long()[:, None])[:, 0].numpy()
+        drawn, logprobs = sampler.sample(logits, metadata)
+        tokens = drawn.numpy()
+        return tokens, logprobs.numpy()[self._row_numbers[: len(tokens)], tokens]

@@ -123,16 +123,17 @@ class StepScheduler(Scheduler):
     def give(self, requests: list[Request], tokens: list[int], logprobs: list[float]) -> Sampled:
         """`take`, for requests that all sampled a token."""
         ended = []
+        shared_every, longest = self.hash_block_size, self.max_model_len
         request: Any  # what vLLM allows to be None is there
         for request, token in zip(requests, tokens, strict=True):
             request._output_token_ids.append(token)
             request._all_token_ids.append(token)
             length = len(request._all_token_ids)
-            if length % self.hash_block_size == 0:
+            if length % shared_every == 0:
                 request.update_block_hashes()
             if token in request.sampling_params.stop_token_ids:
                 request.status = RequestStatus.FINISHED_STOPPED
-            elif length >= request.num_prompt_tokens + request.max_tokens or length >= self.max_model_len:
+            elif length >= request.num_prompt_tokens + request.max_tokens or length >= longest:
                 request.status = RequestStatus.FINISHED_LENGTH_CAPPED
             else:
                 continue
