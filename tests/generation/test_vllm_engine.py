@@ -208,8 +208,13 @@ def test_a_step_without_vllms_runner_leaves_everything_as_vllm_does(facts: Facts
         assert found[name] > 1, name
 
 
+def test_whatever_is_unusual_is_left_to_vllm(engine: Facts) -> None:
+    served = engine["served_by_vllm_alone"]
+    assert not served.pop("") and all(served.values()), served
+
+
 @pytest.mark.acceptance
-def test_so_it_does_with_two_ranks(tiny_models: dict[str, str]) -> None:
+def test_a_step_without_vllms_runner_is_vllms_with_two_ranks_too(tiny_models: dict[str, str]) -> None:
     ours, stock = (
         run_on_ranks(
             "vllm_engine_scenario:mixed_life", 2, model=tiny_models["tied_a"], other=tiny_models["tied_b"], ours=share

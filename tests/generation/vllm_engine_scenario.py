@@ -24,6 +24,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from titan_rl.errors import TitanError
 from titan_rl.generation.config import GeneratorConfig
+from titan_rl.generation.vllm.decode import decoder_of
 from titan_rl.generation.vllm.engine import VllmEngine
 from titan_rl.generation.vllm.imports import LEFT_OUT
 from titan_rl.generation.vllm.scheduler import DecodePlan, Sampled
@@ -179,6 +180,8 @@ def one_engine(model: Path, other: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {"identity": os.environ["VLLM_DIST_IDENT"]}
     communicator = SimpleNamespace(unique_name="tp:0", ranks=[0, 1])
     facts["adapted_group_name"] = _CPUSHMDistributed.make_group_name(communicator)
+
+    facts["served_by_vllm_alone"] = served_by_vllm_alone(engine)
 
     together = drain(engine, standard_requests())
     alone: dict[str, Completion] = {}
@@ -338,6 +341,18 @@ def essence(completion: Completion) -> tuple[Any, ...]:
         numbers,
         preemptions,
     )
+
+
+def served_by_vllm_alone(engine: VllmEngine) -> dict[str, bool]:
+    """Whether an engine whose model has this peculiarity takes all steps as vLLM does."""
+    runner, found = engine._worker.model_runner, {}
+    for name in ("", "uses_mrope", "supports_mm_inputs", "is_pooling_model", "speculative_config", "lora_config"):
+        peculiar = copy.copy(runner)
+        setattr(peculiar, name or "nothing", True)
+        found[name] = decoder_of(engine._scheduler, peculiar) is None
+    scheduler = copy.copy(engine._scheduler)
+    scheduler.keeps_blocks = False
+    return found | {"keeps_blocks": decoder_of(scheduler, runner) is None}
 
 
 def mixed_life(model: Path, other: Path, *, ours: float) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 After a step of `Decoder`, vLLM's scheduler and its persistent batch are as `schedule`, `execute_model`, `sample_tokens`
 and `update_from_output` would have left them, with the same tokens and logprobs to the last bit. So either way may take
 any step, and whatever is not plain decoding is left to vLLM: prompts, preemption, and all steps of a model or a device
-that `Decoder.serves` refuses.
+that `decoder_of` refuses.
 
 `execute_model` prepares inputs for CUDA graphs, drafts, images and adapters at every step, in many small operations
 that take as long as the model of a small policy. Here one token per request is all there is:
@@ -56,14 +56,38 @@ REPLACED: tuple[Callable[..., Any], ...] = (
 """What a step of `Decoder` does in its own way."""
 
 
+def decoder_of(scheduler: Any, runner: Any) -> Decoder | None:
+    """For the steps of one engine; None where more than what is done here belongs to a decode step.
+
+    Looks at what a checkpoint decides; `engine_arguments` configures nothing else that would matter.
+
+    Args:
+        scheduler: a `StepScheduler`.
+        runner: vLLM's model runner of this rank, after its warm-up.
+    """
+    unusual = (
+        runner.uses_mrope
+        or runner.supports_mm_inputs
+        or runner.is_pooling_model
+        or runner.is_mm_prefix_lm
+        or runner.lookback_token_ids is not None
+        or runner.model_config.is_encoder_decoder
+        or runner.model_config.rswa_window is not None
+        or runner.speculative_config is not None
+        or runner.lora_config is not None
+    )
+    plain = (
+        type(runner) is CPUModelRunner
+        and scheduler.keeps_blocks
+        and [group.backend for groups in runner.attn_groups for group in groups] == [CPUAttentionBackend]
+    )
+    return Decoder(scheduler, runner) if plain and not unusual else None
+
+
 class Decoder:
     """Takes the steps of one engine in which there is nothing to decide."""
 
     def __init__(self, scheduler: StepScheduler, runner: Any) -> None:
-        """
-        Args:
-            runner: vLLM's model runner of this rank, after its warm-up; `serves` holds.
-        """
         self._scheduler = scheduler
         self._runner = runner
         self._batch = runner.input_batch
@@ -73,29 +97,6 @@ class Decoder:
         # By place in the plan, renewed when requests join or leave:
         self._rows = np.empty(0, dtype=np.int64)
         self._states: list[Any] = []  # vLLM's `CachedRequestState`
-
-    @staticmethod
-    def serves(scheduler: StepScheduler, runner: Any) -> bool:
-        """Whether nothing but what is done here belongs to a decode step. Asked once; names what a checkpoint decides,
-        as opposed to `engine_arguments`."""
-        model = runner.model_config
-        unusual = (
-            runner.uses_mrope
-            or runner.supports_mm_inputs
-            or runner.is_pooling_model
-            or runner.is_mm_prefix_lm
-            or runner.lookback_token_ids is not None
-            or model.is_encoder_decoder
-            or model.rswa_window is not None
-            or runner.speculative_config
-            or runner.lora_config
-        )
-        return (
-            type(runner) is CPUModelRunner
-            and scheduler.keeps_blocks
-            and [group.backend for groups in runner.attn_groups for group in groups] == [CPUAttentionBackend]
-            and not unusual
-        )
 
     @torch.inference_mode()
     def step(self) -> Sampled | None:

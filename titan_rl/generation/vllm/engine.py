@@ -34,7 +34,7 @@ from titan_rl.errors import GeneratorFailed
 from titan_rl.generation.config import GeneratorConfig, check_environment, refuse_more_ranks
 from titan_rl.generation.engine import RunningRequest, StepOutput, validate_request
 from titan_rl.generation.vllm import adaptation, deterministic, weights
-from titan_rl.generation.vllm.decode import Decoder
+from titan_rl.generation.vllm.decode import decoder_of
 from titan_rl.generation.vllm.sampling import SeededSampling
 from titan_rl.generation.vllm.scheduler import StepScheduler
 from titan_rl.processes import RENDEZVOUS, join_world
@@ -153,7 +153,7 @@ class VllmEngine:
         self._kv_use = 0.0  # share of the KV cache, after the last step
         runner = self._worker.model_runner
         self._sampling = SeededSampling(runner)
-        self._decoder = Decoder(self._scheduler, runner) if Decoder.serves(self._scheduler, runner) else None
+        self._decoder = decoder_of(self._scheduler, runner)
         if config.deterministic and device == "cpu":
             deterministic.check_rows(self.model)
 
