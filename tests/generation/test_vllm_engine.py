@@ -215,12 +215,8 @@ def test_whatever_is_unusual_is_left_to_vllm(engine: Facts) -> None:
 
 @pytest.mark.acceptance
 def test_a_step_without_vllms_runner_is_vllms_with_two_ranks_too(tiny_models: dict[str, str]) -> None:
-    ours, stock = (
-        run_on_ranks(
-            "vllm_engine_scenario:mixed_life", 2, model=tiny_models["tied_a"], other=tiny_models["tied_b"], ours=share
-        )
-        for share in (1.0, 0.0)
-    )
+    models = {"model": Path(tiny_models["tied_a"]), "other": Path(tiny_models["tied_b"])}
+    ours, stock = (run_on_ranks("vllm_engine_scenario:mixed_life", 2, ours=share, **models) for share in (1.0, 0.0))
     for mine, theirs in zip(ours, stock, strict=True):
         assert mine["short"][0] > 40 and theirs["short"][0] == 0
         assert mine["states"] == theirs["states"] and mine["ends"] == theirs["ends"]
