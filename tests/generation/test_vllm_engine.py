@@ -19,9 +19,9 @@ from torch import Tensor
 from vllm.platforms import current_platform
 
 from titan_rl.generation.config import GeneratorConfig
+from titan_rl.generation.vllm import decode, scheduler
 from titan_rl.generation.vllm.adaptation import linear_of
 from titan_rl.generation.vllm.sampling import SeededSampling, exponential_noise, noise_keys, sample
-from titan_rl.generation.vllm.scheduler import REPLACED
 from titan_rl.types import NO_VERSION, Completion, FinishReason
 
 Facts = dict[str, Any]
@@ -194,24 +194,43 @@ def test_vllm_still_imports_what_is_left_out(facts: Facts) -> None:
     assert facts["not_imported"] == [], "these need not be left out any more"
 
 
-def test_a_step_is_planned_and_taken_in_as_vllm_does_it(facts: Facts) -> None:
-    planned = facts["planned"]
-    assert planned["steps"][0] == planned["steps"][1]
-    assert planned["different"] == [] and planned["different_ends"] == []
-    assert planned["ended"] == 40 and planned["reasons"] == set(FinishReason)
+def test_a_step_without_vllms_runner_leaves_everything_as_vllm_does(facts: Facts) -> None:
+    found = facts["decode"]
+    assert len(set(found["steps"].values())) == 1
+    assert found["different"] == [], "tokens, or what scheduler and batch hold after the step"
+    assert found["different_ends"] == [], "to the last bit of each logprob"
+    assert set(found["ended"].values()) == {40} and found["reasons"] == set(FinishReason)
     # Otherwise this compares nothing.
-    assert planned["short"][0] > 15 and planned["short"][1] == 0
-    for name in ("new_blocks", "resumed", "from_cache", "preempted"):
-        assert planned[name] > 1, name
+    steps, changes, with_new_blocks = found["short"][1.0]
+    assert steps > 40 and 10 < changes < steps - 10 and with_new_blocks > 1
+    assert 20 < found["short"][0.6][0] < steps and found["short"][0.0][0] == 0
+    for name in ("from_cache", "preempted", "two_versions"):
+        assert found[name] > 1, name
+
+
+def test_whatever_is_unusual_is_left_to_vllm(engine: Facts) -> None:
+    served = engine["served_by_vllm_alone"]
+    assert not served.pop("") and all(served.values()), served
+
+
+@pytest.mark.acceptance
+def test_a_step_without_vllms_runner_is_vllms_with_two_ranks_too(tiny_models: dict[str, str]) -> None:
+    models = {"model": Path(tiny_models["tied_a"]), "other": Path(tiny_models["tied_b"])}
+    ours, stock = (run_on_ranks("vllm_engine_scenario:mixed_life", 2, ours=share, **models) for share in (1.0, 0.0))
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert mine["short"][0] > 40 and theirs["short"][0] == 0
+        assert mine["states"] == theirs["states"] and mine["ends"] == theirs["ends"]
 
 
 def test_vllm_does_not_write_to_sampling_options_that_requests_share(facts: Facts) -> None:
-    assert facts["planned"]["params_kept"]
+    assert facts["decode"]["params_kept"]
 
 
 def test_vllm_does_what_is_replaced_as_it_did() -> None:
-    """If vLLM changes one of these: read it, bring `generation.vllm.scheduler` up to it, write its new hash down."""
-    sources = {each.__qualname__: inspect.getsource(each).encode() for each in REPLACED}
+    """If vLLM changes one of these: read it, bring `generation.vllm.scheduler` and `generation.vllm.decode` up to it,
+    write its new hash down."""
+    replaced = (*scheduler.REPLACED, *decode.REPLACED)
+    sources = {each.__qualname__: inspect.getsource(each).encode() for each in replaced}
     assert {name: hashlib.sha256(source).hexdigest()[:12] for name, source in sources.items()} == {
         "EngineCore.preprocess_add_request": "a8b386db3f85",
         "EngineCore.add_request": "e1292d26930e",
@@ -223,6 +242,22 @@ def test_vllm_does_what_is_replaced_as_it_did() -> None:
         "Scheduler._update_request_with_output": "ff6e3f664c99",
         "Request.append_output_token_ids": "8ff2924a5d87",
         "check_stop": "5149b60c92d2",
+        "GPUModelRunner._update_states": "326599f31b27",
+        "GPUModelRunner.execute_model": "e058bf791a29",
+        "GPUModelRunner.sample_tokens": "047e6a4738de",
+        "GPUModelRunner._prepare_inputs": "c31a77c123a0",
+        "GPUModelRunner._prepare_input_ids": "9971f6aca2dd",
+        "GPUModelRunner._preprocess": "c9dda92faeb3",
+        "GPUModelRunner._init_model_kwargs": "b3aa3514030a",
+        "GPUModelRunner._get_slot_mappings": "a7830268c258",
+        "GPUModelRunner._build_attention_metadata": "6015ffa2b3ec",
+        "GPUModelRunner._model_forward": "a8f98588a465",
+        "GPUModelRunner._sample": "5cb5c1da02cf",
+        "GPUModelRunner._update_states_after_model_execute": "4675c48e4f11",
+        "GPUModelRunner._bookkeeping_sync": "13c3e81003a7",
+        "BlockTable.compute_slot_mapping": "1090515a52c5",
+        "Sampler.forward": "586fe802add4",
+        "Sampler.gather_logprobs": "ca39ba3c4e61",
     }
 
 

@@ -24,9 +24,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from titan_rl.errors import TitanError
 from titan_rl.generation.config import GeneratorConfig
+from titan_rl.generation.vllm.decode import decoder_of
 from titan_rl.generation.vllm.engine import VllmEngine
 from titan_rl.generation.vllm.imports import LEFT_OUT
-from titan_rl.generation.vllm.scheduler import Sampled
+from titan_rl.generation.vllm.scheduler import DecodePlan, Sampled
 from titan_rl.types import Completion, GenerationRequest, PolicyVersion
 
 LONG_PROMPT = tuple(2 + index * 7 % 11 for index in range(40))
@@ -180,6 +181,8 @@ def one_engine(model: Path, other: Path) -> dict[str, Any]:
     communicator = SimpleNamespace(unique_name="tp:0", ranks=[0, 1])
     facts["adapted_group_name"] = _CPUSHMDistributed.make_group_name(communicator)
 
+    facts["served_by_vllm_alone"] = served_by_vllm_alone(engine)
+
     together = drain(engine, standard_requests())
     alone: dict[str, Completion] = {}
     for request in standard_requests("-alone"):
@@ -285,28 +288,93 @@ def stale_copy(model: Path, other: Path) -> str:
     return ""
 
 
-def mixed_life(model: Path, *, stock: bool) -> dict[str, Any]:
-    """Requests of all lengths in a cache that is too small for them, with arrivals, aborts and a dropped cache.
+WAYS_OF_SAMPLING: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.0},
+    {"stop_token_ids": (9,)},
+    {"temperature": 0.7, "top_k": 3},
+    {"temperature": 1.3, "top_p": 0.8, "stop_token_ids": (4, 5)},
+    {"repetition_penalty": 1.3, "temperature": 0.0},
+    {"presence_penalty": 0.5, "frequency_penalty": -0.4, "top_k": 5, "top_p": 0.9},
+    {"stop_token_ids": (2, 3, 4, 5, 6), "min_new_tokens": 3, "frequency_penalty": 0.3},
+)
+
+
+def state(engine: VllmEngine) -> dict[str, Any]:
+    """What vLLM's scheduler and model runner keep from one step to the next."""
+    core = engine.llm_engine.engine_core.engine_core
+    scheduler, runner = core.scheduler, core.model_executor.driver_worker.model_runner
+    cache, batch = scheduler.kv_cache_manager, runner.input_batch
+    rows = range(batch.num_reqs)
+    table = batch.block_table[0]
+    return {
+        "queues": [[each.request_id for each in queue] for queue in (scheduler.running, scheduler.waiting)],
+        "step": scheduler.current_step,
+        "last": [set(scheduler.finished_req_ids), set(scheduler.prev_step_scheduled_req_ids)],
+        "requests": {
+            name: (each.status, each.num_computed_tokens, each.num_in_flight_tokens, list(each.all_token_ids))
+            for name, each in scheduler.requests.items()
+        },
+        "hashes": {name: list(each.block_hashes) for name, each in scheduler.requests.items()},
+        "blocks": {name: cache.get_block_ids(name) for name in scheduler.requests},
+        "free": [each.block_id for each in cache.block_pool.free_block_queue.get_all_free_blocks()],
+        "rows": list(batch.req_ids),
+        "tokens": [batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]].tolist() for row in rows],
+        "known": [batch.is_token_ids[row, : batch.num_tokens_no_spec[row]].all() for row in rows],
+        "computed": batch.num_computed_tokens_cpu[: batch.num_reqs].tolist(),
+        "tables": [table.block_table.np[row, : table.num_blocks_per_row[row]].tolist() for row in rows],
+        "cached": {
+            name: (each.num_computed_tokens, list(each.output_token_ids), [list(ids) for ids in each.block_ids])
+            for name, each in runner.requests.items()
+        },
+    }
+
+
+def essence(completion: Completion) -> tuple[Any, ...]:
+    numbers = [completion.metrics[name] for name in ("prompt_tokens", "cached_tokens")]
+    preemptions = completion.metrics.get("preemptions")
+    return (
+        completion.token_ids.tolist(),
+        completion.logprobs.tolist(),
+        completion.versions.tolist(),
+        completion.finish_reason,
+        numbers,
+        preemptions,
+    )
+
+
+def served_by_vllm_alone(engine: VllmEngine) -> dict[str, bool]:
+    """Whether an engine whose model has this peculiarity takes all steps as vLLM does."""
+    runner, found = engine._worker.model_runner, {}
+    for name in ("", "uses_mrope", "supports_mm_inputs", "is_pooling_model", "speculative_config", "lora_config"):
+        peculiar = copy.copy(runner)
+        setattr(peculiar, name or "nothing", True)
+        found[name] = decoder_of(engine._scheduler, peculiar) is None
+    scheduler = copy.copy(engine._scheduler)
+    scheduler.keeps_blocks = False
+    return found | {"keeps_blocks": decoder_of(scheduler, runner) is None}
+
+
+def mixed_life(model: Path, other: Path, *, ours: float) -> dict[str, Any]:
+    """Requests of all kinds in a cache that is too small for them, with arrivals, aborts, a dropped cache and new
+    weights.
 
     Args:
-        stock: plan and take in as vLLM does.
+        ours: share of the steps that need not be taken as vLLM does.
     """
-    engine = VllmEngine(config(max_num_seqs=9, max_num_batched_tokens=128, kv_cache_bytes=6 * (32 << 10)), model)
+    ranks = int(os.environ["WORLD_SIZE"])
+    small = {"max_num_seqs": 9, "max_num_batched_tokens": 128, "kv_cache_bytes": 6 * (32 << 10) // ranks}
+    engine = VllmEngine(config(tensor_parallel=ranks, **small), model)
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
-    plans: list[SchedulerOutput] = []
-    short = 0
-    plan, plan_decode = scheduler.schedule if stock else scheduler.plan, scheduler._plan_decode
+    decoder, short = engine._decoder, [0, 0, 0]
+    states: list[dict[str, Any]] = []
+    plan_decode = scheduler.plan_decode
 
-    def counted() -> SchedulerOutput | None:
-        nonlocal short
-        decode = plan_decode()
-        short += decode is not None
-        return decode
-
-    def recorded() -> SchedulerOutput:
-        planned = plan()
-        plans.append(copy.deepcopy(planned))
-        return planned
+    def counted() -> DecodePlan | None:
+        plan = plan_decode()
+        if plan is not None:
+            short[:] = short[0] + 1, short[1] + (plan.change is not None), short[2] + bool(plan.new_blocks)
+        return plan
 
     def stock_take(planned: SchedulerOutput, output: ModelRunnerOutput) -> Sampled:
         requests = dict(scheduler.requests)
@@ -321,68 +389,68 @@ def mixed_life(model: Path, *, stock: bool) -> dict[str, Any]:
             [requests[each.request_id] for each in outputs if each.finish_reason is not None],
         )
 
-    scheduler.plan, scheduler._plan_decode = recorded, counted
-    if stock:
+    scheduler.plan_decode = counted
+    if not ours:
         scheduler.take = stock_take
     todo = [
         make_request(
             f"r{index}",
             prompt=LONG_PROMPT[: 3 + index * 5 % 38],
-            new=1 + index * 7 % 24,
+            new=max(1 + index * 7 % 24, 3 if index % 8 == 7 else 1),
             seed=index,
-            stop_token_ids=() if index % 4 else (9,),
+            **WAYS_OF_SAMPLING[index % len(WAYS_OF_SAMPLING)],
         )
         for index in range(40)
     ]
     shared = engine._params(todo[0].sampling)
     at_first = copy.deepcopy(shared)
     completions: dict[str, Completion] = {}
-    for step in range(200):
-        for request in todo[: 5 if step % 6 == 0 else 0]:
+    for step in range(300):
+        arriving = todo[: 5 if step % 14 == 0 else 0]
+        for request in arriving:
             engine.add(request)
-        del todo[: 5 if step % 6 == 0 else 0]
-        completions |= {each.request_id: each for each in engine.abort([f"r{step - 4}"] if step % 11 == 0 else [])}
+        del todo[: len(arriving)]
+        completions |= {each.request_id: each for each in engine.abort([f"r{step // 3}"] if step % 11 == 0 else [])}
         if step == 20:
             engine.drop_cache()
+        if step == 27:
+            engine.load_weights(tensors_of(other).items(), PolicyVersion(0, 1))
         if engine.has_work():
-            completions |= {each.request_id: each for each in engine.step().finished}
+            engine._decoder = decoder if step * ours % 1 < ours else None
+            output = engine.step()
+            completions |= {each.request_id: each for each in output.finished}
+            states.append(state(engine) | {"sampled": output.sampled.tolist()})
     assert not todo and not engine.running()
-    assert engine._params(make_request("", new=1, stop_token_ids=(9,)).sampling) is shared
+    assert engine._params(make_request("", new=1).sampling) is shared
     engine.close()
-    return {"plans": plans, "completions": completions, "short": short, "params_kept": shared == at_first}
+    ends = {name: essence(each) for name, each in completions.items()}
+    return {"states": states, "ends": ends, "short": short, "params_kept": shared == at_first}
 
 
-def planned(model: Path) -> dict[str, Any]:
-    """What is different between our plans and completions and vLLM's own, and what the comparison covers."""
-    ours, theirs = mixed_life(model, stock=False), mixed_life(model, stock=True)
+def without_vllms_runner(model: Path, other: Path) -> dict[str, Any]:
+    """What is different between our steps and completions and vLLM's own, and what the comparison covers."""
+    lives = {ours: mixed_life(model, other, ours=ours) for ours in (1.0, 0.6, 0.0)}
+    stock = lives[0.0]
 
-    def essence(completion: Completion) -> tuple[Any, ...]:
-        numbers = [completion.metrics[name] for name in ("prompt_tokens", "cached_tokens")]
-        preemptions = completion.metrics.get("preemptions")
-        return (
-            completion.token_ids.tolist(),
-            completion.logprobs.tolist(),
-            completion.finish_reason,
-            numbers,
-            preemptions,
-        )
-
-    ends = [{name: essence(each) for name, each in life["completions"].items()} for life in (ours, theirs)]
-    cached = [plan.scheduled_cached_reqs for plan in ours["plans"]]
+    expected = stock["ends"]
     return {
-        "steps": [len(ours["plans"]), len(theirs["plans"])],
+        "steps": {ours: len(life["states"]) for ours, life in lives.items()},
         "different": [
-            i for i, pair in enumerate(zip(ours["plans"], theirs["plans"], strict=False)) if pair[0] != pair[1]
+            (ours, step, [name for name in pair[0] if pair[0][name] != pair[1][name]])
+            for ours, life in lives.items()
+            for step, pair in enumerate(zip(life["states"], stock["states"], strict=False))
+            if pair[0] != pair[1]
         ],
-        "different_ends": sorted(name for name in ends[1] if ends[0].get(name) != ends[1][name]),
-        "ended": len(ends[0]),
-        "reasons": {end[2] for end in ends[0].values()},
-        "params_kept": ours["params_kept"],
-        "short": [ours["short"], theirs["short"]],
-        "new_blocks": sum(any(blocks for blocks in each.new_block_ids) for each in cached),
-        "resumed": sum(len(each.resumed_req_ids) for each in cached),
-        "from_cache": sum(end[3][1] > 0 for end in ends[0].values()),
-        "preempted": sum(bool(end[4]) for end in ends[0].values()),
+        "different_ends": [
+            (ours, name) for ours, life in lives.items() for name, end in life["ends"].items() if end != expected[name]
+        ],
+        "ended": {ours: len(life["ends"]) for ours, life in lives.items()},
+        "reasons": {end[3] for end in expected.values()},
+        "params_kept": all(life["params_kept"] for life in lives.values()),
+        "short": {ours: life["short"] for ours, life in lives.items()},
+        "from_cache": sum(end[4][1] > 0 for end in expected.values()),
+        "preempted": sum(bool(end[5]) for end in expected.values()),
+        "two_versions": sum(len(set(end[2])) > 1 for end in expected.values()),
     }
 
 
@@ -392,7 +460,7 @@ def everything(models: dict[str, str]) -> dict[str, Any]:
     facts["one_engine"] = one_engine(paths["tied_a"], paths["tied_b"])
     facts["skipped"] = skipped_tensor(paths["untied_a"], paths["untied_b"])
     facts["stale_copy"] = stale_copy(paths["tied_a"], paths["tied_b"])
-    facts["planned"] = planned(paths["tied_a"])
+    facts["decode"] = without_vllms_runner(paths["tied_a"], paths["tied_b"])
     facts["not_imported"] = [name for name in LEFT_OUT if name not in sys.modules]
     return facts | swaps(models, SWAPS_OF_CI)
 

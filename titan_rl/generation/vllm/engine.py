@@ -34,6 +34,7 @@ from titan_rl.errors import GeneratorFailed
 from titan_rl.generation.config import GeneratorConfig, check_environment, refuse_more_ranks
 from titan_rl.generation.engine import RunningRequest, StepOutput, validate_request
 from titan_rl.generation.vllm import adaptation, deterministic, weights
+from titan_rl.generation.vllm.decode import decoder_of
 from titan_rl.generation.vllm.sampling import SeededSampling
 from titan_rl.generation.vllm.scheduler import StepScheduler
 from titan_rl.processes import RENDEZVOUS, join_world
@@ -150,7 +151,9 @@ class VllmEngine:
         self._version = NO_VERSION  # encoded
         self._dropped: Counter[str] = Counter()  # by request: how often a new version took its KV
         self._kv_use = 0.0  # share of the KV cache, after the last step
-        self._sampling = SeededSampling(self._worker.model_runner)
+        runner = self._worker.model_runner
+        self._sampling = SeededSampling(runner)
+        self._decoder = decoder_of(self._scheduler, runner)
         if config.deterministic and device == "cpu":
             deterministic.check_rows(self.model)
 
@@ -196,9 +199,12 @@ class VllmEngine:
 
     def step(self) -> StepOutput:
         scheduler = self._scheduler
-        plan = scheduler.plan()
-        output = self._executor.execute_model(plan) or self._executor.sample_tokens(None)
-        requests, tokens, logprobs, ended = scheduler.take(plan, output)
+        sampled = self._decoder.step() if self._decoder is not None else None
+        if sampled is None:
+            plan = scheduler.schedule()
+            output = self._executor.execute_model(plan) or self._executor.sample_tokens(None)
+            sampled = scheduler.take(plan, output)
+        requests, tokens, logprobs, ended = sampled
         now = self._clock()
         # What has ended is not in vLLM's own numbers any more.
         kv_use, self._kv_use = self._kv_use, scheduler.get_kv_cache_usage()
