@@ -1,6 +1,6 @@
 """What must start at once loads neither torch, vLLM nor Monarch (fresh interpreters: about 3 s)."""
 
-import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -71,3 +71,13 @@ def test_the_console_command_names_a_function_that_exists():
     scripts = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, function = scripts["titan-rl"].partition(":")
     assert callable(getattr(importlib.import_module(module), function))
+
+
+@pytest.mark.parametrize("package", ["torch", "torchtitan", "transformers", "vllm"])
+def test_what_every_process_imports_was_compiled_when_it_was_installed(package: str) -> None:
+    """Compiling torch at every start takes two seconds of each process where Python writes no bytecode."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.submodule_search_locations
+    modules = list(Path(spec.submodule_search_locations[0]).glob("*.py"))
+    compiled = [path for path in modules if Path(importlib.util.cache_from_source(str(path))).exists()]
+    assert modules and compiled == modules
