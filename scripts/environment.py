@@ -164,8 +164,8 @@ def bring_up(lock_descriptor: int) -> None:
     torch = installer.torch_build(pins["torch"])
     if not whole:
         check_disk(shutil.disk_usage(ROOT).free / 1e9, DISK_GB["CUDA" if "--constraints" in torch else "CPU"])
-    # uv compiles what it installs in one call. Nothing is left to the first run, whose processes would all compile it, and
-    # every later one where Python writes no bytecode.
+    # uv compiles what it installs in one call. Nothing is left to the first run, whose processes would all compile it,
+    # nor to every run where Python writes no bytecode.
     installer.install("torch", "--no-build", "--compile-bytecode", *torch)
     installer.install("the locked packages", "--no-deps", "--no-build", "--compile-bytecode", "-r", str(LOCK))
     # Without isolation the build takes the locked setuptools and downloads nothing.
