@@ -170,7 +170,8 @@ def bring_up(lock_descriptor: int) -> None:
     installer.install("the locked packages", "--no-deps", "--no-build", "--compile-bytecode", "-r", str(LOCK))
     # Without isolation the build takes the locked setuptools and downloads nothing.
     installer.install("the project itself", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
-    installer.run("compileall", "-q", str(ROOT / "titan_rl"))
+    # uv compiles nothing that it finds installed, such as by an earlier version of this script.
+    installer.run("compileall", "-qq", "-j", "0", str(VENV / "lib"), str(ROOT / "titan_rl"))
     STAMP.write_text("\n".join(wanted_stamp()))
     say(f"ready after {time.monotonic() - started:.0f} s: {VENV}")
 
