@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from titan_rl.launch.process import prepare_controller
+
 PROGRAM = """
 import os, subprocess, sys, threading
 from titan_rl.launch.process import prepare_controller
@@ -30,3 +32,16 @@ def test_a_run_and_what_it_starts_is_batch_work_unless_the_user_chose_otherwise(
         timeout=60,
     )
     assert done.stdout.split() == [str(then)] * 2, done.stderr
+
+
+@pytest.mark.parametrize("call", ["sched_getscheduler", "sched_setscheduler"])
+def test_a_run_starts_where_the_policy_may_not_be_asked_or_set(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    before = os.sched_getscheduler(0)
+
+    def refused(*arguments: object) -> int:
+        raise PermissionError
+
+    monkeypatch.setattr(os, call, refused)
+    prepare_controller()
+    monkeypatch.undo()
+    assert os.sched_getscheduler(0) == before

@@ -60,8 +60,8 @@ def prepare_controller() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, OPEN_FILES if most < 0 else min(OPEN_FILES, most)), most))
     # All processes of this host inherit it. Where they share cores, a message to one does not interrupt another in its
     # work any more, which took a tenth of a step's time.
-    if os.sched_getscheduler(0) == os.SCHED_OTHER:
-        with contextlib.suppress(OSError):  # a container may forbid it
+    with contextlib.suppress(OSError):  # a container may forbid either call
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
