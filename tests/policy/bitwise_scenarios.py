@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from policy_scenarios import mixed_batch, shards_of, trainer, updater
+from torch.distributed.tensor import DTensor
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.policy.config import OptimizerConfig
@@ -28,6 +32,24 @@ def batch_of(step: int) -> SampleBatch:
     )
 
 
+@contextmanager
+def sharded_by_fsdp() -> Iterator[None]:
+    """Models are sharded that would not be."""
+    from titan_rl.policy.models.titan_adaptation import choose_device
+
+    choose_device("cpu")
+    import titan_rl.policy.models.model as model
+
+    parallelize = model.parallelize_qwen3
+
+    def always(module: Any, *, skip_dp: bool, **arguments: Any) -> Any:
+        assert skip_dp
+        return parallelize(module, **arguments)
+
+    with mock.patch.object(model, "parallelize_qwen3", always):
+        yield
+
+
 def train_steps(
     model_path: str,
     data_parallel: int,
@@ -36,11 +58,14 @@ def train_steps(
     shuffled: bool = False,
     deterministic: bool = False,
     kept: bool = False,
+    sharded: bool = False,
 ) -> dict[str, Any]:
-    """Weights after so many steps of AdamW, and what the steps reported apart from times. `kept`: also the scores of
-    every other sample of the first step, and the logprobs before it."""
+    """Weights after so many steps of AdamW, what the steps reported apart from times, and the names of the state that a
+    checkpoint holds. `kept`: also the scores of every other sample of the first step, and the logprobs before it.
+    `sharded`: by FSDP in any case."""
     config = trainer(data_parallel, 1, dtype=dtype, optimizer=OptimizerConfig(lr=1e-3), deterministic=deterministic)
-    policy = updater(model_path, config)
+    with sharded_by_fsdp() if sharded else nullcontext():
+        policy = updater(model_path, config)
     reports = []
     scores: dict[str, Any] = {}
     for step in range(steps):
@@ -55,4 +80,11 @@ def train_steps(
             scores["kept"] = tokens.scores
         del report["seconds"]
         reports.append(report)
-    return {"weights": shards_of(policy), "reports": reports, **scores}
+    state = policy._state()
+    return {
+        "weights": shards_of(policy),
+        "reports": reports,
+        "state": sorted(state),
+        "shards": any(isinstance(each, DTensor) for each in state.values()),
+        **scores,
+    }

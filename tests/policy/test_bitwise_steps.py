@@ -41,6 +41,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
         for dtype in NEAR
         for way, (ranks, kwargs) in {"start": (1, {"steps": 0}), **WAYS}.items()
     }
+    alone = {"model_path": model, "data_parallel": 1, "dtype": "float32", "sharded": True}
+    scenarios["float32", "one, sharded"] = Scenario("train_steps", 1, alone, module="bitwise_scenarios")
     return Results(scenarios, {name for name in scenarios if name[0] == "float32"}, directory)
 
 
@@ -68,6 +70,15 @@ def test_the_same_batches_give_bitwise_the_same_weights_and_reports(
     np.testing.assert_array_equal(flat(again), flat(first))
     assert again[0]["reports"] == first[0]["reports"] and len(first[0]["reports"]) == STEPS
     assert not np.array_equal(flat(first), flat(found[dtype, "start"]))
+
+
+def test_one_rank_has_the_bits_and_the_names_that_fsdp_would_give_it(found: Results) -> None:
+    """A trainer of one float32 rank is not sharded. Its checkpoints are read in every layout."""
+    ours, sharded = found["float32", "one"], found["float32", "one, sharded"]
+    assert sharded[0]["shards"] and not ours[0]["shards"]
+    np.testing.assert_array_equal(flat(ours), flat(sharded))
+    assert ours[0]["reports"] == sharded[0]["reports"]
+    assert ours[0]["state"] == sharded[0]["state"]
 
 
 @every_dtype
