@@ -73,6 +73,22 @@ async def test_a_session_that_was_ended_is_not_kept_where_it_was() -> None:
         await again
 
 
+async def test_a_session_that_ends_with_a_request_in_flight_is_not_kept_afterwards() -> None:
+    """Whether the request left in an earlier tick or not."""
+    async with Fleet(RouterConfig(strategy="sticky_session")) as fleet:
+        first = fleet.generate(request("turn0", session="s"))
+        await asyncio.sleep(0)  # the request is queued in the tick in which its session ends
+        fleet.router.end_sessions(["s"])
+        home = await fleet.until_runs("turn0")
+        await fleet.on(home, "finish", ["turn0"], 1)
+        await first
+        await fleet.in_flight(0)
+        again = fleet.generate(request("turn1", session="s"))
+        assert await fleet.until_runs("turn1") == 1 - home
+        await fleet.on(1 - home, "finish", ["turn1"], 1)
+        await again
+
+
 async def test_sampling_that_depends_on_past_output_is_refused_where_resumption_is_on(draining: Fleet) -> None:
     with pytest.raises(RequestError, match="router.resume = false"):
         await draining.generate(request("r", penalty=0.5))

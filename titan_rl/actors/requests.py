@@ -219,6 +219,7 @@ class RequestClient:
     def send(self, requests: Iterable[GenerationRequest]) -> None:
         """Queue requests for this tick's message."""
         self._flush_soon()
+        self._tell_ended()  # first: a session may begin again
         for request in requests:
             self._open.add(request.request_id)
             self._tick.append(request)
@@ -264,10 +265,13 @@ class RequestClient:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        ended, self._over = self._over, []
-        if ended:  # first: a session may begin again
-            self.connection.tell(RequestServer.end_sessions, ended)
         self._send_tick()
+        self._tell_ended()
+
+    def _tell_ended(self) -> None:
+        ended, self._over = self._over, []
+        if ended:
+            self.connection.tell(RequestServer.end_sessions, ended)
 
     def _send_tick(self) -> None:
         requests, self._tick = [each for each in self._tick if each.request_id in self._open], []
