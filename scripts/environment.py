@@ -164,13 +164,12 @@ def bring_up(lock_descriptor: int) -> None:
     torch = installer.torch_build(pins["torch"])
     if not whole:
         check_disk(shutil.disk_usage(ROOT).free / 1e9, DISK_GB["CUDA" if "--constraints" in torch else "CPU"])
-    # uv compiles what it installs in one call. Nothing is left to the first run, whose processes would all compile it,
-    # nor to every run where Python writes no bytecode.
-    installer.install("torch", "--no-build", "--compile-bytecode", *torch)
-    installer.install("the locked packages", "--no-deps", "--no-build", "--compile-bytecode", "-r", str(LOCK))
+    installer.install("torch", "--no-build", *torch)
+    installer.install("the locked packages", "--no-deps", "--no-build", "-r", str(LOCK))
     # Without isolation the build takes the locked setuptools and downloads nothing.
     installer.install("the project itself", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
-    # uv compiles nothing that it finds installed, such as by an earlier version of this script.
+    # Otherwise every process of the first run would compile it, and of every run where Python writes no bytecode. uv's own
+    # option leaves out what was installed before.
     installer.run("compileall", "-qq", "-j", "0", str(VENV / "lib"), str(ROOT / "titan_rl"))
     STAMP.write_text("\n".join(wanted_stamp()))
     say(f"ready after {time.monotonic() - started:.0f} s: {VENV}")

@@ -32,7 +32,7 @@ Failures = Sequence[tuple[str, TitanError]]
 _NO_COMPLETIONS = pack(Completion, [])
 
 SESSIONS_SECONDS = 0.05
-"""After which the end of a session is told at the latest: a message takes 0.7 ms of all processes that it wakes."""
+"""An ended session is reported within this time. Each message costs 0.7 ms over all processes that it wakes."""
 
 
 @dataclass(frozen=True, slots=True)

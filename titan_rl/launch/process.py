@@ -59,7 +59,7 @@ def prepare_controller() -> None:
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, OPEN_FILES if most < 0 else min(OPEN_FILES, most)), most))
     # All processes of this host inherit it. Where they share cores, a message to one does not interrupt another in its
-    # work any more, which took a tenth of a step's time.
+    # work: a step takes a tenth less.
     with contextlib.suppress(OSError):  # a container may forbid either call
         if os.sched_getscheduler(0) == os.SCHED_OTHER:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -152,7 +152,7 @@ class TrainerConfig:
     """The trainer mesh: `data_parallel * tensor_parallel` ranks."""
 
     data_parallel: int = 1
-    """FSDP2 shards."""
+    """FSDP2 shards. A single rank that computes in float32 has no use for FSDP, and runs without it."""
     tensor_parallel: int = 1
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype (FSDP mixed precision); master weights and optimizer state are always float32."""

@@ -49,7 +49,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
 
 LEFT_OUT: dict[str, dict[str, object]] = {module: dict.fromkeys(names, Named) for module, names in _NAMES.items()}
 if (_transformers := find_spec("transformers")) is not None:
-    # A package of which modules are imported; by itself it would read thousands of files to know what they define.
+    # Its submodules are imported as usual. Its own `__init__` would read thousands of files to list them.
     LEFT_OUT["transformers.models"] = {
         "__path__": [f"{root}/models" for root in _transformers.submodule_search_locations or ()]
     }
