@@ -168,8 +168,8 @@ def bring_up(lock_descriptor: int) -> None:
     installer.install("the locked packages", "--no-deps", "--no-build", "-r", str(LOCK))
     # Without isolation the build takes the locked setuptools and downloads nothing.
     installer.install("the project itself", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
-    # Otherwise every process of the first run would compile it, and of every run where Python writes no bytecode. uv's own
-    # option leaves out what was installed before.
+    # Otherwise every process of the first run would compile it, and of every run where Python writes no bytecode. uv's
+    # own option leaves out what was installed before.
     installer.run("compileall", "-qq", "-j", "0", str(VENV / "lib"), str(ROOT / "titan_rl"))
     STAMP.write_text("\n".join(wanted_stamp()))
     say(f"ready after {time.monotonic() - started:.0f} s: {VENV}")
