@@ -19,6 +19,7 @@ from titan_rl.types import Completion, FinishReason, PolicyVersion
 from titan_rl.weights.segment_files import segment_at
 
 RANKS = [1, pytest.param(2, marks=pytest.mark.acceptance)]
+TOKENS = 900  # of a completion that is to be under way when something happens: about a second
 
 
 def versions_of(completion: Completion) -> list[int]:
@@ -40,7 +41,7 @@ async def load(fleet: RealFleet, name: str, count: int, *, tokens: int, step: in
 @pytest.mark.parametrize("tensor_parallel", RANKS)
 async def test_a_rolling_drain_keeps_the_service_up_and_versions_apart(tensor_parallel: int) -> None:
     async with real_fleet(RouterConfig(max_syncing=1), tensor_parallel=tensor_parallel) as fleet:
-        busy = asyncio.create_task(load(fleet, "busy", 16, tokens=300))
+        busy = asyncio.create_task(load(fleet, "busy", 16, tokens=TOKENS))
         while not all(status.in_flight for status in await fleet.router.fleet_status()):
             pass
         pull = asyncio.create_task(fleet.pull(1))
@@ -74,7 +75,7 @@ async def test_a_rolling_drain_keeps_the_service_up_and_versions_apart(tensor_pa
 @pytest.mark.parametrize("tensor_parallel", RANKS)
 async def test_hot_swaps_under_load_and_a_killed_generator_cost_nobody_an_answer(tensor_parallel: int) -> None:
     async with real_fleet(RouterConfig(weight_sync="hot_swap"), tensor_parallel=tensor_parallel) as fleet:
-        busy = asyncio.create_task(load(fleet, "busy", 16, tokens=300))
+        busy = asyncio.create_task(load(fleet, "busy", 16, tokens=TOKENS))
         for step in (1, 2):
             while not all(status.in_flight for status in await fleet.router.fleet_status()):
                 pass
@@ -85,15 +86,15 @@ async def test_hot_swaps_under_load_and_a_killed_generator_cost_nobody_an_answer
         assert any(len(versions_of(completion)) > 1 for completion in completions)
         for completion in completions:
             assert versions_of(completion) == sorted(versions_of(completion))
-            assert len(completion.token_ids) == len(completion.logprobs) == 300
+            assert len(completion.token_ids) == len(completion.logprobs) == TOKENS
             assert completion.finish_reason is FinishReason.LENGTH
 
-        doomed = asyncio.create_task(load(fleet, "doomed", 16, tokens=300))
+        doomed = asyncio.create_task(load(fleet, "doomed", 16, tokens=TOKENS))
         while not all(status.in_flight for status in await fleet.router.fleet_status()):
             pass
         os.kill(fleet.pids["generator1"][-1], signal.SIGKILL)
         survivors = await doomed
-        assert all(len(completion.token_ids) == 300 for completion in survivors)
+        assert all(len(completion.token_ids) == TOKENS for completion in survivors)
         statuses = {status.name: status for status in await fleet.router.fleet_status()}
         assert statuses["generator1"].state == "dead"
         assert statuses["generator0"].state == "serving"
