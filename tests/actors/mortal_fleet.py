@@ -72,7 +72,7 @@ class MortalFleet:
         self.generators = {
             name: GeneratorMesh(self._spawn(name), name) for name in (f"generator{index}" for index in range(count))
         }
-        self.router = RouterClient(self._spawn("router"), seconds=SECONDS)
+        self.router = RouterClient(self._spawn("router"), seconds=SECONDS, owned=True)
         self.pids: dict[str, int] = {}
 
     async def set_up(self) -> None:

@@ -250,7 +250,7 @@ async def test_what_is_lost_fails_at_once_and_goes_on_with_its_replacement(conne
 
 
 async def test_a_call_that_may_be_made_twice_is_made_again_when_its_actor_was_replaced(connection: Connection) -> None:
-    lifeline, actor = Lifeline(seconds=SECONDS), connection._actor
+    lifeline, actor = Lifeline(), connection._actor
     connection.lose("a test says so")
     waiting = asyncio.create_task(lifeline.again(lambda: connection.call(SECONDS, Echo.echo, 1)))
     await asyncio.sleep(0)

@@ -43,6 +43,10 @@ class Named(Actor):
     async def leave(self, code: int) -> None:
         os._exit(code)
 
+    @endpoint
+    async def fail(self) -> None:
+        raise RuntimeError("on purpose")
+
 
 class Heard:
     """A provisioner with one mesh, and what it passed on: faults, and words about stopped processes."""
@@ -99,6 +103,34 @@ async def test_every_end_is_told_once_with_its_rank_and_its_cause(tmp_path: Path
     finally:
         await asyncio.gather(heard.provisioner.stop_all(), other.provisioner.stop_all())
     assert len(heard.faults) == ranks and not other.faults, "what Monarch says of the same ends is no news"
+
+
+@pytest.mark.asyncio
+async def test_a_mesh_may_be_spawned_again_by_whoever_hears_of_its_fault_from_monarch(tmp_path: Path) -> None:
+    from support.meshes import mesh_plan  # here, because the processes import this file
+
+    again: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    board = FaultBoard()
+    place = mesh_plan("failing", beside=__file__)
+    hosts = Provisioner(log_directory=str(tmp_path), imports=(), on_fault=board.report)
+
+    async def replace() -> None:
+        await hosts.stop("failing", kill=True)
+        (named,) = hosts.spawn(place).spawn("failing", Named)
+        again.set_result(await bounded(named.pid.call_one(), what="pid", seconds=SECONDS))
+
+    tasks = []
+    board.ready("failing", lambda fault: tasks.append(asyncio.ensure_future(replace())))
+    try:
+        (named,) = hosts.spawn(place).spawn("failing", Named)
+        await bounded(named.pid.call_one(), what="pid", seconds=SECONDS)
+        named.fail.broadcast()  # an exception that nobody waits for ends the actor, and not its process
+        await asyncio.wait({again, *tasks}, timeout=SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            await task
+        assert again.result()
+    finally:
+        await hosts.stop_all()
 
 
 async def leave(heard: Heard, rank: int, code: int) -> None:

@@ -1,12 +1,13 @@
 """A fault ends the work in hand; none is lost."""
 
 import asyncio
+from contextvars import ContextVar
 from threading import Thread
 
 import pytest
 
 from titan_rl.config_registry import copy4
-from titan_rl.controller.faults import LOST_WITH, SETTLED_SECONDS, FaultBoard, Restarts, kind_of
+from titan_rl.controller.faults import LONGEST_PAUSE, LOST_WITH, SETTLED_SECONDS, FaultBoard, Restarts, kind_of
 from titan_rl.errors import ActorFailed, GeneratorFailed, MeshFailed, Stopped
 from titan_rl.launch.hosts.facts import HostFacts
 from titan_rl.launch.placement import plan
@@ -138,6 +139,29 @@ def test_a_mesh_that_fails_again_and_again_is_started_with_longer_pauses_and_at_
     assert pauses == [0, 1, 2, 4, 8]
     restarts.died(SETTLED_SECONDS)
     assert restarts.pause == 0 and not restarts.exhausted, "it had worked for a while"
+
+
+def test_a_mesh_may_fail_for_days() -> None:
+    restarts = Restarts(most=0)
+    for _ in range(10_000):
+        restarts.died(0.0)
+    assert restarts.pause == LONGEST_PAUSE
+
+
+async def test_what_a_loss_leads_to_does_not_run_in_the_context_of_the_thread_that_reports_it() -> None:
+    board, heard = FaultBoard(), asyncio.get_running_loop().create_future()
+    whose = ContextVar("whose", default="the run's")
+    board.ready("trainer", lambda fault: asyncio.ensure_future(tell()))
+
+    async def tell() -> None:
+        heard.set_result(whose.get())
+
+    def report() -> None:
+        whose.set("the reporter's")
+        board.report(died("trainer"))
+
+    Thread(target=report).start()
+    assert await heard == "the run's"
 
 
 async def test_a_generator_that_dies_before_it_is_ready_ends_the_start() -> None:

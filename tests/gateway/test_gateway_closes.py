@@ -148,7 +148,7 @@ async def test_a_gateway_that_is_closed_answers_what_is_open(rollout_keys):
     async with served(generators=1, gateway=GatewayConfig(port=0, model=MODEL, rollout_keys=rollout_keys)) as up:
         key = "none"
         if rollout_keys:
-            endpoint = await GatewayClient(up.gateway, seconds=300).open(session_request("s", tokens=ENDLESS))
+            endpoint = await GatewayClient(up.gateway).open(session_request("s", tokens=ENDLESS))
             key = endpoint.api_key
         ai = client(up, key).with_options(max_retries=0)
         whole, begun = (endless(ai, MODEL, stream=stream) for stream in (False, True))

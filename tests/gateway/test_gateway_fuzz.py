@@ -23,7 +23,7 @@ async def test_no_request_that_a_fuzzer_makes_up_is_a_server_error(tmp_path):
 
 async def test_no_request_that_a_fuzzer_makes_up_in_a_session_is_a_server_error(tmp_path):
     async with served(generators=2, gateway=GatewayConfig(port=0, model=MODEL, rollout_keys=True)) as up:
-        sessions = GatewayClient(up.gateway, seconds=300)
+        sessions = GatewayClient(up.gateway)
         endpoint = await sessions.open(session_request("fuzzed", tokens=8, max_turns=1 << 30))
         program = client(up, endpoint.api_key)
         await program.chat.completions.create(model=MODEL, messages=say("1"))

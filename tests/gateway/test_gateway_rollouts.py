@@ -28,7 +28,7 @@ async def up() -> AsyncIterator[Serving]:
 
 @pytest.fixture
 def sessions(up) -> GatewayClient:
-    return GatewayClient(up.gateway, seconds=300)
+    return GatewayClient(up.gateway)
 
 
 async def opened(sessions: GatewayClient, name: str, **options) -> openai.AsyncOpenAI:

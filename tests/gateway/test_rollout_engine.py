@@ -105,7 +105,7 @@ def played(tmp_path_factory) -> Iterator[tuple[list[Agent], list[RolloutRecord],
 async def play() -> tuple[list[Agent], list[RolloutRecord]]:
     gateway = GatewayConfig(port=0, model=MODEL, rollout_keys=True)
     async with served(generators=1, gateway=gateway, length=LENGTH, engine=ENGINE) as up:
-        sessions = GatewayClient(up.gateway, seconds=300)
+        sessions = GatewayClient(up.gateway)
         names = [f"session{number}" for number in range(PROGRAMS)]
         requests = [session_request(name, tokens=TOKENS, sample=number) for number, name in enumerate(names)]
         endpoints = await asyncio.gather(*map(sessions.open, requests))

@@ -102,7 +102,7 @@ async def test_programs_play_in_a_run_whose_weights_they_sample_also_after_its_g
     async with start(config, log_directory=tmp_path / "logs", say=said.put_nowait) as system:
         assert system.gateway is not None
         await system.router.pull_model_state_dict(await system.trainer.push_model_state_dict())
-        sessions = GatewayClient(system.gateway.actor, seconds=300)
+        sessions = GatewayClient(system.gateway.actor)
         group = system.train_group(3, PolicyVersion(0, 0))
         request = RolloutRequest(session_id="s", group=group, sample=1, max_turns=2, max_sampled_tokens=0)
         endpoint = await sessions.open(request)

@@ -80,7 +80,7 @@ class Gateway(ConnectedActor):
         name, settings = self._renderer
         renderer = make_renderer(name, self._model_path, settings)
         policy = ServedPolicy(name=self._config.model, renderer=renderer, max_model_len=self._max_model_len)
-        self._fleet = fleet = RouterClient(router, seconds=STATUS_SECONDS, who="gateway")
+        self._fleet = fleet = RouterClient(router, seconds=STATUS_SECONDS, who="gateway", owned=True)
         timeline.follow(lambda: "generators" if fleet.waits else "programs")
         config = replace(self._config, port=port or self._config.port)
         try:
@@ -195,14 +195,14 @@ class GatewayClient:
     no call has a bound of its own.
     """
 
-    def __init__(self, gateway: Any, *, seconds: float) -> None:
+    def __init__(self, gateway: Any, *, owned: bool = False) -> None:
         """
         Args:
             gateway: handle of the actor.
-            seconds: how long `open` waits for a replacement.
+            owned: `open` waits for the replacement of an actor that is gone: somebody replaces it, or ends this client.
         """
         self._calls = Connection(gateway, what="gateway.{}")
-        self._lifeline = Lifeline(seconds=seconds)
+        self._lifeline = Lifeline(seconds=None if owned else 0.0)
 
     def replace(self, gateway: Any) -> None:
         """From now on this actor is called."""

@@ -15,10 +15,11 @@ class Lifeline:
     """Makes calls again when the actors behind a client were replaced.
 
     Args:
-        seconds: how long a call waits for a replacement.
+        seconds: how long a call waits for a replacement. None: as long as it takes. Only the owner of the actors knows
+            how many more starts it will try; when it gives up, it ends whoever waits here.
     """
 
-    def __init__(self, *, seconds: float) -> None:
+    def __init__(self, *, seconds: float | None = None) -> None:
         self._seconds = seconds
         self._changed = asyncio.Event()
 

@@ -92,10 +92,10 @@ class RolloutWorker(StoreKeeper):
             This process's id, the name of its store, and what the environment says about itself.
         """
         placement = self._config.placement
-        self._router = RouterClient(router, seconds=placement.start_seconds, who=self._mesh)
+        self._router = RouterClient(router, seconds=placement.start_seconds, who=self._mesh, owned=True)
         timeline.follow(self._waits_for)
         if gateway is not None:
-            self._gateway = GatewayClient(gateway, seconds=placement.start_seconds)
+            self._gateway = GatewayClient(gateway, owned=True)
         return os.getpid(), self._store.name, await self._runner.start(self._gateway)
 
     @served

@@ -32,18 +32,19 @@ class RouterClient(RequestClient):
     function of its request, so the caller sees only that it took longer.
     """
 
-    def __init__(self, actor: Any, *, seconds: float, name: str = "router", who: str = "") -> None:
+    def __init__(self, actor: Any, *, seconds: float, name: str = "router", who: str = "", owned: bool = False) -> None:
         """
         Args:
             actor: handle of the actor; rollout workers get the same one.
-            seconds: time limit of a call, and of the wait for a replacement; a request has `router.request_seconds`.
+            seconds: time limit of a call that waits for no generator; a request has `router.request_seconds`.
             name: of the actor, for errors.
             who: name of the mesh of this client, for `client_lost`.
+            owned: somebody replaces an actor that is gone, or ends this client. Otherwise calls fail at once.
         """
         super().__init__(actor, name=name, on_answers=self._resolve, on_pieces=self._show, who=who)
         self.actor = actor
         self._seconds = seconds
-        self._lifeline = Lifeline(seconds=seconds)
+        self._lifeline = Lifeline(seconds=None if owned else 0.0)
         self._completions: dict[str, asyncio.Future[Completion]] = {}
         self._inboxes: dict[str, asyncio.Queue[Piece | None]] = {}  # None: the completion is there, or will never be
         self._wanted: dict[PolicyVersion, Publication] = {}  # what this client has asked the fleet to serve
@@ -150,7 +151,7 @@ class RouterClient(RequestClient):
             WeightsError: no generator serves it, or it is older than one requested before.
         """
         self._wanted = {publication.version: publication}
-        pull = await self._call(GeneratorRouter.pull_model_state_dict, publication)
+        pull = await self._wait(GeneratorRouter.pull_model_state_dict, publication)
         return pull.require_served()
 
     async def serve_beside(self, publication: Publication) -> None:
@@ -160,7 +161,7 @@ class RouterClient(RequestClient):
             WeightsError: no generator can.
         """
         self._wanted[publication.version] = publication
-        await self._call(GeneratorRouter.serve_beside, publication)
+        await self._wait(GeneratorRouter.serve_beside, publication)
 
     async def retire(self, version: PolicyVersion) -> None:
         """No request will ask for exactly this version any more."""
@@ -174,11 +175,11 @@ class RouterClient(RequestClient):
 
     async def sleep(self, generator: str) -> int:
         """Take a generator out of service; returns the bytes it freed."""
-        return await self._call(GeneratorRouter.sleep, generator)
+        return await self._wait(GeneratorRouter.sleep, generator)
 
     async def wake_up(self, generator: str) -> PullReport:
         """Bring it back with the newest weights."""
-        return await self._call(GeneratorRouter.wake_up, generator)
+        return await self._wait(GeneratorRouter.wake_up, generator)
 
     async def pin(self, version: PolicyVersion) -> str:
         """Reserve a generator for evaluation until `unpin`: it stays at exactly this version and serves only requests
@@ -192,10 +193,11 @@ class RouterClient(RequestClient):
 
     async def unpin(self, generator: str) -> PullReport:
         """End a pin: the generator finishes its requests, pulls the newest weights and serves everybody again."""
-        return await self._call(GeneratorRouter.unpin, generator)
+        return await self._wait(GeneratorRouter.unpin, generator)
 
     async def fleet_status(self) -> list[GeneratorStatus]:
-        return await self._call(GeneratorRouter.fleet_status)
+        """As the router that is there now sees it. Raises ActorGone if there is none."""
+        return await self.connection.call(self._seconds, GeneratorRouter.fleet_status)
 
     async def generator_lost(self, generator: str, reason: str) -> None:
         """Mark a generator as dead: one of its processes has ended."""
@@ -220,11 +222,11 @@ class RouterClient(RequestClient):
 
     async def drain(self, generator: str) -> None:
         """Returns when the generator has no requests left; it gets no new ones."""
-        await self._call(GeneratorRouter.drain, generator)
+        await self._wait(GeneratorRouter.drain, generator)
 
     async def client_lost(self, who: str) -> None:
         """The processes of this mesh are gone: stop their requests. When this returns, their ids may be used again."""
-        await self._call(GeneratorRouter.client_lost, who)
+        await self._wait(GeneratorRouter.client_lost, who)
 
     async def pulse(self) -> list[Pulse]:
         """See `ConnectedActor.pulse`. The caller sets the time limit."""
@@ -237,6 +239,11 @@ class RouterClient(RequestClient):
 
     async def _call(self, endpoint: ServedMethod[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._lifeline.again(lambda: self.connection.call(self._seconds, endpoint, *args, **kwargs))
+
+    async def _wait(self, endpoint: ServedMethod[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call what waits for generators: no clock here knows how many of them drain or pull one after the other. The
+        router bounds each of their steps, and a router that hangs is replaced."""
+        return await self._lifeline.again(lambda: self.connection.call(None, endpoint, *args, **kwargs))
 
 
 def _in_use(request_id: str) -> RequestError:

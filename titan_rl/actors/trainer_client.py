@@ -62,7 +62,7 @@ class Trainer:
         """
         Args:
             actors: handle of each rank.
-            start_seconds: bound on `setup` and `restore`, and on the time until ranks that are gone are replaced.
+            start_seconds: bound on `setup` and `restore`.
             step_seconds: bound on any other call.
             host_seconds: how long the loss of a rank's host may go unnoticed.
             on_hung: told of a call that was not answered within its bound. Its ranks, stuck in a collective, are of no
@@ -79,7 +79,7 @@ class Trainer:
         self._sequence = 0
         self._gone = ""  # why there are no ranks to call
         self._lost = asyncio.Event()
-        self._lifeline = Lifeline(seconds=start_seconds)
+        self._lifeline = Lifeline()
         self._stores: dict[str, tuple[str, Any]] | None = None
         self._published: dict[PolicyVersion, Publication] = {}
         self._serials = itertools.count(1)
@@ -153,7 +153,6 @@ class Trainer:
             SamplesLost: samples are missing or damaged; the weights are untouched.
             TrainingError: NaN or inf; the weights are untouched.
             TrainerStateLost: the ranks died, and with them the state.
-            ActorFailed: they were not replaced in time.
         """
         kept = kept or KeptTokens()
         answers = await self._step(PolicyTrainer.train_step, batch, kept.names)
@@ -169,7 +168,7 @@ class Trainer:
             Plain numbers, the same on every rank: loss, grad_norm, lr, trained_tokens, tokens, imbalance.
 
         Raises:
-            SamplesLost, TrainingError, TrainerStateLost, ActorFailed: as `train_step`. There is no copy in memory
+            SamplesLost, TrainingError, TrainerStateLost: as `train_step`. There is no copy in memory
                 before the end of the warm-up.
         """
         answers = await self._step(PolicyTrainer.warm_up_step, batch)

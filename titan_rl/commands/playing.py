@@ -261,7 +261,7 @@ async def served(
 
             runner = _runner(config, imports, model_path=str(directory))
             try:
-                sessions = GatewayClient(up.gateway, seconds=config.placement.start_seconds)
+                sessions = GatewayClient(up.gateway)
                 yield Player(config, runner, await runner.start(sessions), generate)
             finally:
                 await runner.close()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -79,7 +80,8 @@ class Restarts:
     @property
     def pause(self) -> float:
         """Seconds to wait before the next start."""
-        return min(LONGEST_PAUSE, 2.0 ** (self._failures - 2)) if self._failures > 1 else 0.0
+        # without the bound on the exponent, a float overflows after some hours of failures
+        return min(LONGEST_PAUSE, 2.0 ** min(self._failures - 2, 6)) if self._failures > 1 else 0.0
 
 
 def kind_of(mesh: str) -> str:
@@ -97,6 +99,8 @@ class FaultBoard:
                 that is a different one.
         """
         self._loop = asyncio.get_running_loop()
+        # The thread that reports a fault may be one of Monarch's, in whose context no process can be spawned.
+        self._context = contextvars.copy_context()
         self._announce = announce
         self._first: asyncio.Future[TitanError] = self._loop.create_future()
         self._lost: dict[str, asyncio.Future[MeshFailed]] = {}
@@ -134,7 +138,7 @@ class FaultBoard:
         """Report a fault. Thread-safe. Only the first fatal fault ends the run; later ones follow from it. A fault that
         comes after the event loop has closed is dropped."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._note, fault)
+            self._loop.call_soon_threadsafe(self._note, fault, context=self._context)
 
     def _note(self, fault: TitanError) -> None:
         if isinstance(fault, MeshFailed):

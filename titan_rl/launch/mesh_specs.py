@@ -138,7 +138,7 @@ def describe(plan: MeshPlan, meshes: Meshes) -> MeshSpec:
                     "awaited": meshes.awaited,
                     "others": config.other_generators(),
                 },
-                client=lambda actor: RouterClient(actor, seconds=start_seconds, who="controller"),
+                client=lambda actor: RouterClient(actor, seconds=start_seconds, who="controller", owned=True),
                 setup=lambda router: router.setup(),
                 doing="starting",
             )
