@@ -45,6 +45,7 @@ class ScriptedGenerator(RequestServer):
         self._may_pull.set()
         self._changed = asyncio.Event()  # set at the next change
         self._asleep = False
+        self.failed = ""
 
     # What a router calls.
 
@@ -71,7 +72,17 @@ class ScriptedGenerator(RequestServer):
         self._answer(list(self._live), FinishReason.ABORT, self._progress)
         return 0
 
+    @served
+    async def fail(self, reason: str) -> None:
+        self.failed = reason
+        self._notify()
+
     # What a test calls.
+
+    @served
+    async def until_failed(self) -> str:
+        await self._until(lambda: bool(self.failed))
+        return self.failed
 
     @served
     async def hold_pulls(self) -> None:

@@ -101,6 +101,17 @@ async def test_a_pull_that_nobody_takes_is_an_error_with_every_reason(draining: 
         await draining.pull(1)
 
 
+async def test_a_generator_whose_pull_never_ends_is_told_to_end_and_its_replacement_serves() -> None:
+    async with Fleet(RouterConfig(drain_seconds=0.01, pull_seconds=0.05)) as fleet:
+        await fleet.on(0, "hold_pulls")
+        assert set((await fleet.pull(1)).reports) == {"g1"}
+        assert "g0 takes new weights for longer than 5 times router.pull_seconds" in await fleet.on(0, "until_failed")
+        assert await fleet.on(1, "pulls") == ["v0", "v1"]
+        await fleet.kill(0)
+        await fleet.replace(0)
+        await fleet.until_states("serving", "serving")
+
+
 async def test_requests_wait_while_all_sync_and_then_go_through() -> None:
     async with Fleet(RouterConfig()) as fleet:
         for index in range(2):

@@ -163,8 +163,9 @@ class Generator(RequestServer):
         return alive if self._loop is None else alive._replace(progress=self._loop.pulse())
 
     @served
-    async def peer_failed(self, reason: str) -> None:
-        """Called on rank 0 by a follower that is about to end, with the cause."""
+    async def fail(self, reason: str) -> None:
+        """End this process, and with it the generator. Called on rank 0 with the cause: by a follower that is about to
+        end, by the router if the engine thread is stuck."""
         self._fail(GeneratorFailed(reason))
 
     @served
@@ -260,7 +261,7 @@ class Generator(RequestServer):
             if self._rank == 0:
                 await asyncio.sleep(FAREWELL_SECONDS)
             elif self._rank0 is not None:
-                await self._rank0.call(FAREWELL_SECONDS, Generator.peer_failed, str(cause))
+                await self._rank0.call(FAREWELL_SECONDS, Generator.fail, str(cause))
         except TitanError as error:
             _log.error("rank 0 could not be told: %s", error)
         finally:

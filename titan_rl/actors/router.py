@@ -4,7 +4,7 @@ A thin shell: `Dispatcher` decides which generator serves which request, `Fleet`
 weights when, and this class makes the calls and waits. `RequestRouter` is its side of requests, here is the fleet's.
 
 Is woken by messages and the end of a pull. Slowness never means that a generator is dead. Nobody waits for a late pull;
-its generator serves again once the pull succeeds.
+its generator serves again once the pull succeeds. One that is late for `ENDLESS_PULLS` is told to end, and is replaced.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.generator import GeneratorState, GeneratorStatus
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import FleetPull, Publication, PullReport
+
+ENDLESS_PULLS = 5
+"""A pull that has taken so many times `router.pull_seconds` will not end: a rank of the generator is stuck in it."""
 
 _log = logging.getLogger(__name__)
 
@@ -193,6 +196,7 @@ class GeneratorRouter(RequestRouter):
         drain, pull = self._config.drain_seconds, self._config.pull_seconds
         # The drain counts too, because a stopped process never finishes it.
         late = loop.call_later(drain + pull, self._or_end, self._is_late, generator)
+        endless = loop.call_later(drain + ENDLESS_PULLS * pull, self._or_end, self._is_stuck, generator)
         try:
             if self._fleet.must_drain(name):
                 with activity("drain", generator=name):
@@ -222,6 +226,7 @@ class GeneratorRouter(RequestRouter):
                 self._fleet.failed(name, str(error))
         finally:
             late.cancel()
+            endless.cancel()
         self._advance()
 
     async def _drained(self, generator: RoutedGenerator, seconds: float) -> None:
@@ -246,6 +251,12 @@ class GeneratorRouter(RequestRouter):
         generator.outcome = error
         self._fleet.late(name, str(error))
         self._advance()
+
+    def _is_stuck(self, generator: RoutedGenerator) -> None:
+        limit = f"{ENDLESS_PULLS} times router.pull_seconds ({self._config.pull_seconds:g})"
+        reason = f"{generator.name} takes new weights for longer than {limit}: it ends, to be replaced"
+        _log.warning("%s", reason)
+        generator.client.connection.tell(Generator.fail, reason)
 
     # The fleet.
 

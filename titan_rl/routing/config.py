@@ -27,7 +27,7 @@ class RouterConfig:
     """Further attempts at once after a failed pull; a generator that still fails waits, STALE, for the next version."""
     pull_seconds: float = 120.0
     """Longest pull of one generator, after its drain. A later one is waited for by nobody: the generator is STALE and
-    takes no requests until its pull ends."""
+    takes no requests until its pull ends. After five times as long it is ended and replaced."""
     request_seconds: float = 0.0
     """Longest time that a request may spend with generators, all its attempts together; then its engine stops it, and
     it fails. Waiting at the router (for weights, or for a generator) does not count. 0: no bound."""
