@@ -21,18 +21,18 @@ from support.meshes import mesh_plan
 
 from titan_rl.actors.connection import bounded
 from titan_rl.actors.rollout_worker import RolloutWorker
-from titan_rl.actors.rollouts import Rollouts
+from titan_rl.actors.rollouts import RolloutMesh, Rollouts
 from titan_rl.config import RunConfig
 from titan_rl.config_registry import copy4
 from titan_rl.data_plane.config import DataPlaneConfig
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SharedMemorySource
-from titan_rl.errors import ActorGone, GroupStopped, OwnershipError, SampleStoreFull, TitanError
+from titan_rl.errors import ActorGone, GroupStopped, OwnershipError, SampleStoreFull, TaskError, TitanError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig, TrainerConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
-from titan_rl.rollout.report import GroupReport
+from titan_rl.rollout.report import GroupReport, unplayed
 from titan_rl.types import GroupRequest, PolicyVersion, Purpose, SamplingParams
 from titan_rl.weights.segment_files import remove_segments_of
 
@@ -285,3 +285,38 @@ async def test_a_store_without_room_names_its_setting_and_keeps_nothing(model_pa
             await up.rollouts.run_groups([group(1), group(2, tokens=LONG)])
         assert isinstance(error.value, TitanError)
         await nothing_is_held(up)
+
+
+class Fragile(RolloutMesh):
+    """Dies of group 3, after `others` of those beside it have ended, and is there again at once."""
+
+    lives = 1
+
+    async def run_group(self, request: GroupRequest) -> GroupReport:
+        self.playing[request.key] = asyncio.get_running_loop().create_future()
+        try:
+            if request.group_id == 3:
+                await asyncio.sleep(0)
+                self.lives += 1
+                self.store = f"store.{self.lives}"
+                for each in self.playing.values():
+                    each.cancel()
+                raise ActorGone("rollout0 was killed")
+            if any(key.group_id == 3 for key in self.playing):
+                await self.playing[request.key]
+            return unplayed(request, TaskError("nothing to play"))
+        except asyncio.CancelledError:
+            raise ActorGone("rollout0 was killed") from None
+        finally:
+            del self.playing[request.key]
+
+
+@pytest.mark.parametrize("groups", [range(8), [3]])
+async def test_the_group_that_ends_its_worker_each_time_is_named_and_costs_no_other(groups: Sequence[int]) -> None:
+    rollouts = Rollouts(workers=1, start_seconds=SECONDS, step_seconds=SECONDS)
+    rollouts.workers = [worker := Fragile("rollout0", rollouts)]
+    worker.store = "store.1"
+    reports = await asyncio.wait_for(rollouts.run_groups([group(each) for each in groups]), SECONDS)
+    errors = {report.group_id: report.first_error for report in reports}
+    assert "ends what plays it" in errors.pop(3) and worker.lives <= 10
+    assert set(errors.values()) <= {"nothing to play"} and len(errors) == len(groups) - 1

@@ -3,8 +3,9 @@
     run_group(request) ──▶ the living worker with the fewest groups ──▶ GroupReport
     release of a batch ──▶ the stores that hold it, by id
 
-Every requested group is reported exactly once: finished, with the error that ended it, or with `ActorGone` when its
-worker is gone. If the caller was cancelled before the report came, the samples are released here.
+Every requested group is reported exactly once: finished, with the error that ended it, or with `ActorGone` when it was
+lost with what played it. It is played again then, unless it is to blame (`Suspects`). If the caller was cancelled before
+the report came, the samples are released here.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import asyncio
 import dataclasses
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
 
 from titan_rl.actors.connection import Connection, ServedMethod
@@ -22,13 +23,13 @@ from titan_rl.actors.lifeline import Lifeline
 from titan_rl.actors.rollout_worker import RolloutWorker
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport, SharedMemorySource, channel_of
-from titan_rl.errors import ActorFailed, ActorGone, TitanError
+from titan_rl.errors import ActorFailed, ActorGone, TaskError, TitanError
 from titan_rl.observability.timeline import Pulse
 from titan_rl.policy.kept_tokens import SampleName
 from titan_rl.rollout.record import Chosen, Record
 from titan_rl.rollout.report import GroupReport, unplayed
 from titan_rl.sandbox.wire import TaskInfo
-from titan_rl.scheduling.group import MAX_ATTEMPTS
+from titan_rl.scheduling.suspects import GUILTY, Suspects
 from titan_rl.types import GroupKey, GroupRequest, Purpose
 
 P = ParamSpec("P")
@@ -53,6 +54,10 @@ class RolloutMesh:
         self.store = ""
         """Name of its store; empty while there is no worker that plays."""
         self.playing: dict[GroupKey, asyncio.Task[GroupReport]] = {}
+        self.one_suspect = asyncio.Lock()
+        """Held while a group that may end the worker is played."""
+        self.has_played = False
+        """Whether this worker has played a group to its end: its start did not fail."""
         self._rollouts = rollouts
         self._asks: tuple[Any, Any] = (None, None)  # router and gateway
         self.channel = ""
@@ -64,7 +69,7 @@ class RolloutMesh:
     def replace(self, actor: Any) -> None:
         """From now on this one worker is called. It plays once it is set up."""
         self._gone("it was replaced")
-        self.actor = actor
+        self.actor, self.has_played = actor, False
         self._calls.replace(self.actor)
 
     def lose(self, reason: str) -> None:
@@ -111,6 +116,7 @@ class RolloutMesh:
             del self.playing[request.key]
         if store != self.store:
             raise ActorGone(f"{request}: {self.name} was lost with its samples")
+        self.has_played = True
         return report
 
     async def stop_groups(self) -> None:
@@ -168,7 +174,7 @@ class Rollouts:
     def __init__(self, *, workers: int, start_seconds: float, step_seconds: float) -> None:
         """
         Args:
-            start_seconds: how long a worker may take to start, and how long a group waits for one.
+            start_seconds: how long a worker may take to start.
             step_seconds: how long any other call may take.
         """
         self.start_seconds = start_seconds
@@ -179,7 +185,9 @@ class Rollouts:
         """Number of held-out prompts, at most what the config asks for; known once a worker is set up."""
         self.on_lost: Callable[[str], None] = lambda reason: None
         """Called when samples are lost, because their worker is; `holds` says which."""
-        self._lifeline = Lifeline(seconds=start_seconds)
+        self._lifeline = Lifeline()
+        self._suspects = Suspects()
+        self._asked = self._open = 0  # calls of `run_group`: of all times, and now
 
     @property
     def stores(self) -> dict[str, Any]:
@@ -196,27 +204,41 @@ class Rollouts:
         self._lifeline.replaced()
 
     async def run_group(self, request: GroupRequest) -> GroupReport:
-        """Play one group. The caller owns the samples of the returned report.
+        """Play one group. The caller owns the samples of the returned report. The report of a group that ends what plays
+        it says so, and no rollout was played.
 
         Raises:
-            ActorGone: its worker is gone; it may be played again.
+            ActorGone: what played it is gone; play it again, under the next attempt number.
             GroupStopped: `stop_groups` ended it.
             TitanError: another error ended it. None of its samples are stored.
         """
         if any(request.key in worker.playing for worker in self.workers):
             raise ValueError(f"{request} is being played already")
-        living = await self._alive()
-        return await min(living, key=lambda worker: len(worker.playing)).run_group(request)
+        group = (request.purpose, request.group_id)
+        self._asked += 1
+        asked, alone = self._asked, not self._open
+        self._open += 1
+        try:
+            async with self._player(group) as worker:
+                store = worker.store
+                report = await worker.run_group(request)
+        except ActorGone as error:
+            alone = alone and asked == self._asked
+            if not self._suspects.lost(group, with_worker=worker.store != store, alone=alone):
+                raise
+            why = f"{request} ends what plays it, {GUILTY} times in a row and unlike other groups, the last time so: {error}"
+            return unplayed(request, TaskError(why))
+        finally:
+            self._open -= 1
+        self._suspects.ended(group)
+        return report
 
     async def play(self, request: GroupRequest) -> GroupReport:
-        """As `run_group`, but a group that is lost is played again here, under the next attempt number. If it is lost
-        too often, its report says why no rollout could be played."""
+        """As `run_group`, but a group that is lost is played again here."""
         while True:
             try:
                 return await self.run_group(request)
             except ActorGone as error:
-                if request.attempt + 1 >= MAX_ATTEMPTS:
-                    return unplayed(request, error)
                 _log.info("%s is played again: %s", request, error)
                 request = dataclasses.replace(request, attempt=request.attempt + 1)
 
@@ -291,22 +313,28 @@ class Rollouts:
     def _living(self) -> list[RolloutMesh]:
         return [worker for worker in self.workers if worker.store]
 
-    async def _alive(self) -> list[RolloutMesh]:
-        """The workers that live; if there is none, waits for one.
+    @asynccontextmanager
+    async def _player(self, group: tuple[Purpose, int]) -> AsyncIterator[RolloutMesh]:
+        """The living worker with the fewest groups, for a suspect one at which no other suspect is played."""
+        while True:
+            worker = min(await self._alive(), key=lambda worker: len(worker.playing))
+            if group not in self._suspects:
+                yield worker
+                return
+            async with worker.one_suspect:
+                if worker.store:  # it did not die meanwhile
+                    yield worker
+                    return
 
-        Raises:
-            ActorFailed: none came in time.
-        """
+    async def _alive(self) -> list[RolloutMesh]:
+        """The workers that live; if there is none, waits for one."""
 
         async def living() -> list[RolloutMesh]:
             if not self._living:
-                raise ActorGone("no rollout worker has lived")
+                raise ActorGone("no rollout worker lives")
             return self._living
 
-        try:
-            return await self._lifeline.again(living)
-        except ActorGone as error:
-            raise ActorFailed(f"{error} for {self.start_seconds:g} s") from None
+        return await self._lifeline.again(living)
 
     async def _all(self, ask: Callable[[RolloutMesh], Awaitable[T]], workers: Iterable[RolloutMesh]) -> list[T]:
         """The answers of those that do not die meanwhile."""

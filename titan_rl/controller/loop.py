@@ -47,7 +47,6 @@ from titan_rl.observability.activity import Activities, Watchdog
 from titan_rl.observability.display.progress import RunDisplay
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.observability.timeline import timeline
-from titan_rl.rollout.report import unplayed
 from titan_rl.scheduling.group import Batch, Group
 from titan_rl.scheduling.schedule import Untrainable
 from titan_rl.types import PolicyVersion
@@ -234,9 +233,7 @@ class TrainingLoop:
             try:
                 report = await self._system.rollouts.run_group(request)
             except ActorGone as error:  # its worker, or the gateway of its programs
-                if self._losses.of_player(group, error):
-                    return
-                report = unplayed(request, error)
+                return self._losses.of_player(group, error)
         if not report.samples.trained_tokens:
             await self._system.rollouts.release(report.samples)
             self.records.failed(report)

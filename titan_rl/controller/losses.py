@@ -1,6 +1,6 @@
 """Groups that are lost: each is played again under its id, and keeps its place.
 
-the worker of a running group ends, or the gateway of its programs ─▶ of_player    up to MAX_ATTEMPTS times
+the worker of a running group ends, or the gateway of its programs ─▶ of_player
 the worker that holds a finished group's samples ends              ─▶ of_store
 a step cannot have all its samples                                 ─▶ of_samples   up to MAX_ATTEMPTS times
 """
@@ -8,6 +8,7 @@ a step cannot have all its samples                                 ─▶ of_sam
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,7 @@ class Losses:
         self._say = say
         self._changed = changed
         self._over = False
+        self._unread: Counter[int] = Counter()  # how often a group's samples could not be had
         self._rollouts.on_lost = self.of_store
         self._trainer.on_state_lost = changed
 
@@ -47,13 +49,10 @@ class Losses:
         self._trainer.require_state()
         return self._schedule.take()
 
-    def of_player(self, group: Group, error: ActorGone) -> bool:
-        """Play a running group again. False: it was lost too often, and has failed."""
-        if group.attempt + 1 >= MAX_ATTEMPTS:
-            return False
+    def of_player(self, group: Group, error: ActorGone) -> None:
+        """Play a running group again."""
         _log.info("%s is played again: %s", group, error)
         self._lost(group.group_id)
-        return True
 
     def of_store(self, reason: str) -> None:
         """Play the finished groups again whose samples are gone. Those of a batch that is out are in the hands of the
@@ -79,7 +78,8 @@ class Losses:
         """
         if not error.group_ids or not set(error.group_ids) <= set(batch.group_ids):
             raise error
-        if any(self._buffer[group_id].attempt + 1 >= MAX_ATTEMPTS for group_id in error.group_ids):
+        self._unread.update(error.group_ids)
+        if any(self._unread[group_id] >= MAX_ATTEMPTS for group_id in error.group_ids):
             raise error
         given_up = []
         for group_id in error.group_ids:

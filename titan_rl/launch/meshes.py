@@ -31,7 +31,7 @@ from titan_rl.actors.rollouts import Rollouts
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.actors.trainer_client import Trainer
 from titan_rl.config import RunConfig
-from titan_rl.controller.faults import LOST_WITH, FaultBoard, Restarts, kind_of
+from titan_rl.controller.faults import LOST_WITH, SETTLED_SECONDS, FaultBoard, Restarts, kind_of
 from titan_rl.errors import ActorGone, HostLost, MeshFailed, MeshLeaves, TitanError
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch.fleet import refuse_unfit, rejoin
@@ -302,7 +302,8 @@ class Meshes:
         self._watching.pop(name).cancel()
         up_seconds = time.monotonic() - self.up.pop(name)
         if not isinstance(fault, MeshLeaves):
-            self.restarts[name].died(up_seconds)
+            played = kind_of(name) == "rollout" and self.clients[name].has_played
+            self.restarts[name].died(SETTLED_SECONDS if played else up_seconds)
         self._on_mesh(name, "lost" if name in self.specs else "")
         again = f"; done again: {LOST_WITH[kind_of(name)]}"
         self.say(f"lost {name}: {fault}{again}" if name in self.specs else f"{name} leaves: {fault}")

@@ -18,8 +18,8 @@ from enum import StrEnum
 from titan_rl.types import PolicyVersion
 
 MAX_ATTEMPTS = 4
-"""A group that is lost with what plays it this many times has failed. If its samples are lost this many times from
-stores that live, the run ends: the cause is not going to go away."""
+"""If a group's samples are lost this many times from stores that live, the run ends: the cause is not going to go
+away."""
 
 
 class GroupState(StrEnum):
