@@ -137,15 +137,18 @@ def _what_to_run(command: Command, prog: str) -> tuple[RunConfig, tuple[str, ...
 
 def _newest_unfinished(command: Command, prog: str) -> tuple[RunConfig, tuple[str, ...], Resume | None]:
     config, imports = resolve(command)
+    prepare_controller()
+    from titan_rl.controller.checkpoints import read_ledger
+
     for run in unfinished(Path(config.logging.directory).expanduser()):
         try:
             before = config_of_run(run)
+            if before.recipe == config.recipe and all(each.allowed for each in differences(before, config)):
+                found = Resume(run).checkpoint(lambda text: say(prog, text), read_ledger)
+                say(prog, f"going on with {run}")
+                return config, imports, Resume(run, found)
         except ConfigError as error:
             say(prog, f"{run} is passed over: {error}")
-            continue
-        if before.recipe == config.recipe and all(each.allowed for each in differences(before, config)):
-            say(prog, f"going on with {run}")
-            return config, imports, Resume(run)
     say(prog, "no unfinished run has this config: a new one starts")
     return config, imports, None
 

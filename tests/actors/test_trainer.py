@@ -20,6 +20,7 @@ from titan_rl.launch.hosts.facts import detect_host
 from titan_rl.launch.placement import plan
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.policy.config import KLConfig, OptimizerConfig, TinyPolicyConfig, TrainerConfig, WarmupConfig
+from titan_rl.policy.kept_tokens import KeptTokens
 from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.types import NO_VERSION, PolicyVersion, TrainingSample
 from titan_rl.weights.config import WeightsConfig
@@ -136,3 +137,25 @@ async def test_the_stages_of_a_run_follow_each_other(trainer: Trainer) -> None:
 
     await trainer.freeze_reference()
     assert (await trainer.train_step(batch(3)))["reference_kl_k3"] == 0.0
+
+
+class PickledSoOften:
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        self.times -= 1
+        if self.times < 0:
+            raise TypeError("not once more")
+        return PickledSoOften, (self.times,)
+
+
+async def test_a_call_that_cannot_be_sent_is_refused_and_hangs_nobody(trainer: Trainer) -> None:
+    hung: list[str] = []
+    trainer._on_hung = hung.append
+    with pytest.raises(TypeError, match="not once more"):
+        await trainer.train_step(batch(4), KeptTokens([PickledSoOften(0)]))  # type: ignore[list-item]
+    assert (await trainer.train_step(batch(4)))["loss"] and not hung
+    with pytest.raises(TypeError, match="not once more"):
+        await trainer.train_step(batch(5), KeptTokens([PickledSoOften(1)]))  # type: ignore[list-item]
+    assert hung == ["trainer: a call could not be sent to rank 1: not once more"]

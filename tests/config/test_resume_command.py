@@ -12,12 +12,13 @@ import pytest
 from titan_rl import train
 from titan_rl.config import RunConfig
 from titan_rl.controller.checkpoint_files import CHECKPOINTS, checkpoints, commit, new_draft
-from titan_rl.errors import ConfigError
+from titan_rl.errors import CheckpointError, ConfigError
 from titan_rl.launch.resume import (
     CLOSE,
     CONFIG,
     MAY_CHANGE,
     SUMMARY,
+    begun,
     check_differences,
     differences,
     find,
@@ -55,7 +56,7 @@ def damage(checkpoint: Path) -> None:
 def test_a_run_directory_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=(2, 4))
     resume = find(run)
-    checkpoint = resume.begin(pytest.fail)
+    checkpoint = resume.checkpoint(pytest.fail)
     assert (resume.run, checkpoint and checkpoint.step) == (run, 4)
     assert len(checkpoints(run)) == 2
 
@@ -64,11 +65,38 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path: Pat
     run = make_run(tmp_path / "run", steps=(2, 4))
     damage(checkpoints(run)[1])
     said: list[str] = []
-    checkpoint = find(run).begin(said.append)
+    checkpoint = find(run).checkpoint(said.append)
     assert checkpoint is not None and checkpoint.step == 2
     (sentence,) = said
     assert "step-00000004 is damaged: ledger.pickle" in sentence and "passed over" in sentence
+    assert len(checkpoints(run)) == 2, "nothing is removed before the run has gone on"
+    begun(run, checkpoint)
     assert [each.name for each in checkpoints(run)] == ["step-00000002"]
+
+
+def unreadable(directory: Path) -> None:
+    if directory.name.endswith("4"):
+        raise CheckpointError(f"{directory} was written by another version")
+
+
+def test_a_checkpoint_that_this_version_cannot_read_is_named_and_the_one_before_is_taken(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=(2, 4))
+    said: list[str] = []
+    checkpoint = find(run).checkpoint(said.append, unreadable)
+    assert checkpoint is not None and checkpoint.step == 2
+    assert "step-00000004 was written by another version; it is passed over" in said[0]
+    with pytest.raises(ConfigError, match="--resume: .*step-00000004 was written by another version"):
+        find(checkpoints(run)[1]).checkpoint(said.append, unreadable)
+
+
+def test_auto_passes_over_a_run_of_which_no_checkpoint_can_be_read(tmp_path: Path, capsys: Any) -> None:
+    runs = ("--logging.directory", str(tmp_path))
+    make_run(tmp_path / "newer", *runs, steps=(2,), at=2)  # its ledger is no pickle
+    make_run(tmp_path / "older", *runs, at=1)
+    command = train.VERB.read(["--recipe", "copy4", *runs, "--resume", "auto"])
+    resume = train._what_to_run(command, "titan-rl train")[2]
+    assert resume is not None and resume.run == tmp_path / "older"
+    assert "newer is passed over: " in capsys.readouterr().err
 
 
 def test_a_run_of_which_no_checkpoint_can_be_read_does_not_start_over(tmp_path: Path) -> None:
@@ -77,20 +105,19 @@ def test_a_run_of_which_no_checkpoint_can_be_read_does_not_start_over(tmp_path: 
         damage(checkpoint)
     said: list[str] = []
     with pytest.raises(ConfigError, match="none of its checkpoints can be read"):
-        find(run).begin(said.append)
+        find(run).checkpoint(said.append)
     assert len(said) == len(checkpoints(run)) == 2
 
 
 def test_a_run_without_a_checkpoint_starts_over(tmp_path: Path) -> None:
-    said: list[str] = []
-    assert find(make_run(tmp_path / "run")).begin(said.append) is None
-    assert said == ["there is no checkpoint yet: the run starts over"]
+    assert find(make_run(tmp_path / "run")).checkpoint(pytest.fail) is None
 
 
 def test_a_checkpoint_that_is_named_is_taken_and_those_after_it_are_removed(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=(2, 4, 6))
-    checkpoint = find(checkpoints(run)[1]).begin(pytest.fail)
+    checkpoint = find(checkpoints(run)[1]).checkpoint(pytest.fail)
     assert checkpoint is not None and checkpoint.step == 4
+    begun(run, checkpoint)
     assert [each.name for each in checkpoints(run)] == ["step-00000002", "step-00000004"]
 
 

@@ -4,8 +4,8 @@
     release of a batch ──▶ the stores that hold it, by id
 
 Every requested group is reported exactly once: finished, with the error that ended it, or with `ActorGone` when it was
-lost with what played it. It is played again then, unless it is to blame (`Suspects`). If the caller was cancelled before
-the report came, the samples are released here.
+lost with what played it. It is played again then, unless it is to blame (`Suspects`). If the caller was cancelled
+before the report came, the samples are released here.
 """
 
 from __future__ import annotations
@@ -204,8 +204,8 @@ class Rollouts:
         self._lifeline.replaced()
 
     async def run_group(self, request: GroupRequest) -> GroupReport:
-        """Play one group. The caller owns the samples of the returned report. The report of a group that ends what plays
-        it says so, and no rollout was played.
+        """Play one group. The caller owns the samples of the returned report. The report of a group that ends what
+        plays it says so, and no rollout was played.
 
         Raises:
             ActorGone: what played it is gone; play it again, under the next attempt number.
@@ -226,7 +226,7 @@ class Rollouts:
             alone = alone and asked == self._asked
             if not self._suspects.lost(group, with_worker=worker.store != store, alone=alone):
                 raise
-            why = f"{request} ends what plays it, {GUILTY} times in a row and unlike other groups, the last time so: {error}"
+            why = f"{request} ends what plays it, {GUILTY} times in a row, and others do not: {error}"
             return unplayed(request, TaskError(why))
         finally:
             self._open -= 1

@@ -318,10 +318,20 @@ class Trainer:
 
     async def _all(self, call: RankCall[T]) -> list[T]:
         """The answers of all ranks. The first rank that fails ends the wait, because the others may be stuck in a
-        collective with it."""
-        sequence = self._sequence
+        collective with it. A call that cannot be sent to a rank uses up no number if no rank has it; otherwise those
+        that have it would wait for the others, and are replaced."""
+        calls: list[Coroutine[Any, Any, T]] = []
+        try:
+            for rank in range(len(self._ranks)):
+                calls.append(call(rank, self._sequence))
+        except Exception as error:
+            for sent in calls:
+                sent.close()
+            if calls:
+                self._on_hung(f"trainer: a call could not be sent to rank {len(calls)}: {error}")
+            raise
         self._sequence += 1
-        return await asyncio.gather(*(call(rank, sequence) for rank in range(len(self._ranks))))
+        return await asyncio.gather(*calls)
 
     def _note(self, answers: list[Publication]) -> Publication:
         publication = replace(answers[0], serial=next(self._serials))

@@ -127,15 +127,20 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted((run / CHECKPOINTS).glob(f"{_PREFIX}*"))
 
 
-def newest_sound(run: Path, on_damaged: Callable[[str], None]) -> Checkpoint | None:
+def newest_sound(
+    run: Path, on_damaged: Callable[[str], None], read: Callable[[Path], object] = lambda directory: None
+) -> Checkpoint | None:
     """The newest checkpoint that is as it was written; None: there is none.
 
     Args:
         on_damaged: told of every newer one, and why it is passed over.
+        read: raises CheckpointError for one that cannot be read though it is as it was written.
     """
     for directory in reversed(checkpoints(run)):
         try:
-            return check(directory)
+            found = check(directory)
+            read(directory)
+            return found
         except CheckpointError as error:
             on_damaged(f"{error}; it is passed over")
     return None

@@ -35,6 +35,7 @@ from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import references_in
 from titan_rl.errors import ActorGone, CheckpointError, SampleError, StorageError
 from titan_rl.observability.activity import Activities
+from titan_rl.observability.json_lines import json_object
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.overrides import to_toml
 from titan_rl.rollout.report import GroupReport
@@ -111,9 +112,9 @@ def read_ledger(directory: Path) -> Ledger:
         assert isinstance(ledger, Ledger)
         return ledger
     except Exception as error:  # whatever a pickle of another version raises
-        packages = json.loads((directory / PACKAGES).read_text())
-        theirs = ", ".join(f"{name} {version}" for name, version in packages.items())
-        raise CheckpointError(f"{directory / LEDGER} cannot be read; it was written with {theirs}") from error
+        theirs = ", ".join(f"{name} {version}" for name, version in json_object(directory / PACKAGES).items())
+        why = f"{type(error).__name__}: {error}; it was written with {theirs or 'nobody knows what'}"
+        raise CheckpointError(f"{directory / LEDGER} cannot be read: {why}") from error
 
 
 async def restore(ledger: Ledger, directory: Path, system: System) -> None:

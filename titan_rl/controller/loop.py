@@ -70,18 +70,20 @@ class TrainingLoop:
         ledger: Ledger | None = None,
         recorder: Recorder | None = None,
         restore_from: Path | None = None,
+        on_start: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
             checkpoints: writes them; None: nobody does.
             ledger: of the checkpoint in the directory `restore_from`, where the run goes on; None: it begins.
+            on_start: called when the trainer has the weights from which the run begins or goes on.
         """
         config = system.config
         self._system = system
         self._display = display
         self._checkpoints = checkpoints
-        self._restore_from = restore_from
+        self._restore_from, self._on_start = restore_from, on_start
         self.ledger = ledger = ledger or new_ledger(config)
         self._buffer, self._schedule, self._streak = ledger.buffer, ledger.schedule, ledger.streak
         self._reports, self._lessons = ledger.reports, ledger.lessons
@@ -131,6 +133,7 @@ class TrainingLoop:
                     await system.trainer.restore(None, again)
                 await warm_up(system, self._display, self._activity)
                 await system.trainer.freeze_reference()
+                self._on_start()
             else:
                 await self._restore(self._restore_from)
             self.has_weights = True
@@ -197,6 +200,7 @@ class TrainingLoop:
         first, from their beginning."""
         with self._activity("restore", step=self._buffer.trainer_version.step):
             await restore(self.ledger, directory, self._system)
+        self._on_start()
         self._display.say(
             f"going on after step {self._buffer.trainer_version.step} from {directory}: {len(self._reports)} finished "
             f"groups are kept, {self._buffer.counts.waiting} are played again"

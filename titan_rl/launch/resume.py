@@ -6,7 +6,8 @@
     --resume auto         the newest unfinished run of this recipe and config, one with a checkpoint first (another may
                           have failed at its start), or else a new run
 
-Checkpoints after the one that is taken are removed: the run leaves their way.
+Nothing of the run is changed before the trainer has what the checkpoint holds (`begun`). Then checkpoints after the one
+that was taken are removed: the run leaves their way.
 
 A setting that decides what is computed stays as it was: groups in flight, moments and ages are those of the old one.
 """
@@ -80,16 +81,25 @@ class Resume:
     chosen: Checkpoint | None = None
     """None: the newest sound one."""
 
-    def checkpoint(self, say: Callable[[str], None]) -> Checkpoint | None:
+    def checkpoint(
+        self, say: Callable[[str], None], read: Callable[[Path], object] = lambda directory: None
+    ) -> Checkpoint | None:
         """The one that was named, else the newest that is as it was written; None: there is none.
 
         Args:
-            say: told of damaged ones that are passed over.
+            say: told of those that are passed over.
+            read: raises CheckpointError for one that cannot be read though it is as it was written.
 
         Raises:
-            ConfigError: there are some, and none of them can be read.
+            ConfigError: there are some, and none of them can be read; or the one that was named cannot.
         """
-        found = self.chosen or newest_sound(self.run, say)
+        if self.chosen is not None:
+            try:
+                read(self.chosen.directory)
+            except CheckpointError as error:
+                raise ConfigError(f"--resume: {error}") from error
+            return self.chosen
+        found = newest_sound(self.run, say, read)
         if found is None and checkpoints(self.run):
             raise ConfigError(
                 f"{self.run}: none of its checkpoints can be read, so it cannot go on; start a new run, or move "
@@ -97,17 +107,13 @@ class Resume:
             )
         return found
 
-    def begin(self, say: Callable[[str], None]) -> Checkpoint | None:
-        """The checkpoint to go on from, of which the run then has no later ones; None: the run starts over.
 
-        Raises:
-            ConfigError: as `checkpoint`.
-        """
-        if (found := self.checkpoint(say)) is None:
-            say("there is no checkpoint yet: the run starts over")
-        else:
-            prune(self.run, keep=found.step + 1, newest=found.step)
-        return found
+def begun(run: Path, checkpoint: Checkpoint | None) -> None:
+    """A run goes on from this checkpoint, or has started over: remove what says how it went on and ended before."""
+    if checkpoint is not None:
+        prune(run, keep=checkpoint.step + 1, newest=checkpoint.step)
+    for file in (SUMMARY, ENDING):
+        (run / file).unlink(missing_ok=True)
 
 
 def lock_run(run: Path) -> int:

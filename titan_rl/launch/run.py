@@ -35,7 +35,7 @@ from titan_rl.controller.system import System
 from titan_rl.errors import ConfigError, Stopped, TrainerStateLost
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch.process import StopSignals, hold_signals, lasting_output, log_to_file
-from titan_rl.launch.resume import CONFIG, ENDING, SUMMARY, Resume, how_to_go_on, lock_run
+from titan_rl.launch.resume import CONFIG, ENDING, SUMMARY, Resume, begun, how_to_go_on, lock_run
 from titan_rl.launch.start import serve, start
 from titan_rl.observability.display.progress import RunDisplay
 from titan_rl.observability.metrics import MetricsWriter
@@ -76,6 +76,9 @@ def run(
 
     Args:
         replay_until: do again what was done, and end after this step; 0: go on.
+
+    Raises:
+        ConfigError: the run cannot go on: none of its checkpoints can be read. Nothing of it was changed.
     """
     started = time.monotonic()
     console = Console()
@@ -87,10 +90,10 @@ def run(
         if config.logging.spans:
             timeline.begin(directory / SPANS, "controller")
             timeline.follow(lambda: "the meshes")
-        checkpoint = None if resume is None else resume.begin(say)
-        write_config(directory, config)
-        for file in (SUMMARY, ENDING):
-            (directory / file).unlink(missing_ok=True)
+        if resume is None:
+            write_config(directory, config)
+        elif checkpoint is None:
+            say("there is no checkpoint yet: the run starts over")
         if config.deterministic:
             say(DETERMINISTIC_HINT)
         return await _train(config, imports, directory, checkpoint, console, faults, saved, replay_until)
@@ -110,6 +113,7 @@ def run(
         yield f"the run {how}; {saved[-1] if saved else 'no weights were saved'}; {how_to_go_on(directory)}"
         yield from _report(directory)
 
+    checkpoint = None if resume is None else resume.checkpoint(say, read_ledger)
     stopping = "saving the newest weights, then closing; once more: closing without saving"
     directory = None if resume is None else resume.run
     return conduct(config, work, end, last_lines, say=say, stopping=stopping, directory=directory)
@@ -270,6 +274,11 @@ async def _train(
                     writer = RolloutWriter(directory, keep_bytes=ledger.rollouts_bytes, say=display.say)
                     recorder = Recorder(system.rollouts, writer, each=config.logging.rollouts, only=replay_until)
                     checkpoints = Checkpoints(directory, system, metrics=metrics, say=display.say, recorder=recorder)
+
+                    def on_start(checkpoint: Checkpoint | None = checkpoint) -> None:
+                        begun(directory, checkpoint)
+                        write_config(directory, config)
+
                     loop = TrainingLoop(
                         system,
                         display=display,
@@ -278,6 +287,7 @@ async def _train(
                         ledger=ledger,
                         recorder=recorder,
                         restore_from=checkpoint and checkpoint.directory,
+                        on_start=on_start,
                     )
                     try:
                         await train_and_save(loop, faults, _saves(loop, system, directory, saved), display.say)
@@ -290,7 +300,7 @@ async def _train(
                         display.say(f"going back to the newest checkpoint: {lost}")
                         metrics.close()
                         await recorder.settled()
-                        checkpoint = await asyncio.to_thread(Resume(directory).begin, display.say)
+                        checkpoint = await asyncio.to_thread(Resume(directory).checkpoint, display.say, read_ledger)
                         again = loop.ledger.buffer.trainer_version.step - (checkpoint.step if checkpoint else 0)
                         display.say(f"{again} finished steps are done again")
                         ledger, metrics = begin(system.trainer.version.incarnation + 1)

@@ -47,7 +47,8 @@ class MetricsWriter:
         Args:
             directory: of the run; made if absent.
             config: the run config as nested plain data, shown by W&B.
-            keep_bytes: of a `metrics.jsonl` that is there; what follows them is cut off.
+            keep_bytes: of a `metrics.jsonl` that is there; what follows them is cut off when the first line is
+                written. Until then the run has not gone on.
             say: told when fewer than `keep_bytes` are there, when lines cannot be written and when they can again, and
                 once, in any thread, of each of TensorBoard and W&B that fails.
 
@@ -56,19 +57,15 @@ class MetricsWriter:
         """
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / "metrics.jsonl"
-        if (lost := keep_bytes - cut_lines(self._path, keep_bytes)) > 0:
-            say(f"{self._path} was changed: {lost:,} of its {keep_bytes:,} bytes are gone, and the steps in them")
         self._file = open(self._path, "ab", buffering=0)
+        self._keep_bytes: int | None = keep_bytes
         self._unwritten = b""
         self._lock = threading.Lock()  # checkpoints are committed in a thread
         self._say = say
         self._backends: list[Backend] = []
+        self._tensorboard = directory / "tensorboard" if tensorboard else None
         if tensorboard:
             _require("tensorboard", "logging.tensorboard is on")
-            where = directory / "tensorboard"
-            shutil.rmtree(where, ignore_errors=True)
-            # It cannot cut its files off at a step, so those of an earlier process are drawn again.
-            self._backends.append(Backend("TensorBoard", partial(TensorBoard, where), say, self._earlier()))
         if wandb_project:
             _require("wandb", "logging.wandb_project is set")
             begin = partial(WeightsAndBiases, directory, project=wandb_project, name=run_name, config=config)
@@ -80,6 +77,7 @@ class MetricsWriter:
         Args:
             groups: that the step trained; only in `metrics.jsonl`.
         """
+        self._begin()
         plain = {key: (value if math.isfinite(value) else None) for key, value in numbers.items()}
         line = json.dumps({"step": step, **plain, **({GROUPS: [*groups]} if groups else {})}) + "\n"
         kept = bool(self._unwritten)
@@ -98,6 +96,7 @@ class MetricsWriter:
     @property
     def nbytes(self) -> int:
         """Of all steps."""
+        self._begin()
         with self._lock:
             return os.fstat(self._file.fileno()).st_size + len(self._unwritten)
 
@@ -109,6 +108,19 @@ class MetricsWriter:
         """
         self._write()
         os.fsync(self._file.fileno())
+
+    def _begin(self) -> None:
+        """Before the first line: cut off what is not kept."""
+        if (keep_bytes := self._keep_bytes) is None:
+            return
+        self._keep_bytes = None
+        if (lost := keep_bytes - cut_lines(self._path, keep_bytes)) > 0:
+            self._say(f"{self._path} was changed: {lost:,} of its {keep_bytes:,} bytes are gone, and the steps in them")
+        if self._tensorboard is not None:
+            shutil.rmtree(self._tensorboard, ignore_errors=True)
+            # It cannot cut its files off at a step, so those of an earlier process are drawn again.
+            begin = partial(TensorBoard, self._tensorboard)
+            self._backends.append(Backend("TensorBoard", begin, self._say, self._earlier()))
 
     def _write(self, lines: bytes = b"") -> None:
         """Write these lines, after those that are not written yet: all or none."""

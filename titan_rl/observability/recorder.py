@@ -27,23 +27,22 @@ class RolloutWriter:
     def __init__(self, directory: Path, *, keep_bytes: int = 0, say: Callable[[str], None] = lambda text: None) -> None:
         """
         Args:
-            keep_bytes: of a file that is there; what follows them is cut off.
+            keep_bytes: of a file that is there; what follows them is cut off before the first record is written.
             say: told once that something was not recorded.
         """
         self._path = directory / ROLLOUTS
         self._lock = threading.Lock()
         self._say = say
         self._failed = False
-        try:
-            cut_lines(self._path, keep_bytes)
-        except OSError as error:
-            self.failed(error)
+        self._keep_bytes: int | None = keep_bytes
 
     def write(self, records: Sequence[dict[str, Any]]) -> None:
         try:
             lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode()
-            with self._lock, open(self._path, "ab", buffering=0) as file:
-                append_lines(file, lines)
+            with self._lock:
+                self._begin()
+                with open(self._path, "ab", buffering=0) as file:
+                    append_lines(file, lines)
         except Exception as error:  # also of values that are no JSON
             self.failed(error)
 
@@ -57,7 +56,16 @@ class RolloutWriter:
     @property
     def nbytes(self) -> int:
         with self._lock:
+            self._begin()
             return self._path.stat().st_size if self._path.is_file() else 0
+
+    def _begin(self) -> None:
+        keep_bytes, self._keep_bytes = self._keep_bytes, None
+        if keep_bytes is not None:
+            try:
+                cut_lines(self._path, keep_bytes)
+            except OSError as error:
+                self.failed(error)
 
 
 def read_rollouts(path: Path) -> Iterator[dict[str, Any]]:
