@@ -82,7 +82,9 @@ def test_a_layer_that_computes_with_something_else_is_refused(engine: Facts) -> 
 
 
 def test_a_packed_copy_that_new_weights_did_not_reach_is_refused(facts: Facts) -> None:
-    assert facts["stale_copy"] == "lm_head computes with a packed copy of other weights than its own"
+    error, passed = facts["stale_copy"]
+    assert error == "lm_head computes with a packed copy of other weights than its own"
+    assert passed < 16, "a flipped bit is found within that many checks"
 
 
 def test_seeded_requests_get_the_same_tokens_alone_and_in_a_batch(engine: Facts) -> None:

@@ -272,19 +272,27 @@ def skipped_tensor(model: Path, other: Path) -> dict[str, Any]:
     return facts
 
 
-def stale_copy(model: Path, other: Path) -> str:
-    """New weights that did not reach a packed copy."""
+def stale_copy(model: Path, other: Path) -> tuple[str, int]:
+    """New weights that did not reach a packed copy; and how many checks pass before one flipped bit is found."""
     engine = VllmEngine(config(linear="packed"), model)
     head = engine.model.lm_head
     old = head.cpu_linear
     engine.load_weights(tensors_of(other).items(), PolicyVersion(0, 1))
     head.cpu_linear = old
     try:
+        error = refused(engine)
+        engine.load_weights(tensors_of(other).items(), PolicyVersion(0, 2))
+        head.weight.data.view(torch.int32)[5, 7] ^= 1  # of the original, which the copy was made from
+        return error, next(passed for passed in range(1000) if refused(engine))
+    finally:
+        engine.close()
+
+
+def refused(engine: VllmEngine) -> str:
+    try:
         served(engine)
     except TitanError as error:
         return str(error)
-    finally:
-        engine.close()
     return ""
 
 

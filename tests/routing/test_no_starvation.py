@@ -174,3 +174,40 @@ def test_a_strategy_that_lacks_a_method_is_refused_by_name(tmp_path: Path) -> No
     file.write_text("class Half:\n    def choose(self, request, *, now, waiting_since):\n        return None\n")
     with pytest.raises(ConfigError, match="lacks serves, pauses, leaves, assigned, released, end_session"):
         build_strategy(RouterConfig(strategy=f"{file}:Half"))
+
+
+class Scanned(LeastLoaded):
+    """Looks at every generator for each choice."""
+
+    def _first(self, version):  # type: ignore[no-untyped-def]
+        expected = min(map(self._key, self._members[version]))
+        assert super()._first(version) == expected
+        assert len(self._heaps[version]) <= 4 * len(self._members[version]) + 16
+        return expected
+
+
+MOVES = st.one_of(
+    st.tuples(st.just("serves"), st.integers(0, 4), st.integers(0, 2)),
+    st.tuples(st.sampled_from(["pauses", "leaves"]), st.integers(0, 4), st.just(0)),
+    st.tuples(st.just("load"), st.integers(0, 4), st.integers(0, 3)),
+    st.tuples(st.just("choose"), st.integers(0, 2), st.just(0)),
+)
+
+
+@given(st.lists(MOVES, max_size=300))
+def test_a_choice_has_the_least_load_of_all_generators_of_an_allowed_version(changes) -> None:
+    strategy, serving = Scanned(), {}
+    for what, which, value in changes:
+        match what:
+            case "serves":
+                serving[f"g{which}"] = value
+                strategy.serves(f"g{which}", PolicyVersion(0, value))
+            case "load":
+                strategy.assigned(request("r"), f"g{which}", value)
+            case "choose":
+                chosen = strategy.choose(request("r", at_least=PolicyVersion(0, which)), now=0.0, waiting_since=0.0)
+                able = {name for name, version in serving.items() if version >= which}
+                assert chosen in able if able else chosen is None
+            case _:
+                serving.pop(f"g{which}", None)
+                getattr(strategy, what)(f"g{which}")
