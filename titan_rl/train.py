@@ -77,6 +77,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titan_rl.t
 
 def _act(command: Command, prog: str) -> int:
     config, imports, resume = _what_to_run(command, prog)
+    if resume is not None:
+        resume.check_steps(config.loop.steps)
     if (ranks := hosts_of(os.environ)) > 1:
         where = config.placement
         hosts = workers(os.environ, ranks, trusted=where.trusted_network)

@@ -13,7 +13,6 @@ import errno
 import json
 import math
 import os
-import shutil
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -66,8 +65,8 @@ class MetricsWriter:
         if tensorboard:
             _require("tensorboard", "logging.tensorboard is on")
             where = directory / "tensorboard"
-            shutil.rmtree(where, ignore_errors=True)
-            # It cannot cut its files off at a step, so those of an earlier process are drawn again.
+            for file in where.glob("events.out.tfevents.*"):
+                file.unlink()  # TensorBoard cannot cut it off at a step: all steps are drawn again
             self._backends.append(Backend("TensorBoard", partial(TensorBoard, where), say, self._earlier()))
         if wandb_project:
             _require("wandb", "logging.wandb_project is set")
