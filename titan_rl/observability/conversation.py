@@ -28,8 +28,25 @@ def draw_rollout(record: Record, *, brief: bool = False) -> Text:
     tokens = sum(turn["tokens"] for turn in record["turns"])
     head = Text(f"── {', '.join(record['kept'])} ── {what} ── {tokens} tokens", "bold")
     restored = [{"role": "", "content": "".join(branch["texts"])} for branch in record["branches"]]
-    messages = draw_messages(record["messages"] or restored, brief=brief)
+    messages = draw_conversations(record, brief=brief) if record["messages"] else draw_messages(restored, brief=brief)
     return Text("\n").join(part for part in (head, messages, draw_end(record)) if part)
+
+
+def draw_conversations(record: Record, *, seen: int = 0, brief: bool = False) -> Text:
+    """All conversations of a rollout; the one that was graded is the last.
+
+    Args:
+        seen: messages of the graded one that are left out, if it is the only one.
+    """
+    sides = record.get("side_conversations", ())  # older records have none
+    if not sides:
+        return draw_messages(record["messages"][seen:], brief=brief)
+    shown = []
+    for number, messages in enumerate([*sides, record["messages"]]):
+        graded = " (graded)" * (number == len(sides))
+        shown += [Text(f"conversation {number + 1} of {len(sides) + 1}{graded}", "dim")]
+        shown += [draw_messages(messages, brief=brief)]
+    return Text("\n").join(shown)
 
 
 def draw_messages(messages: Sequence[Record], *, brief: bool = False) -> Text:
