@@ -23,7 +23,15 @@ from rich.table import Table
 
 from titan_rl import train
 from titan_rl.commands.estimates import Estimate, difference, mean, pass_at_k, share
-from titan_rl.commands.playing import Player, conducted, config_of_task, number_of, player_of, run_of_policies
+from titan_rl.commands.playing import (
+    Player,
+    conducted,
+    config_of_task,
+    number_of,
+    player_of,
+    run_of_policies,
+    server_of,
+)
 from titan_rl.config import RunConfig
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.launch.checks import check_environment
@@ -171,6 +179,7 @@ def _act(command: Command, prog: str) -> int:
     temperature = _temperature(command, config)
     if not train.may_start([*check_environment(config)], prog):
         return EXIT_USAGE
+    players = [server_of(policy, command) for policy in policies]  # a dead URL is told before a fleet is started
     console = Console(highlight=False, markup=False, emoji=False)
 
     tell = partial(console.print, style="dim", markup=False, soft_wrap=True)
@@ -178,7 +187,7 @@ def _act(command: Command, prog: str) -> int:
     async def work(directory: Path, options: Options) -> tuple[int, str]:
         all_scores = [Scores(name) for name in names_of(policies)]
         with open(directory / RESULTS, "w", encoding="utf-8", buffering=1) as results:
-            for policy, scores in zip(policies, all_scores, strict=True):
+            for policy, scores in zip(players, all_scores, strict=True):
                 async with player_of(policy, config, imports, command, options) as player:
                     tell(f"{scores.name}: {player.info.held_out} held-out prompts, greedy and {samples} times sampled")
                     await play(player, scores, samples=samples, temperature=temperature, results=results)
