@@ -100,8 +100,7 @@ def carry_out(
     if not may_start(_problems(config, imports), prog, dry_run=dry_run):
         return EXIT_USAGE
     if dry_run:
-        show(config, detect_host())
-        return 0
+        return show(config, detect_host())
     forget_torchrun(os.environ)
     prepare_controller()
     from titan_rl.launch.run import run
@@ -209,7 +208,8 @@ signals:    SIGUSR1 prints what each task of every process waits for, and the st
         "`auto`: the newest unfinished run of this recipe and config (one with a checkpoint first), or a new one",
         "--hosts ADDRESS:PORT,...": "workers on other hosts (`titan-rl worker`), as --placement.hosts",
         TRUSTED: "needed with other hosts, unless there is TLS: whoever reaches a port of the run can run any code",
-        "--dry-run": "print the resolved config and the placement, and start nothing",
+        "--dry-run": "print the resolved config and the placement, and start nothing; exit code 2 if this host has too "
+        "few CUDA devices",
     },
     aliases={"--name": "logging.name", "--hosts": "placement.hosts", TRUSTED: "placement.trusted_network"},
 )
@@ -274,12 +274,14 @@ def _problems(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
     return problems + [problem for problem in check_task(config, imports) if problem not in problems]
 
 
-def show(config: RunConfig, host: HostFacts, *, serving: bool = False) -> None:
-    """Print the config as TOML and the placement as comments below it."""
+def show(config: RunConfig, host: HostFacts, *, serving: bool = False) -> int:
+    """Print the config as TOML and the placement as comments below it. Returns the exit code: 2 if the run needs CUDA
+    devices that this host has not, and no other host is named."""
     hosts = assumed_hosts(config, with_devices(host, config))
     placement = plan(config, *hosts, serving=serving)
     print(to_toml(config))
     print("\n".join(f"# {line}".rstrip() for line in describe(placement, *hosts)))
+    return EXIT_USAGE if hosts[0].devices_there is not None and len(hosts) == 1 else 0
 
 
 def forget_torchrun(environ: MutableMapping[str, str]) -> None:

@@ -37,6 +37,7 @@ from titan_rl.errors import ConfigError, GeneratorFailed, RequestError, TaskErro
 from titan_rl.importing import import_name
 from titan_rl.launch.checks import check_environment
 from titan_rl.observability.conversation import draw_conversations, draw_end, draw_messages
+from titan_rl.one_line import counted
 from titan_rl.overrides import EXIT_USAGE, Command, Verb, option_overrides, say
 from titan_rl.rollout.record import Record, plain_message
 from titan_rl.sandbox.wire import Call, CallKind, Demonstrated
@@ -171,7 +172,7 @@ class Trial:
         graded = len(self._rewards)
         mean = f", mean reward {sum(self._rewards) / graded:.3f}" if graded else ""
         failed = f"; {self._failed} failed and would not be trained" if self._failed else ""
-        self._console.print(f"{graded} rollouts graded{mean}{failed}", highlight=False)
+        self._console.print(f"{counted(graded, 'rollout')} graded{mean}{failed}", highlight=False)
         return EXIT_FAILED if self._failed else 0
 
 

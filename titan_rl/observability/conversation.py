@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.text import Text
 
-from titan_rl.one_line import one_line
+from titan_rl.one_line import counted, one_line
 
 LONGEST_LINE, LONGEST_BRIEF = 2000, 240
 """Characters of a line; of a text that is shown in one line."""
@@ -26,7 +26,7 @@ def draw_rollout(record: Record, *, brief: bool = False) -> Text:
     """A whole rollout. Of one that was restored from a checkpoint the text of its tokens."""
     what = f"{record['purpose']}, step {record['step']}, group {record['group']}, sample {record['sample']}"
     tokens = sum(turn["tokens"] for turn in record["turns"])
-    head = Text(f"── {', '.join(record['kept'])} ── {what} ── {tokens} tokens", "bold")
+    head = Text(f"── {', '.join(record['kept'])} ── {what} ── {counted(tokens, 'token')}", "bold")
     restored = [{"role": "", "content": "".join(branch["texts"])} for branch in record["branches"]]
     messages = draw_conversations(record, brief=brief) if record["messages"] else draw_messages(restored, brief=brief)
     return Text("\n").join(part for part in (head, messages, draw_end(record)) if part)
