@@ -20,6 +20,7 @@ from typing import TypeVar
 from titan_rl.config import CLASS_SETTINGS, DATA_FILES, RunConfig
 from titan_rl.config_registry import RECIPES, load_recipe
 from titan_rl.controller.checkpoint_files import checkpoints
+from titan_rl.directories import check_replaceable
 from titan_rl.errors import ConfigError
 from titan_rl.launch.checks import Problem, Severity, check_run
 from titan_rl.launch.hosts.facts import HostFacts, detect_host
@@ -79,6 +80,8 @@ def _act(command: Command, prog: str) -> int:
     config, imports, resume = _what_to_run(command, prog)
     if resume is not None:
         resume.check_steps(config.loop.steps)
+        if config.logging.save_final:
+            check_replaceable(resume.run / "checkpoint")  # now, and not when it is to be written
     if (ranks := hosts_of(os.environ)) > 1:
         where = config.placement
         hosts = workers(os.environ, ranks, trusted=where.trusted_network)

@@ -283,6 +283,14 @@ def test_a_run_does_not_go_on_for_fewer_steps_than_it_has_done(
     assert before == {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
 
 
+def test_weights_that_could_not_be_saved_at_the_end_are_refused_at_the_start(tmp_path: Path, capsys: Any) -> None:
+    run = make_run(tmp_path / "run", steps=(2,))
+    (run / "checkpoint").mkdir()
+    (run / "checkpoint" / "notes").touch()
+    assert train.main(["--resume", str(run)]) == 2
+    assert "checkpoint holds notes, which would be deleted" in capsys.readouterr().err
+
+
 def test_the_last_line_promises_only_what_a_run_that_is_done_can_do(tmp_path: Path) -> None:
     assert how_to_go_on(make_run(tmp_path / "kept", steps=(2,), done=True)).endswith("--loop.steps N trains it further")
     bare = make_run(tmp_path / "bare", done=True)

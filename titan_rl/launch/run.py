@@ -32,7 +32,6 @@ from titan_rl.controller.faults import Announcer, FaultBoard, Save, train_and_sa
 from titan_rl.controller.loop import TrainingLoop
 from titan_rl.controller.recording import Recorder
 from titan_rl.controller.system import System
-from titan_rl.directories import check_replaceable
 from titan_rl.errors import ConfigError, Stopped, TrainerStateLost
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch.process import StopSignals, hold_signals, lasting_output, log_to_file
@@ -88,8 +87,6 @@ def run(
         if config.logging.spans:
             timeline.begin(directory / SPANS, "controller")
             timeline.follow(lambda: "the meshes")
-        if config.logging.save_final:
-            check_replaceable(directory / "checkpoint")  # not only when it is to be written
         checkpoint = None if resume is None else resume.begin(say)
         write_config(directory, config)
         for file in (SUMMARY, ENDING):
