@@ -68,7 +68,7 @@ Say = Callable[[Sequence[Message], Sequence[ToolSpec], GenerationRequest], Await
 
 
 def task_alone() -> RunConfig:
-    """What a task is played with of which nothing but its name is known."""
+    """The config for a task of which only the name is known."""
     return replace(serve.checkpoint(), rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=LONGEST_TURN)))
 
 
