@@ -280,7 +280,7 @@ def _problems(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
 def show(config: RunConfig, host: HostFacts, *, serving: bool = False) -> int:
     """Print the config as TOML and the placement as comments below it. Returns the exit code: 2 if the run needs CUDA
     devices that this host has not, and no other host is named."""
-    hosts = assumed_hosts(config, with_devices(host, config))
+    hosts = assumed_hosts(config, with_devices(host, config, serving=serving))
     placement = plan(config, *hosts, serving=serving)
     print(to_toml(config))
     print("\n".join(f"# {line}".rstrip() for line in describe(placement, *hosts)))

@@ -15,6 +15,7 @@ from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tokenizer
 
 WRONG = {
+    "--recipe copy4 --trainer.optimizer.lr 0": "trainer.optimizer.lr must be positive, got 0",
     "--recipe copy5": "--recipe copy5: there is no such recipe (did you mean copy4?)",
     "--recipe no.such:thing": "--recipe: there is no module 'no.such'",
     "--recipe copy4 --recipe": "--recipe: expected one value, got 'nothing'",

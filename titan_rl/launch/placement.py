@@ -343,12 +343,13 @@ def _interface(name: str) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
 
 
-def with_devices(host: HostFacts, config: RunConfig) -> HostFacts:
+def with_devices(host: HostFacts, config: RunConfig, *, serving: bool = False) -> HostFacts:
     """The host with as many devices as a run that asks for CUDA would need, where it has fewer: for a drawing, and for
     runs whose devices are on other hosts."""
-    if config.placement.device != "cuda" or len(host.cuda_devices) >= devices_needed(config):
+    needed = devices_needed(config, serving=serving)
+    if config.placement.device != "cuda" or len(host.cuda_devices) >= needed:
         return host
-    return replace(host, cuda_devices=tuple(range(devices_needed(config))), devices_there=len(host.cuda_devices))
+    return replace(host, cuda_devices=tuple(range(needed)), devices_there=len(host.cuda_devices))
 
 
 def assumed_hosts(config: RunConfig, here: HostFacts) -> list[HostFacts]:
