@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs everything that an acceptance list asks for and prints a table; exits with 1 when a figure misses its bound.
-# `scripts/acceptance.sh --list` names the jobs, `--only TEXT` runs those whose name contains it. Takes an hour or so.
+# `scripts/acceptance.sh --list` names the jobs, `--only TEXT` runs those whose name contains it. Takes several hours.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh

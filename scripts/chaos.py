@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Disturbs a real training run in every way that one machine allows, and checks that it comes out as if nothing was.
 
     .venv/bin/python scripts/chaos.py --seed 0 --minutes 20 --deterministic

@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Tries every GPU path of titan_rl that this machine allows, one by one, and says what came of each.
 
     .venv/bin/python scripts/gpu_check.py [--only NAME …] [--seconds 600] [--device cuda]

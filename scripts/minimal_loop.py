@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """The whole of RL training, top to bottom: copy4 learned in a plain loop over the public handles.
 
     python scripts/minimal_loop.py [--steps 150] [--seed 0]

@@ -6,10 +6,12 @@ what two recipes share is written once; a variant that only one run needs is a T
 
 from __future__ import annotations
 
+import ast
 import inspect
 import string
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from titan_rl.config import EvaluationConfig, LoopConfig, PlacementConfig, RunConfig
 from titan_rl.errors import ConfigError
@@ -285,6 +287,9 @@ def load_recipe(name: str) -> RunConfig:
     Raises:
         ConfigError: there is no such recipe, it raises, or it returns no RunConfig.
     """
+    if name.endswith(".py") and Path(name).is_file():
+        there = ", ".join(f"{name}:{function}" for function in _recipes_in(Path(name)))
+        raise ConfigError(f"--recipe {name}: name one of its recipes as {name}:FUNCTION; there are {there or 'none'}")
     if name not in RECIPES and ":" not in name:
         raise ConfigError(
             f"--recipe {name}: there is no such recipe{did_you_mean(name, RECIPES)}; there are "
@@ -301,6 +306,19 @@ def load_recipe(name: str) -> RunConfig:
     if not isinstance(config, RunConfig):
         raise ConfigError(f"--recipe {name}: must return a RunConfig, returned {type(config).__name__}")
     return replace(config, recipe=name)
+
+
+def _recipes_in(file: Path) -> list[str]:
+    """Public functions of a file that can be called without arguments: those that say that they return a RunConfig, if
+    any does. Imports nothing."""
+    try:
+        nodes = ast.parse(file.read_bytes()).body
+    except (SyntaxError, ValueError):
+        return []
+    functions = [each for each in nodes if isinstance(each, ast.FunctionDef) and each.name[0] != "_"]
+    free = [each for each in functions if len(each.args.args) == len(each.args.defaults) and not each.args.posonlyargs]
+    said = [each for each in free if each.returns is not None and "RunConfig" in ast.unparse(each.returns)]
+    return [each.name for each in said or free]
 
 
 def first_line(documented: object) -> str:

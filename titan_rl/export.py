@@ -9,6 +9,7 @@ from pathlib import Path
 
 from titan_rl.config import RunConfig
 from titan_rl.controller.checkpoint_files import Checkpoint
+from titan_rl.directories import check_replaceable
 from titan_rl.errors import CheckpointError, ConfigError
 from titan_rl.launch.resume import find
 from titan_rl.overrides import Command, Verb, say
@@ -19,17 +20,23 @@ def _act(command: Command, prog: str) -> int:
     run, directory = command.values.get("--run"), command.values.get("--directory")
     if not run or not directory:
         raise ConfigError("say what to export, and where to: --run RUN --directory DIR")
+    where = Path(directory).expanduser()
+    check_replaceable(where)
     resume = find(Path(run))
     config = config_of_run(resume.run)
     if (checkpoint := resume.checkpoint(lambda text: say(prog, text))) is None:
         raise ConfigError(f"{resume.run} has no checkpoint")
-    export_weights(checkpoint, config, Path(directory))
-    print(f"the weights after step {checkpoint.step} are in {directory}")
+    try:
+        export_weights(checkpoint, config, where)
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be written: {error.strerror or error}") from error
+    print(f"the weights after step {checkpoint.step} are in {where}")
     return 0
 
 
 def export_weights(checkpoint: Checkpoint, config: RunConfig, directory: Path) -> None:
-    """Write the weights of a run's checkpoint in Hugging Face format. Raises ConfigError if they cannot be read."""
+    """Write the weights of a run's checkpoint in Hugging Face format. Raises ConfigError if they cannot be read, or if
+    `directory` must not be replaced."""
     import torch
 
     from titan_rl.actors.trainer import STATE
@@ -54,7 +61,7 @@ usage: {prog} --run RUN --directory DIR
 Write the weights of a checkpoint in Hugging Face format, with config and tokenizer.""",
     options={
         "--run RUN": "a run directory (its newest checkpoint) or one of its checkpoints",
-        "--directory DIR": "where to; replaced as a whole where it exists",
+        "--directory DIR": "where to: a new or an empty directory, or an earlier export, which is replaced",
     },
     takes_settings=False,
 )

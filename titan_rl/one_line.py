@@ -1,10 +1,20 @@
-"""Text of policies and users, made fit for one line of a terminal."""
+"""Text for one line of a terminal."""
 
 from __future__ import annotations
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things in words.
+
+    >>> counted(1, "rollout"), counted(1200, "rollout")
+    ('1 rollout', '1,200 rollouts')
+    """
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def one_line(text: str, longest: int) -> str:
-    """`text` with control characters as escapes, and cut in the middle where it is longer than `longest` characters.
+    """`text` of a policy or a user, with control characters as escapes, and cut in the middle if it is longer than
+    `longest` characters.
 
     >>> one_line("12\\n34", 100), one_line("0123456789", 4)
     ('12\\\\n34', '01…89')

@@ -69,8 +69,7 @@ def _act(command: Command, prog: str) -> int:
         return EXIT_USAGE
     if dry_run:
         secret = "***" if config.gateway.api_key else ""
-        train.show(replace(config, gateway=replace(config.gateway, api_key=secret)), host, serving=True)
-        return 0
+        return train.show(replace(config, gateway=replace(config.gateway, api_key=secret)), host, serving=True)
     train.forget_torchrun(os.environ)
     prepare_controller()
     from titan_rl.launch.run import run_service

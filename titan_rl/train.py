@@ -20,6 +20,7 @@ from typing import TypeVar
 from titan_rl.config import CLASS_SETTINGS, DATA_FILES, RunConfig
 from titan_rl.config_registry import RECIPES, load_recipe
 from titan_rl.controller.checkpoint_files import checkpoints
+from titan_rl.directories import check_replaceable
 from titan_rl.errors import ConfigError
 from titan_rl.launch.checks import Problem, Severity, check_run
 from titan_rl.launch.hosts.facts import HostFacts, detect_host
@@ -77,6 +78,10 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titan_rl.t
 
 def _act(command: Command, prog: str) -> int:
     config, imports, resume = _what_to_run(command, prog)
+    if resume is not None:
+        resume.check_steps(config.loop.steps)
+        if config.logging.save_final:
+            check_replaceable(resume.run / "checkpoint")  # now, and not when it is to be written
     if (ranks := hosts_of(os.environ)) > 1:
         where = config.placement
         hosts = workers(os.environ, ranks, trusted=where.trusted_network)
@@ -98,8 +103,7 @@ def carry_out(
     if not may_start(_problems(config, imports), prog, dry_run=dry_run):
         return EXIT_USAGE
     if dry_run:
-        show(config, detect_host())
-        return 0
+        return show(config, detect_host())
     forget_torchrun(os.environ)
     prepare_controller()
     from titan_rl.launch.run import run
@@ -210,7 +214,8 @@ signals:    SIGUSR1 prints what each task of every process waits for, and the st
         "`auto`: the newest unfinished run of this recipe and config (one with a checkpoint first), or a new one",
         "--hosts ADDRESS:PORT,...": "workers on other hosts (`titan-rl worker`), as --placement.hosts",
         TRUSTED: "needed with other hosts, unless there is TLS: whoever reaches a port of the run can run any code",
-        "--dry-run": "print the resolved config and the placement, and start nothing",
+        "--dry-run": "print the resolved config and the placement, and start nothing; exit code 2 if this host has too "
+        "few CUDA devices",
     },
     aliases={"--name": "logging.name", "--hosts": "placement.hosts", TRUSTED: "placement.trusted_network"},
 )
@@ -275,12 +280,14 @@ def _problems(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
     return problems + [problem for problem in check_task(config, imports) if problem not in problems]
 
 
-def show(config: RunConfig, host: HostFacts, *, serving: bool = False) -> None:
-    """Print the config as TOML and the placement as comments below it."""
-    hosts = assumed_hosts(config, with_devices(host, config))
+def show(config: RunConfig, host: HostFacts, *, serving: bool = False) -> int:
+    """Print the config as TOML and the placement as comments below it. Returns the exit code: 2 if the run needs CUDA
+    devices that this host has not, and no other host is named."""
+    hosts = assumed_hosts(config, with_devices(host, config, serving=serving))
     placement = plan(config, *hosts, serving=serving)
     print(to_toml(config))
     print("\n".join(f"# {line}".rstrip() for line in describe(placement, *hosts)))
+    return EXIT_USAGE if hosts[0].devices_there is not None and len(hosts) == 1 else 0
 
 
 def forget_torchrun(environ: MutableMapping[str, str]) -> None:

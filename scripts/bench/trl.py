@@ -57,7 +57,9 @@ from parts.watched import LATER, WatchedRun, watch  # noqa: E402
 
 from titan_rl.config import RunConfig  # noqa: E402
 from titan_rl.config_registry import load_recipe  # noqa: E402
+from titan_rl.directories import check_replaceable  # noqa: E402
 from titan_rl.environments.copy import Copy  # noqa: E402
+from titan_rl.errors import ConfigError  # noqa: E402
 from titan_rl.policy.config import TinyPolicyConfig  # noqa: E402
 
 TRL = ("trl==1.16.0", "accelerate==1.15.0")
@@ -75,6 +77,11 @@ def make_environment(directory: Path) -> Path:
     wanted = "\n".join((*TRL, sys.version, LOCK.read_text()))
     if stamp.is_file() and stamp.read_text() == wanted:
         return python
+    if not stamp.is_file():  # `uv venv --clear` deletes all that is in it
+        try:
+            check_replaceable(directory)
+        except ConfigError as error:
+            sys.exit(f"--environment: {error}")
     config = subprocess.run([sys.executable, "-m", "pip", "config", "list"], text=True, capture_output=True, check=True)
     sources, variables = uv_settings(config.stdout)
     environment = {"UV_SYSTEM_CERTS": "true", **variables, **os.environ}
@@ -85,9 +92,12 @@ def make_environment(directory: Path) -> Path:
     def install(*arguments: str) -> bool:
         return uv("pip", "install", "--quiet", "--python", str(python), *sources, "--compile-bytecode", *arguments)
 
+    made = uv("venv", "--quiet", "--clear", "--python", sys.executable, str(directory))
+    if made:
+        stamp.touch()
     torch = ("--no-deps", f"torch=={version('torch')}")
     if not (
-        uv("venv", "--quiet", "--clear", "--python", sys.executable, str(directory))
+        made
         and (install(*torch) or install("--torch-backend", "cpu", *torch))
         and install("--no-build", "--constraints", str(LOCK), *TRL)
     ):

@@ -130,7 +130,7 @@ class Injected:
 
 
 GROUPS_REDONE = re.compile(r"groups? (\d+(?:, \d+)*)(?: \(.*?\))? (?:is|were finished and are) played again")
-STEPS_REDONE = re.compile(r"\b(\d+) finished steps are done again")
+STEPS_REDONE = re.compile(r"\b(\d+) finished steps? (?:is|are) done again")
 
 
 def judge(faults: Sequence[Injected], log: Sequence[Line], steps: Iterable[float]) -> None:

@@ -96,5 +96,5 @@ def test_the_exit_code_says_whether_a_run_would_start(monkeypatch, capsys):
     assert main(["doctor"]) == 0
     assert main(["doctor", "--recipe", "copy4", "--placement.device", "cuda"]) == 1
     out = capsys.readouterr().out
-    assert "stops    a run of copy4" in out and "1 problems would stop a run" in out
+    assert "stops    a run of copy4" in out and "1 problem would stop a run" in out
     assert main(["doctor", "--recipe", "kopy4"]) == 2

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from titan_rl.cli import main
+from titan_rl.commands import evaluate
 from titan_rl.commands.evaluate import Scores, estimate, names_of, play, powers_of_two, table
 from titan_rl.commands.playing import run_of, spoken, task_alone
 from titan_rl.errors import TaskError
@@ -166,3 +167,11 @@ def test_a_checkpoint_belongs_to_its_run(tmp_path):
 def test_what_cannot_be_evaluated_is_refused_before_anything_starts(capsys, arguments, words):
     assert main(["eval", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_url_that_nobody_answers_is_told_before_anything_starts(monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, "conducted", lambda *_: pytest.fail("a fleet was started"))
+    dead = "http://127.0.0.1:1/v1"
+    for model in ([], ["--model", "big"]):
+        assert main(["eval", dead, "--task", "copy", *model]) == 2
+        assert "127.0.0.1:1/v1 cannot be asked" in capsys.readouterr().err

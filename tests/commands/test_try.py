@@ -70,6 +70,16 @@ class Unshown(Shown):
         raise ValueError("none today")
 
 
+class Editing(Sums):
+    async def play(self, example, endpoint):
+        from openai import AsyncOpenAI
+
+        async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as policy:
+            for question in ("first?", "second?"):
+                said = [{"role": "user", "content": question}]
+                await policy.chat.completions.create(model=endpoint.model, messages=said)
+
+
 class Endless(Shown):
     def respond(self, example, transcript):
         return EnvironmentReply(messages=(Message("user", "and now?"),))
@@ -166,6 +176,13 @@ def test_a_task_that_programs_play_is_typed_through_a_gateway(task, capsys):
     said = lines_of(capsys)
     assert ['assistant → calculate(expression="4+5")', "tool 9", "assistant 9"] == said[6:9]
     assert said[9] == "reward 0.000 (exact_match 0, tool_use 1) stopped: done wanted: 55"
+
+
+def test_every_question_of_a_program_that_edits_its_history_is_shown(task, capsys):
+    assert task(":Editing", "--policy", "typed", "--prompts", "1", typed="one\ntwo\n") == 0
+    assert [line for line in lines_of(capsys) if line.startswith(("user", "another", "assistant"))] == [
+        *["user first?", "assistant one", "another conversation:", "user second?", "assistant two"],
+    ]
 
 
 def test_the_arguments_of_a_task_reach_it(task, capsys):

@@ -22,6 +22,7 @@ from titan_rl.launch.resume import (
     check_differences,
     differences,
     find,
+    how_to_go_on,
     lock_run,
     unfinished,
 )
@@ -294,6 +295,35 @@ def test_a_run_that_is_done_goes_on_only_with_more_steps(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"is done; to train it further, ask for more steps: --loop\.steps"):
         resumed(str(run))
     assert resumed(str(run), "--loop.steps", "200")[0].loop.steps == 200
+
+
+@pytest.mark.parametrize(("of", "steps", "refused"), [("", 3, True), ("", 4, False), ("step-00000002", 3, False)])
+def test_a_run_does_not_go_on_for_fewer_steps_than_it_has_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, of: str, steps: int, refused: bool
+) -> None:
+    run = make_run(tmp_path / "run", steps=(2, 4))
+    before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    monkeypatch.setattr(train, "carry_out", lambda *_, **__: 0)
+    where = run / CHECKPOINTS / of if of else run
+    assert train.main(["--resume", str(where), "--loop.steps", str(steps)]) == (2 if refused else 0)
+    assert ("loop.steps = 3 is less than" in capsys.readouterr().err) == refused
+    assert before == {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+
+
+def test_weights_that_could_not_be_saved_at_the_end_are_refused_at_the_start(tmp_path: Path, capsys: Any) -> None:
+    run = make_run(tmp_path / "run", steps=(2,))
+    (run / "checkpoint").mkdir()
+    (run / "checkpoint" / "notes").touch()
+    assert train.main(["--resume", str(run)]) == 2
+    assert "checkpoint holds notes, which would be deleted" in capsys.readouterr().err
+
+
+def test_the_last_line_promises_only_what_a_run_that_is_done_can_do(tmp_path: Path) -> None:
+    assert how_to_go_on(make_run(tmp_path / "kept", steps=(2,), done=True)).endswith("--loop.steps N trains it further")
+    bare = make_run(tmp_path / "bare", done=True)
+    assert how_to_go_on(bare) == "it cannot be trained further"
+    (bare / "checkpoint").mkdir()
+    assert how_to_go_on(bare) == "a new run goes on from its weights"
 
 
 def test_a_run_that_is_done_without_a_checkpoint_does_not_start_over(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import tomli
 from titan_rl import cli, train
 from titan_rl.config import LoggingConfig, RunConfig
 from titan_rl.config_registry import RECIPES, load_recipe
-from titan_rl.launch.placement import TORCHRUN_VARIABLES
+from titan_rl.launch.hosts.facts import detect_host
+from titan_rl.launch.placement import TORCHRUN_VARIABLES, with_devices
 from titan_rl.launch.run import make_run_directory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,18 +73,24 @@ def read_back(output: str, tmp_path: Path) -> RunConfig:
     return resolved("--config", str(file))[0]
 
 
+def dry_run_code(config):
+    """2: it needs CUDA devices that this host has not."""
+    return 2 if with_devices(detect_host(), config).devices_there is not None else 0
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_dry_run_of_a_recipe_prints_toml_that_gives_the_same_config(name, tmp_path, capsys):
-    assert train.main(["--recipe", name, "--dry-run"]) == 0
-    output = capsys.readouterr().out
     config = resolved("--recipe", name)[0]
+    assert train.main(["--recipe", name, "--dry-run"]) == dry_run_code(config)
+    output = capsys.readouterr().out
     assert read_back(output, tmp_path) == config
     assert f"generator{config.generator.count - 1}" in output and "OMP_NUM_THREADS=1" in output
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_bundled_file_is_enough_for_a_dry_run(file, tmp_path, capsys):
-    assert train.main(["--config", str(file), "--dry-run"]) == 0
+    code = dry_run_code(resolved("--config", str(file))[0])
+    assert train.main(["--config", str(file), "--dry-run"]) == code
     assert read_back(capsys.readouterr().out, tmp_path) == resolved("--config", str(file))[0]
 
 
@@ -92,10 +99,10 @@ def test_there_is_a_file_for_every_recipe():
     assert {tomli.loads(file.read_text())["recipe"] for file in FILES} == set(RECIPES)
 
 
-def test_the_gpu_recipe_loads_anywhere_and_warns_of_what_is_absent(capsys):
-    assert train.main(["--recipe", "qwen3_0_6b_alphabet_sort", "--dry-run"]) == 0
+def test_the_gpu_recipe_loads_anywhere_and_says_what_is_absent(capsys):
+    assert train.main(["--recipe", "qwen3_0_6b_alphabet_sort", "--dry-run"]) == 2
     printed = capsys.readouterr()
-    assert "cuda:7" in printed.out
+    assert "cuda:7" in printed.out and "no CUDA devices; drawn as if it had 8)" in printed.out
     devices, directory = printed.err.splitlines()
     assert "warning: the run needs 8 CUDA devices" in devices
     assert "warning: policy.path: there is no directory" in directory

@@ -118,6 +118,7 @@ class ScriptedRollouts:
                     {"role": "user", "content": f"{each.report.group_id}="},
                     {"role": "assistant", "content": "7"},
                 ],
+                "side_conversations": [],
                 "turns": [{"finish": "length" if each.rollout.truncated else "stop"}],
                 "branches": [],
             }

@@ -147,6 +147,6 @@ async def test_a_run_that_ends_where_it_was_cut_has_that_checkpoint(tmp_path: Pa
         await world.run()
     assert (
         world.trainer.step == 2
-        and await world.loop.save() == f"titan-rl train --resume {tmp_path} goes on from step-00000002"
+        and await world.loop.save() == f"the newest checkpoint is {tmp_path}/checkpoints/step-00000002"
     )
     assert world.script.events.count("copy 2") == 1

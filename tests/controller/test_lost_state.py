@@ -130,4 +130,4 @@ async def test_nothing_is_announced_or_saved_when_another_loop_goes_on(tmp_path:
     assert said == []
     world.begin(tmp_path, restore=True)
     await train_and_save(world.loop, faults, {"it was": save}, said.append)
-    assert len(said) == 1 and "goes on from step-00000003" in said[0]
+    assert len(said) == 1 and "checkpoints/step-00000003" in said[0]

@@ -79,5 +79,5 @@ async def test_a_deterministic_run_says_which_step_the_clock_had_a_part_in(deter
 
     monkeypatch.setattr(world.rollouts, "run_group", late)
     await world.run()
-    said = "1 rollouts of step 2 ended by the clock: this run may not repeat bit for bit"
+    said = "1 rollout of step 2 ended by the clock: this run may not repeat bit for bit"
     assert (said in world.printed) is deterministic

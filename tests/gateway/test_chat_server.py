@@ -26,7 +26,7 @@ MODELS = (200, {"data": [{"id": "small"}]})
 
 
 @contextmanager
-def server(*answers) -> Iterator[tuple[str, list]]:
+def server(*answers, models=MODELS) -> Iterator[tuple[str, list]]:
     """Gives one (status, body) or (status, body, bytes that are missing at its end) after the other; collects what it
     is asked."""
     asked: list = []
@@ -37,7 +37,7 @@ def server(*answers) -> Iterator[tuple[str, list]]:
             length = int(self.headers.get("content-length") or 0)
             body = json.loads(self.rfile.read(length)) if length else None
             asked.append((self.path, self.headers.get("authorization"), body))
-            status, told, *missing = left.pop(0)
+            status, told, *missing = models if self.path.endswith("/models") else left.pop(0)
             text = (told if isinstance(told, str) else json.dumps(told)).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(text) + sum(missing)))
@@ -77,7 +77,7 @@ async def test_a_conversation_with_tools_travels_as_the_api_has_it_and_comes_bac
         Message("tool", "7"),
         Message("assistant", "hm", (ToolCall("add", {}, "it cannot be read", "add(5"),)),
     ]
-    with server(MODELS, said("six", tool_calls=called('{"first": 5}'), reasoning_content="so")) as (url, asked):
+    with server(said("six", tool_calls=called('{"first": 5}'), reasoning_content="so")) as (url, asked):
         policy = ChatServer(url, api_key="secret")
         message, reason = await policy.say(conversation, [ADD], REQUEST)
     assert message == Message("assistant", "six", (ToolCall("add", {"first": 5}, id="abc"),), reasoning="so")
@@ -106,7 +106,7 @@ async def test_a_turn_that_was_cut_off_says_so_and_a_call_without_an_object_has_
 
 async def test_an_answer_in_parts_is_their_text_and_one_that_breaks_off_is_asked_for_again():
     parts = [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]
-    with server(MODELS, (200, "{", 5), said(parts), said(5)) as (url, _):
+    with server((200, "{", 5), said(parts), said(5)) as (url, _):
         policy = ChatServer(url, pauses=(0.0,))
         assert (await policy.say((), (), REQUEST))[0] == Message("assistant", "12")
         with pytest.raises(GeneratorFailed, match="answered no chat completion"):
@@ -118,7 +118,7 @@ async def test_a_busy_server_is_asked_again_but_not_for_ever():
     with server(busy, busy, said("at last")) as (url, asked):
         policy = ChatServer(url, model="big", pauses=(0, 0))
         assert (await policy.say([], [], REQUEST))[0].content == "at last"
-        assert len(asked) == 3
+        assert len(asked) == 1 + 3
     with server(busy, busy, busy) as (url, _):
         policy = ChatServer(url, model="big", pauses=(0, 0))
         with pytest.raises(GeneratorFailed, match=r"refuses \(429\): slow down"):
@@ -147,6 +147,26 @@ async def test_what_a_server_refuses_is_an_error_that_says_what_it_said(answer, 
 
 @pytest.mark.parametrize("answer", [(200, {"data": []}), (404, "no")])
 def test_a_server_without_a_model_is_refused_before_anything_is_played(answer):
-    with server(answer) as (url, _):
+    with server(models=answer) as (url, _):
         with pytest.raises(ConfigError):
             ChatServer(url, pauses=())
+
+
+TOO_LONG = (400, {"error": {"message": "too long"}})
+
+
+@pytest.mark.parametrize(
+    ("length", "answers", "limits"),
+    [(8, [said("1")], [7]), (7, [said("1")], [None]), (8, [TOO_LONG, said("1")], [7, None])],
+)
+async def test_a_server_that_tells_its_length_is_asked_for_no_more_than_it_has(length, answers, limits):
+    with server(*answers, models=(200, {"data": [{"id": "small", "max_model_len": length}]})) as (url, asked):
+        assert (await ChatServer(url).say([], [], REQUEST))[0].content == "1"
+    assert [body.get("max_tokens") for _, _, body in asked[1:]] == limits
+
+
+def test_a_model_that_is_named_need_not_be_listed_but_the_server_has_to_answer():
+    with server(models=(404, "no")) as (url, _):
+        assert ChatServer(url, model="big").model == "big"
+    with pytest.raises(ConfigError, match="cannot be asked"):
+        ChatServer(url, model="big")

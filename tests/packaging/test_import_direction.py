@@ -31,7 +31,7 @@ FLOORS = (
     {"observability"},
     {"config"},
     {"*.config"},
-    {"types", "wire", "errors", "seeding", "importing", "one_line", "overrides", "processes"},
+    {"types", "wire", "errors", "directories", "seeding", "importing", "one_line", "overrides", "processes"},
 )
 """From the top: a module imports from its own floor and from those below it. `*.config` are the configs of all parts,
 plain data, which `config` composes."""

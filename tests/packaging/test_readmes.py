@@ -157,3 +157,10 @@ def test_every_link_leads_to_a_file(readme: Path) -> None:
 
 def test_the_front_page_stays_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= 1300
+
+
+def test_what_the_manual_calls_a_command_can_be_run() -> None:
+    named = re.findall(r"^\| `(scripts/\w+\.\w+)`", (ROOT / "scripts" / "README.md").read_text(), re.MULTILINE)
+    assert len(named) > 5
+    for each in named:
+        assert os.access(ROOT / each, os.X_OK) and (ROOT / each).read_text().startswith("#!"), each

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.errors import TrainingError
+from titan_rl.errors import StorageError, TrainingError
 from titan_rl.policy.config import LossConfig, OptimizerConfig, TrainerConfig
 from titan_rl.types import NO_VERSION, TrainingSample
 
@@ -137,6 +137,12 @@ def layout(
         result[name, "weights"] = shards_of(policy)
     policy.save_hf(Path(save_to))
     policy.save_hf(Path(save_to))  # again, over the first
+    (others := Path(f"{save_to}-others")).mkdir(exist_ok=True)
+    (others / "notes").touch()
+    try:
+        policy.save_hf(others)
+    except StorageError as error:
+        result["refused"] = str(error)
     return result
 
 

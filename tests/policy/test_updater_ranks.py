@@ -225,6 +225,7 @@ def test_logprobs_equal_those_of_transformers(results, paths, case):
 @every_case
 def test_a_saved_checkpoint_is_loaded_by_transformers_and_is_the_trained_policy(results, directory, case):
     saved = directory / "-".join(map(str, case))
+    assert all("others holds notes, which would be deleted" in rank["refused"] for rank in results[case])
     trained = assemble([rank[batches_of(case[0])[-1], "weights"] for rank in results[case]])
     model = AutoModelForCausalLM.from_pretrained(saved)
     assert model.config.tie_word_embeddings == (case[0] == TIED)

@@ -146,3 +146,7 @@ def test_the_command_says_where_the_report_is(run: Path, tmp_path: Path, capsys:
     assert "is no run directory" in capsys.readouterr().err
     assert VERB.run([], prog="titan-rl report") == 2
     assert VERB.run([str(run), "--output", str(tmp_path / "no" / "where.html")], prog="titan-rl report") == 2
+    (tmp_path / "thesis.html").write_text("mine")
+    assert VERB.run([str(run), "--output", str(tmp_path / "thesis.html")], prog="titan-rl report") == 2
+    assert (tmp_path / "thesis.html").read_text() == "mine", "only an earlier report is replaced"
+    assert VERB.run([str(run), "--output", str(tmp_path / "both.html")], prog="titan-rl report") == 0

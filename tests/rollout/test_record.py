@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_token_graph import graph_of
 
+from titan_rl.observability.conversation import draw_rollout
 from titan_rl.policy.kept_tokens import TokenScores
 from titan_rl.rollout.record import choose, conversation, record, shortest, token_texts, transcript
 from titan_rl.rollout.report import GroupReport, GroupResult, Rollout, report_of
@@ -116,7 +118,8 @@ def test_tool_calls_are_plain_and_numbers_that_json_lacks_are_text() -> None:
         Message("assistant", "", (call,), reasoning="hm"),
         Message("tool", "4", name="add"),
     )
-    rollout = Rollout(sample=0, messages=messages, graph=graph_of(([1], [2])), seeds=(1,))
+    side = ((Message("user", "before"),),)
+    rollout = Rollout(sample=0, messages=messages, side_conversations=side, graph=graph_of(([1], [2])), seeds=(1,))
     result = GroupResult(group_id=0, purpose=Purpose.EVALUATE, rollouts=(rollout,), samples=())
     said = conversation(result, 0, str, rollouts=1)
     assert json.loads(json.dumps(said["messages"], allow_nan=False)) == [
@@ -131,6 +134,9 @@ def test_tool_calls_are_plain_and_numbers_that_json_lacks_are_text() -> None:
     ]
     (chosen,) = [each for each in choose(1, [reported(0, [1.0, None])], 1) if "best" in each.kept]
     line = record(0, chosen, said, {}) | {"kept": ["right"]}
+    assert line["side_conversations"] == [[{"role": "user", "content": "before"}]]
+    drawn = draw_rollout(line).plain
+    assert re.search(r"conversation 1 of 2\nuser +before\nconversation 2 of 2 \(graded\)\nuser +2\+", drawn)
     assert transcript(line) == "right  '2+' → 'assistant: hm add(NaN, 2)  tool: 4', reward 1.000"
 
 

@@ -145,6 +145,20 @@ def test_the_record_has_the_conversation_of_the_last_answer_and_of_several_choic
     assert [turn.finish_reason for turn in record.turns] == [FinishReason.LENGTH] * 3
 
 
+def test_the_record_has_every_conversation_that_no_later_one_extends(renderer):
+    program = Program(renderer)
+
+    def said(*messages, answer):
+        (asked,) = program.ask([*messages])
+        return (*messages, program.answer(asked, renderer.encode(answer)))
+
+    first = said(user("1"), answer="2")
+    edited = said(user("3"), answer="4")
+    longer = said(*first, user("5"), answer="6")
+    record = program.turns.close()
+    assert (record.side_conversations, record.messages) == ((edited,), longer)
+
+
 def test_tokens_without_messages_are_recorded_as_what_they_say(renderer):
     program = Program(renderer)
     (asked,) = program.ask_tokens(renderer.encode("1+1="))

@@ -228,20 +228,21 @@ def test_what_cannot_happen_is_refused(wrong, message):
 
 def test_it_says_what_the_next_batch_waits_for():
     buffer = GroupBuffer(groups_per_step=2, max_staleness=0)
-    assert buffer.waits_for() == "0 of 2 groups are ready; 2 slots are free, no group is admitted"
+    assert buffer.waits_for() == "2 groups, of which 0 are ready; 2 slots are free, no group is admitted"
     admit_and_start(buffer)
     finish(buffer, 0)
     buffer.lost(1)
     buffer.start(1)
     assert buffer.waits_for() == (
-        "1 of 2 groups are ready; the oldest that is not finished is group 1 (running, attempt 2, admitted at v0)"
+        "2 groups, of which 1 are ready; the oldest that is not finished is group 1 (running, attempt 2, "
+        "admitted at v0)"
     )
     finish(buffer, 1)
     assert buffer.waits_for() == "nothing: 2 of 2 groups are ready"
     buffer.take()
     assert buffer.waits_for() == "the trainer, which has a batch since v0"
     buffer.trained(v(1))
-    assert buffer.waits_for() == "0 of 2 groups are ready; no slot is free until v1 is published"
+    assert buffer.waits_for() == "2 groups, of which 0 are ready; no slot is free until v1 is published"
 
 
 def test_a_resumed_run_goes_on_with_the_same_groups_under_a_new_incarnation():

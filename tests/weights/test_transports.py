@@ -159,6 +159,9 @@ def test_a_directory_of_an_earlier_run_is_taken_over(tmp_path: Path) -> None:
     publication = publish(publisher_of("filesystem", tmp_path), 1, weights(2))
     assert [path.name for path in (tmp_path / "files" / "policy").iterdir()] == ["v1"]
     assert same_bytes(copied(make_reader(publication).tensors(publication)), weights(2))
+    (tmp_path / "files" / "policy" / "v1" / "notes").touch()
+    with pytest.raises(WeightsError, match="notes, which would be deleted"):
+        publish(publisher_of("filesystem", tmp_path), 1, weights(3))
 
 
 def test_a_failed_publication_leaves_no_visible_directory(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@
   (`Publication.hosts`) it brings nothing and hands on what is there.
 - If a parent is gone or late, the rest of its chunks comes from such a host. What is here is not fetched again.
 - A slot is written again only for a publication that was made later in the same place (`Publication.serial`). Before
-  the trainer could make that one, the former was released: no generator needs it any more. Whoever still reads it, in a
-  pull that comes late or as a child of this relay, gets a mixture, and refuses it when it verifies. An earlier
-  publication than that in the slot is refused.
+  the trainer could make that one, the former was released: no generator needs it any more. A late pull, or a
+  child of this relay, may still read it: it gets bytes of both publications, and its verification refuses them. A
+  publication older than the one in the slot is refused.
 - A new file gets its name when it is whole, so a relay that dies leaves none that is half new under a name that
   generators read. The relay after it makes new files.
 - A read that was given up may still write. So a chunk is read into memory of its own, and copied from there.

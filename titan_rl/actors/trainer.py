@@ -119,7 +119,7 @@ class PolicyTrainer(ConnectedActor):
             served_dtype: dtype that generators compute with; weights are published in it.
             temperature: sampling temperature of the generators.
             total_steps: length of the learning-rate schedule.
-            copies: keep a copy of the state in shared memory, from which the ranks after these go on.
+            copies: keep a copy of the state in shared memory; ranks that replace these go on from it.
             hosts: of every rank, by rank, where there are several.
         """
         self._config = config

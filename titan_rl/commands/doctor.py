@@ -27,6 +27,7 @@ from titan_rl.launch.checks import OPEN_FILES, check_run
 from titan_rl.launch.hosts.facts import HostFacts, detect_host
 from titan_rl.launch.machine import CORE, Problem, Severity, existing, installed, package_problems, pins
 from titan_rl.launch.process import PREFIX, dead_scratch
+from titan_rl.one_line import counted
 from titan_rl.overrides import Command, Verb
 from titan_rl.weights.segment_files import DIRECTORY, dead_segments
 
@@ -103,7 +104,7 @@ def _memory(host: HostFacts) -> Iterator[Finding]:
 
 def _devices(host: HostFacts) -> Iterator[Finding]:
     count = len(host.cuda_devices)
-    yield Finding("devices", f"{count} CUDA devices" if count else "no CUDA device; runs compute on the CPU")
+    yield Finding("devices", counted(count, "CUDA device") if count else "no CUDA device; runs compute on the CPU")
     if not count and any(Path("/dev").glob("nvidia[0-9]*")):
         yield _warning(
             "devices",
@@ -202,7 +203,7 @@ def _act(command: Command, prog: str) -> int:
         console.print(mark + Text(about.ljust(width)) + Text(problem.sentence if problem else found), soft_wrap=True)
     problems = [finding.problem for finding in findings if finding.problem is not None]
     stopping = sum(problem.severity is not Severity.WARNING for problem in problems)
-    console.print(f"{stopping} problems would stop a run, {len(problems) - stopping} warnings")
+    console.print(f"{counted(stopping, 'problem')} would stop a run, {counted(len(problems) - stopping, 'warning')}")
     return EXIT_FAILED if stopping else 0
 
 

@@ -23,10 +23,19 @@ from rich.table import Table
 
 from titan_rl import train
 from titan_rl.commands.estimates import Estimate, difference, mean, pass_at_k, share
-from titan_rl.commands.playing import Player, conducted, config_of_task, number_of, player_of, run_of_policies
+from titan_rl.commands.playing import (
+    Player,
+    conducted,
+    config_of_task,
+    number_of,
+    player_of,
+    run_of_policies,
+    server_of,
+)
 from titan_rl.config import RunConfig
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.launch.checks import check_environment
+from titan_rl.one_line import counted
 from titan_rl.overrides import EXIT_USAGE, Command, Verb
 from titan_rl.rollout.record import Record
 from titan_rl.serve import KEY_VARIABLE
@@ -171,6 +180,7 @@ def _act(command: Command, prog: str) -> int:
     temperature = _temperature(command, config)
     if not train.may_start([*check_environment(config)], prog):
         return EXIT_USAGE
+    players = [server_of(policy, command) for policy in policies]  # a dead URL is told before a fleet is started
     console = Console(highlight=False, markup=False, emoji=False)
 
     tell = partial(console.print, style="dim", markup=False, soft_wrap=True)
@@ -178,16 +188,17 @@ def _act(command: Command, prog: str) -> int:
     async def work(directory: Path, options: Options) -> tuple[int, str]:
         all_scores = [Scores(name) for name in names_of(policies)]
         with open(directory / RESULTS, "w", encoding="utf-8", buffering=1) as results:
-            for policy, scores in zip(policies, all_scores, strict=True):
+            for policy, scores in zip(players, all_scores, strict=True):
                 async with player_of(policy, config, imports, command, options) as player:
-                    tell(f"{scores.name}: {player.info.held_out} held-out prompts, greedy and {samples} times sampled")
+                    prompts = counted(player.info.held_out, "held-out prompt")
+                    tell(f"{scores.name}: {prompts}, greedy and {samples} times sampled")
                     await play(player, scores, samples=samples, temperature=temperature, results=results)
         console.print(f"\n{config.environment.name}, sampled {samples} times at temperature {temperature:g}\n")
         Console(highlight=False, width=WIDEST).print(table(all_scores, samples))
         for scores in all_scores:
             if scores.failed:
                 console.print(
-                    f"{scores.name}: {scores.failed} rollouts failed and are not counted; the first: "
+                    f"{scores.name}: {counted(scores.failed, 'failed rollout')} not counted; the first: "
                     f"{scores.first_error}",
                     markup=False,
                     soft_wrap=True,

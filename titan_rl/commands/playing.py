@@ -68,7 +68,7 @@ Say = Callable[[Sequence[Message], Sequence[ToolSpec], GenerationRequest], Await
 
 
 def task_alone() -> RunConfig:
-    """What a task is played with of which nothing but its name is known."""
+    """The config for a task of which only the name is known."""
     return replace(serve.checkpoint(), rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=LONGEST_TURN)))
 
 
@@ -267,14 +267,21 @@ async def served(
                 await runner.close()
 
 
-def player_of(
-    policy: str, config: RunConfig, imports: tuple[str, ...], command: Command, options: Options
-) -> AbstractAsyncContextManager[Player]:
-    """The task, played by a server at a URL or by weights."""
+def server_of(policy: str, command: Command) -> ChatServer | str:
+    """The server at a URL, which is asked for its model now; else the name itself. Raises ConfigError if no server
+    answers."""
     if "://" not in policy:
-        return served(policy, config, imports, given=command.given, options=options)
-    server = ChatServer(policy, model=command.values.get("--model", ""), api_key=os.environ.get(KEY_VARIABLE, ""))
-    return spoken(config, imports, server.say)
+        return policy
+    return ChatServer(policy, model=command.values.get("--model", ""), api_key=os.environ.get(KEY_VARIABLE, ""))
+
+
+def player_of(
+    policy: ChatServer | str, config: RunConfig, imports: tuple[str, ...], command: Command, options: Options
+) -> AbstractAsyncContextManager[Player]:
+    """The task, played by a server or by weights."""
+    if isinstance(policy, ChatServer):
+        return spoken(config, imports, policy.say)
+    return served(policy, config, imports, given=command.given, options=options)
 
 
 def conducted(

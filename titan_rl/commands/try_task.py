@@ -26,6 +26,7 @@ from titan_rl.commands.playing import (
     player_of,
     run_of,
     run_of_policies,
+    server_of,
     spoken,
 )
 from titan_rl.commands.typed import HOW_TO_TYPE, Typed
@@ -35,7 +36,8 @@ from titan_rl.environments.base import Environment
 from titan_rl.errors import ConfigError, GeneratorFailed, RequestError, TaskError, TitanError
 from titan_rl.importing import import_name
 from titan_rl.launch.checks import check_environment
-from titan_rl.observability.conversation import draw_end, draw_messages
+from titan_rl.observability.conversation import draw_conversations, draw_end, draw_messages
+from titan_rl.one_line import counted
 from titan_rl.overrides import EXIT_USAGE, Command, Verb, option_overrides, say
 from titan_rl.rollout.record import Record, plain_message
 from titan_rl.sandbox.wire import Call, CallKind, Demonstrated
@@ -107,7 +109,7 @@ class Trial:
                 if policy.ended:
                     break
                 raise
-            self._show(rollouts, seen=policy.shown)
+            self._show([{**each, "side_conversations": ()} for each in rollouts], seen=policy.shown)
             if policy.ended:
                 break
         return self._sum_up()
@@ -155,8 +157,8 @@ class Trial:
         for number, rollout in enumerate(rollouts):
             if number:
                 self._console.print()
-            if messages := rollout["messages"][seen:]:
-                self._print(draw_messages(messages))
+            if conversations := draw_conversations(rollout, seen=seen):
+                self._print(conversations)
             self._print(draw_end(rollout))
             roles = [message["role"] for message in rollout["messages"]]
             seen = roles.index("assistant") if "assistant" in roles else seen
@@ -170,7 +172,7 @@ class Trial:
         graded = len(self._rewards)
         mean = f", mean reward {sum(self._rewards) / graded:.3f}" if graded else ""
         failed = f"; {self._failed} failed and would not be trained" if self._failed else ""
-        self._console.print(f"{graded} rollouts graded{mean}{failed}", highlight=False)
+        self._console.print(f"{counted(graded, 'rollout')} graded{mean}{failed}", highlight=False)
         return EXIT_FAILED if self._failed else 0
 
 
@@ -214,7 +216,7 @@ def _act(command: Command, prog: str) -> int:
             shown = Demonstration()
             async with spoken(config, imports, shown.say) as player:
                 return await trial.demonstrations(player, shown)
-        async with player_of(policy, config, imports, command, {}) as player:
+        async with player_of(server_of(policy, command), config, imports, command, {}) as player:
             return await trial.policy(player, policy)
 
     try:

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from titan_rl.errors import ConfigError, TitanError
 from titan_rl.observability.conversation import draw_messages
+from titan_rl.rollout.conversations import extends
 from titan_rl.rollout.record import plain_message
 from titan_rl.types import FinishReason, GenerationRequest, Message, ToolCall, ToolSpec
 
@@ -34,11 +35,13 @@ class Typed:
         self._echoes = sys.stdin.isatty()
         self.shown = 0
         """Messages of the conversation that were shown."""
+        self._conversation: list[Message] = []
         self.ended = False
 
     def begin(self) -> None:
         """The next rollout's conversation begins."""
         self.shown = 0
+        self._conversation = []
 
     async def say(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], request: GenerationRequest
@@ -47,8 +50,11 @@ class Typed:
         Raises:
             Enough: there is no further line.
         """
-        if new := messages[self.shown :]:
-            self._console.print(draw_messages([*map(plain_message, new)]), soft_wrap=True)
+        if self.shown and not extends(messages, self._conversation[: self.shown]):
+            self._show(self._conversation[self.shown :])
+            self._console.print("another conversation:", style="dim")  # a program edited its history, or asks beside it
+            self.shown = 0
+        self._show(messages[self.shown :])
         self.shown = len(messages)
         while True:
             text = await self._line()
@@ -58,7 +64,12 @@ class Typed:
                 self._console.print(str(error), style="red", highlight=False, soft_wrap=True)
                 continue
             self.shown += self._echoes  # the terminal shows it
+            self._conversation = [*messages, said]
             return said, FinishReason.STOP
+
+    def _show(self, messages: Sequence[Message]) -> None:
+        if messages:
+            self._console.print(draw_messages([*map(plain_message, messages)]), soft_wrap=True)
 
     async def _line(self) -> str:
         """What is typed. It is read in a thread of its own, so that Ctrl-C and a program's time limit still work."""

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: each is whole and as it was written, or recognised and named.
+"""Checkpoints on disk. Torn and damaged ones are recognised and named.
 
     RUN/checkpoints/step-00000040/manifest.json    format, and the size and checksum of every other file
                                  /…                what the parts of the run wrote

@@ -4,8 +4,8 @@
 - A publication lives while a group that it played is active: if the group's samples are lost, the same version plays
   it again.
 
-- A group is played only while its version is served. One that waits for its version would hold a place in its rollout
-  worker that an older group needs, whose end that version waits for.
+- A group starts only once its version is served. If it waited inside its rollout worker, it would hold a place that an
+  older group needs; the version waits for that older group, so both would wait for ever.
 
 Several versions are served at once. A generator changes over when nobody needs its version, or when another generator
 serves it too: a rolling drain, which keeps the fleet busy.

@@ -1,4 +1,4 @@
-"""What the processes of each mesh say of themselves: how long they waited, and their memory.
+"""What the processes of each mesh report: how long they waited, and their memory.
 
 The controller asks all processes at the end of a step, at most once a second, and never waits for the answers: the
 numbers of a step are those of the newest look that was answered before its end. A process that was replaced, or does

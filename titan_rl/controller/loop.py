@@ -178,7 +178,7 @@ class TrainingLoop:
         await self._checkpoints.written()
         await self._checkpoints.cut(self.ledger, self._publications, self._activity)
         newest = await self._checkpoints.written()
-        return f"titan-rl train --resume {newest.parent.parent} goes on from {newest.name}" if newest else ""
+        return f"the newest checkpoint is {newest}" if newest else ""
 
     async def end(self, *, failed: bool, seconds: float | None = RELEASE_SECONDS) -> None:
         """Release everything that the run still owns, if it has failed as far as that goes within `seconds`.

@@ -18,6 +18,7 @@ from titan_rl.errors import TitanError
 from titan_rl.observability.activity import PhaseSeconds
 from titan_rl.observability.display.progress import RunDisplay
 from titan_rl.observability.metrics import MetricsWriter
+from titan_rl.one_line import counted
 from titan_rl.rollout.record import transcript
 from titan_rl.rollout.report import GroupReport, RolloutReport
 from titan_rl.scheduling.config import Knobs
@@ -173,7 +174,9 @@ class StepRecords:
             self._tell_failures(report)
         late = sum(rollout.stop_reason is StopReason.TIMEOUT for rollout in rollouts)
         if late and self._knobs.deterministic:
-            self._display.say(f"{late} rollouts of step {step} ended by the clock: this run may not repeat bit for bit")
+            self._display.say(
+                f"{counted(late, 'rollout')} of step {step} ended by the clock: this run may not repeat bit for bit"
+            )
         numbers = {
             "reward": f"{reward:.3f}",
             "entropy": f"{trained['entropy']:.2f}",

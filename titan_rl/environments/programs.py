@@ -163,7 +163,7 @@ def _run(program: str) -> str:
 
 
 def _read(stream: IO[bytes] | None) -> bytes:
-    """All output, or a little more than `LONGEST_OUTPUT`: then the program cannot write any more."""
+    """All output, up to one byte more than `LONGEST_OUTPUT`. After that the program can write no more."""
     assert stream is not None
     with stream:
         return stream.read(LONGEST_OUTPUT + 1)

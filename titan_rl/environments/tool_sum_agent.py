@@ -1,6 +1,6 @@
 """Ask a language model for a sum, with a calculator at hand: `python tool_sum_agent.py '12+35='` prints its answer.
 
-Which model it is say OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL.
+The model comes from OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL.
 """
 
 import json

@@ -69,7 +69,7 @@ def listen(host: str, port: int, *, backlog: int = 1) -> socket.socket:
     """A socket that listens there; port 0: on any free one.
 
     Raises:
-        ConfigError: nobody can listen there, and why.
+        ConfigError: the address cannot be listened on; says why.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

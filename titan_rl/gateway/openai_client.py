@@ -25,6 +25,8 @@ AT_ONCE = 64
 ANSWER_SECONDS = 600.0
 PAUSES = (1.0, 2.0, 4.0, 8.0)
 """Seconds before a busy server is asked again."""
+NO_LIST = (404, 405)
+"""Statuses of a server that does not list its models."""
 BUSY = (408, 425, 429, 500, 502, 503, 504)
 LONGEST_REFUSAL = 300
 """Characters of what a server says that are told."""
@@ -40,13 +42,13 @@ class ChatServer:
             model: empty: the first that the server lists.
 
         Raises:
-            ConfigError: the server does not answer, or lists no model.
+            ConfigError: the server does not answer, or lists no model and none is named.
         """
         self._url = url.rstrip("/")
         self._api_key = api_key
         self._pauses = pauses
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="chat")
-        self.model = model or self._first_model()
+        self.model, self._max_model_len = self._found(model)
 
     async def say(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], request: GenerationRequest
@@ -61,14 +63,13 @@ class ChatServer:
         body = {
             "model": self.model,
             "messages": _written(messages),
-            "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "seed": request.seed & 0x7FFFFFFF,
         }
         if tools:
             body["tools"] = [{"type": "function", "function": tool._asdict()} for tool in tools]
         loop = asyncio.get_running_loop()
-        answer = await loop.run_in_executor(self._threads, self._ask, "/chat/completions", body)
+        answer = await loop.run_in_executor(self._threads, self._complete, body, sampling.max_new_tokens)
         try:
             choice = answer["choices"][0]
             said = _read(choice["message"])
@@ -77,13 +78,31 @@ class ChatServer:
             raise GeneratorFailed(f"{self._url} answered no chat completion: {what}") from error
         return said, FinishReason.LENGTH if choice.get("finish_reason") == "length" else FinishReason.STOP
 
-    def _first_model(self) -> str:
+    def _found(self, model: str) -> tuple[str, int]:
+        """The model's name and its length in tokens, as far as the server tells it; 0: it does not."""
         try:
-            return str(self._ask("/models")["data"][0]["id"])
+            listed = self._ask("/models")["data"]
+            found = next(each for each in listed if model in ("", each["id"]))
+            return str(found["id"]), int(found.get("max_model_len") or 0)
         except GeneratorFailed as error:
-            raise ConfigError(str(error)) from error
-        except (KeyError, IndexError, TypeError) as error:
-            raise ConfigError(f"{self._url} lists no model: name one, --model NAME") from error
+            if not model or getattr(error.__cause__, "code", 0) not in NO_LIST:
+                raise ConfigError(str(error)) from error
+        except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
+            if not model:
+                raise ConfigError(f"{self._url} lists no model: name one, --model NAME") from error
+        return model, 0
+
+    def _complete(self, body: dict[str, Any], most: int) -> Any:
+        """Ask for at most `most` tokens, or for all that the prompt leaves of the model's length where that is less.
+        Only the server knows how many tokens a prompt has."""
+        length = self._max_model_len
+        if not length or most < length:
+            try:
+                return self._ask("/chat/completions", {**body, "max_tokens": most})
+            except RequestError:
+                if not length:
+                    raise
+        return self._ask("/chat/completions", body)  # a server that tells its length takes what is left by default
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
         headers = {"Content-Type": "application/json"}
@@ -100,8 +119,9 @@ class ChatServer:
                 if error.code not in BUSY or pause is None:
                     if body is None or error.code not in (400, 413, 422):
                         raise GeneratorFailed(refusal) from error
-                    asked = f"{body['max_tokens']} tokens were asked for (rollout.sampling.max_new_tokens)"
-                    raise RequestError(f"{refusal}; {asked}") from error
+                    if most := body.get("max_tokens"):
+                        refusal += f"; {most} tokens were asked for (rollout.sampling.max_new_tokens)"
+                    raise RequestError(refusal) from error
             except (OSError, ValueError, http.client.HTTPException) as error:  # a URLError is an OSError
                 if pause is None or body is None:
                     reason = getattr(error, "reason", error)

@@ -36,6 +36,7 @@ def routes(sampler: Sampler) -> APIRouter:
     router = APIRouter(prefix="/v1")
     name = sampler.policy.name
     listed = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "titan_rl"}
+    listed["max_model_len"] = sampler.policy.max_model_len  # as vLLM's server tells it
 
     def check_model(asked: str) -> None:
         if asked != name:

@@ -29,11 +29,36 @@ from titan_rl.errors import (
     TaskError,
     TitanError,
 )
+from titan_rl.one_line import counted, one_line
 
 RETRY = {"x-should-retry": "true", "retry-after": "5"}
 """Seconds. A gateway that restarts is back by then, or not for long."""
 MOST_PROBLEMS = 5
 """Named in one error: a list of a million wrong values has a million problems."""
+EXPECTED = {
+    "string_type": "a string",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "none_required": "null",
+    "literal_error": "{expected}",
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "more than {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "less than {lt}",
+    "too_short": "a length of at least {min_length}",
+    "too_long": "a length of at most {max_length}",
+    "string_too_short": "a length of at least {min_length}",
+    "string_too_long": "a length of at most {max_length}",
+}
+"""What a field should be, by pydantic's name of the problem."""
+LONGEST_VALUE = 60
+"""Characters of a wrong value in an error."""
 LONGEST_PLACE = 200
 """Characters of a field's name in an error; a client may send any name."""
 
@@ -95,16 +120,56 @@ def api_error(error: Exception) -> ApiError:
 
 
 def _invalid_body(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Names the first wrong field, and says of each problem where it is and what was expected."""
-    places, sentences = [], []
+    """Names the first wrong field, and says of each what was expected and what came."""
+    sentences: dict[tuple[str, str], list[str]] = {}  # a field of several types has a problem for each of them
     for problem in problems[:MOST_PROBLEMS]:
-        places.append(".".join(str(part) for part in problem["loc"] if part != "body")[:LONGEST_PLACE])
-        cause = (problem.get("ctx") or {}).get("error", "") if problem["type"] == "json_invalid" else ""
-        sentences.append(f"{places[-1] or 'request body'}: {problem['msg']}{f' ({cause})' if cause else ''}")
+        place, expected, got = _read(problem)
+        sentences.setdefault((place[:LONGEST_PLACE], got), []).append(expected)
+    said = []
+    for (place, got), wanted in sentences.items():
+        what = f"expected {' or '.join(wanted)}, got {got}" if got else wanted[0]
+        said.append(f"{place or 'request body'}: {what}")
     if len(problems) > MOST_PROBLEMS:
-        sentences.append(f"and {len(problems) - MOST_PROBLEMS} more problems")
-    first = next((place for place in places if place), None)
-    return ApiError(400, "; ".join(sentences), param=first, code="invalid_request")
+        said.append(f"and {counted(len(problems) - MOST_PROBLEMS, 'more problem')}")
+    first = next((place for place, _ in sentences if place), None)
+    return ApiError(400, "; ".join(said), param=first, code="invalid_request")
+
+
+def _read(problem: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Field, what was expected there, and what came; without the last the second is the whole sentence."""
+    kind, context = problem["type"], problem.get("ctx") or {}
+    if kind == "json_invalid":
+        return "", f"is no JSON ({context.get('error', '')})", ""
+    parts = [part for part in problem["loc"] if part != "body"]
+    if parts[:1] == ["messages"]:
+        del parts[2:3]  # the role, by which pydantic tells messages apart
+    types = {part for part in map(str, parts[1:]) if part == "str" or {"[", "-"} & set(part)}
+    place = ".".join(part for part in map(str, parts) if part not in types)
+    match kind:
+        case "union_tag_invalid":
+            return f"{place}.role", f"one of {context['expected_tags']}", _shown(context["tag"])
+        case "union_tag_not_found":
+            return f"{place}.role", "is missing", ""
+        case "missing":
+            return place, "is missing", ""
+        case "extra_forbidden":
+            return place, "is not supported", ""
+    if kind not in EXPECTED:
+        return place, problem["msg"].removeprefix("Value error, "), ""
+    limits = {name: str(value).removesuffix(".0") for name, value in context.items()}
+    return place, EXPECTED[kind].format(**limits).replace("False", "false"), _shown(problem["input"])
+
+
+def _shown(value: Any) -> str:
+    match value:
+        case list():
+            return f"a list of {len(value)}"
+        case dict():
+            return "an object"
+        case str():
+            return json.dumps(one_line(value, LONGEST_VALUE))
+        case _:
+            return one_line(json.dumps(value, default=str), LONGEST_VALUE)
 
 
 class JsonResponse(JSONResponse):

@@ -97,7 +97,9 @@ def check_serving(config: RunConfig, host: HostFacts, gateway: GatewayConfig) ->
 
 
 def _placement(config: RunConfig, host: HostFacts, *, serving: bool = False) -> Iterator[Problem]:
-    like = with_devices(host, config) if config.placement.hosts else host  # the others may have the devices
+    like = (
+        with_devices(host, config, serving=serving) if config.placement.hosts else host
+    )  # the others may have the devices
     try:
         if config.placement.several_hosts:
             transport(config.placement.untrusted())

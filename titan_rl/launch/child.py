@@ -7,8 +7,8 @@
   while it starts. So this module imports only the standard library.
 - A process tells its process id through the pipe `births`, and then runs Monarch's main module. From then on a thread
   of the watch waits for it in the kernel, so that its end is known within milliseconds, whatever event loops are doing.
-- SPAWN names one start of a mesh, and is never used again. A process that tells its birth after the end of its spawn is
-  killed.
+- SPAWN names one start of a mesh, and is never used again. A process that registers after its mesh was
+  stopped is killed.
 - Each end is reported once, with rank, process id and exit status. The thread waits without reaping; Monarch reaps the
   processes and is sometimes faster. Then the kernel still has the exit status from Linux 6.15 on, not before.
 - A stopped process (SIGSTOP, a debugger's detach, Ctrl-Z) has not ended. The stop is reported, and the watch goes on.

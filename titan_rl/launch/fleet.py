@@ -3,7 +3,7 @@
     titan-rl fleet RUN … ──▶ RUN/control, a socket ──▶ FleetControl ──▶ Meshes: attach, place again, start, empty
 
 - A host joins only if it fits to the others. A generator that joins serves only after a verified pull.
-- Never are there fewer generators than `placement.least_generators`, nor more than `placement.most_generators`.
+- There are never fewer generators than `placement.least_generators`, or more than `placement.most_generators`.
 - What a host takes with it is placed elsewhere, or the host does not leave. The trainer's hosts stay.
 - A host that was lost is taken back as soon as its worker answers again.
 - One command is carried out after the other. What is removed while it is drained leaves at once.

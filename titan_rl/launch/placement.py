@@ -343,17 +343,20 @@ def _interface(name: str) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
 
 
-def with_devices(host: HostFacts, config: RunConfig) -> HostFacts:
-    """The host with as many devices as a run that asks for CUDA would need, where it has fewer."""
-    if config.placement.device != "cuda" or len(host.cuda_devices) >= devices_needed(config):
+def with_devices(host: HostFacts, config: RunConfig, *, serving: bool = False) -> HostFacts:
+    """The host with as many devices as a run that asks for CUDA would need, where it has fewer: for a drawing, and for
+    runs whose devices are on other hosts."""
+    needed = devices_needed(config, serving=serving)
+    if config.placement.device != "cuda" or len(host.cuda_devices) >= needed:
         return host
-    return replace(host, cuda_devices=tuple(range(devices_needed(config))))
+    return replace(host, cuda_devices=tuple(range(needed)), devices_there=len(host.cuda_devices))
 
 
 def assumed_hosts(config: RunConfig, here: HostFacts) -> list[HostFacts]:
     """The hosts of the run as far as they are known before they are attached: all like this one."""
     addresses = (worker.rpartition(":")[0] for worker in config.placement.hosts)
-    others = (replace(here, name=f"host{number}", address=address) for number, address in enumerate(addresses, 1))
+    like = replace(here, devices_there=None)
+    others = (replace(like, name=f"host{number}", address=address) for number, address in enumerate(addresses, 1))
     return [here, *others]
 
 
@@ -364,7 +367,10 @@ def describe(placement: Placement, *hosts: HostFacts) -> list[str]:
     for host in hosts:
         memory = f", {host.memory / 2**30:.1f} GiB of memory available" if host.memory else ""
         name = f"{host.name}{f' at {host.address}' if host.address else ''}" if several else "host"
-        lines.append(f"({name}: {host.cpus} CPUs{memory}, {len(host.cuda_devices) or 'no'} CUDA devices)")
+        devices = f"{len(host.cuda_devices) or 'no'} CUDA devices"
+        if host.devices_there is not None:
+            devices = f"{host.devices_there or 'no'} CUDA devices; drawn as if it had {len(host.cuda_devices)}"
+        lines.append(f"({name}: {host.cpus} CPUs{memory}, {devices})")
     if not several:
         lines = [" ".join(lines)]
     lines.append("")

@@ -1,4 +1,4 @@
-"""When something that should make progress has stopped to, and what may go with the question."""
+"""Tells when something that should make progress has stopped, and limits what travels with the question."""
 
 from __future__ import annotations
 

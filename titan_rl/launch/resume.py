@@ -30,6 +30,7 @@ from titan_rl.controller.checkpoint_files import (
     Checkpoint,
     check,
     checkpoints,
+    directory_of,
     newest_sound,
     prune,
 )
@@ -107,6 +108,15 @@ class Resume:
             )
         return found
 
+    def check_steps(self, steps: int) -> None:
+        """Raises ConfigError if the run has done more than `steps` steps where it goes on."""
+        newest = self.chosen.directory if self.chosen else next(reversed(checkpoints(self.run)), None)
+        if newest is not None and newest.name > directory_of(self.run, steps).name:
+            raise ConfigError(
+                f"loop.steps = {steps} is less than {self.run} has done ({newest.name}): ask for more steps, or name "
+                "an earlier checkpoint"
+            )
+
 
 def begun(run: Path, checkpoint: Checkpoint | None) -> None:
     """A run goes on from this checkpoint, or has started over: remove what says how it went on and ended before."""
@@ -150,7 +160,9 @@ def how_to_go_on(run: Path) -> str:
     if not (run / CONFIG).is_file():
         return "there is nothing to go on from: start it again"
     if (run / SUMMARY).is_file():
-        return f"{command} --loop.steps N trains it further" if newest else "a new run goes on from its weights"
+        if newest:
+            return f"{command} --loop.steps N trains it further"
+        return "a new run goes on from its weights" if (run / "checkpoint").is_dir() else "it cannot be trained further"
     return f"{command} goes on from {newest.name}" if newest else f"{command} starts it over: it has no checkpoint"
 
 

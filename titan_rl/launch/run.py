@@ -43,7 +43,7 @@ from titan_rl.observability.recorder import ROLLOUTS, RolloutWriter
 from titan_rl.observability.timeline import SPANS, timeline
 from titan_rl.observability.trace import write_trace
 from titan_rl.observability.waits import answer_signals
-from titan_rl.one_line import one_line
+from titan_rl.one_line import counted, one_line
 from titan_rl.overrides import to_toml
 from titan_rl.report.page import REPORT, write_report
 from titan_rl.report.read import METRICS
@@ -302,7 +302,7 @@ async def _train(
                         await recorder.settled()
                         checkpoint = await asyncio.to_thread(Resume(directory).checkpoint, display.say, read_ledger)
                         again = loop.ledger.buffer.trainer_version.step - (checkpoint.step if checkpoint else 0)
-                        display.say(f"{again} finished steps are done again")
+                        display.say(f"{counted(again, 'finished step')} {'is' if again == 1 else 'are'} done again")
                         ledger, metrics = begin(system.trainer.version.incarnation + 1)
     finally:
         metrics.close()
@@ -349,9 +349,9 @@ def _conclude(
     console.print(
         f"\nheld-out exact match {first.exact_match:.3f} → [bold]{last.exact_match:.3f}[/], "
         f"reward {first.reward:.3f} → [bold]{last.reward:.3f}[/] "
-        f"({last.prompts} prompts, greedy{f', {last.failed} more failed' if last.failed else ''})\n"
+        f"({counted(last.prompts, 'prompt')}, greedy{f', {last.failed} more failed' if last.failed else ''})\n"
         f"reward of the last step {summary.reward_last:.3f}\n"
-        f"{summary.steps} steps, {summary.tokens_generated:,} tokens sampled, "
+        f"{counted(summary.steps, 'step')}, {summary.tokens_generated:,} tokens sampled, "
         f"{total:.0f} s in all, first optimizer step after {to_first_step:.0f} s\n"
         f"run directory {escape(str(directory))}",
         highlight=False,

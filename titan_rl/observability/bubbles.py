@@ -2,8 +2,8 @@
 time between the end of a run and its resumption, up to its next step, is not counted.
 
 - Every moment of every rank is work, a wait, or the time without a process. So the shares of a mesh add up to 1.
-- Who waits for others that all wait themselves waits for what those wait for. A generator without requests waits for
-  free slots, for example, while the rollout workers do.
+- If A waits for B, and all of B waits for C, then A waits for C. For example, a generator without requests waits for
+  free slots while the rollout workers do.
 """
 
 from __future__ import annotations

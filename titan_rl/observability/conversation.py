@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.text import Text
 
-from titan_rl.one_line import one_line
+from titan_rl.one_line import counted, one_line
 
 LONGEST_LINE, LONGEST_BRIEF = 2000, 240
 """Characters of a line; of a text that is shown in one line."""
@@ -26,10 +26,27 @@ def draw_rollout(record: Record, *, brief: bool = False) -> Text:
     """A whole rollout. Of one that was restored from a checkpoint the text of its tokens."""
     what = f"{record['purpose']}, step {record['step']}, group {record['group']}, sample {record['sample']}"
     tokens = sum(turn["tokens"] for turn in record["turns"])
-    head = Text(f"── {', '.join(record['kept'])} ── {what} ── {tokens} tokens", "bold")
+    head = Text(f"── {', '.join(record['kept'])} ── {what} ── {counted(tokens, 'token')}", "bold")
     restored = [{"role": "", "content": "".join(branch["texts"])} for branch in record["branches"]]
-    messages = draw_messages(record["messages"] or restored, brief=brief)
+    messages = draw_conversations(record, brief=brief) if record["messages"] else draw_messages(restored, brief=brief)
     return Text("\n").join(part for part in (head, messages, draw_end(record)) if part)
+
+
+def draw_conversations(record: Record, *, seen: int = 0, brief: bool = False) -> Text:
+    """All conversations of a rollout; the one that was graded is the last.
+
+    Args:
+        seen: messages of the graded one that are left out, if it is the only one.
+    """
+    sides = record.get("side_conversations", ())  # older records have none
+    if not sides:
+        return draw_messages(record["messages"][seen:], brief=brief)
+    shown = []
+    for number, messages in enumerate([*sides, record["messages"]]):
+        graded = " (graded)" * (number == len(sides))
+        shown += [Text(f"conversation {number + 1} of {len(sides) + 1}{graded}", "dim")]
+        shown += [draw_messages(messages, brief=brief)]
+    return Text("\n").join(shown)
 
 
 def draw_messages(messages: Sequence[Record], *, brief: bool = False) -> Text:

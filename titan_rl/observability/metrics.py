@@ -13,7 +13,6 @@ import errno
 import json
 import math
 import os
-import shutil
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -117,8 +116,8 @@ class MetricsWriter:
         if (lost := keep_bytes - cut_lines(self._path, keep_bytes)) > 0:
             self._say(f"{self._path} was changed: {lost:,} of its {keep_bytes:,} bytes are gone, and the steps in them")
         if self._tensorboard is not None:
-            shutil.rmtree(self._tensorboard, ignore_errors=True)
-            # It cannot cut its files off at a step, so those of an earlier process are drawn again.
+            for file in self._tensorboard.glob("events.out.tfevents.*"):
+                file.unlink()  # TensorBoard cannot cut it off at a step: all steps are drawn again
             begin = partial(TensorBoard, self._tensorboard)
             self._backends.append(Backend("TensorBoard", begin, self._say, self._earlier()))
 

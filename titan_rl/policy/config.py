@@ -65,9 +65,9 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         if self.lr <= 0:
-            raise ConfigError(f"optimizer.lr must be positive, got {self.lr}")
+            raise ConfigError(f"trainer.optimizer.lr must be positive, got {self.lr}")
         if self.max_grad_norm < 0:
-            raise ConfigError(f"optimizer.max_grad_norm must be >= 0, got {self.max_grad_norm}")
+            raise ConfigError(f"trainer.optimizer.max_grad_norm must be >= 0, got {self.max_grad_norm}")
 
 
 @dataclass(kw_only=True, slots=True)

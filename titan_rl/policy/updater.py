@@ -227,7 +227,7 @@ class PolicyUpdater:
 
     def save_hf(self, directory: Path) -> None:
         """Write a complete Hugging Face checkpoint in the compute dtype; returns on every rank when it is there. Raises
-        TrainingError, on all ranks, if rank 0 could not write it."""
+        StorageError, on all ranks, if rank 0 could not write it."""
         dtype = getattr(torch, self._config.dtype)
         whole: dict[str, Tensor] = {}
         for name, tensor in self._policy.tensors.items():
@@ -243,7 +243,7 @@ class PolicyUpdater:
                 failure[0] = f"{type(error).__name__}: {error}"
         dist.broadcast_object_list(failure, src=0, device=torch.device("cpu"))
         if failure[0]:
-            raise TrainingError(f"step {self.step}: the checkpoint {directory} could not be written: {failure[0]}")
+            raise StorageError(f"step {self.step}: the checkpoint {directory} could not be written: {failure[0]}")
 
     def begin_save(self, directory: Path) -> None:
         """Copy in memory all that later steps depend on, and begin to write it to `directory`; `finish_save` waits.

@@ -108,6 +108,14 @@ class Conversations:
         return Place(asked=digest, tools=tools_digest, known=0 if said is None else known, said=said, goes_on=goes_on)
 
 
+def extends(longer: Sequence[Message], shorter: Sequence[Message]) -> bool:
+    """Whether a conversation goes on with all messages of another one."""
+    if len(longer) <= len(shorter):
+        return False
+    pairs = zip(longer, shorter, strict=False)
+    return all(one is other or _meaning(one) == _meaning(other) for one, other in pairs)
+
+
 def _meaning(message: Message) -> list[Any]:
     return [message.role, message.content, [[call.name, call.arguments] for call in message.tool_calls]]
 

@@ -103,6 +103,7 @@ def conversation(result: GroupResult, sample: int, decode: Callable[[Sequence[in
         "advantage": trained[0].advantage if trained else None,
         "wanted": result.asked.wanted if result.asked is not None else "",
         "messages": [*map(plain_message, rollout.messages)],
+        "side_conversations": [[*map(plain_message, each)] for each in rollout.side_conversations],
         "turns": [
             {
                 "request": completion.request_id,
@@ -145,6 +146,7 @@ def record(step: int, chosen: Chosen, said: Record, scores: Mapping[SampleName, 
         "error": rollout.error,
         "wanted": said["wanted"],
         "messages": said["messages"],
+        "side_conversations": said["side_conversations"],
         "turns": said["turns"],
         "branches": branches,
     }

@@ -27,6 +27,8 @@ class Rollout:
     graph: TokenGraph = field(default_factory=TokenGraph)
     """Every turn that is to be trained."""
     messages: tuple[Message, ...] = ()
+    side_conversations: tuple[tuple[Message, ...], ...] = ()
+    """See `RolloutRecord`."""
     seeds: tuple[int, ...] = ()
     """Of the requests of the graph's completions."""
     reward: float = 0.0

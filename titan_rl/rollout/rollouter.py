@@ -180,6 +180,7 @@ class OpenRollout:
         self._purpose = purpose
         self._index = index
         self.messages: list[Message] = list(prompt.messages)
+        self._side: tuple[tuple[Message, ...], ...] = ()
         self.graph = TokenGraph()
         self.finish_reasons: list[FinishReason] = []  # one per turn of the policy
         self.seeds: list[int] = []  # one per turn of the policy
@@ -234,6 +235,7 @@ class OpenRollout:
             sample=sample,
             graph=self.graph,
             messages=tuple(self.messages),
+            side_conversations=self._side,
             seeds=tuple(self.seeds),
             reward=score.reward if score else 0.0,
             reward_parts=score.parts if score else {},
@@ -246,7 +248,7 @@ class OpenRollout:
         for turn in record.turns:
             self.add(turn)
         if record.turns:
-            self.messages = list(record.messages)
+            self.messages, self._side = list(record.messages), record.side_conversations
         self._refused = record.refused
 
     def _conversation(self) -> Conversation:

@@ -25,7 +25,7 @@ import numpy as np
 from titan_rl.chat.renderer import Renderer
 from titan_rl.errors import RolloutOver, TaskError
 from titan_rl.generation.engine import validate_request
-from titan_rl.rollout.conversations import Conversations, Place, Prompt
+from titan_rl.rollout.conversations import Conversations, Place, Prompt, extends
 from titan_rl.seeding import request_seed
 from titan_rl.types import (
     Completion,
@@ -86,6 +86,8 @@ class RolloutRecord:
     """In the order in which they were answered."""
     messages: tuple[Message, ...] = ()
     """The conversation of the last answered call, with its answer; () if there is none."""
+    side_conversations: tuple[tuple[Message, ...], ...] = ()
+    """The other ones, for people to read: before an edit of the history, of a sub-agent, with another choice."""
     refused: StopReason | None = None
     """The limit that first refused a call; None if none did."""
     failure: str = ""
@@ -149,6 +151,7 @@ class Turns:
         self._anew: set[Prompt] = set()  # prompts with a recorded answer
         self._last: Prompt | None = None
         self._messages: tuple[Message, ...] = ()
+        self._ended: list[tuple[Message, ...]] = []  # conversations that no later one extends
         self._refused: StopReason | None = None
         self._failure = ""
         self._over = False
@@ -255,8 +258,10 @@ class Turns:
         self._anew.add(prompt)
         if prompt.tools is not None:
             self._conversations.remember(prompt, message, completion.token_ids)
+        conversation = (*prompt.messages, message)
+        self._ended = [*(each for each in self._ended if not extends(conversation, each)), conversation]
         if prompt is not self._last or number == 0:  # programs continue with the first of several choices
-            self._last, self._messages = prompt, (*prompt.messages, message)
+            self._last, self._messages = prompt, conversation
         return turn
 
     def dropped(self, request_ids: Iterable[str]) -> None:
@@ -275,6 +280,7 @@ class Turns:
         return RolloutRecord(
             turns=tuple(self._turns),
             messages=self._messages,
+            side_conversations=tuple(each for each in self._ended if each is not self._messages),
             refused=self._refused,
             failure=self._failure,
         )

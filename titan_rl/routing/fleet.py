@@ -17,7 +17,7 @@ generator takes which, `WantedVersions` chooses.
 Always true, after every method:
 
 - only `verified` leads to SERVING; no generator goes back to an older version, except to a wanted one that nobody
-  serves; DEAD is final: a replacement under the same name is a new generator, of which nothing is known;
+  serves; DEAD is final: a replacement under the same name is a new generator that starts from nothing;
 - besides `others`, at most `serving` generators are in service. The rest are spares: one follows a generator that
   dies at once, but for one of `others`;
 - a generator in SYNCING, draining or pulling, takes no requests; with `hot_swap` a serving generator keeps serving
@@ -226,7 +226,7 @@ class Fleet:
     # Who is there.
 
     def joined(self, name: str) -> None:
-        """A generator is up: a new one, or the replacement of a dead one, of which nothing is kept. It recovers, or
+        """A generator is up: a new one, or the replacement of a dead one, which starts from nothing. It recovers, or
         waits as a spare if enough are in service.
 
         Raises:

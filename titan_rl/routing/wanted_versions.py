@@ -1,12 +1,12 @@
 """Which versions a fleet is to serve, and which of them a generator takes next.
 
-- A generator leaves a wanted version only if another one serves it, or for requests that wait while it has none and
-  nobody else will come. Those requests may hold what the groups of its own version need, such as places of programs.
-- It takes a version that nobody serves or is about to: one that waiting requests ask for, else the oldest. If there is
-  none, it takes the newest.
+- A generator gives up a wanted version in two cases: another generator serves it too; or it is idle, requests for
+  another version wait, and no other generator will serve them. Without the second case a run can deadlock: the waiting
+  requests may hold what the groups of its own version need, such as places of programs.
+- It takes a version that no generator serves or is about to serve: one that waiting requests ask for, else the oldest.
+  If there is none, it takes the newest.
 
-So, whatever is held by requests that wait, some request goes on: if an idle generator's version is not asked for, one
-that is asked for comes in its place. Pure.
+So some request always goes on: an idle generator whose version nobody asks for takes one that is asked for. Pure.
 """
 
 from __future__ import annotations

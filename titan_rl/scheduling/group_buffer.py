@@ -171,7 +171,7 @@ class GroupBuffer:
             missing = f"{self.free_slots} slots are free, no group is admitted"
         else:
             missing = f"no slot is free until {self._trainer} is published"
-        return f"{ready} of {needed} groups are ready; {missing}"
+        return f"{needed} groups, of which {ready} are ready; {missing}"
 
     # What happens.
 

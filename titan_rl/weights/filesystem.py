@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from titan_rl.directories import check_replaceable
 from titan_rl.errors import WeightsError
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Publication, TensorEntry, TensorShard
@@ -104,6 +105,7 @@ class FilesystemPublisher(ChannelPublisher):
         final = self._directory / str(version)
 
         def seal() -> None:
+            check_replaceable(final, ours=(WEIGHTS,))
             if final.exists():  # of a run before this one, in the same directory
                 _remove(final)
             self._partial(version).rename(final)

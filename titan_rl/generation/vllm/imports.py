@@ -1,8 +1,10 @@
-"""Imports vLLM without what an engine on a CPU has no use for, and builds one. Importing this module loads no vLLM.
+"""Imports vLLM without the modules that an engine on a CPU does not use, and builds an engine.
 
-Each module that is left out is only named by those that are needed, or works for requests that nobody here makes: chat
-messages, images and structured output, quantized weights, Triton's kernels, models and sampling of transformers. A test
-fails when vLLM itself imports one no more.
+Importing this module does not load vLLM.
+
+vLLM imports the modules that are left out, but does not call them for plain token requests: chat messages, images and
+structured output, quantized weights, Triton's kernels, models and sampling of transformers. A test fails when vLLM no
+longer imports one of them.
 """
 
 from __future__ import annotations

@@ -41,6 +41,8 @@ class HostFacts:
     """CPUs that this process may use."""
     cuda_devices: tuple[int, ...] = ()
     """Device indices as `CUDA_VISIBLE_DEVICES` takes them; empty if that variable hides all of them."""
+    devices_there: int | None = None
+    """How many there are, if `cuda_devices` are more for the sake of a drawing."""
     memory: int = 0
     """Bytes available without swapping; 0: unknown."""
     shared_memory: int = 0

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import itertools
 import logging
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from monarch.actor import attach_to_workers, enable_transport, this_host
+from monarch.actor import attach_to_workers, enable_transport, shutdown_context, this_host
 
 from titan_rl.actors.connection import Connection, bounded
 from titan_rl.config import PlacementConfig, RunConfig
@@ -49,6 +50,8 @@ LARGE_BYTES = 64 << 10
 """More than any packet holds."""
 CALL_SECONDS = 10.0
 """Bound on any other call to an agent. What a worker answers by itself may take half of it."""
+LEAVE_SECONDS = 1.0
+"""Bound on the end of Monarch's runtime in the controller, after all meshes were stopped. Monarch has the same one."""
 LEASE = 3
 """An agent ends when it hears nothing for so many times `placement.host_seconds`: longer than the controller waits for
 it, so that a controller which is only slow loses no host. One whose process is gone is not waited for."""
@@ -138,6 +141,20 @@ class Host(ABC):
         """Raises ConfigError if the run directory, where the trainer writes checkpoints, is not there."""
 
 
+@functools.cache
+def _leave_at_exit() -> None:
+    """Call when Monarch is up, so that this runs before Monarch's own `atexit` function: that one prints a traceback if
+    the runtime does not end in time, as on a busy host, though nothing depends on it any more."""
+
+    def leave() -> None:
+        try:
+            shutdown_context(host_timeout=LEAVE_SECONDS / 3).get(timeout=LEAVE_SECONDS)
+        except Exception as error:
+            _log.info("Monarch did not end in time: %s: %s", type(error).__name__, error)
+
+    atexit.register(leave)
+
+
 class ControllersHost(Host):
     """Host 0."""
 
@@ -154,7 +171,9 @@ class ControllersHost(Host):
         before = os.environ.get("TMPDIR")
         os.environ["TMPDIR"] = str(scratch_directory())
         try:
-            return this_host()
+            here = this_host()
+            _leave_at_exit()
+            return here
         finally:
             if before is None:
                 del os.environ["TMPDIR"]

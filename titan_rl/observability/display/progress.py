@@ -23,7 +23,7 @@ from titan_rl.observability.display.keys import Keys
 from titan_rl.observability.display.panel import LOST, READY, MeshState, View, draw
 from titan_rl.observability.json_lines import TAIL, json_lines
 from titan_rl.observability.recorder import newest_of
-from titan_rl.one_line import one_line
+from titan_rl.one_line import counted, one_line
 
 PLAIN_LINE_SECONDS = 2.0
 """Seconds between two step lines outside a terminal. Evaluations are always printed."""
@@ -212,7 +212,7 @@ class RunDisplay:
         trains = [each for each in spans if each.waits_for is None and each.name in _OF_TRAINER]
         waits = [each.waits_for for each in spans if each.waits_for is not None and each.name == "trainer"]
         groups = sum(each.name == "rollout" for each in spans)
-        plays = [f"{groups} groups"] if groups else []
+        plays = [counted(groups, "group")] if groups else []
         plays += [f"evaluate {each.ids.get('version', '')}" for each in spans if each.name == "evaluate"]
         pulls = [f"generators pull {each.ids.get('version', '')}" for each in spans if each.name == "pull"]
         idle = f"waits for {waits[0]()}" if waits else "waits"

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from titan_rl.directories import replacing
 from titan_rl.errors import ConfigError, WeightsError
 from titan_rl.policy.models.qwen3 import LM_HEAD, Qwen3Shape
 from titan_rl.weights.manifest import TensorShard
@@ -87,14 +86,14 @@ def write_checkpoint(directory: Path, source: Path, tensors: Mapping[str, Tensor
     """Write `tensors` with the config and tokenizer files of `source` as the checkpoint `directory`.
 
     Args:
-        directory: replaced as a whole when it exists.
+        directory: new, empty, or written by an earlier call, which is replaced.
         source: the checkpoint directory training started from.
         dtype: of `tensors`, as config.json names it.
+
+    Raises:
+        ConfigError: see `directories.check_replaceable`.
     """
-    directory = directory.absolute()
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-    try:
+    with replacing(directory) as draft:
         for file in source.iterdir():
             if file.is_file() and not _holds_weights(file):
                 shutil.copy(file, draft / file.name)
@@ -102,16 +101,6 @@ def write_checkpoint(directory: Path, source: Path, tensors: Mapping[str, Tensor
         config.pop("torch_dtype", None)  # the name of "dtype" before transformers 5; two would be one too many
         (draft / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
         save_file(dict(tensors), draft / "model.safetensors", metadata={"format": "pt"})
-        draft.chmod(0o755)
-        if directory.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{directory.name}-old-", dir=directory.parent))
-            os.rename(directory, old / directory.name)
-            os.rename(draft, directory)
-            shutil.rmtree(old)
-        else:
-            os.rename(draft, directory)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _holds_weights(file: Path) -> bool:

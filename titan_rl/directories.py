@@ -1,0 +1,78 @@
+"""Directories that somebody names and the project writes or replaces as a whole.
+
+A directory is replaced only if all that is in it was written by an earlier `replacing`, which leaves a list of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from titan_rl.errors import ConfigError
+
+WRITTEN = ".titan_rl.json"
+"""In a directory that was written: a JSON list of the names in it."""
+
+
+def check_replaceable(directory: Path, *, ours: Collection[str] = ()) -> None:
+    """Do nothing if `directory` does not exist, is empty, or holds only what the project wrote there.
+
+    Args:
+        ours: names in it that the project writes without a list.
+
+    Raises:
+        ConfigError: replacing it would delete something else, which is named; or it is the working directory or one of
+            its parents.
+    """
+    if not os.path.lexists(directory):
+        return
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is there and is no directory; name a new or an empty one")
+    if Path.cwd().is_relative_to(directory.resolve()):
+        raise ConfigError(f"{directory} is the working directory or one of its parents; name a new directory")
+    there = {each.name for each in directory.iterdir()}
+    try:
+        written = {str(name) for name in json.loads((directory / WRITTEN).read_text(encoding="utf-8"))} | {WRITTEN}
+    except (OSError, ValueError, TypeError):
+        # earlier versions wrote a run's newest weights without a list
+        of_a_run = directory.name == "checkpoint" and (directory.parent / "config.toml").is_file()
+        written = there if of_a_run and {"config.json", "model.safetensors"} <= there else set()
+    if foreign := sorted(there - written - {*ours}):
+        more = f" and {len(foreign) - 1} more" * (len(foreign) > 1)
+        raise ConfigError(
+            f"{directory} holds {foreign[0]}{more}, which would be deleted: only an earlier export is replaced; name a "
+            "new or an empty directory"
+        )
+
+
+@contextmanager
+def replacing(directory: Path) -> Iterator[Path]:
+    """An empty directory to write to, which takes the place of `directory` at the end. If the block raises, what was
+    there stays.
+
+    Raises:
+        ConfigError: see `check_replaceable`.
+    """
+    directory = directory.absolute()
+    check_replaceable(directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        yield draft
+        (draft / WRITTEN).write_text(json.dumps(sorted(each.name for each in draft.iterdir())) + "\n", encoding="utf-8")
+        draft.chmod(0o755)
+        check_replaceable(directory)  # somebody may have written to it meanwhile
+        if directory.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{directory.name}-old-", dir=directory.parent))
+            os.rename(directory, old / directory.name)
+            os.rename(draft, directory)
+            shutil.rmtree(old)
+        else:
+            os.rename(draft, directory)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
