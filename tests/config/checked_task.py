@@ -39,6 +39,8 @@ class Checked(Environment):
                 raise ValueError("no data today")
             case "refuses":
                 raise ConfigError("environment.kwargs.wrong must be right")
+            case "warns":
+                self.warning = "half of the rows are one"
             case "size":
                 self.size = 0
             case "lacks":

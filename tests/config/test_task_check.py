@@ -87,6 +87,11 @@ def test_what_is_absent_on_this_host_is_told_apart():
     assert problem.severity is Severity.ABSENT and problem.sentence == "there is no file of words"
 
 
+def test_what_the_environment_warns_of_is_said_and_ends_nothing():
+    (problem,) = checked("warns")
+    assert (problem.severity, problem.sentence) == (Severity.WARNING, "half of the rows are one")
+
+
 def test_demonstrations_are_tried_only_where_a_warm_up_asks_for_them():
     base = recipe()
     trainer = replace(base.trainer, warmup=replace(base.trainer.warmup, steps=0))

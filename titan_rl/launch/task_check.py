@@ -49,7 +49,8 @@ RENDER_SECONDS = 1.0
 
 
 def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
-    """The problem that keeps the task of `config` from being played, if any. Call it if `check_run` found nothing.
+    """The problem that keeps the task of `config` from being played, or its `warning`. Call it if `check_run` found
+    nothing.
 
     Args:
         imports: the user's modules.
@@ -58,7 +59,7 @@ def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
     logging.getLogger("titan_rl.sandbox").addHandler(logging.NullHandler())
     name = config.environment.name
     try:
-        asyncio.run(_try(config, imports))
+        warning = asyncio.run(_try(config, imports))
     except BaseExceptionGroup as failures:
         error: BaseException = failures.exceptions[0]
         if not isinstance(error, (ConfigError, TaskError)):
@@ -66,7 +67,7 @@ def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
     except (ConfigError, TaskError) as raised:
         error = raised
     else:
-        return []
+        return [Problem(sentence=warning, severity=Severity.WARNING)] if warning else []
     sentence = str(error) if isinstance(error, ConfigError) or name in str(error) else f"environment {name}: {error}"
     if "did not finish within" in sentence:
         sentence += "; environment.step_seconds is the time that each call may take"
@@ -74,7 +75,8 @@ def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
     return [Problem(sentence=sentence, severity=severity)]
 
 
-async def _try(config: RunConfig, imports: tuple[str, ...]) -> None:
+async def _try(config: RunConfig, imports: tuple[str, ...]) -> str:
+    """Returns the environment's warning."""
     files = (Path(config.policy.path) / name for name in ("config.json", "tokenizer.json"))
     tokenizer = config.policy.tiny is not None or all(file.is_file() for file in files)
     runner = GroupRunner(
@@ -100,6 +102,7 @@ async def _try(config: RunConfig, imports: tuple[str, ...]) -> None:
         _check_held_out(config, check, others)
         if tokenizer:
             await _try_rollouts(config, runner, started.result(), check)
+        return check.warning
     finally:
         await asyncio.gather(runner.close(), other.close())
 
