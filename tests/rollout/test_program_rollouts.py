@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -113,6 +114,17 @@ async def test_what_a_program_asked_is_trained_and_its_state_is_graded(model_pat
     assert all(each.group.group_id == 7 for each in sessions.requests)
     assert len({each.session_id for each in sessions.requests}) == 2
     assert sessions.idle_seconds == {20.0}
+
+
+async def test_the_order_in_which_open_calls_are_answered_changes_nothing_that_is_trained(model_path):
+    first, second = call([2, 3], ANSWERED), replace(call([2, 4], ENDED), seed=1)
+    later = call([2, 3, *ANSWERED, 5], ENDED)
+    trained = []
+    for turns in ((first, second, later), (second, first, later), (first, later, second)):
+        async with runner(model_path, ScriptedSessions(record(*turns))) as group_runner:
+            result = await play(group_runner, samples=1)
+        trained.append([each.token_ids.tolist() for each in result.samples] + [result.rollouts[0].seeds])
+    assert trained == trained[:1] * 3
 
 
 async def test_held_out_prompts_are_played_by_programs_too(model_path):

@@ -243,8 +243,11 @@ class OpenRollout:
         )
 
     def _keep(self, record: RolloutRecord) -> None:
-        for turn in record.turns:
+        # Which of several open calls is answered first is chance, and must not decide how the rollout is trained. What
+        # goes on with an answer has a longer prompt.
+        for turn in sorted(record.turns, key=lambda turn: (len(turn.prompt_token_ids), turn.seed)):
             self.add(turn)
+        self.finish_reasons = [turn.finish_reason for turn in record.turns]
         if record.turns:
             self.messages = list(record.messages)
         self._refused = record.refused

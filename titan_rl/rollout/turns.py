@@ -5,6 +5,8 @@
   that, the conversation is rendered anew.
 - The record contains exactly the answered calls, with the engine's own tokens, logprobs and versions. A call that was
   aborted or failed is not recorded, but uses up a turn: a program that keeps hanging up comes to an end.
+- The seed of a call follows from its prompt and the number of equal prompts before it, so calls that are open at once
+  may come and be answered in any order.
 - The limits on turns and sampled tokens hold however many calls are open at once: each call reserves what it may need
   before it is sent, and returns what it did not use.
 - The run decides how tokens are drawn. A program's temperature, truncation, penalties and seeds are ignored, because
@@ -15,6 +17,7 @@ Pure: no clock, no tasks, no server.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -26,7 +29,7 @@ from titan_rl.chat.renderer import Renderer
 from titan_rl.errors import RolloutOver, TaskError
 from titan_rl.generation.engine import validate_request
 from titan_rl.rollout.conversations import Conversations, Place, Prompt
-from titan_rl.seeding import request_seed
+from titan_rl.seeding import prompt_digest, request_seed
 from titan_rl.types import (
     Completion,
     Endpoint,
@@ -143,6 +146,7 @@ class Turns:
         self._conversations = Conversations()
         self.asked = 0
         """Number of requested turns."""
+        self._asked_of: Counter[str] = Counter()  # the same, by the digest of the prompt
         self._sampled = 0
         self._open: dict[str, _Open] = {}
         self._turns: list[Turn] = []
@@ -193,16 +197,19 @@ class Turns:
         group = self.request.group
         requests: list[GenerationRequest] = []
         open_calls: dict[str, _Open] = {}
+        asked_of = self._asked_of.copy()
         for prompt, wanted in prompts:
             known = prompt.servable.get((wanted, share))
             sampling = known or self._limited(prompt, wanted, share)
+            digest = prompt_digest(prompt.token_ids)
             for number in range(choices):
-                turn = self.asked + len(requests)
                 request = GenerationRequest(
                     request_id=f"{call_id}-{len(requests)}",
                     prompt_token_ids=prompt.token_ids,
                     sampling=sampling,
-                    seed=request_seed(self._run_seed, group.purpose, group.group_id, self.request.sample, turn),
+                    seed=request_seed(
+                        self._run_seed, group.purpose, group.group_id, self.request.sample, digest, asked_of[digest]
+                    ),
                     min_version=group.min_version,
                     exact_version=group.exact_version,
                     session_id=self.request.session_id,
@@ -211,10 +218,11 @@ class Turns:
                 if known is None:
                     validate_request(request, max_model_len=self._max_model_len, vocab_size=self._renderer.vocab_size)
                 requests.append(request)
+                asked_of[digest] += 1
                 open_calls[request.request_id] = _Open(prompt, number, sampling.max_new_tokens, request.seed)
             if known is None:
                 prompt.servable[wanted, share] = sampling
-        self.asked += total
+        self.asked, self._asked_of = self.asked + total, asked_of
         self._open.update(open_calls)
         return requests
 
