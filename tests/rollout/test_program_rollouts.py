@@ -35,8 +35,8 @@ def call(prompt, sampled, *, anew=False) -> Turn:
     )
 
 
-def record(*turns, refused=None, failure="") -> RolloutRecord:
-    return RolloutRecord(turns=turns, messages=CONVERSATION if turns else (), refused=refused, failure=failure)
+def record(*turns, refused=None, **told) -> RolloutRecord:
+    return RolloutRecord(turns=turns, messages=CONVERSATION if turns else (), refused=refused, **told)
 
 
 TWO_TURNS = record(call(ASKED, ANSWERED), call(ASKED + ANSWERED + ADDED, ENDED))
@@ -303,6 +303,18 @@ async def test_an_engine_that_fails_a_call_fails_the_group(model_path):
     async with runner(model_path, sessions, behaviour={"0": "raise"}) as group_runner:
         with pytest.raises(GeneratorFailed, match="train group 0 sample .: generator0 is gone"):
             await play(group_runner)
+
+
+@pytest.mark.parametrize("how", ["raise", "note"])
+async def test_an_answer_that_the_gateway_cannot_read_costs_its_rollout_and_is_not_blamed_on_the_program(
+    model_path, how
+):
+    sessions = ScriptedSessions(record(call(ASKED, ANSWERED), misread="it reads otherwise"))
+    async with runner(model_path, sessions, behaviour={"0": how}) as group_runner:
+        result = await play(group_runner, samples=1)
+    (rollout,) = result.rollouts
+    assert rollout.error == "the gateway could not read an answer, which is a bug: it reads otherwise"
+    assert result.samples == () and len(rollout.graph.completions) == 1
 
 
 async def test_a_gateway_that_fails_fails_the_group(model_path):

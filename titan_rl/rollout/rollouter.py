@@ -286,6 +286,7 @@ class Programs:
 
         Raises:
             TaskError: the program failed, or was idle for too long.
+            RequestError: the gateway could not read an answer.
             GeneratorFailed: an engine failed a call.
             TitanError: the gateway raised it.
         """
@@ -312,6 +313,8 @@ class Programs:
             keep(record)
             if record.failure:
                 raise GeneratorFailed(f"{request.group} sample {request.sample}: {record.failure}")
+            if record.misread:  # whatever the program made of it
+                raise RequestError(f"the gateway could not read an answer, which is a bug: {record.misread}")
 
     async def _until_over(self, request: RolloutRequest, endpoint: Endpoint, abandoned: asyncio.Event) -> bytes | None:
         group = request.group

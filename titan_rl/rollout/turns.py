@@ -93,6 +93,9 @@ class RolloutRecord:
     """The limit that first refused a call; None if none did."""
     failure: str = ""
     """Non-empty if an engine failed a call, which is not the program's fault."""
+    misread: str = ""
+    """Non-empty if the gateway could not read an answer, which is not the program's fault either: its rollout fails,
+    and nothing else, because another play would sample the same answer."""
 
 
 class RolloutGateway(Protocol):
@@ -154,7 +157,7 @@ class Turns:
         self._last: Prompt | None = None
         self._messages: tuple[Message, ...] = ()
         self._refused: StopReason | None = None
-        self._failure = ""
+        self._failure = self._misread = ""
         self._over = False
 
     def prompt_of_chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Prompt:
@@ -277,6 +280,11 @@ class Turns:
         if not self._over:
             self._failure = self._failure or failure
 
+    def misread(self, problem: str) -> None:
+        """Record that an answer could not be read. Only the first problem is kept."""
+        if not self._over:
+            self._misread = self._misread or problem
+
     def close(self) -> RolloutRecord:
         """End the rollout's turns and return their record. Nothing can be added after that."""
         self._over = True
@@ -285,6 +293,7 @@ class Turns:
             messages=self._messages,
             refused=self._refused,
             failure=self._failure,
+            misread=self._misread,
         )
 
     def _extended(self, place: Place, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> np.ndarray | None:
