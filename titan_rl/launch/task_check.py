@@ -23,6 +23,7 @@ import numpy as np
 
 from titan_rl.chat.renderer import Renderer
 from titan_rl.config import RunConfig
+from titan_rl.environments.rubric import EXACT_MATCH
 from titan_rl.errors import AbsentError, ConfigError, TaskError
 from titan_rl.launch.checks import Problem, Severity
 from titan_rl.launch.start import model_directory
@@ -174,6 +175,11 @@ async def _try_rollouts(config: RunConfig, runner: GroupRunner, info: TaskInfo, 
                 raise TaskError(
                     f"a rollout of {purpose} prompt 0{said} fails: {rollout.error}; correct the code there: "
                     "a run would lose every rollout that fails so"
+                )
+            if info.scores_groups and config.evaluation.target_exact_match and EXACT_MATCH not in rollout.reward_parts:
+                raise ConfigError(
+                    "evaluation.target_exact_match is set, and group rewards alone do not say what an exact match is: "
+                    "add a reward function that returns the score `exact_match`, as Reward(function, weight=0)"
                 )
 
 
