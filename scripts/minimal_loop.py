@@ -25,7 +25,7 @@ from titan_rl.environments.copy import Copy
 from titan_rl.environments.rubric import Transcript
 from titan_rl.launch.start import start
 from titan_rl.rollout.samples import group_advantages
-from titan_rl.seeding import request_seed
+from titan_rl.seeding import prompt_digest, request_seed
 from titan_rl.types import (
     NO_VERSION,
     Completion,
@@ -64,7 +64,7 @@ class CopyTask:
                     temperature=1.0 if purpose is Purpose.TRAIN else 0.0,
                     stop_token_ids=tuple(self.renderer.stop_token_ids),
                 ),
-                seed=request_seed(self.config.seed, purpose, prompt, sample),
+                seed=request_seed(self.config.seed, purpose, prompt, sample, prompt_digest(prompt_tokens)),
                 min_version=version,
             )
         )

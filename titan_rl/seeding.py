@@ -1,10 +1,15 @@
 """Seeds that depend on what is asked, never on when it arrives.
 
-`request_seed` is a pure function of the run seed and the request's place in the run, so two runs that ask for
-the same things draw the same tokens whatever the order, the batching or the number of generators.
+`request_seed` is a pure function of the run seed, the rollout, the prompt's tokens, and how often the rollout has asked
+the same before. So two runs that ask for the same things draw the same tokens, whatever the order, the batching or the
+number of generators, and also where a program has several calls open at once. Only requests of one rollout with equal
+prompts are told apart by their order.
 """
 
 import hashlib
+from collections.abc import Sequence
+
+import numpy as np
 
 from titan_rl.types import Purpose
 
@@ -18,6 +23,16 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
 
 
-def request_seed(run_seed: int, purpose: Purpose, group_id: int, sample: int, turn: int = 0) -> int:
-    """Seed of one request. An interrupted completion goes on with the same seed."""
-    return derive_seed(run_seed, purpose.value, group_id, sample, turn)
+def request_seed(run_seed: int, purpose: Purpose, group_id: int, sample: int, prompt: str, repeat: int = 0) -> int:
+    """Seed of one request. An interrupted completion goes on with the same seed.
+
+    Args:
+        prompt: its `prompt_digest`.
+        repeat: number of requests with this prompt that the rollout made before.
+    """
+    return derive_seed(run_seed, purpose.value, group_id, sample, prompt, repeat)
+
+
+def prompt_digest(token_ids: Sequence[int] | np.ndarray) -> str:
+    """Names the tokens of a prompt."""
+    return hashlib.blake2b(np.asarray(token_ids, dtype=np.int32).tobytes(), digest_size=16).hexdigest()

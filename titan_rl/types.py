@@ -126,7 +126,7 @@ class GenerationRequest:
     prompt_token_ids: np.ndarray  # [T_prompt] int32
     sampling: SamplingParams
     seed: int
-    """From `seeding.request_seed`; every request has one, so that the order of arrival decides nothing."""
+    """From `seeding.request_seed`; every request has one, which the order of arrival does not decide."""
     min_version: PolicyVersion = PolicyVersion(0, 0)
     """Served only by generators that hold at least this version."""
     exact_version: PolicyVersion | None = None

@@ -23,7 +23,7 @@ from typing import Any
 
 from async_learning import train
 from parts import simulated
-from parts.simulated import ENGINE, MEAN, MOST, SPREAD, TRAINER, RunLengths, SimulatedTrainer
+from parts.simulated import ENGINE, MEAN, MOST, SPREAD, TRAINER, SimulatedTrainer, run_lengths
 from parts.table import print_report, print_table
 
 from titan_rl.config import EvaluationConfig, LoopConfig, RunConfig
@@ -91,11 +91,11 @@ def simulated_config(steps: int) -> RunConfig:
     )
 
 
-def planned(way: Way, steps: int, seed: int) -> Result:
+def planned(way: Way, steps: int) -> Result:
     """What the planner predicts, from nothing that was measured here."""
     return simulate(
         Scenario(
-            lengths=RunLengths(seed),
+            lengths=run_lengths,
             prompt_tokens=PROMPT_TOKENS,
             engine=ENGINE,
             trainer=TRAINER,
@@ -129,7 +129,7 @@ async def measure_simulated(steps: int) -> tuple[list[list[Any]], dict[str, Any]
     figures: dict[str, Any] = {}
     sync_speed = 0.0
     for way in WAYS:
-        plan = planned(way, steps, config.seed)
+        plan = planned(way, steps)
         print(f"{way.name}: {steps} steps, {plan.seconds:.0f} s planned …", flush=True)
         trainers: list[SimulatedTrainer] = []
 

@@ -195,6 +195,16 @@ async def test_an_id_that_is_in_use_is_refused_and_is_free_again_after_an_abort(
         assert [each.finish_reason for each in await asyncio.gather(again, other)] == [FinishReason.STOP] * 2
 
 
+async def test_the_length_of_an_answer_that_was_given_up_is_counted(draining: Fleet) -> None:
+    given_up = await draining.ask("r")
+    home = await draining.until_runs("r")
+    await draining.on(home, "progress", 3)
+    await draining.abort(given_up)
+    await draining.in_flight(0)
+    status = (await draining.router.fleet_status())[home]
+    assert (status.aborted, status.aborted_tokens) == (1, 3)
+
+
 async def test_a_malformed_request_is_refused_alone(draining: Fleet) -> None:
     odd = [dataclasses.replace(request("r"), request_id=5), dataclasses.replace(request("p"), pinned_to=["g0"])]
     good = draining.generate(request("good"))

@@ -57,6 +57,11 @@ def test_what_belongs_to_one_play_is_not_compared() -> None:
     assert difference([line()], [again]) == ""
 
 
+def test_which_of_several_branches_was_answered_last_is_not_compared() -> None:
+    forked = copy.deepcopy(line()) | {"branches": line()["branches"] * 2}
+    assert difference([forked], [forked | {"messages": [{"role": "user", "content": "3="}]}]) == ""
+
+
 def test_a_rollout_that_was_finished_before_a_resume_is_compared_by_its_tokens() -> None:
     bare = line() | {"messages": [], "turns": []}
     assert difference([bare], [line()]) == ""

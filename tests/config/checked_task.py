@@ -6,7 +6,7 @@ import json
 import random
 
 from titan_rl.config_registry import copy4
-from titan_rl.environments.base import Demonstration, Environment, Example, Message, Rubric, tool
+from titan_rl.environments.base import Demonstration, Environment, Example, GroupReward, Message, Rubric, tool
 from titan_rl.errors import AbsentError, ConfigError
 
 DIGITS = "0123456789"
@@ -39,6 +39,8 @@ class Checked(Environment):
                 raise ValueError("no data today")
             case "refuses":
                 raise ConfigError("environment.kwargs.wrong must be right")
+            case "warns":
+                self.warning = "half of the rows are one"
             case "size":
                 self.size = 0
             case "lacks":
@@ -79,6 +81,8 @@ class Checked(Environment):
     def rubric(self):
         if self.wrong in ("no rubric", "no function"):
             return None if self.wrong == "no rubric" else Rubric("right")
+        if self.wrong == "only compares":
+            return Rubric(GroupReward(lambda example, transcripts: [1.0] * len(transcripts), name="rank"))
         return Rubric(
             {
                 "words": words,

@@ -87,6 +87,17 @@ def test_what_is_absent_on_this_host_is_told_apart():
     assert problem.severity is Severity.ABSENT and problem.sentence == "there is no file of words"
 
 
+def test_a_target_that_group_rewards_cannot_judge_is_refused():
+    (problem,) = checked("only compares")
+    assert "evaluation.target_exact_match is set" in problem.sentence and "`exact_match`" in problem.sentence
+    assert checked("only compares", evaluation=replace(recipe().evaluation, target_exact_match=0.0)) == []
+
+
+def test_what_the_environment_warns_of_is_said_and_ends_nothing():
+    (problem,) = checked("warns")
+    assert (problem.severity, problem.sentence) == (Severity.WARNING, "half of the rows are one")
+
+
 def test_demonstrations_are_tried_only_where_a_warm_up_asks_for_them():
     base = recipe()
     trainer = replace(base.trainer, warmup=replace(base.trainer.warmup, steps=0))

@@ -68,16 +68,22 @@ async def test_a_group_that_failed_is_told_at_once_and_its_steps_line_says_the_r
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-async def test_a_deterministic_run_says_which_step_the_clock_had_a_part_in(deterministic, monkeypatch):
+async def test_a_deterministic_run_says_which_step_the_clock_had_a_part_in_and_every_run_how_long_its_rollouts_were(
+    deterministic, monkeypatch
+):
     world = World(steps=2, deterministic=deterministic)
     play = world.rollouts.run_group
 
     async def late(request):
         report = await play(request)
-        ended = [each._replace(stop_reason=StopReason.TIMEOUT) for each in report.rollouts[:1]]
+        ended = [each._replace(stop_reason=StopReason.TIMEOUT, sampled_tokens=9) for each in report.rollouts[:1]]
         return replace(report, rollouts=(*ended, *report.rollouts[1:])) if request.group_id == 2 else report
 
     monkeypatch.setattr(world.rollouts, "run_group", late)
     await world.run()
     said = "1 rollout of step 2 ended by the clock: this run may not repeat bit for bit"
     assert (said in world.printed) is deterministic
+    lengths = [
+        numbers.get("rollout/timeout_length_max") for _, numbers in world.metrics.written if "train/loss" in numbers
+    ]
+    assert lengths == [None, 9]

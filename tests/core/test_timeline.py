@@ -92,6 +92,18 @@ def test_a_process_writes_its_life_and_its_spans(tmp_path):
     assert spans["trainer"].waits_for == "2 groups"
 
 
+def test_any_name_can_be_read_again(tmp_path):
+    mine, name = Timeline(), 'a "quoted" \\ name\n'
+    mine.begin(tmp_path / SPANS, "router")
+    mine.doing(name, name)
+    with Activities(mine)(name, **{name: name}):
+        pass
+    mine.end()
+    (life,) = read_spans(tmp_path)
+    assert (name, name) in {(span.name, span.waits_for) for span in life.main}
+    assert [(span.lane, span.ids) for span in life.others] == [(name, {name: name})]
+
+
 def test_a_process_in_the_place_of_a_killed_one_appends_to_its_file(tmp_path):
     for _ in range(2):
         mine = Timeline()

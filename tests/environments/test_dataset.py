@@ -46,10 +46,26 @@ def test_without_an_answer_column_the_reward_finds_the_whole_row():
     assert Environment.from_examples(ROWS[:5], right, prompt="question", answer="")().example(0).answer in ROWS
 
 
-def test_prompts_may_be_lists_of_messages_and_rows_that_repeat_are_one():
+def test_prompts_may_be_lists_of_messages():
     messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
-    task = Environment.from_examples([{"prompt": messages, "answer": 3}] * 4, right)()
+    task = Environment.from_examples([{"prompt": messages, "answer": 3}], right)()
     assert task.size == 1 and task.example(7).prompt == (Message("user", "1"), Message("assistant", "2"))
+
+
+@pytest.mark.parametrize("repeated", ["0+1=", "14+1="])  # trained, and held out
+def test_rows_of_one_prompt_stay_examples_of_their_own_on_one_side(repeated):
+    assert is_held_out(repeated) == (repeated == "14+1=")
+    rows = [*ROWS[2:12], *({"question": repeated, "result": number} for number in range(50))]
+    task = Environment.from_examples(rows, right, **COLUMNS)()
+    trained, held_out = [task.example(index) for index in range(task.size)], task.held_out(100)
+    assert sorted(each.answer for each in trained + held_out) == sorted(row["result"] for row in rows)
+    assert not {each.prompt for each in trained} & {each.prompt for each in held_out}
+    assert task.warning == "environment.kwargs.path: 49 of 60 rows repeat the prompt of an earlier row"
+
+
+def test_rows_that_are_all_held_out_are_refused():
+    with pytest.raises(ConfigError, match="all rows are held out; 2 of 3 rows repeat"):
+        Environment.from_examples([{"prompt": "14+1=", "answer": 15}] * 3, right)()
 
 
 def test_files_and_data_sets_hold_the_same(tmp_path):
@@ -72,6 +88,8 @@ def test_a_data_set_of_the_library_is_rows():
 def test_rows_to_test_on_are_never_trained_on():
     task = Environment.from_examples(ROWS, right, **COLUMNS, test_path=ROWS[:20])()
     assert len(task.held_out(100)) == 20 and task.size == 180
+    assert task.warning == "environment.kwargs.path: prompts of test_path are in 20 of 200 rows: not trained"
+    assert not Environment.from_examples(ROWS, right, **COLUMNS)().warning
 
 
 @pytest.mark.parametrize(

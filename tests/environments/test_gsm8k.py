@@ -134,6 +134,13 @@ def test_a_demonstration_is_the_worked_solution_without_its_notes(task):
     assert task.rubric().score(example, said(answer.content)).parts["exact_match"] == 1.0
 
 
+def test_every_row_of_a_question_is_demonstrated_by_its_own_solution(files, tmp_path):
+    repeated = tmp_path / "repeated.jsonl"
+    repeated.write_text("\n".join((line(412), line(412).replace("There are", "I see"))))
+    task = Gsm8k(str(repeated), files["test_file"])
+    assert {task.demonstration(index).messages[0].content[:5] for index in range(task.size)} == {"There", "I see"}
+
+
 def test_the_seed_orders_the_training_problems_only(files):
     first, again, other = (Gsm8k(**files, seed=seed) for seed in (1, 1, 2))
     examples = [first.example(index) for index in range(60)]

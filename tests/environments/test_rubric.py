@@ -28,7 +28,22 @@ async def slow_length(example, transcript):
 def test_the_reward_is_the_weighted_sum_and_the_parts_are_unweighted():
     score = Rubric(Reward(length, weight=2.0), Reward(ended, weight=0.5, name="eos")).score(EXAMPLE, TRANSCRIPT)
     assert score.reward == 2.5
-    assert score.parts == {"length": 1.0, "eos": 1.0}
+    assert score.parts == {"length": 1.0, "eos": 1.0, "exact_match": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "exact"),
+    [
+        ((length, Reward(ended, weight=-0.05)), 1.0),  # right, with a small penalty
+        ((Reward(length, weight=0.5),), 1.0),
+        ((Reward(lambda e, t: 0.5, name="half"), ended), 0.0),
+        ((Reward(lambda e, t: 0.5, name="metric", weight=0.0), Reward(ended, weight=2.0)), 1.0),
+        ((length, Reward(lambda e, t: 0.0, name="exact_match", weight=-1.0)), 0.0),  # it says so itself
+        ((length, GroupReward(lambda e, t: [0.0] * len(t), name="rank")), 1.0),
+    ],
+)
+def test_the_first_trained_function_decides_about_exact_matches_where_none_says_it(rewards, exact):
+    assert Rubric(*rewards).score(EXAMPLE, TRANSCRIPT).parts["exact_match"] == exact
 
 
 def test_a_function_of_weight_zero_is_only_reported():
@@ -63,7 +78,7 @@ async def slow_rank(example, transcripts):
 
 def test_a_group_reward_gives_each_rollout_its_own_part():
     rubric = Rubric(length, GroupReward(rank, weight=2.0), GroupReward(lambda e, t: [5] * len(t), weight=0.0, name="m"))
-    assert rubric.score(EXAMPLE, TRANSCRIPT) == (1.0, {"length": 1.0})
+    assert rubric.score(EXAMPLE, TRANSCRIPT) == (1.0, {"length": 1.0, "exact_match": 1.0})
     assert run_plain(rubric.score_group_async(EXAMPLE, [TRANSCRIPT] * 2)) == [
         (0.0, {"rank": 0.0, "m": 5.0}),
         (2.0, {"rank": 1.0, "m": 5.0}),

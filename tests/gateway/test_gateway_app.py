@@ -26,6 +26,7 @@ class PlayedFleet:
         self.errors = errors
         self.ids: list[str] = []
         self.reason = FinishReason.LENGTH
+        self.logprob = -np.inf
 
     async def generate(self, request: GenerationRequest) -> Completion:
         self.ids.append(request.request_id)
@@ -35,7 +36,7 @@ class PlayedFleet:
         return Completion(
             request_id=request.request_id,
             token_ids=request.prompt_token_ids,
-            logprobs=np.full(count, -np.inf, np.float32),
+            logprobs=np.full(count, self.logprob, np.float32),
             versions=np.zeros(count, np.int64),
             finish_reason=self.reason,
         )
@@ -188,8 +189,11 @@ async def test_every_attempt_has_an_id_of_its_own(renderer):
     assert len(set(fleet.ids)) == 4
 
 
-async def test_a_logprob_without_end_is_a_number(renderer):
-    answer = (await complete(PlayedFleet([]), renderer, logprobs=0)).json()
+@pytest.mark.parametrize("logprob", [-np.inf, np.nan])
+async def test_a_logprob_that_json_cannot_say_is_a_number(renderer, logprob):
+    fleet = PlayedFleet([])
+    fleet.logprob = logprob
+    answer = (await complete(fleet, renderer, logprobs=0)).json()
     assert answer["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0, -9999.0]
 
 

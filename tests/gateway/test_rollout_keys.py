@@ -14,6 +14,7 @@ from support.sessions import rendered_anew
 from titan_rl.chat.renderer import SymbolRenderer
 from titan_rl.errors import GeneratorFailed, RequestError, RequestLost, RolloutOver
 from titan_rl.gateway.callers import RolloutKeys
+from titan_rl.gateway.choices import TextDeltas
 from titan_rl.types import Endpoint, FinishReason, Message
 
 URL = "http://gateway/v1"
@@ -301,6 +302,18 @@ async def test_a_bug_of_ours_is_not_the_programs_fault(renderer):
     with pytest.raises(openai.InternalServerError):
         await ask(client, user("1"))
     assert (await gateway.keys.close("s")).failure == "ValueError: oops"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_cannot_be_read_is_not_the_programs_fault(renderer, monkeypatch, stream):
+    rest = TextDeltas.rest
+    monkeypatch.setattr(TextDeltas, "rest", lambda deltas, _: deltas._given.append("streamed") or rest(deltas, "read"))
+    gateway = Gateway(renderer, "2$")
+    client = (await gateway.open()).with_options(max_retries=0)
+    with pytest.raises(openai.InternalServerError, match="reads otherwise than what was streamed"):
+        await ask(client, user("1"), stream=stream)
+    record = await gateway.keys.close("s")
+    assert (record.turns, record.failure) == ((), "") and "reads otherwise" in record.misread
 
 
 async def test_what_an_engine_refuses_is_the_programs_fault(renderer):

@@ -81,7 +81,7 @@ async def test_a_group_is_compared_without_the_rollouts_that_failed(model_path, 
         result = await group_runner.run_group(request(0), ScriptedPolicy(model_path, digits_but(1)))
     assert [rollout.reward for rollout in result.rollouts] == [1.0, 0.0, 0.5, 0.0]
     assert [rollout.reward_parts for rollout in result.rollouts if not rollout.error] == [
-        {"obedient": 1.0, "place": place} for place in (0.0, 1.0, 2.0)
+        {"obedient": 1.0, "exact_match": 1.0, "place": place} for place in (0.0, 1.0, 2.0)
     ]
     assert [sample.reward for sample in result.samples] == [1.0, 0.5, 0.0]
     assert result.samples[0].advantage == pytest.approx(1.0, abs=1e-3)

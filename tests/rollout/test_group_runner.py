@@ -19,7 +19,7 @@ from titan_rl.rollout.report import report_of
 from titan_rl.rollout.rollouter import Rollouter
 from titan_rl.sandbox.host_process import ForkedProcess
 from titan_rl.sandbox.wire import EnvironmentSetup
-from titan_rl.seeding import request_seed
+from titan_rl.seeding import prompt_digest, request_seed
 from titan_rl.types import (
     NO_VERSION,
     Message,
@@ -62,7 +62,10 @@ async def test_a_request_says_all_that_routing_and_sampling_need(model_path):
         await group_runner.run_group(request(5), policy)
         await group_runner.run_group(request(5), policy)  # the same group once more
     first, again = policy.requests[:4], policy.requests[4:]
-    assert [each.seed for each in first] == [request_seed(11, Purpose.TRAIN, 5, sample) for sample in range(4)]
+    assert [each.seed for each in first] == [
+        request_seed(11, Purpose.TRAIN, 5, sample, prompt_digest(each.prompt_token_ids))
+        for sample, each in enumerate(first)
+    ]
     assert [each.seed for each in again] == [each.seed for each in first]
     assert len({each.request_id for each in policy.requests}) == len({each.session_id for each in policy.requests}) == 8
     assert all(each.request_id.startswith("train-5-") for each in policy.requests)
@@ -117,8 +120,9 @@ async def test_a_record_of_an_evaluation_shows_what_was_asked_said_and_wanted(mo
     policy = ScriptedPolicy(model_path, lambda a_request: "7")
     async with runner(model_path, f"{TASKS / 'double.py'}:Double", held_out=50) as group_runner:
         found = await recorded(group_runner, 3)
+    (asked,) = policy.requests
     assert [each["content"] for each in found["messages"]] == ["3=", "7"] and found["wanted"] == "6"
-    assert found["turns"][0]["seed"] == request_seed(11, Purpose.EVALUATE, 3, 0)
+    assert found["turns"][0]["seed"] == request_seed(11, Purpose.EVALUATE, 3, 0, prompt_digest(asked.prompt_token_ids))
     (branch,) = found["branches"]
     assert branch["texts"] == ["3", "=", "7", "<eos>"] and branch["trained"] == [0, 0, 1, 1]
     assert branch["logprobs"] == [None, None, -0.5, -0.5] and branch["versions"] == ["", "", "v3", "v3"]
@@ -188,7 +192,10 @@ async def test_a_conversation_goes_on_from_its_exact_tokens(model_path, cls):
     assert [each.prompt_token_ids.tolist() for each in policy.requests] == [
         result.samples[0].token_ids[:length].tolist() for length in (2, 6, 10)
     ]
-    assert [each.seed for each in policy.requests] == [request_seed(11, Purpose.TRAIN, 4, 0, turn) for turn in range(3)]
+    assert [each.seed for each in policy.requests] == [
+        request_seed(11, Purpose.TRAIN, 4, 0, prompt_digest(each.prompt_token_ids)) for each in policy.requests
+    ]
+    assert len({each.seed for each in policy.requests}) == 3
     assert len({each.session_id for each in policy.requests}) == 1
     assert len({each.request_id for each in policy.requests}) == 3
 

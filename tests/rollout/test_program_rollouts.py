@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -34,8 +35,8 @@ def call(prompt, sampled, *, anew=False) -> Turn:
     )
 
 
-def record(*turns, refused=None, failure="") -> RolloutRecord:
-    return RolloutRecord(turns=turns, messages=CONVERSATION if turns else (), refused=refused, failure=failure)
+def record(*turns, refused=None, **told) -> RolloutRecord:
+    return RolloutRecord(turns=turns, messages=CONVERSATION if turns else (), refused=refused, **told)
 
 
 TWO_TURNS = record(call(ASKED, ANSWERED), call(ASKED + ANSWERED + ADDED, ENDED))
@@ -113,6 +114,17 @@ async def test_what_a_program_asked_is_trained_and_its_state_is_graded(model_pat
     assert all(each.group.group_id == 7 for each in sessions.requests)
     assert len({each.session_id for each in sessions.requests}) == 2
     assert sessions.idle_seconds == {20.0}
+
+
+async def test_the_order_in_which_open_calls_are_answered_changes_nothing_that_is_trained(model_path):
+    first, second = call([2, 3], ANSWERED), replace(call([2, 4], ENDED), seed=1)
+    later = call([2, 3, *ANSWERED, 5], ENDED)
+    trained = []
+    for turns in ((first, second, later), (second, first, later), (first, later, second)):
+        async with runner(model_path, ScriptedSessions(record(*turns))) as group_runner:
+            result = await play(group_runner, samples=1)
+        trained.append([each.token_ids.tolist() for each in result.samples] + [result.rollouts[0].seeds])
+    assert trained == trained[:1] * 3
 
 
 async def test_held_out_prompts_are_played_by_programs_too(model_path):
@@ -291,6 +303,18 @@ async def test_an_engine_that_fails_a_call_fails_the_group(model_path):
     async with runner(model_path, sessions, behaviour={"0": "raise"}) as group_runner:
         with pytest.raises(GeneratorFailed, match="train group 0 sample .: generator0 is gone"):
             await play(group_runner)
+
+
+@pytest.mark.parametrize("how", ["raise", "note"])
+async def test_an_answer_that_the_gateway_cannot_read_costs_its_rollout_and_is_not_blamed_on_the_program(
+    model_path, how
+):
+    sessions = ScriptedSessions(record(call(ASKED, ANSWERED), misread="it reads otherwise"))
+    async with runner(model_path, sessions, behaviour={"0": how}) as group_runner:
+        result = await play(group_runner, samples=1)
+    (rollout,) = result.rollouts
+    assert rollout.error == "the gateway could not read an answer, which is a bug: it reads otherwise"
+    assert result.samples == () and len(rollout.graph.completions) == 1
 
 
 async def test_a_gateway_that_fails_fails_the_group(model_path):

@@ -6,7 +6,7 @@ import pytest
 from support.sessions import ADD, LENGTH, RUN_SEED, UNEXTENDABLE, VERSION, Program, prompt_of, rendered_anew, user
 
 from titan_rl.errors import RequestError, RolloutOver
-from titan_rl.seeding import request_seed
+from titan_rl.seeding import prompt_digest, request_seed
 from titan_rl.types import (
     FinishReason,
     Message,
@@ -106,13 +106,26 @@ def test_the_run_decides_how_the_policy_samples_and_the_program_where_it_ends(re
     program.ask([user("1")])
     first, second = program.ask([user("1")], choices=2, wanted=wanted)
     assert first.sampling == SamplingParams(max_new_tokens=9, temperature=0.7, stop_token_ids=(4,))
+    one = prompt_digest(renderer.encode("1"))
     assert [each.seed for each in (first, second)] == [
-        request_seed(RUN_SEED, Purpose.TRAIN, 7, 2, turn) for turn in (1, 2)
+        request_seed(RUN_SEED, Purpose.TRAIN, 7, 2, one, repeat) for repeat in (1, 2)
     ]
     assert {(each.session_id, each.min_version, each.pinned_to) for each in (first, second)} == {
         ("s", VERSION, "generator1")
     }
     assert first.request_id != second.request_id
+
+
+def test_the_order_of_calls_that_are_open_at_once_decides_no_seed(renderer):
+    def seeds(*texts: str) -> dict[str, list[int]]:
+        program, found = Program(renderer), {}
+        for text in texts:
+            found.setdefault(text, []).append(program.ask([user(text)])[0].seed)
+        return found
+
+    one = seeds("1", "2", "1", "3")
+    assert one == seeds("3", "1", "1", "2")
+    assert len({seed for its in one.values() for seed in its}) == 4
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_and_takes_no_turn(renderer):

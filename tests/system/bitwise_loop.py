@@ -18,7 +18,7 @@ from titan_rl.generation.config import GeneratorConfig
 from titan_rl.launch.start import start
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig
 from titan_rl.rollout.samples import group_advantages
-from titan_rl.seeding import request_seed
+from titan_rl.seeding import prompt_digest, request_seed
 from titan_rl.types import (
     NO_VERSION,
     Completion,
@@ -107,11 +107,12 @@ def request(config: RunConfig, prompt: int, sample: int, version: PolicyVersion)
     """Samples of a group share the prompt; all prompts begin alike and go on at lengths of their own."""
     random = np.random.default_rng((config.seed, prompt))
     alike, own = np.arange(40) % 11 + 2, random.integers(2, 13, int(random.integers(3, 50)))
+    tokens = np.concatenate([alike, own]).astype(np.int32)
     return GenerationRequest(
         request_id=f"{prompt}-{sample}-{version}",
-        prompt_token_ids=np.concatenate([alike, own]).astype(np.int32),
+        prompt_token_ids=tokens,
         sampling=SamplingParams(max_new_tokens=int(random.integers(6, 24)), stop_token_ids=(1,)),
-        seed=request_seed(config.seed, Purpose.TRAIN, prompt, sample),
+        seed=request_seed(config.seed, Purpose.TRAIN, prompt, sample, prompt_digest(tokens)),
         min_version=version,
     )
 

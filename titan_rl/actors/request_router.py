@@ -26,7 +26,7 @@ from titan_rl.routing.dispatcher import Assignment, Dispatcher
 from titan_rl.routing.fleet import Fleet
 from titan_rl.routing.generator import GeneratorState
 from titan_rl.routing.strategies import build_strategy
-from titan_rl.types import Completion, GenerationRequest, Piece
+from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
 from titan_rl.weights.manifest import PullReport
 from titan_rl.wire import Packed
 
@@ -41,6 +41,8 @@ class RoutedGenerator:
     client: RequestClient = field(init=False)
     served: int = 0
     failed: int = 0
+    aborted: int = 0
+    aborted_tokens: int = 0
     outcome: PullReport | TitanError | None = None  # of its last pull
     sync: asyncio.Task[None] | None = None  # the last one
 
@@ -175,6 +177,9 @@ class RequestRouter(RequestServer):
             died = str(error) if is_gone(error) else ""
             if (rest := self._dispatcher.lost(attempt_id, now, died=died)) is not None:
                 answers.append(rest)
+        aborted = [len(each.token_ids) for each in answers if each.finish_reason is FinishReason.ABORT]
+        generator.aborted += len(aborted)
+        generator.aborted_tokens += sum(aborted)
         generator.served += self.answer(completions.select(whole))
         generator.served += self.answer(answers, errors + self._dispatcher.failures())
         if (fatal := next((error for _, error in failures if is_gone(error)), None)) is not None:

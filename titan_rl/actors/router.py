@@ -265,7 +265,14 @@ class GeneratorRouter(RequestRouter):
         """Every generator as the router sees it."""
         load, in_flight = self._dispatcher.load, self._dispatcher.in_flight
         return [
-            self._fleet[name].status(load(name), in_flight(name), generator.served, generator.failed)
+            self._fleet[name].status(
+                load(name),
+                in_flight(name),
+                generator.served,
+                generator.failed,
+                generator.aborted,
+                generator.aborted_tokens,
+            )
             for name, generator in self._generators.items()
         ]
 

@@ -5,12 +5,13 @@ model's tokenizer could write:
 
     prompt  [tools, user "2*3=", …]    said  [assistant "6", END]
 
-The first token of a prompt stands for the tools. Ids are the renderer's own and mean nothing outside.
+The first token of a prompt stands for the tools. Ids mean nothing outside of the renderer. Equal messages have equal
+ones, so that a prompt has the same tokens, and its requests the same seeds, whenever it is asked.
 """
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 from collections.abc import Iterable, Sequence
 
 from titan_rl.types import FinishReason, Message, ToolSpec
@@ -29,7 +30,6 @@ class MessageRenderer:
 
     def __init__(self) -> None:
         self._said: dict[int, Message | tuple[ToolSpec, ...]] = {END: ()}
-        self._ids = itertools.count(1)
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
         return [self._id(tuple(tools)), *map(self._id, messages)]
@@ -71,6 +71,8 @@ class MessageRenderer:
         return () if isinstance(first, Message) else first
 
     def _id(self, said: Message | tuple[ToolSpec, ...]) -> int:
-        number = next(self._ids)  # by several threads: a gateway renders in one of its own
-        self._said[number] = said
+        number = int.from_bytes(hashlib.blake2b(repr(said).encode(errors="replace"), digest_size=4).digest()) % _MOST
+        # `setdefault`, because a gateway renders in a thread of its own; an id that is taken has to give way
+        while number == END or self._said.setdefault(number, said) != said:
+            number = (number + 1) % _MOST
         return number

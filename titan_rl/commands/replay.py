@@ -4,7 +4,8 @@ A replay is a resume of the run in a scratch directory, from its newest checkpoi
 group. It ends after that step, evaluates nothing and saves nothing. All groups of the step are sampled again, also
 those that the checkpoint holds as finished. The run's own directory is only read.
 
-Request ids, generators, attempts and the incarnation of versions belong to one play, so they are not compared.
+Request ids, generators, attempts and the incarnation of versions belong to one play, so they are not compared. Nor are
+messages where there are several branches: those of the last answer are recorded, and which one that is may be chance.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def facts(record: Record) -> Iterator[tuple[str, Any]]:
         yield name, record[name]
     for number, turn in enumerate(record["turns"]):
         yield f"turn {number}", {name: turn[name] for name in ("seed", "finish", "tokens")}
-    for number, message in enumerate(record["messages"]):
+    for number, message in enumerate(record["messages"] if len(record["branches"]) == 1 else ()):
         yield f"message {number}", message
 
 

@@ -118,6 +118,7 @@ class StepRecords:
         rollouts = [rollout for report in [*reports, *failed] for rollout in report.rollouts]
         rewards = [rollout.reward for rollout in rollouts if not rollout.error]
         sampled = sum(rollout.sampled_tokens for rollout in rollouts)
+        late = [rollout.sampled_tokens for rollout in rollouts if rollout.stop_reason is StopReason.TIMEOUT]
         ages = _ages(batch, reports)
         looks = self._looks.take(system)
         reward = float(np.mean(rewards))
@@ -142,6 +143,11 @@ class StepRecords:
                 "environment/restarts": sum(report.restarts for report in [*reports, *failed]),
                 "rollout/failed": sum(1 for rollout in rollouts if rollout.error),
                 **{f"rollout/stop_{reason}": share for reason, share in _shares_of_stop_reasons(rollouts).items()},
+                **(
+                    {"rollout/timeout_length_mean": float(np.mean(late)), "rollout/timeout_length_max": max(late)}
+                    if late
+                    else {}
+                ),
                 "rollout/turns_mean": float(np.mean([rollout.turns for rollout in rollouts])),
                 "rollout/branched": sum(1 for rollout in rollouts if rollout.branches > 1),
                 "rollout/rendered_anew": sum(rollout.rendered_anew for rollout in rollouts),
@@ -172,10 +178,9 @@ class StepRecords:
         )
         for report in reports:
             self._tell_failures(report)
-        late = sum(rollout.stop_reason is StopReason.TIMEOUT for rollout in rollouts)
         if late and self._knobs.deterministic:
             self._display.say(
-                f"{counted(late, 'rollout')} of step {step} ended by the clock: this run may not repeat bit for bit"
+                f"{counted(len(late), 'rollout')} of step {step} ended by the clock: this run may not repeat bit for bit"
             )
         numbers = {
             "reward": f"{reward:.3f}",
@@ -200,7 +205,7 @@ class StepRecords:
                 requests = f"{status.in_flight} request{'s' * (status.in_flight != 1)}"
                 self._display.mesh(status.name, f"{status.state} {status.version}, {requests}")
             metrics[f"fleet/{status.name}/serving"] = float(status.state == "serving")
-            for counter in ("load", "in_flight", "served", "failed"):
+            for counter in ("load", "in_flight", "served", "failed", "aborted", "aborted_tokens"):
                 metrics[f"fleet/{status.name}/{counter}"] = float(getattr(status, counter))
         return metrics
 

@@ -101,6 +101,9 @@ class Environment(ABC):
     size: int | None = None
     """Distinct training prompts: `example` is asked for 0 .. size - 1 only, over and over. None: endless."""
 
+    warning: str = ""
+    """What a user should know of the prompts before a run starts, in one sentence; empty: nothing."""
+
     @staticmethod
     def from_examples(rows: Any, reward: Any, **options: Any) -> type[Environment]:
         """A task made of rows (a list of dicts, a JSON lines or Parquet file, a `datasets.Dataset`) and a reward:

@@ -12,8 +12,8 @@ In a recipe or TOML file, without any code but the reward's:
     path = "riddles.jsonl"
     reward = "riddles.py:right"
 
-Which rows are held out is decided by the prompt itself (`is_held_out`), so the same ones are whatever the seed,
-the order and the rows beside them; no prompt is both, also where rows repeat.
+Every row is an example. Which ones are held out is decided by the text of the prompt (`is_held_out`), so the same ones
+are whatever the seed, the order and the rows beside them. Rows of one text are either all trained or all held out.
 """
 
 from __future__ import annotations
@@ -112,22 +112,31 @@ class DatasetEnvironment(Environment):
         self._rubric = rewards if isinstance(rewards, Rubric) else Rubric(rewards)
         self._columns = (prompt, answer)
         self._system = (Message("system", system),) if system else ()
-        rows = dict(self._examples(self.settings[0], path))
-        if isinstance(test_path, (str, Path)) and not str(test_path):
-            self._test = {content: example for content, example in rows.items() if is_held_out(content)}
+        rows = list(self._examples(self.settings[0], path))
+        if by_text := isinstance(test_path, (str, Path)) and not str(test_path):
+            test = [(text, example) for text, example in rows if is_held_out(text)]
         else:
-            self._test = dict(self._examples(self.settings[1], test_path))
-        self._train = [example for content, example in rows.items() if content not in self._test]
-        if not self._train:
-            raise ConfigError(f"environment.kwargs.{self.settings[0]}: all rows are held out")
+            test = list(self._examples(self.settings[1], test_path))
+        tested = {text for text, _ in test}
+        self._test = [example for _, example in test]
+        self._train = [example for text, example in rows if text not in tested]
         self.size = len(self._train)
+        where, left_out = f"environment.kwargs.{self.settings[0]}", len(rows) - self.size
+        repeats = len(rows) - len({text for text, _ in rows})
+        repeated = f"{repeats} of {len(rows)} rows repeat the prompt of an earlier row"
+        if not self._train:
+            raise ConfigError(f"{where}: all rows are held out" + f"; {repeated}" * (repeats > 0))
+        if left_out and not by_text:
+            self.warning = f"{where}: prompts of {self.settings[1]} are in {left_out} of {len(rows)} rows: not trained"
+        elif repeats * HELD_OUT_SHARE > len(rows):
+            self.warning = f"{where}: {repeated}"
         random.Random(derive_seed(self.stream, seed)).shuffle(self._train)
 
     def example(self, index: int) -> Example:
         return self._train[index % len(self._train)]
 
     def held_out(self, count: int) -> list[Example]:
-        examples = list(self._test.values())
+        examples = list(self._test)
         if len(examples) > count:
             examples = random.Random(derive_seed(f"{self.stream} held out")).sample(examples, count)
         return examples

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from titan_rl.environments.base import Demonstration, Example, Message, Reward, Transcript
@@ -41,6 +42,13 @@ class Problem(NamedTuple):
     """Such as "72", "-3" or "0.5"."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved(Example):
+    """With the demonstration of its row."""
+
+    solution: str
+
+
 class Gsm8k(DatasetEnvironment):
     """The task.
 
@@ -57,14 +65,14 @@ class Gsm8k(DatasetEnvironment):
 
     def __init__(self, train_file: str, test_file: str = "", instruction: str = INSTRUCTION, seed: int = 0):
         self.instruction = instruction
-        self._demonstrated: dict[tuple[Message, ...], str] = {}
         super().__init__(train_file, Reward(self.verify, key="right_number"), test_path=test_file, seed=seed)
         self._math = import_math_verify()
         self._math.parse("\\boxed{1}", parsing_timeout=_limit())  # what only the first one has to wait for
 
     def demonstration(self, index: int) -> Demonstration:
         example = self.example(index)
-        solution = Message("assistant", self._demonstrated[example.prompt])
+        assert isinstance(example, Solved)
+        solution = Message("assistant", example.solution)
         return Demonstration(prompt=example.prompt, messages=(solution,), answer=example.answer)
 
     def verify(self, example: Example, transcript: Transcript) -> dict[str, float]:
@@ -82,9 +90,8 @@ class Gsm8k(DatasetEnvironment):
         for where, row in read_rows(f"environment.kwargs.{setting}", rows):
             problem = _problem(where, row)
             text = "\n\n".join(filter(None, (problem.question, self.instruction)))
-            example = Example(prompt=(Message("user", text),), answer=problem.number)
-            self._demonstrated[example.prompt] = f"{problem.solution}\n\\boxed{{{problem.number}}}"
-            yield problem.question, example
+            solution = f"{problem.solution}\n\\boxed{{{problem.number}}}"
+            yield problem.question, Solved(prompt=(Message("user", text),), answer=problem.number, solution=solution)
 
 
 def _limit() -> int | None:

@@ -4,6 +4,9 @@ A function returns a number, or a `dict[str, float]` of named scores, of which o
 metrics: `Reward.key` says which. All of them are reported, unweighted, by name. A function of weight 0 is a metric: it
 is computed and reported, and moves no gradient. Every score, and the total, is a number up to `LARGEST_REWARD`, or
 scoring fails.
+
+Whether a conversation is an exact match is the score `exact_match`. If no function returns one, the first function that
+is trained decides: its score, without its weight, is at least 1. So a small bonus or penalty changes nothing about it.
 """
 
 from __future__ import annotations
@@ -54,6 +57,10 @@ GroupRewardFunction = Callable[[Example, Sequence[Transcript]], Sequence[float] 
 LARGEST_REWARD = 1e30
 """Limit on the absolute value. A larger reward is a mistake in arithmetic: the squares that an advantage needs would
 soon overflow, and loggers store float32."""
+
+
+EXACT_MATCH = "exact_match"
+"""Name of the score that counts as exact match."""
 
 
 class Score(NamedTuple):
@@ -157,6 +164,9 @@ class Rubric:
             raise ConfigError("a rubric needs at least one reward function")
         if len(set(names)) != len(names):
             raise ConfigError(f"two reward functions of a rubric have one name: {', '.join(names)}")
+        trained = [number for number, reward in enumerate(self.rewards) if reward.weight]
+        alone = len(trained) == 1 and self.rewards[trained[0]].weight == 1 and not self.group_rewards
+        self._decides = trained[0] if trained and not alone else None  # about exact matches; else the total does
         self.asynchronous = any(is_asynchronous(reward.function) for reward in self.rewards)
         self.group_asynchronous = any(is_asynchronous(reward.function) for reward in self.group_rewards)
 
@@ -180,6 +190,8 @@ class Rubric:
                 raise TaskError(f"{_described(reward)} returned a score of a name that is taken: {', '.join(twice)}")
             trained.append(number)
             parts |= scores
+        if self._decides is not None:
+            parts.setdefault(EXACT_MATCH, float(trained[self._decides] >= 1.0))
         return Score(_weighted_sum(self.rewards, trained), parts)
 
     async def score_group_async(self, example: Example, transcripts: Sequence[Transcript]) -> list[Score]:

@@ -236,6 +236,8 @@ class RolloutCaller(Caller):
     def failed(self, error: Exception) -> None:
         if isinstance(error, RequestLost):
             self.lost = error
+        elif isinstance(error, ApiError) and error.status >= 500:
+            self._turns.misread(error.message)
         elif not isinstance(error, (ApiError, RecursionError, RequestError, TaskError)):  # those are the program's own
             self._turns.failed(f"{type(error).__name__}: {error}")
 

@@ -27,7 +27,7 @@ from titan_rl.gateway.responses import ApiError
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Message, Piece
 
 LOWEST_LOGPROB = -9999.0
-"""JSON has no infinity; OpenAI's API uses this value for it."""
+"""JSON has neither infinity nor NaN; OpenAI's API uses this value for infinity."""
 HALF = "\ufffd"
 """What bytes that are no character (yet) decode to."""
 
@@ -288,7 +288,8 @@ class ChoiceReader:
             prompt=self._prompt,
             text=text,
             tokens=tokens.tolist(),
-            logprobs=[max(each, LOWEST_LOGPROB) for each in logprobs.tolist()],
+            # not `max`, which may return NaN
+            logprobs=[each if each > LOWEST_LOGPROB else LOWEST_LOGPROB for each in logprobs.tolist()],
             choice=choice,
         )
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from titan_rl.chat.renderer import Renderer
 from titan_rl.config import RunConfig
+from titan_rl.environments.rubric import EXACT_MATCH
 from titan_rl.errors import AbsentError, ConfigError, TaskError
 from titan_rl.launch.checks import Problem, Severity
 from titan_rl.launch.start import model_directory
@@ -49,7 +50,8 @@ RENDER_SECONDS = 1.0
 
 
 def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
-    """The problem that keeps the task of `config` from being played, if any. Call it if `check_run` found nothing.
+    """The problem that keeps the task of `config` from being played, or its `warning`. Call it if `check_run` found
+    nothing.
 
     Args:
         imports: the user's modules.
@@ -58,7 +60,7 @@ def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
     logging.getLogger("titan_rl.sandbox").addHandler(logging.NullHandler())
     name = config.environment.name
     try:
-        asyncio.run(_try(config, imports))
+        warning = asyncio.run(_try(config, imports))
     except BaseExceptionGroup as failures:
         error: BaseException = failures.exceptions[0]
         if not isinstance(error, (ConfigError, TaskError)):
@@ -66,7 +68,7 @@ def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
     except (ConfigError, TaskError) as raised:
         error = raised
     else:
-        return []
+        return [Problem(sentence=warning, severity=Severity.WARNING)] if warning else []
     sentence = str(error) if isinstance(error, ConfigError) or name in str(error) else f"environment {name}: {error}"
     if "did not finish within" in sentence:
         sentence += "; environment.step_seconds is the time that each call may take"
@@ -74,7 +76,8 @@ def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
     return [Problem(sentence=sentence, severity=severity)]
 
 
-async def _try(config: RunConfig, imports: tuple[str, ...]) -> None:
+async def _try(config: RunConfig, imports: tuple[str, ...]) -> str:
+    """Returns the environment's warning."""
     files = (Path(config.policy.path) / name for name in ("config.json", "tokenizer.json"))
     tokenizer = config.policy.tiny is not None or all(file.is_file() for file in files)
     runner = GroupRunner(
@@ -100,6 +103,7 @@ async def _try(config: RunConfig, imports: tuple[str, ...]) -> None:
         _check_held_out(config, check, others)
         if tokenizer:
             await _try_rollouts(config, runner, started.result(), check)
+        return check.warning
     finally:
         await asyncio.gather(runner.close(), other.close())
 
@@ -171,6 +175,11 @@ async def _try_rollouts(config: RunConfig, runner: GroupRunner, info: TaskInfo, 
                 raise TaskError(
                     f"a rollout of {purpose} prompt 0{said} fails: {rollout.error}; correct the code there: "
                     "a run would lose every rollout that fails so"
+                )
+            if info.scores_groups and config.evaluation.target_exact_match and EXACT_MATCH not in rollout.reward_parts:
+                raise ConfigError(
+                    "evaluation.target_exact_match is set, and group rewards alone do not say what an exact match is: "
+                    "add a reward function that returns the score `exact_match`, as Reward(function, weight=0)"
                 )
 
 

@@ -99,7 +99,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/stop_timeout", "share",
            "rollouts that `rollout.seconds` or `environment.step_seconds` ended; a deterministic run may not "
            "repeat them",
-           "above 0", "find what user code waits for, or raise the limit"),
+           "above 0: they leave their group before advantages are computed, so long answers teach less than short ones",
+           "compare `rollout/timeout_length_mean` and `fleet/<generator>/aborted_tokens` with `rollout/length_mean`; "
+           "find what user code waits for, or raise the limit"),
+    Metric("rollout/timeout_length_mean", "tokens",
+           "tokens in the finished turns of rollouts that a time-out ended, mean; the turn that was cut off is in "
+           "`fleet/<generator>/aborted_tokens`",
+           "far above `rollout/length_mean`", "as `rollout/stop_timeout`", "steps with such a rollout"),
+    Metric("rollout/timeout_length_max", "tokens", "of the longest of them", when="as `rollout/timeout_length_mean`"),
     Metric("rollout/stop_abort", "share", "rollouts of which a request was aborted",
            "above 0", "read `logs/`"),
     Metric("rollout/turns_mean", "turns", "turns of the policy per rollout"),
@@ -200,6 +207,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("fleet/<generator>/served", "requests", "requests that it has answered since it was started"),
     Metric("fleet/<generator>/failed", "requests", "attempts that ended in an error since it was started",
            "rises", "its log in `logs/` names the cause"),
+    Metric("fleet/<generator>/aborted", "requests",
+           "answers that it was sampling when they were given up, since it was started: a rollout or a request ran out "
+           "of time, a program hung up",
+           "rises", "see `rollout/stop_timeout` and `router.request_seconds`"),
+    Metric("fleet/<generator>/aborted_tokens", "tokens", "of these answers; none of them is trained",
+           "by `fleet/<generator>/aborted` far above `rollout/length_mean`: long answers are dropped",
+           "raise `rollout.seconds` or `router.request_seconds`"),
     Metric("train/loss", "", "mean loss per trained token; with GRPO its size says little",
            "jumps by orders of magnitude", "lower `trainer.optimizer.lr`"),
     Metric("train/grad_norm", "", "norm of the whole gradient before clipping",

@@ -24,6 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from json.encoder import encode_basestring_ascii as _quoted  # a fifth of the time of `json.dumps`
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -240,16 +241,17 @@ class Timeline:
 
 
 def _line_of_piece(piece: Piece) -> str:
-    waits = f', "w": "{piece.waits_for}"' if piece.waits_for else ""
-    return f'{{"n": "{piece.name}", "t": {piece.began:.6f}, "d": {piece.seconds:.6f}, "l": "{MAIN}"{waits}}}'
+    waits = f', "w": {_quoted(piece.waits_for)}' if piece.waits_for else ""
+    return f'{{"n": {_quoted(piece.name)}, "t": {piece.began:.6f}, "d": {piece.seconds:.6f}, "l": "{MAIN}"{waits}}}'
 
 
 def _line_of_span(span: Span, ended: float, waits_for: str) -> str:
-    line = f'{{"n": "{span.name}", "t": {span.began:.6f}, "d": {ended - span.began:.6f}, "l": "{span.name}"'
+    name = _quoted(span.name)
+    line = f'{{"n": {name}, "t": {span.began:.6f}, "d": {ended - span.began:.6f}, "l": {name}'
     if span.waits_for is not None:
-        line += f', "w": {json.dumps(waits_for or "nothing")}'
+        line += f', "w": {_quoted(waits_for or "nothing")}'
     if span.ids:
-        ids = (f'"{key}": {each if type(each) is int else json.dumps(str(each))}' for key, each in span.ids.items())
+        ids = (f"{_quoted(key)}: {each if type(each) is int else _quoted(str(each))}" for key, each in span.ids.items())
         line += f', "a": {{{", ".join(ids)}}}'
     return f"{line}}}"
 

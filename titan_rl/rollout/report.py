@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
+from titan_rl.environments.rubric import EXACT_MATCH
 from titan_rl.errors import TitanError
 from titan_rl.rollout.token_graph import TokenGraph
 from titan_rl.sandbox.wire import ExamplePrompt
@@ -67,10 +68,6 @@ LONGEST_ERROR = 600
 """Characters of a rollout's error that are reported; the worker's log has all of it."""
 
 
-EXACT_MATCH = "exact_match"
-"""Name of the reward part that counts as exact match. If the rubric has none, a reward of at least 1 counts."""
-
-
 class RolloutReport(NamedTuple):
     """One rollout in numbers."""
 
@@ -95,6 +92,7 @@ class RolloutReport(NamedTuple):
 
     @property
     def exact_match(self) -> float:
+        """By the part of that name. Without one the reward is that of one function, and at least 1 counts."""
         return self.reward_parts.get(EXACT_MATCH, float(self.reward >= 1.0))
 
 

@@ -245,8 +245,11 @@ class OpenRollout:
         )
 
     def _keep(self, record: RolloutRecord) -> None:
-        for turn in record.turns:
+        # Which of several open calls is answered first is chance, and must not decide how the rollout is trained. What
+        # goes on with an answer has a longer prompt.
+        for turn in sorted(record.turns, key=lambda turn: (len(turn.prompt_token_ids), turn.seed)):
             self.add(turn)
+        self.finish_reasons = [turn.finish_reason for turn in record.turns]
         if record.turns:
             self.messages, self._side = list(record.messages), record.side_conversations
         self._refused = record.refused
@@ -285,6 +288,7 @@ class Programs:
 
         Raises:
             TaskError: the program failed, or was idle for too long.
+            RequestError: the gateway could not read an answer.
             GeneratorFailed: an engine failed a call.
             TitanError: the gateway raised it.
         """
@@ -311,6 +315,8 @@ class Programs:
             keep(record)
             if record.failure:
                 raise GeneratorFailed(f"{request.group} sample {request.sample}: {record.failure}")
+            if record.misread:  # whatever the program made of it
+                raise RequestError(f"the gateway could not read an answer, which is a bug: {record.misread}")
 
     async def _until_over(self, request: RolloutRequest, endpoint: Endpoint, abandoned: asyncio.Event) -> bytes | None:
         group = request.group

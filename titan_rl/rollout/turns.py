@@ -5,6 +5,8 @@
   that, the conversation is rendered anew.
 - The record contains exactly the answered calls, with the engine's own tokens, logprobs and versions. A call that was
   aborted or failed is not recorded, but uses up a turn: a program that keeps hanging up comes to an end.
+- The seed of a call follows from its prompt and the number of equal prompts before it, so calls that are open at once
+  may come and be answered in any order.
 - The limits on turns and sampled tokens hold however many calls are open at once: each call reserves what it may need
   before it is sent, and returns what it did not use.
 - The run decides how tokens are drawn. A program's temperature, truncation, penalties and seeds are ignored, because
@@ -15,6 +17,7 @@ Pure: no clock, no tasks, no server.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -26,7 +29,7 @@ from titan_rl.chat.renderer import Renderer
 from titan_rl.errors import RolloutOver, TaskError
 from titan_rl.generation.engine import validate_request
 from titan_rl.rollout.conversations import Conversations, Place, Prompt, extends
-from titan_rl.seeding import request_seed
+from titan_rl.seeding import prompt_digest, request_seed
 from titan_rl.types import (
     Completion,
     Endpoint,
@@ -92,6 +95,9 @@ class RolloutRecord:
     """The limit that first refused a call; None if none did."""
     failure: str = ""
     """Non-empty if an engine failed a call, which is not the program's fault."""
+    misread: str = ""
+    """Non-empty if the gateway could not read an answer, which is not the program's fault either: its rollout fails,
+    and nothing else, because another play would sample the same answer."""
 
 
 class RolloutGateway(Protocol):
@@ -145,6 +151,7 @@ class Turns:
         self._conversations = Conversations()
         self.asked = 0
         """Number of requested turns."""
+        self._asked_of: Counter[str] = Counter()  # the same, by the digest of the prompt
         self._sampled = 0
         self._open: dict[str, _Open] = {}
         self._turns: list[Turn] = []
@@ -153,7 +160,7 @@ class Turns:
         self._messages: tuple[Message, ...] = ()
         self._ended: list[tuple[Message, ...]] = []  # conversations that no later one extends
         self._refused: StopReason | None = None
-        self._failure = ""
+        self._failure = self._misread = ""
         self._over = False
 
     def prompt_of_chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Prompt:
@@ -196,16 +203,19 @@ class Turns:
         group = self.request.group
         requests: list[GenerationRequest] = []
         open_calls: dict[str, _Open] = {}
+        asked_of = self._asked_of.copy()
         for prompt, wanted in prompts:
             known = prompt.servable.get((wanted, share))
             sampling = known or self._limited(prompt, wanted, share)
+            digest = prompt_digest(prompt.token_ids)
             for number in range(choices):
-                turn = self.asked + len(requests)
                 request = GenerationRequest(
                     request_id=f"{call_id}-{len(requests)}",
                     prompt_token_ids=prompt.token_ids,
                     sampling=sampling,
-                    seed=request_seed(self._run_seed, group.purpose, group.group_id, self.request.sample, turn),
+                    seed=request_seed(
+                        self._run_seed, group.purpose, group.group_id, self.request.sample, digest, asked_of[digest]
+                    ),
                     min_version=group.min_version,
                     exact_version=group.exact_version,
                     session_id=self.request.session_id,
@@ -214,10 +224,11 @@ class Turns:
                 if known is None:
                     validate_request(request, max_model_len=self._max_model_len, vocab_size=self._renderer.vocab_size)
                 requests.append(request)
+                asked_of[digest] += 1
                 open_calls[request.request_id] = _Open(prompt, number, sampling.max_new_tokens, request.seed)
             if known is None:
                 prompt.servable[wanted, share] = sampling
-        self.asked += total
+        self.asked, self._asked_of = self.asked + total, asked_of
         self._open.update(open_calls)
         return requests
 
@@ -274,6 +285,11 @@ class Turns:
         if not self._over:
             self._failure = self._failure or failure
 
+    def misread(self, problem: str) -> None:
+        """Record that an answer could not be read. Only the first problem is kept."""
+        if not self._over:
+            self._misread = self._misread or problem
+
     def close(self) -> RolloutRecord:
         """End the rollout's turns and return their record. Nothing can be added after that."""
         self._over = True
@@ -283,6 +299,7 @@ class Turns:
             side_conversations=tuple(each for each in self._ended if each is not self._messages),
             refused=self._refused,
             failure=self._failure,
+            misread=self._misread,
         )
 
     def _extended(self, place: Place, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> np.ndarray | None:

@@ -114,7 +114,9 @@ class GeneratorHealth:
         state = GeneratorState
         return self.state in (state.ASLEEP, state.PINNED, state.STALE, state.DEAD)
 
-    def status(self, load: int, in_flight: int, served: int, failed: int) -> GeneratorStatus:
+    def status(
+        self, load: int, in_flight: int, served: int, failed: int, aborted: int, aborted_tokens: int
+    ) -> GeneratorStatus:
         """With the router's own numbers."""
         return GeneratorStatus(
             name=self.name,
@@ -124,6 +126,8 @@ class GeneratorHealth:
             in_flight=in_flight,
             served=served,
             failed=failed,
+            aborted=aborted,
+            aborted_tokens=aborted_tokens,
             last_error=self.reason,
         )
 
@@ -144,5 +148,9 @@ class GeneratorStatus:
     """Completions handed to callers whose last part this generator sampled."""
     failed: int
     """Attempts that ended in an error."""
+    aborted: int
+    """Answers that it was sampling when their callers gave them up, or out of time."""
+    aborted_tokens: int
+    """Tokens of these answers."""
     last_error: str
     """Why it is stale or dead."""

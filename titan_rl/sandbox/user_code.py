@@ -373,6 +373,7 @@ class Examples:
             held_out_again=tuple(plain(example.prompt) for example in self._hold_out()),
             overlap=overlap,
             answers=(said[0], said[-1]),
+            warning=str(self._environment.warning),
         )
 
     def _hold_out(self) -> list[Example]:

@@ -146,6 +146,8 @@ class TaskCheck(NamedTuple):
     """A training prompt and the held-out prompt that it equals; None if there is none."""
     answers: tuple[str, str]
     """Reference answers of the first training prompt and the first held-out one; "" if not a text or a number."""
+    warning: str
+    """See `Environment.warning`."""
 
 
 class Conversation(NamedTuple):

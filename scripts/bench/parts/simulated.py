@@ -22,7 +22,7 @@ from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.engine import SimulatedEngine, simulated_engine
 from titan_rl.planner.scenario import EngineSpeed, TrainerSpeed
-from titan_rl.seeding import request_seed
+from titan_rl.seeding import derive_seed
 from titan_rl.types import GenerationRequest, PolicyVersion, Purpose
 
 if TYPE_CHECKING:
@@ -41,22 +41,23 @@ STEADY_SECONDS = 0.04
 _TIED = (("lm_head.weight", "model.embed_tokens.weight"),)
 
 
-def completion_length(seed: int) -> int:
-    """Tokens of the completion of the request with this seed."""
+def completion_length(group_id: int, sample: int) -> int:
+    """Tokens of the completion of this sample."""
+    seed = derive_seed(0, Purpose.TRAIN.value, group_id, sample, 0)
     chance = (seed % (1 << 32) + 0.5) / (1 << 32)
     length = math.exp(math.log(MEAN) - SPREAD**2 / 2 + SPREAD * NormalDist().inv_cdf(chance))
     return min(MOST, max(1, round(length)))
 
 
-class RunLengths:
-    """The same lengths for the planner: those of the requests that a run makes."""
+def run_lengths(group_id: int, samples: int) -> list[int]:
+    """The same lengths for the planner."""
+    return [completion_length(group_id, sample) for sample in range(samples)]
 
-    def __init__(self, run_seed: int) -> None:
-        self._run_seed = run_seed
 
-    def __call__(self, group_id: int, samples: int) -> list[int]:
-        seeds = (request_seed(self._run_seed, Purpose.TRAIN, group_id, sample) for sample in range(samples))
-        return [completion_length(seed) for seed in seeds]
+def _length_of(request: GenerationRequest) -> int:
+    """Greedy requests, which are evaluations, get one token."""
+    purpose, group_id, sample, *_ = request.request_id.split("-")
+    return completion_length(int(group_id), int(sample)) if purpose == Purpose.TRAIN else 1
 
 
 class Pace:
@@ -93,7 +94,7 @@ class LongTailed(SimulatedEngine):
 
 
 def long_tailed(config: GeneratorConfig, model_path: str, device: str) -> SimulatedEngine:
-    """For `generator.engine`. Greedy requests, which are evaluations, get one token."""
+    """For `generator.engine`."""
     return LongTailed(
         Pace(),
         max_model_len=config.max_model_len,
@@ -102,7 +103,7 @@ def long_tailed(config: GeneratorConfig, model_path: str, device: str) -> Simula
         seconds_per_step=ENGINE.seconds_per_step,
         seconds_per_sequence=ENGINE.seconds_per_sequence,
         seconds_per_load=ENGINE.seconds_per_load,
-        completion_length=lambda request: completion_length(request.seed) if request.sampling.temperature else 1,
+        completion_length=_length_of,
     )
 
 
