@@ -179,9 +179,8 @@ class StepRecords:
         for report in reports:
             self._tell_failures(report)
         if late and self._knobs.deterministic:
-            self._display.say(
-                f"{counted(len(late), 'rollout')} of step {step} ended by the clock: this run may not repeat bit for bit"
-            )
+            ended = f"{counted(len(late), 'rollout')} of step {step} ended by the clock"
+            self._display.say(f"{ended}: this run may not repeat bit for bit")
         numbers = {
             "reward": f"{reward:.3f}",
             "entropy": f"{trained['entropy']:.2f}",
