@@ -30,7 +30,7 @@ from titan_rl.errors import ActorFailed, HostLost, MeshFailed
 from titan_rl.launch.hosts.host import AttachedHost, ControllersHost, Host
 from titan_rl.launch.placement import TORCHRUN_VARIABLES, MeshPlan
 from titan_rl.launch.process import prepare_process
-from titan_rl.processes import HOST, OWNER, RENDEZVOUS, ending_in_words
+from titan_rl.processes import HOST, OWNER, RENDEZVOUS, ending_in_words, start_thread
 
 STOP_SECONDS = 20.0
 """Bound on stopping one mesh; past it its processes are killed."""
@@ -143,7 +143,8 @@ class Provisioner:
             log_directory: where each process writes its log.
             imports: the user's modules, imported first in every process.
             spans: see `prepare_process`.
-            on_fault: called once for every process that ends and every actor that fails, from any thread.
+            on_fault: called once for every process that ends and every actor that fails, and if the watch over the
+                processes of this host is broken; from any thread.
             on_stop: called with a sentence when a process was stopped (SIGSTOP) or goes on, from any thread.
             listens: see `listen_for`, if other hosts will be attached.
         """
@@ -156,7 +157,13 @@ class Provisioner:
         self._more_words = threading.Condition()
         self._log_directory = log_directory
         self._listens, (address, _) = listens, listens
-        here = ControllersHost(log_directory=log_directory, on_end=self._ended, on_stop=self._stopped, address=address)
+        here = ControllersHost(
+            log_directory=log_directory,
+            on_end=self._ended,
+            on_stop=self._stopped,
+            on_broken=lambda what: on_fault(ActorFailed(what)),
+            address=address,
+        )
         self.hosts: dict[str, Host] = {here.name: here}
         """Those that are not lost, by name."""
         _provisioners.add(self)
@@ -321,7 +328,7 @@ class Provisioner:
             if self._meshes.get(name) is mesh:  # it was not stopped meanwhile
                 self._report_end(name, process, f"ended: {self._words.get(name, 'nobody saw its exit status')}")
 
-        threading.Thread(target=look, name=f"end of {process}", daemon=True).start()
+        start_thread(f"end of {process}", look, on_death=lambda what: self._on_fault(MeshFailed(what, name)))
 
     def _report_end(self, mesh: str, process: str, how: str) -> None:
         _log.error("fault: %s %s", process, how)

@@ -141,12 +141,20 @@ class Host(ABC):
 class ControllersHost(Host):
     """Host 0."""
 
-    def __init__(self, *, log_directory: str, on_end: Ended, on_stop: Callable[[str], None], address: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        log_directory: str,
+        on_end: Ended,
+        on_stop: Callable[[str], None],
+        on_broken: Callable[[str], None],
+        address: str = "",
+    ) -> None:
         self.facts = detect_host(address=address)
         self.owner, self.logs, self.python = os.getpid(), log_directory, sys.executable
         self.scratch = scratch_directory() / f"host-{next(_serial)}"
         self.scratch.mkdir()
-        self._watch = ProcessWatch(self.scratch, on_end=on_end, on_stop=on_stop)
+        self._watch = ProcessWatch(self.scratch, on_end=on_end, on_stop=on_stop, on_broken=on_broken)
 
     @property
     def mesh(self) -> Any:  # type: ignore[override]
@@ -363,6 +371,8 @@ class AttachedHost(Host):
                 self._on_end(news.of, f"{news.process} on {self._name}", news.code)
             case "stopped":
                 self._on_stop(f"{news.process} ({self._name})")
+            case "broken":  # it fences itself, as one that is cut off
+                self._lose(news.process)
             case "log" if self._log_directory:
                 with suppress(OSError), open(Path(self._log_directory) / news.of, "ab") as log:
                     log.write(news.text)
