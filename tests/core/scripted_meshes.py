@@ -27,6 +27,10 @@ class Processes:
     def __init__(self, *hosts: HostFacts) -> None:
         self._spawned: list[str] = []
         self._on: dict[str, tuple[str, ...]] = {}  # hosts by mesh
+        self.always, self.born = asyncio.Event(), dict[str, asyncio.Event]()
+        self.always.set()
+        self.late: list[str] = []
+        """Monarch's reasons of the next starts."""
         self.devices: tuple[int, ...] = ()
         """Of hosts that join."""
         self.hosts = {host.name: SimpleNamespace(facts=host, name=host.name) for host in hosts}
@@ -56,7 +60,9 @@ class Processes:
         await asyncio.sleep(0)
         self._on.pop(name, None)
 
-    async def started(self) -> None: ...
+    async def started(self, name: str) -> str:
+        await self.born.get(name, self.always).wait()
+        return self.late.pop() if self.late else ""
 
     async def stop_all(self) -> None: ...
 

@@ -47,6 +47,10 @@ from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segmen
 CLOSE_SECONDS = 5.0
 """Time limit for a mesh's own `close`, before its processes are stopped. All meshes are closed at once."""
 
+TOO_LATE = "Timeout"
+"""In Monarch's reason why processes did not start. It hears of no process that takes more than 30 s to be born, whatever
+it is configured to (a test pins that), so such a one has to be started again."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -192,6 +196,7 @@ class Meshes:
             await self._set_up(name)
             await self.introductions.update(name)  # the router, or the gateway, may have been replaced meanwhile
 
+        await self._births(names)
         await asyncio.gather(*map(each, names))
 
     async def close(self) -> None:
@@ -250,13 +255,42 @@ class Meshes:
         spec, client = self.specs[name], self.clients[name]
         self._on_mesh(name, spec.doing)
         self._begun.add(name)
-        await self.provisioner.started()
+        asked = [mesh for mesh in self.clients if kind_of(mesh) in ("router", "gateway", "relay")]
+        reason, *_ = await asyncio.gather(*map(self._born, dict.fromkeys((name, *asked))))
+        if reason:
+            raise MeshFailed(f"{name}: its processes did not start: {reason}", name)
         self.pids[name] = await spec.setup(client)
         self._on_mesh(name, "ready")
         self.up[name] = time.monotonic()
         self.faults.ready(name, self.replace)
         self._watching[name] = asyncio.ensure_future(self._watch(name, client))
         self._changed.set()
+
+    async def _born(self, name: str) -> str:
+        """Wait for the processes of a mesh; returns why they have not started, if they have not. Raises MeshFailed."""
+        seconds = self.config.placement.start_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.provisioner.started(name)
+        except TimeoutError:
+            what = f"its processes did not start within {seconds:g} s (placement.start_seconds)"
+            raise MeshFailed(f"{name}: {what}", name) from None
+
+    async def _births(self, names: Sequence[str]) -> None:
+        """Wait for the processes of meshes of which none is set up yet. Where some are slow, all are started again: the
+        actors of some have handles on others."""
+        ends = time.monotonic() + self.config.placement.start_seconds
+        while late := [
+            (name, reason)
+            for name, reason in zip(names, await asyncio.gather(*map(self._born, names)), strict=True)
+            if TOO_LATE in reason
+        ]:
+            slow = f"the processes of {', '.join(name for name, _ in late)} were slow to start"
+            if time.monotonic() > ends:
+                raise MeshFailed(f"{slow}, again and again for placement.start_seconds: {late[0][1]}", late[0][0])
+            self.say(f"{slow}: all are started again")
+            await asyncio.gather(*(self.provisioner.stop(name, kill=True) for name in self.names))
+            self.spawn()
 
     async def _close(self, name: str) -> None:
         started = time.monotonic()

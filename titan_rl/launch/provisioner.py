@@ -90,16 +90,19 @@ class Mesh:
             ranks += [actors.slice(ranks=rank) for rank in range(count)]
         return ranks
 
-    async def started(self) -> None:
-        """Returns when the processes have started or failed to, or will not be waited for any more."""
+    async def started(self) -> str:
+        """Returns when the processes have started or failed to, or will not be waited for any more: Monarch's reason if
+        they have failed to, else nothing."""
         starting = asyncio.gather(*(part.initialized for _, part, _ in self._parts), return_exceptions=True)
         either: list[asyncio.Future[Any]] = [starting, asyncio.ensure_future(self.over.wait())]
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            results = starting.result() if starting.done() else []
         finally:
             for each in either:
                 each.cancel()
             await asyncio.gather(*either, return_exceptions=True)
+        return next((_first_lines(str(each)) for each in results if isinstance(each, Exception)), "")
 
     async def stop(self, *, kill: bool = False) -> None:
         """End the processes. Never raises: a process that does not stop in time is killed and logged.
@@ -268,10 +271,10 @@ class Provisioner:
         assert first == ranks
         return mesh
 
-    async def started(self) -> None:
-        """Returns when the processes of all meshes have started, or failed to. Before that, to pickle a handle on them
-        blocks the event loop until then: hosts would hear nothing of this controller and end what they have of it."""
-        await asyncio.gather(*(mesh.started() for mesh in self._meshes.values()))
+    async def started(self, name: str) -> str:
+        """See `Mesh.started`. Before that, to pickle a handle on the mesh blocks the event loop until then: hosts would
+        hear nothing of this controller and end what they have of it."""
+        return await self._meshes[name].started() if name in self._meshes else ""
 
     async def stop(self, name: str, *, kill: bool = False, remove: str = "") -> None:
         """Stop one mesh, if it is up. See `Mesh.stop`.
