@@ -35,7 +35,8 @@ class Processes:
         """Of hosts that join."""
         self.hosts = {host.name: SimpleNamespace(facts=host, name=host.name) for host in hosts}
 
-    async def attach(self, workers: dict[str, str], **_: Any) -> None:
+    async def attach(self, workers: dict[str, str], *, on_lost: Any, **_: Any) -> None:
+        self.on_lost = on_lost
         self.hosts |= {
             name: SimpleNamespace(facts=HostFacts(cpus=2, name=name, cuda_devices=self.devices), name=name)
             for name in workers

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from scripted_meshes import CPU, Run, two_hosts, up
 
 from titan_rl.config_registry import copy4
 from titan_rl.errors import MeshFailed
+from titan_rl.launch import meshes
 from titan_rl.launch.hosts.facts import HostFacts
+from titan_rl.launch.meshes import Meshes
 
 pytestmark = pytest.mark.asyncio
 
@@ -104,4 +107,28 @@ async def test_processes_that_monarch_has_given_up_are_started_again(monkeypatch
     await asyncio.wait_for(run.meshes.set_up(*run.meshes.names), 5)
     assert any("slow to start: all are started again" in line for line in run.said)
     assert run.clients["generator0"].actor == "generator0.2"
+    await run.meshes.close()
+
+
+async def test_a_host_that_is_lost_again_and_again_is_awaited_by_one_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: asyncio.Queue[asyncio.Event] = asyncio.Queue()
+
+    async def rejoin(meshes: Meshes, name: str, worker: str) -> None:
+        back = asyncio.Event()
+        asked.put_nowait(back)
+        await back.wait()
+
+    monkeypatch.setattr(meshes, "rejoin", rejoin)
+    run = Run(monkeypatch, copy4())
+    run.meshes.workers["host1"] = "10.0.0.2:17000"
+    await run.meshes.join({})
+    for _ in range(2):
+        for _ in range(3):
+            run.processes.on_lost(SimpleNamespace(name="host1", lost="host1 is lost"))
+        back = await asyncio.wait_for(asked.get(), 5)
+        await asyncio.sleep(0)
+        assert asked.empty()
+        back.set()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
     await run.meshes.close()

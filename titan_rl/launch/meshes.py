@@ -121,6 +121,7 @@ class Meshes:
         """Meshes that are up, and since when."""
         self.starting: set[str] = set()
         """Meshes that are started while others are up."""
+        self._rejoining: set[str] = set()  # lost hosts
         self._changed = asyncio.Event()  # a mesh was stopped or is up
         self._watching: dict[str, asyncio.Future[None]] = {}  # by mesh
         self._working: set[asyncio.Future[None]] = set()
@@ -231,8 +232,15 @@ class Meshes:
 
     def _host_lost(self, host: Host) -> None:
         self.say(host.lost)
-        if host.name in self.workers:
-            self._work(rejoin(self, host.name, self.workers[host.name]))
+        if host.name in self.workers and host.name not in self._rejoining:  # else it is awaited already
+            self._rejoining.add(host.name)
+            self._work(self._rejoin(host.name))
+
+    async def _rejoin(self, host: str) -> None:
+        try:
+            await rejoin(self, host, self.workers[host])
+        finally:
+            self._rejoining.discard(host)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for what the end of a mesh, or its coming up, can bring about."""
