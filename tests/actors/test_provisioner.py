@@ -253,6 +253,25 @@ asyncio.run(main())
 ATTEMPTS = 10
 
 
+QUIET = """
+from titan_rl.launch.process import prepare_controller
+prepare_controller()
+from monarch.actor import this_host
+this_host().spawn_procs(per_host={"ranks": 1}).initialized.get()
+"""
+
+
+def test_monarch_s_own_log_which_all_runs_share_has_errors_only() -> None:
+    environment = os.environ | {"MONARCH_LOG_SUFFIX": f"_{os.getpid()}", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("MONARCH_FILE_LOG", None)
+    done = subprocess.run([sys.executable, "-c", QUIET], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    shared = Path(done.stderr.partition("are being written to ")[2].partition(";")[0])
+    log = shared.with_stem(f"{shared.stem}__{os.getpid()}")
+    assert "[-]I" not in log.read_text()
+    log.unlink()
+
+
 def outcome(*, watched_seconds: float, **environment: str) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],

@@ -23,9 +23,7 @@ async def attach(worker: str, logs: str = "") -> None:
         print(*what, flush=True)
 
     listens = listen_for(PlacementConfig(hosts=(worker,)))
-    hosts = Provisioner(
-        log_directory=logs, imports=(), spans=bool(logs), on_fault=say, on_stop=say, listens=listens
-    )
+    hosts = Provisioner(log_directory=logs, imports=(), spans=bool(logs), on_fault=say, on_stop=say, listens=listens)
     try:
         while True:
             await hosts.attach({"host1": worker}, silent_seconds=5, on_lost=lambda host: say("lost", host.name))

@@ -48,8 +48,8 @@ CLOSE_SECONDS = 5.0
 """Time limit for a mesh's own `close`, before its processes are stopped. All meshes are closed at once."""
 
 TOO_LATE = "Timeout"
-"""In Monarch's reason why processes did not start. It hears of no process that takes more than 30 s to be born, whatever
-it is configured to (a test pins that), so such a one has to be started again."""
+"""In Monarch's reason why processes did not start. It hears of no process that takes more than 30 s to be born, however
+it is configured, so such a one has to be started again (a test pins that)."""
 
 _log = logging.getLogger(__name__)
 
