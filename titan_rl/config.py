@@ -69,7 +69,8 @@ class PlacementConfig:
     threads: int = 1
     """OpenMP threads per process on CPU. More than one on contended cores costs far more than it gives."""
     start_seconds: float = 300.0
-    """Bound on the start of a mesh, model load included."""
+    """Bound on the start of a mesh, model load included. A process that is not born within Monarch's 30 s is started
+    again."""
     step_seconds: float = 1800.0
     """Longest time any single call to a mesh may take before the run ends with the name of that call. Requests and
     rollouts are no such calls: see `router.request_seconds` and `rollout.seconds`."""

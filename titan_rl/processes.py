@@ -1,5 +1,5 @@
-"""Processes: end one with its parent, say how one ended, leave without delay, and join the ranks of one mesh. Standard
-library only; `join_world` imports torch when it is called.
+"""Processes: end one with its parent, say how one ended, leave without delay, watch its threads, and join the ranks of
+one mesh. Standard library only; `join_world` imports torch when it is called.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import os
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
+
+_log = logging.getLogger(__name__)
 
 answering: set[int] = set()
 """Descriptors (pidfd) of children that answer SIGUSR1. It is passed on to them (`observability.waits`)."""
@@ -107,6 +110,25 @@ def leave(main: Callable[[], object]) -> NoReturn:
         sys.stderr.flush()
     finally:  # whatever the words above met, a terminal that is gone for one
         os._exit(code)
+
+
+def start_thread(name: str, work: Callable[[], object], *, on_death: Callable[[str], object]) -> threading.Thread:
+    """Start a daemon thread on which others rely.
+
+    Args:
+        on_death: told in a sentence that `work` has raised. It is called in the thread.
+    """
+
+    def watched() -> None:
+        try:
+            work()
+        except BaseException as error:
+            _log.exception("thread %s ended", name)
+            on_death(f"thread {name} ended: {type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=watched, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 HOST = "TITAN_RL_HOST"

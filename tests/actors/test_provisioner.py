@@ -8,6 +8,7 @@ their way when their sender dies, which an attempt may miss on a busy machine: t
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import select
 import signal
@@ -27,7 +28,7 @@ from titan_rl.errors import ActorFailed, HostLost, MeshFailed, TitanError
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch import child, provisioner
 from titan_rl.launch.child import MONARCH_MAIN
-from titan_rl.launch.meshes import Meshes
+from titan_rl.launch.meshes import TOO_LATE, Meshes
 from titan_rl.launch.placement import SUPERVISION_ENVIRONMENT, MeshPlan
 from titan_rl.launch.provisioner import Provisioner
 
@@ -67,14 +68,14 @@ class Heard:
         here = Path(__file__).resolve().parent
         paths = os.pathsep.join([str(here), str(here.parents[1])])
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **variables}
-        place = MeshPlan(
+        self.place = MeshPlan(
             name=name,
             hosts=("host0",) * ranks,
             env=(environment,) * ranks,
             devices=(None,) * ranks,
             positions=("",) * ranks,
         )
-        self.mesh = self.provisioner.spawn(place)
+        self.mesh = self.provisioner.spawn(self.place)
         self.ranks = self.mesh.spawn(name, Named)
 
     async def pids(self) -> list[int]:
@@ -284,6 +285,25 @@ asyncio.run(main())
 ATTEMPTS = 10
 
 
+QUIET = """
+from titan_rl.launch.process import prepare_controller
+prepare_controller()
+from monarch.actor import this_host
+this_host().spawn_procs(per_host={"ranks": 1}).initialized.get()
+"""
+
+
+def test_monarch_s_own_log_which_all_runs_share_has_errors_only() -> None:
+    environment = os.environ | {"MONARCH_LOG_SUFFIX": f"_{os.getpid()}", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("MONARCH_FILE_LOG", None)
+    done = subprocess.run([sys.executable, "-c", QUIET], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    shared = Path(done.stderr.partition("are being written to ")[2].partition(";")[0])
+    log = shared.with_stem(f"{shared.stem}__{os.getpid()}")
+    assert "[-]I" not in log.read_text()
+    log.unlink()
+
+
 def outcome(*, watched_seconds: float, **environment: str) -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
@@ -344,3 +364,51 @@ async def test_the_end_of_an_agent_is_no_fault_of_a_mesh(monkeypatch: pytest.Mon
     assert [fault.mesh for fault in faults] == ["rollout0"]
     monkeypatch.undo()
     await hosts.stop_all()
+
+
+STOPS_AT_BIRTH = """
+import os, signal, sys
+from pathlib import Path
+born = Path(__file__).with_name("born")
+if "titan_rl.launch.child" in sys.orig_argv and not born.exists():
+    born.write_text(str(os.getpid()))
+    {}
+"""
+
+
+def stops_at_birth(directory: Path, does: str = "os.kill(os.getpid(), signal.SIGSTOP)") -> str:
+    """A directory for PYTHONPATH: the first process of a mesh with it does this before anything else."""
+    directory.mkdir()
+    (directory / "sitecustomize.py").write_text(STOPS_AT_BIRTH.format(does))
+    return os.pathsep.join([str(directory), str(Path(__file__).resolve().parent), str(Path(__file__).parents[2])])
+
+
+async def test_a_process_that_is_stopped_at_birth_delays_no_other_mesh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provisioner, "STOP_SECONDS", 1.0)  # Monarch does not stop what is not born
+    slow = Heard(tmp_path, "slow", PYTHONPATH=stops_at_birth(tmp_path / "stops"))
+    up, other = slow.provisioner, dataclasses.replace(slow.place, name="other", env=({"OMP_NUM_THREADS": "1"},))
+    starting = asyncio.ensure_future(up.started("slow"))
+    try:
+        for _ in range(2):
+            up.spawn(other)
+            assert await asyncio.wait_for(up.started("other"), 20) == ""
+            await up.stop("other", kill=True)
+        assert not starting.done()
+    finally:
+        await up.stop_all()
+        await starting
+
+
+@pytest.mark.acceptance
+async def test_monarch_gives_a_process_up_that_is_born_late_and_it_starts_again(tmp_path: Path) -> None:
+    """If this fails because Monarch hears of late births, the processes need not be started again (`TOO_LATE`)."""
+    slow = Heard(tmp_path, "slow", PYTHONPATH=stops_at_birth(tmp_path / "stops", "import time; time.sleep(35)"))
+    try:
+        assert TOO_LATE in await slow.provisioner.started("slow")
+        await slow.provisioner.stop("slow", kill=True)
+        slow.provisioner.spawn(slow.place)
+        assert await slow.provisioner.started("slow") == ""
+    finally:
+        await slow.provisioner.stop_all()

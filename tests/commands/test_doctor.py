@@ -80,12 +80,13 @@ def test_what_dead_runs_have_left_is_told_and_stays():
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     left = segment_path(DIRECTORY, dead.pid, "doctor", 0)
-    left.touch()
+    left.write_bytes(bytes(1 << 20))
     try:
         (found,) = [
             each.found for each in examine(copy4(), HOST) if each.about == "remains" and "segments" in each.found
         ]
-        assert int(found.split()[0]) >= 1 and found.endswith("the next start removes them")
+        count, nbytes = int(found.split()[0]), int(found.split()[3].replace(",", ""))
+        assert count >= 1 and nbytes >= 1 << 20 and found.endswith("the next start removes them")
         assert left.exists()
     finally:
         left.unlink()

@@ -12,9 +12,10 @@ import tomli
 from titan_rl import cli, train
 from titan_rl.config import LoggingConfig, RunConfig
 from titan_rl.config_registry import RECIPES, load_recipe
+from titan_rl.errors import StorageError
 from titan_rl.launch.hosts.facts import detect_host
 from titan_rl.launch.placement import TORCHRUN_VARIABLES, with_devices
-from titan_rl.launch.run import make_run_directory
+from titan_rl.launch.run import make_run_directory, write_config
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "rl_configs").glob("*.toml"))
@@ -308,3 +309,11 @@ def test_the_console_command_answers(arguments, code, said, capsys):
     assert cli.main(arguments) == code
     printed = capsys.readouterr()
     assert said in printed.out + printed.err
+
+
+def test_a_config_that_finds_no_room_is_named_and_the_one_that_is_there_stays(tmp_path):
+    (tmp_path / "config.toml").write_text("before")
+    (tmp_path / ".config.toml").symlink_to("/dev/full")
+    with pytest.raises(StorageError, match="config.toml cannot be written: No space left on device"):
+        write_config(tmp_path, RunConfig())
+    assert (tmp_path / "config.toml").read_text() == "before"

@@ -12,6 +12,7 @@ from test_going_on import killed_at_step_2, written
 
 from titan_rl.errors import TrainingError
 from titan_rl.observability.recorder import ROLLOUTS, RolloutWriter, read_rollouts
+from titan_rl.types import Purpose
 
 
 def recorded(directory: Path) -> list[tuple[str, int, str]]:
@@ -59,6 +60,24 @@ async def test_a_worker_that_is_gone_costs_its_rollouts_and_one_sentence(
     await saved(world)
     assert world.printed.count("rollouts are missing, the run goes on: ActorGone: step 1: the worker") == 1
     assert recorded(tmp_path) == []
+
+
+async def test_a_step_does_not_wait_for_the_recording_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    world = World(steps=3, directory=tmp_path, recorded=True, checkpoint_every=100)
+    answer, ask = asyncio.Event(), world.rollouts.conversations
+
+    async def stopped(purpose: Any, chosen: Any) -> Any:
+        if world.trainer.step == 3:
+            answer.set()
+        if purpose is Purpose.TRAIN:
+            await answer.wait()
+        return await ask(purpose, chosen)
+
+    monkeypatch.setattr(world.rollouts, "conversations", stopped)
+    await asyncio.wait_for(saved(world), 20)
+    assert sorted(each for each in recorded(tmp_path) if each[0] == "train") == of_steps(1, 2, 3)
 
 
 async def test_a_full_disk_costs_lines_and_one_sentence(tmp_path: Path):

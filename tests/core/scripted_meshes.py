@@ -27,11 +27,16 @@ class Processes:
     def __init__(self, *hosts: HostFacts) -> None:
         self._spawned: list[str] = []
         self._on: dict[str, tuple[str, ...]] = {}  # hosts by mesh
+        self.always, self.born = asyncio.Event(), dict[str, asyncio.Event]()
+        self.always.set()
+        self.late: list[str] = []
+        """Monarch's reasons of the next starts."""
         self.devices: tuple[int, ...] = ()
         """Of hosts that join."""
         self.hosts = {host.name: SimpleNamespace(facts=host, name=host.name) for host in hosts}
 
-    async def attach(self, workers: dict[str, str], **_: Any) -> None:
+    async def attach(self, workers: dict[str, str], *, on_lost: Any, **_: Any) -> None:
+        self.on_lost = on_lost
         self.hosts |= {
             name: SimpleNamespace(facts=HostFacts(cpus=2, name=name, cuda_devices=self.devices), name=name)
             for name in workers
@@ -56,7 +61,9 @@ class Processes:
         await asyncio.sleep(0)
         self._on.pop(name, None)
 
-    async def started(self) -> None: ...
+    async def started(self, name: str) -> str:
+        await self.born.get(name, self.always).wait()
+        return self.late.pop() if self.late else ""
 
     async def stop_all(self) -> None: ...
 

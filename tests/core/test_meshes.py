@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from scripted_meshes import CPU, Run, two_hosts, up
 
 from titan_rl.config_registry import copy4
+from titan_rl.errors import MeshFailed
+from titan_rl.launch import meshes
 from titan_rl.launch.hosts.facts import HostFacts
+from titan_rl.launch.meshes import Meshes
 
 pytestmark = pytest.mark.asyncio
 
@@ -21,8 +25,8 @@ async def test_whoever_is_still_being_set_up_when_the_router_is_replaced_asks_th
     run = await Run(monkeypatch, copy4(), serving=late == "gateway").begin()
     run.clients[late].held.clear()
     start = asyncio.create_task(run.meshes.set_up(*run.meshes.names))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    while run.clients[late].asks is None:
+        await asyncio.sleep(0)
     assert run.clients[late].asks[0] == "router.1"
     run.kill("router")
     await run.until_back("router")
@@ -73,4 +77,58 @@ async def test_where_devices_are_lost_only_what_has_no_room_is_left_out(monkeypa
     await run.until(f"{gone} failed 2 times in a row and is left out")
     await run.until_back("rollout0")
     assert run.faults.settle() is None
+    await run.meshes.close()
+
+
+async def test_a_start_that_hangs_delays_no_other_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await up(Run(monkeypatch, copy4()))
+    run.processes.born["generator0"] = asyncio.Event()
+    run.kill("generator0", "generator1")
+    await run.until_back("generator1")
+    assert run.doing["generator0"] == "building the engine"
+    run.processes.born["generator0"].set()
+    await run.until_back("generator0")
+    await run.meshes.close()
+
+
+async def test_processes_that_are_not_born_within_start_seconds_end_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = copy4()
+    config = dataclasses.replace(config, placement=dataclasses.replace(config.placement, start_seconds=0.01))
+    run = await Run(monkeypatch, config).begin()
+    run.processes.born["generator0"] = asyncio.Event()
+    with pytest.raises(MeshFailed, match=r"generator0: its processes .* within 0.01 s \(placement.start_seconds\)"):
+        await run.meshes.set_up(*run.meshes.names)
+    await run.meshes.close()
+
+
+async def test_processes_that_monarch_has_given_up_are_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await Run(monkeypatch, copy4()).begin()
+    run.processes.late = ["error spawning proc mesh: statuses: Timeout(30.001001418s)=0..1"]
+    await asyncio.wait_for(run.meshes.set_up(*run.meshes.names), 5)
+    assert any("slow to start: all are started again" in line for line in run.said)
+    assert run.clients["generator0"].actor == "generator0.2"
+    await run.meshes.close()
+
+
+async def test_a_host_that_is_lost_again_and_again_is_awaited_by_one_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: asyncio.Queue[asyncio.Event] = asyncio.Queue()
+
+    async def rejoin(meshes: Meshes, name: str, worker: str) -> None:
+        back = asyncio.Event()
+        asked.put_nowait(back)
+        await back.wait()
+
+    monkeypatch.setattr(meshes, "rejoin", rejoin)
+    run = Run(monkeypatch, copy4())
+    run.meshes.workers["host1"] = "10.0.0.2:17000"
+    await run.meshes.join({})
+    for _ in range(2):
+        for _ in range(3):
+            run.processes.on_lost(SimpleNamespace(name="host1", lost="host1 is lost"))
+        back = await asyncio.wait_for(asked.get(), 5)
+        await asyncio.sleep(0)
+        assert asked.empty()
+        back.set()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
     await run.meshes.close()

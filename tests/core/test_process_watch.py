@@ -1,5 +1,6 @@
 """Ends of processes that another thread reaps at once, as Monarch does: each is told, with its exit status."""
 
+import errno
 import os
 import queue
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from titan_rl.launch import child
 from titan_rl.launch.child import ProcessWatch
 
 KERNEL = tuple(map(int, os.uname().release.split(".")[:2]))
@@ -20,7 +22,7 @@ ENDS = [0, 1, 70, 255, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV] * 10
 @pytest.mark.skipif(KERNEL < (6, 15), reason="before Linux 6.15 the exit status of a reaped process is lost")
 def test_every_exit_status_is_told(tmp_path: Path) -> None:
     told: queue.Queue[tuple[str, int | None] | str] = queue.Queue()
-    watch = ProcessWatch(tmp_path, on_end=lambda spawn, *end: told.put(end), on_stop=told.put)
+    watch = ProcessWatch(tmp_path, on_end=lambda spawn, *end: told.put(end), on_stop=told.put, on_broken=told.put)
     for rank, code in enumerate(ENDS):
         end = f"exit {code}" if code >= 0 else f"kill {code} $$"
         process = subprocess.Popen(["sh", "-c", f"echo mesh-1 mesh {rank} $$ > {watch.births}; kill -STOP $$; {end}"])
@@ -40,7 +42,7 @@ def test_every_exit_status_is_told(tmp_path: Path) -> None:
 
 
 def test_a_process_dies_with_its_watch_and_one_that_comes_later_does_not_start(tmp_path: Path) -> None:
-    watch = ProcessWatch(tmp_path, on_end=lambda *end: None, on_stop=lambda what: None)
+    watch = ProcessWatch(tmp_path, on_end=lambda *end: None, on_stop=lambda what: None, on_broken=lambda what: None)
     starts = "import sys, time; from titan_rl.processes import die_with_owner"
     command = [
         sys.executable,
@@ -54,3 +56,35 @@ def test_a_process_dies_with_its_watch_and_one_that_comes_later_does_not_start(t
     assert process.wait(SECONDS) == -signal.SIGKILL
     late = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     assert late.returncode == 1 and "the owner died" in late.stderr
+
+
+def test_ends_are_heard_after_a_torn_line_and_where_no_descriptor_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: queue.Queue[object] = queue.Queue()
+    watch = ProcessWatch(tmp_path, on_end=lambda *end: told.put(end), on_stop=told.put, on_broken=told.put)
+    first, second = (subprocess.Popen(["sleep", "1000"]) for _ in range(2))
+    real = os.pidfd_open
+
+    def none_is_left(pid: int) -> int:
+        if pid == first.pid:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(pid)
+
+    monkeypatch.setattr(os, "pidfd_open", none_is_left)
+    watch.births.write_text(f"mesh-1 me\nmesh-1 mesh 0 {first.pid}\n")
+    assert told.get(timeout=SECONDS) == ("mesh-1", f"mesh rank 0 (pid {first.pid})", -signal.SIGKILL)
+    assert first.wait(SECONDS) == -signal.SIGKILL, "it runs no further, because its end would not be heard"
+    watch.births.write_text(f"mesh-1 mesh 1 {second.pid}\n")
+    second.kill()
+    assert told.get(timeout=SECONDS) == ("mesh-1", f"mesh rank 1 (pid {second.pid})", -signal.SIGKILL)
+    watch.close()
+
+
+def test_the_death_of_a_thread_of_the_watch_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: queue.Queue[str] = queue.Queue()
+    watch = ProcessWatch(tmp_path, on_end=lambda *end: None, on_stop=lambda what: None, on_broken=told.put)
+    monkeypatch.setattr(child, "answering", None)
+    watch.births.write_text(f"mesh-1 mesh 0 {os.getpid()}\n")
+    assert told.get(timeout=SECONDS).startswith("thread births ended: AttributeError")
+    watch.close()

@@ -30,4 +30,4 @@ async def test_a_start_that_fails_is_over() -> None:
     fails.set_exception(OSError("it could not be spawned"))
     host: Any = SimpleNamespace(lost="")
     mesh = Mesh("generator1", "generator1-0", [(host, SimpleNamespace(initialized=fails), 1)])
-    await asyncio.wait_for(mesh.started(), 5)
+    assert await asyncio.wait_for(mesh.started(), 5) == "it could not be spawned"

@@ -44,6 +44,12 @@ class Keeper(StoreKeeper):
         return len(self._exposed)
 
     @served
+    async def lose_reader(self, batch: SampleBatch) -> None:
+        """A reader dies in the middle of its fetch; its bound is over."""
+        _, token = await StoreKeeper.expose.answer(self, tuple(batch.stored_ids[self._store.name]))
+        self._exposed[token] = (*self._exposed[token][:2], 0.0)
+
+    @served
     async def pid(self) -> int:
         return os.getpid()
 

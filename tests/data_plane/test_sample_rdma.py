@@ -56,6 +56,10 @@ async def scenario() -> dict[str, Any]:
         seen["beside the released"] = await ask(fetcher, "bits", refs["other"].select([0, 2, 3]))
         seen["exposed"] = [await ask(keepers[name], "exposed") for name in ("far", "other")]
 
+        await ask(keepers["other"], "lose_reader", refs["other"].select([0, 2]))
+        await ask(fetcher, "bits", refs["other"].select([0]))
+        seen["exposed after the loss of a reader"] = await ask(keepers["other"], "exposed")
+
         os.kill(await ask(keepers["far"], "pid"), signal.SIGKILL)
         seen["killed"] = await ask(fetcher, "error", refs["far"].select([4]))
         seen["after it"] = await ask(fetcher, "bits", refs["other"].select([0]))
@@ -115,3 +119,7 @@ def test_a_store_whose_process_died_is_an_error_that_names_the_group(seen: dict[
 
 def test_nothing_stays_exposed_after_a_fetch_however_it_ended(seen: dict[str, Any]) -> None:
     assert seen["exposed"] == [0, 0]
+
+
+def test_what_a_reader_left_that_died_goes_with_the_next_fetch(seen: dict[str, Any]) -> None:
+    assert seen["exposed after the loss of a reader"] == 0

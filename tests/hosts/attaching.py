@@ -1,4 +1,5 @@
-"""Program of test_locked_worker.py: a controller that attaches a worker, and again at each line `attach`.
+"""Program of test_locked_worker.py: a controller that attaches a worker, and again at each line `attach`. The second
+argument is the directory of logs, if there is one.
 
 Prints `attached PID` of the agent, `lost NAME`, `refused WHY`, and whatever a run would say.
 """
@@ -14,7 +15,7 @@ from titan_rl.launch.process import prepare_controller
 from titan_rl.processes import leave
 
 
-async def attach(worker: str) -> None:
+async def attach(worker: str, logs: str = "") -> None:
     from titan_rl.launch.hosts.host import listen_for
     from titan_rl.launch.provisioner import Provisioner
 
@@ -22,7 +23,7 @@ async def attach(worker: str) -> None:
         print(*what, flush=True)
 
     listens = listen_for(PlacementConfig(hosts=(worker,)))
-    hosts = Provisioner(log_directory="", imports=(), on_fault=say, on_stop=say, listens=listens)
+    hosts = Provisioner(log_directory=logs, imports=(), spans=bool(logs), on_fault=say, on_stop=say, listens=listens)
     try:
         while True:
             await hosts.attach({"host1": worker}, silent_seconds=5, on_lost=lambda host: say("lost", host.name))
@@ -37,7 +38,7 @@ async def attach(worker: str) -> None:
 
 def main() -> None:
     prepare_controller()
-    asyncio.run(attach(sys.argv[1]))
+    asyncio.run(attach(*sys.argv[1:]))
 
 
 if __name__ == "__main__":

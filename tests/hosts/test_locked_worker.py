@@ -1,4 +1,5 @@
-"""A worker serves one run at a time; what a controller has left that was killed makes room for the next run."""
+"""A worker serves one run at a time; what a controller has left that was killed makes room for the next run. Its logs
+keep nobody waiting."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.launch.hosts.agent import lock_worker
+from titan_rl.launch.hosts.agent import News, lock_worker
+from titan_rl.launch.hosts.host import ShippedLogs
+from titan_rl.launch.pulse import MOST_BYTES
 
 
 def held(file: Path) -> int:
@@ -84,8 +87,8 @@ def worker() -> Iterator[str]:
         lent.wait()
 
 
-def controller(worker: str) -> subprocess.Popen[str]:
-    return program(str(Path(__file__).with_name("attaching.py")), worker)
+def controller(*arguments: str) -> subprocess.Popen[str]:
+    return program(str(Path(__file__).with_name("attaching.py")), *arguments)
 
 
 def test_what_a_killed_controller_has_left_ends_before_the_next_run_would_be_refused(worker: str) -> None:
@@ -114,3 +117,27 @@ def test_a_host_whose_agent_has_died_can_be_attached_again(worker: str) -> None:
     assert not left.exists()
     run.stdin.write("leave\n")
     assert run.wait(60) == 0
+
+
+def test_a_disk_that_stalls_does_not_keep_the_controller_from_its_hosts(worker: str, tmp_path: Path) -> None:
+    for directory in ("logs", "spans"):
+        (tmp_path / directory).mkdir()
+    os.mkfifo(tmp_path / "spans" / "agent_host1.0.jsonl")  # nobody reads it: to open it is to wait
+    run = controller(worker, str(tmp_path / "logs"))
+    until(run, "attached")
+    run.stdin.write("leave\n")
+    assert run.wait(60) == 0
+
+
+def test_while_a_disk_stalls_no_more_is_asked_for_and_nothing_is_lost(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log")
+    logs = ShippedLogs(str(tmp_path), pytest.fail)
+    texts = [bytes([each]) * (MOST_BYTES // 2) for each in range(2)]
+    for text in texts:
+        assert logs.has_room
+        logs.put(News("log", "log", text=text))
+    assert not logs.has_room
+    with open(tmp_path / "log", "rb") as reader:
+        assert reader.read(MOST_BYTES) == b"".join(texts)
+        logs.close(60.0)
+    assert logs.has_room

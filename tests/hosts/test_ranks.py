@@ -53,6 +53,12 @@ def test_the_nodes_that_do_not_come_are_named(rank_0, monkeypatch: pytest.Monkey
         torchrun.workers(environ, 3, trusted=True)
 
 
+def test_a_host_whose_name_is_not_known_is_named_with_the_remedy(rank_0) -> None:
+    environ, _ = rank_0
+    with pytest.raises(ConfigError, match=r"the host h1.invalid, and this host does not know .*`--local-addr A"):
+        torchrun.workers({**environ, "MASTER_ADDR": "h1.invalid"}, 3, trusted=True)
+
+
 @pytest.mark.parametrize(("says_so", "code"), [(True, 0), (False, 1)])
 def test_a_worker_ends_when_rank_0_says_so_and_fails_when_it_is_gone(rank_0, says_so: bool, code: int) -> None:
     environ, at_exit = rank_0

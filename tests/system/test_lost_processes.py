@@ -116,3 +116,21 @@ def test_a_run_waits_for_a_stopped_generator(tmp_path: Path) -> None:
     output = finish(run)
     assert run.returncode == 130, output
     assert_nothing_is_left(run)
+
+
+@pytest.mark.acceptance
+def test_a_process_that_is_stopped_at_birth_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stops = tmp_path / "sitecustomize.py"
+    stops.write_text(
+        "import os, signal, sys\nfrom pathlib import Path\nborn = Path(__file__).with_name('born')\n"
+        "if sys.orig_argv[-2:] == ['generator0', '0'] and not born.exists():\n"
+        "    born.touch()\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    run = start_run(*ENDLESS, "--generator.engine", "simulated", runs=tmp_path / "runs")
+    wait_for_line(run, "the processes of generator0 were slow to start: all are started again")
+    wait_for_line(run, "step ")
+    os.kill(run.pid, signal.SIGINT)
+    output = finish(run)
+    assert run.returncode == 130, output
+    assert_nothing_is_left(run)

@@ -5,7 +5,8 @@ have it, TCP otherwise).
     reader ── withdraw ─────▶ store: the copy is gone
 
 The copy makes a fetch independent of what the store does meanwhile, and one operation of many samples. Nothing stays
-registered between two fetches. The reader verifies the samples in its own memory.
+registered between two fetches; what a reader left that died, goes with the next fetch after its bound. The reader
+verifies the samples in its own memory.
 """
 
 from __future__ import annotations
@@ -33,26 +34,33 @@ SLOWEST_BYTES_PER_SECOND = 10 << 20
 not report a host that is gone, so this is how long a trainer waits for the samples that it held."""
 
 
+def _fetch_seconds(nbytes: int) -> int:
+    return PATIENCE_SECONDS + nbytes // SLOWEST_BYTES_PER_SECOND
+
+
 class StoreKeeper(ConnectedActor):
     """An actor with a sample store that processes on any host can read."""
 
     def __init__(self, store: SampleStore) -> None:
         self._store = store
-        self._exposed: dict[int, tuple[RDMABuffer, np.ndarray]] = {}  # registered memory must outlive its handle
+        # registered memory must outlive its handle; and until when a living reader may read it
+        self._exposed: dict[int, tuple[RDMABuffer, np.ndarray, float]] = {}
         self._tokens = itertools.count()
 
     @served
     async def expose(self, ids: tuple[int, ...]) -> tuple[RDMABuffer, int]:
-        """Make stored samples readable from other hosts until `withdraw`.
+        """Make stored samples readable from other hosts until `withdraw`, or until nobody can be reading them any more.
 
         Returns:
             A handle on a buffer with the samples' encodings one after the other, and a token for `withdraw`.
         """
 
-        def register() -> tuple[RDMABuffer, np.ndarray]:
+        def register() -> tuple[RDMABuffer, np.ndarray, float]:
             content = self._store.read(ids)
-            return RDMABuffer(content.data), content
+            return RDMABuffer(content.data), content, time.monotonic() + 2 * _fetch_seconds(len(content))
 
+        for left in [token for token, (*_, until) in self._exposed.items() if until < time.monotonic()]:
+            await self._drop(left)
         token = next(self._tokens)
         self._exposed[token] = await asyncio.to_thread(register)  # Monarch refuses it in an event loop
         return self._exposed[token][0], token
@@ -60,8 +68,11 @@ class StoreKeeper(ConnectedActor):
     @served
     async def withdraw(self, token: int) -> None:
         """The reader is done with an exposed buffer."""
-        handle, _content = self._exposed.pop(token)
-        await asyncio.to_thread(lambda: handle.drop().get(timeout=PATIENCE_SECONDS))
+        await self._drop(token)
+
+    async def _drop(self, token: int) -> None:
+        if (exposed := self._exposed.pop(token, None)) is not None:
+            await asyncio.to_thread(lambda: exposed[0].drop().get(timeout=PATIENCE_SECONDS))
 
 
 class AnyHostSource:
@@ -120,7 +131,7 @@ class AnyHostSource:
     def _read(self, store: str, ids: tuple[int, ...], content: np.ndarray) -> None:
         if time.monotonic() < self._silent_until.get(store, 0.0):
             raise CallTimeout("it did not answer a moment ago")  # for every group of a step, one after the other
-        seconds, keeper = PATIENCE_SECONDS + len(content) // SLOWEST_BYTES_PER_SECOND, self._stores[store]
+        seconds, keeper = _fetch_seconds(len(content)), self._stores[store]
 
         async def expose() -> tuple[RDMABuffer, int]:
             return await keeper.call(seconds, StoreKeeper.expose, ids)

@@ -139,14 +139,15 @@ def _disks(config: RunConfig) -> Iterator[Finding]:
 def _remains(temporary: Path) -> Iterator[Finding]:
     """What dead runs have left. The next start removes files; processes end with their controller, or are named."""
     segments, scratch = dead_segments(), list(dead_scratch(temporary))
-    found = [f"{len(segments)} segments in {DIRECTORY}"] * bool(segments)
+    size = sum(path.stat().st_size for path in segments)
+    found = [f"{len(segments)} segments with {size:,} bytes in {DIRECTORY}"] * bool(segments)
     found += [f"{len(scratch)} directories in {temporary}"] * bool(scratch)
     yield Finding(
         "remains", f"{' and '.join(found) or 'none'} of dead runs" + "; the next start removes them" * bool(found)
     )
     if foreign := [path for path in segments if path.stat().st_uid != os.getuid()]:
-        size = sum(path.stat().st_size for path in foreign) / _GIB
-        yield _warning("remains", f"{size:.1f} GiB of them are other users', who must remove them: {foreign[0]}, …")
+        size = sum(path.stat().st_size for path in foreign)
+        yield _warning("remains", f"{size:,} bytes of them are other users', who must remove them: {foreign[0]}, …")
     if orphans := _orphans():
         pids = " ".join(map(str, orphans))
         yield _warning("remains", f"{len(orphans)} processes have outlived their run: kill -9 {pids}")

@@ -276,7 +276,7 @@ class TrainingLoop:
         reports = [self._reports[group_id] for group_id in batch.group_ids]
         samples = SampleBatch.concat(report.samples for report in reports)
         step = batch.version.step + 1
-        recording = await self._recorder.begin(step, reports)
+        recording = self._recorder.begin(step, reports)
         try:
             with self._activity("train", step=step, samples=len(samples)):
                 trained = await self._system.trainer.train_step(samples, recording.tokens)

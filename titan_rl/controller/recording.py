@@ -3,7 +3,8 @@
     begin    before a step: choose by the reports, ask the workers           while it is trained
     finish   after it: merge with the trainer's scores, write in a thread    while the run goes on
 
-- One step is being written at most: `begin` waits for the one before.
+- Steps are written one after the other. No step waits for one that is not written yet, as where a worker is stopped; a
+  checkpoint does, because it says how much is written.
 - What cannot be recorded, because a worker is gone or the disk is full, is missing. The run says so once and goes on.
 """
 
@@ -54,9 +55,8 @@ class Recorder:
         self._only = only
         self._writing: asyncio.Future[None] | None = None
 
-    async def begin(self, step: int, reports: Sequence[GroupReport]) -> Recording:
+    def begin(self, step: int, reports: Sequence[GroupReport]) -> Recording:
         """Choose what is recorded of a step that is about to be trained. A step that fails needs no `finish`."""
-        await self.settled()
         wanted = self._writer is not None and self._only in (0, step)
         chosen = choose(step, reports, self._each) if wanted else []
         asking = asyncio.ensure_future(self._rollouts.conversations(Purpose.TRAIN, chosen))
@@ -64,7 +64,7 @@ class Recorder:
 
     def finish(self, recording: Recording) -> None:
         """The step is trained. Its samples may be released: the workers have been asked before."""
-        self._writing = asyncio.ensure_future(self._write(recording))
+        self._writing = asyncio.ensure_future(self._write(recording, after=self._writing))
 
     async def settled(self) -> None:
         """Wait until all finished steps are written."""
@@ -80,7 +80,9 @@ class Recorder:
         """Length of the file, if it is `settled`."""
         return self._writer.nbytes if self._writer is not None else 0
 
-    async def _write(self, recording: Recording) -> None:
+    async def _write(self, recording: Recording, *, after: asyncio.Future[None] | None) -> None:
+        if after is not None:
+            await after
         if (writer := self._writer) is None:
             return
         said, scores = await recording.asking, recording.tokens.scores

@@ -13,6 +13,8 @@
   processes and is sometimes faster. Then the kernel still has the exit status from Linux 6.15 on, not before.
 - A stopped process (SIGSTOP, a debugger's detach, Ctrl-Z) has not ended. The stop is reported, and the watch goes on.
 - After `expect_ends` no end is reported.
+- A line that is no birth is logged and left out. A process for which this one has no descriptor left is killed: its end
+  would go unheard. A thread that dies itself is reported (`on_broken`).
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from titan_rl.processes import answering, die_with_owner, leave
+from titan_rl.processes import answering, die_with_owner, leave, start_thread
 
 _log = logging.getLogger(__name__)
 
@@ -63,14 +65,21 @@ class ProcessWatch:
         on_end: called with the spawn, the name of the ended process and its exit code (negative: a signal; None: not
             known).
         on_stop: called with a sentence when a process was stopped or goes on.
+        on_broken: called with a sentence when a thread of the watch has died, so that ends may go unheard.
     """
 
     def __init__(
-        self, directory: Path, *, on_end: Callable[[str, str, int | None], None], on_stop: Callable[[str], None]
+        self,
+        directory: Path,
+        *,
+        on_end: Callable[[str, str, int | None], None],
+        on_stop: Callable[[str], None],
+        on_broken: Callable[[str], None],
     ) -> None:
         life, self.births = directory / "life", directory / "births"
         self._on_end = on_end
         self._on_stop = on_stop
+        self._on_broken = on_broken
         self._lock = threading.Lock()
         self._spawns: dict[str, _Spawn] = {}
         for pipe in (life, self.births):
@@ -80,7 +89,7 @@ class ProcessWatch:
         reading = os.open(life, os.O_RDONLY | os.O_NONBLOCK)  # without a reader it could not be opened
         self._life = os.open(life, os.O_WRONLY)  # for as long as this process lives
         os.close(reading)
-        threading.Thread(target=self._take_births, name="births", daemon=True).start()
+        start_thread("births", self._take_births, on_death=on_broken)
 
     def any_ended(self, spawn: str) -> bool:
         """Whether a process of this spawn has ended, reported or not."""
@@ -126,23 +135,31 @@ class ProcessWatch:
             yield self._spawns.setdefault(spawn, _Spawn())
 
     def _take_births(self) -> None:
-        with open(self._pipe, "rb") as births:
+        with open(self._pipe, "rb", closefd=False) as births:
             for line in births:
                 if line == b"\n":
-                    return
-                spawn, mesh, rank, pid = line.decode().split()
-                name = f"{mesh} rank {rank} (pid {pid})"
+                    return os.close(self._pipe)
                 try:
-                    with self._of(spawn) as mine:
-                        descriptor = mine.living[int(pid)] = os.pidfd_open(int(pid))
-                        answering.add(descriptor)
-                        if mine.over:
-                            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-                except ProcessLookupError:
-                    self._tell_end(spawn, name, int(pid), None)
-                    continue
-                waiting = threading.Thread(target=self._wait, args=(spawn, name, int(pid)), name=name, daemon=True)
-                waiting.start()
+                    spawn, mesh, rank, pid = line.decode().split()
+                    self._take_birth(spawn, f"{mesh} rank {rank} (pid {pid})", int(pid))
+                except ValueError:
+                    _log.error("no birth of a process: %r", line)
+
+    def _take_birth(self, spawn: str, name: str, pid: int) -> None:
+        try:
+            with self._of(spawn) as mine:
+                descriptor = mine.living[pid] = os.pidfd_open(pid)
+                answering.add(descriptor)
+                if mine.over:
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        except ProcessLookupError:
+            return self._tell_end(spawn, name, pid, None)
+        except OSError as error:  # no descriptor is left
+            _log.error("%s cannot be watched and is killed: %s", name, error)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            return self._tell_end(spawn, name, pid, -signal.SIGKILL)
+        start_thread(name, functools.partial(self._wait, spawn, name, pid), on_death=self._on_broken)
 
     def _wait(self, spawn: str, name: str, pid: int) -> None:
         with self._of(spawn) as mine:

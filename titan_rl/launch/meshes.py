@@ -47,6 +47,10 @@ from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segmen
 CLOSE_SECONDS = 5.0
 """Time limit for a mesh's own `close`, before its processes are stopped. All meshes are closed at once."""
 
+TOO_LATE = "Timeout"
+"""In Monarch's reason why processes did not start. It hears of no process that takes more than 30 s to be born, however
+it is configured, so such a one has to be started again (a test pins that)."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -117,6 +121,7 @@ class Meshes:
         """Meshes that are up, and since when."""
         self.starting: set[str] = set()
         """Meshes that are started while others are up."""
+        self._rejoining: set[str] = set()  # lost hosts
         self._changed = asyncio.Event()  # a mesh was stopped or is up
         self._watching: dict[str, asyncio.Future[None]] = {}  # by mesh
         self._working: set[asyncio.Future[None]] = set()
@@ -192,6 +197,7 @@ class Meshes:
             await self._set_up(name)
             await self.introductions.update(name)  # the router, or the gateway, may have been replaced meanwhile
 
+        await self._births(names)
         await asyncio.gather(*map(each, names))
 
     async def close(self) -> None:
@@ -226,8 +232,15 @@ class Meshes:
 
     def _host_lost(self, host: Host) -> None:
         self.say(host.lost)
-        if host.name in self.workers:
-            self._work(rejoin(self, host.name, self.workers[host.name]))
+        if host.name in self.workers and host.name not in self._rejoining:  # else it is awaited already
+            self._rejoining.add(host.name)
+            self._work(self._rejoin(host.name))
+
+    async def _rejoin(self, host: str) -> None:
+        try:
+            await rejoin(self, host, self.workers[host])
+        finally:
+            self._rejoining.discard(host)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait for what the end of a mesh, or its coming up, can bring about."""
@@ -250,13 +263,42 @@ class Meshes:
         spec, client = self.specs[name], self.clients[name]
         self._on_mesh(name, spec.doing)
         self._begun.add(name)
-        await self.provisioner.started()
+        asked = [mesh for mesh in self.clients if kind_of(mesh) in ("router", "gateway", "relay")]
+        reason, *_ = await asyncio.gather(*map(self._born, dict.fromkeys((name, *asked))))
+        if reason:
+            raise MeshFailed(f"{name}: its processes did not start: {reason}", name)
         self.pids[name] = await spec.setup(client)
         self._on_mesh(name, "ready")
         self.up[name] = time.monotonic()
         self.faults.ready(name, self.replace)
         self._watching[name] = asyncio.ensure_future(self._watch(name, client))
         self._changed.set()
+
+    async def _born(self, name: str) -> str:
+        """Wait for the processes of a mesh; returns why they have not started, if they have not. Raises MeshFailed."""
+        seconds = self.config.placement.start_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.provisioner.started(name)
+        except TimeoutError:
+            what = f"its processes did not start within {seconds:g} s (placement.start_seconds)"
+            raise MeshFailed(f"{name}: {what}", name) from None
+
+    async def _births(self, names: Sequence[str]) -> None:
+        """Wait for the processes of meshes of which none is set up yet. Where some are slow, all are started again: the
+        actors of some have handles on others."""
+        ends = time.monotonic() + self.config.placement.start_seconds
+        while late := [
+            (name, reason)
+            for name, reason in zip(names, await asyncio.gather(*map(self._born, names)), strict=True)
+            if TOO_LATE in reason
+        ]:
+            slow = f"the processes of {', '.join(name for name, _ in late)} were slow to start"
+            if time.monotonic() > ends:
+                raise MeshFailed(f"{slow}, again and again for placement.start_seconds: {late[0][1]}", late[0][0])
+            self.say(f"{slow}: all are started again")
+            await asyncio.gather(*(self.provisioner.stop(name, kill=True) for name in self.names))
+            self.spawn()
 
     async def _close(self, name: str) -> None:
         started = time.monotonic()

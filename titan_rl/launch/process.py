@@ -55,6 +55,9 @@ def prepare_controller() -> None:
             "monarch was imported before titan_rl.launch: a process that is stopped for 30 s will be taken for dead"
         )
     os.environ.update(SUPERVISION_ENVIRONMENT)
+    # Monarch's own log is one file of all runs, in the temporary directory, that nobody cuts: by default (`info`)
+    # megabytes of each run, now its errors.
+    os.environ.setdefault("MONARCH_FILE_LOG", "error")
     # Monarch hangs without a word where a process may open no more files.
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, OPEN_FILES if most < 0 else min(OPEN_FILES, most)), most))
@@ -249,6 +252,7 @@ def log_to_file(file: Path) -> logging.Handler:
 
 
 def _log_thread(failed: threading.ExceptHookArgs) -> None:
-    """A library's thread that dies (TensorBoard's, on a full disk) is no news for the terminal."""
+    """A library's thread that dies (TensorBoard's, on a full disk) is no news for the terminal. Our own tell those who
+    rely on them (`processes.start_thread`)."""
     if failed.exc_value is not None:
         _log.error("thread %s failed", failed.thread, exc_info=failed.exc_value)

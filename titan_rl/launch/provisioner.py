@@ -30,7 +30,7 @@ from titan_rl.errors import ActorFailed, HostLost, MeshFailed
 from titan_rl.launch.hosts.host import AttachedHost, ControllersHost, Host
 from titan_rl.launch.placement import TORCHRUN_VARIABLES, MeshPlan
 from titan_rl.launch.process import prepare_process
-from titan_rl.processes import HOST, OWNER, RENDEZVOUS, ending_in_words
+from titan_rl.processes import HOST, OWNER, RENDEZVOUS, ending_in_words, start_thread
 
 STOP_SECONDS = 20.0
 """Bound on stopping one mesh; past it its processes are killed."""
@@ -90,16 +90,19 @@ class Mesh:
             ranks += [actors.slice(ranks=rank) for rank in range(count)]
         return ranks
 
-    async def started(self) -> None:
-        """Returns when the processes have started or failed to, or will not be waited for any more."""
+    async def started(self) -> str:
+        """Returns when the processes have started or failed to, or will not be waited for any more: Monarch's reason if
+        they have failed to, else nothing."""
         starting = asyncio.gather(*(part.initialized for _, part, _ in self._parts), return_exceptions=True)
         either: list[asyncio.Future[Any]] = [starting, asyncio.ensure_future(self.over.wait())]
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            results = starting.result() if starting.done() else []
         finally:
             for each in either:
                 each.cancel()
             await asyncio.gather(*either, return_exceptions=True)
+        return next((_first_lines(str(each)) for each in results if isinstance(each, Exception)), "")
 
     async def stop(self, *, kill: bool = False) -> None:
         """End the processes. Never raises: a process that does not stop in time is killed and logged.
@@ -143,7 +146,8 @@ class Provisioner:
             log_directory: where each process writes its log.
             imports: the user's modules, imported first in every process.
             spans: see `prepare_process`.
-            on_fault: called once for every process that ends and every actor that fails, from any thread.
+            on_fault: called once for every process that ends and every actor that fails, and if the watch over the
+                processes of this host is broken; from any thread.
             on_stop: called with a sentence when a process was stopped (SIGSTOP) or goes on, from any thread.
             listens: see `listen_for`, if other hosts will be attached.
         """
@@ -156,7 +160,13 @@ class Provisioner:
         self._more_words = threading.Condition()
         self._log_directory = log_directory
         self._listens, (address, _) = listens, listens
-        here = ControllersHost(log_directory=log_directory, on_end=self._ended, on_stop=self._stopped, address=address)
+        here = ControllersHost(
+            log_directory=log_directory,
+            on_end=self._ended,
+            on_stop=self._stopped,
+            on_broken=lambda what: on_fault(ActorFailed(what)),
+            address=address,
+        )
         self.hosts: dict[str, Host] = {here.name: here}
         """Those that are not lost, by name."""
         _provisioners.add(self)
@@ -261,10 +271,10 @@ class Provisioner:
         assert first == ranks
         return mesh
 
-    async def started(self) -> None:
-        """Returns when the processes of all meshes have started, or failed to. Before that, to pickle a handle on them
-        blocks the event loop until then: hosts would hear nothing of this controller and end what they have of it."""
-        await asyncio.gather(*(mesh.started() for mesh in self._meshes.values()))
+    async def started(self, name: str) -> str:
+        """See `Mesh.started`. Before that, to pickle a handle on the mesh blocks the event loop until then: hosts would
+        hear nothing of this controller and end what they have of it."""
+        return await self._meshes[name].started() if name in self._meshes else ""
 
     async def stop(self, name: str, *, kill: bool = False, remove: str = "") -> None:
         """Stop one mesh, if it is up. See `Mesh.stop`.
@@ -321,7 +331,7 @@ class Provisioner:
             if self._meshes.get(name) is mesh:  # it was not stopped meanwhile
                 self._report_end(name, process, f"ended: {self._words.get(name, 'nobody saw its exit status')}")
 
-        threading.Thread(target=look, name=f"end of {process}", daemon=True).start()
+        start_thread(f"end of {process}", look, on_death=lambda what: self._on_fault(MeshFailed(what, name)))
 
     def _report_end(self, mesh: str, process: str, how: str) -> None:
         _log.error("fault: %s %s", process, how)

@@ -32,7 +32,7 @@ from titan_rl.controller.faults import Announcer, FaultBoard, Save, train_and_sa
 from titan_rl.controller.loop import TrainingLoop
 from titan_rl.controller.recording import Recorder
 from titan_rl.controller.system import System
-from titan_rl.errors import ConfigError, Stopped, TrainerStateLost
+from titan_rl.errors import ConfigError, Stopped, StorageError, TrainerStateLost
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch.process import StopSignals, hold_signals, lasting_output, log_to_file
 from titan_rl.launch.resume import CONFIG, ENDING, SUMMARY, Resume, begun, how_to_go_on, lock_run
@@ -222,10 +222,18 @@ def make_run_directory(config: RunConfig) -> Path:
 
 
 def write_config(directory: Path, config: RunConfig) -> None:
-    """At no moment is there half a config, from which no run could go on."""
-    draft = directory / f".{CONFIG}"
-    draft.write_text(to_toml(config), encoding="utf-8")
-    draft.replace(directory / CONFIG)
+    """Raises StorageError."""
+    _write(directory / CONFIG, to_toml(config))
+
+
+def _write(file: Path, text: str) -> None:
+    """At no moment is there half a file, such as a config from which no run could go on. Raises StorageError."""
+    draft = file.with_name(f".{file.name}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(file)
+    except OSError as error:  # that of a full disk does not say which file
+        raise StorageError(f"{file} cannot be written: {error.strerror}") from error
 
 
 async def _train(
@@ -345,7 +353,7 @@ def _conclude(
         "tokens_generated": summary.tokens_generated,
         "run_directory": str(directory),
     }
-    (directory / SUMMARY).write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    _write(directory / SUMMARY, json.dumps(numbers, indent=2) + "\n")
     console.print(
         f"\nheld-out exact match {first.exact_match:.3f} → [bold]{last.exact_match:.3f}[/], "
         f"reward {first.reward:.3f} → [bold]{last.reward:.3f}[/] "

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titan_rl.observability.memory import Memory
+from titan_rl.processes import start_thread
 
 if TYPE_CHECKING:
     from titan_rl.observability.activity import Span
@@ -196,8 +197,7 @@ class Timeline:
         self._lane = MainLane(born, "start")
         self._over.clear()
         self._put([json.dumps(about | {"epoch": round(time.time() - time.monotonic(), 6)})])
-        self._writing = threading.Thread(target=self._write_on, name="timeline", daemon=True)
-        self._writing.start()
+        self._writing = start_thread("timeline", self._write_on, on_death=_log.warning)
         atexit.register(self.end)
 
     @property

@@ -39,6 +39,7 @@ from titan_rl.launch.process import prepare_controller, scratch_directory
 from titan_rl.observability.timeline import SPANS, Pulse, timeline
 from titan_rl.observability.waits import watch_event_loops
 from titan_rl.policy.models.tiny import TinyPolicyConfig, make_tiny_policy
+from titan_rl.processes import start_thread
 from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segments
 
 PACKAGES = ("titan_rl", "torch", "torchmonarch", "torchtitan", "vllm", "numpy")
@@ -70,11 +71,11 @@ class Introduction:
 class News(NamedTuple):
     """What the agent tells by itself."""
 
-    kind: Literal["ended", "stopped", "log"]
+    kind: Literal["ended", "stopped", "broken", "log"]
     of: str
     """The spawn that lost a process, or the path of a file relative to that of the logs."""
     process: str = ""
-    """Name of the process that ended, or a sentence about one that was stopped."""
+    """Name of the process that ended, or a sentence about one that was stopped, or about the watch that is broken."""
     code: int | None = None
     """See `ProcessWatch`."""
     text: bytes = b""
@@ -128,7 +129,7 @@ async def lock_worker(file: Path, run: str, seconds: float) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             loop.call_soon_threadsafe(locked.set)
 
-        threading.Thread(target=lock, daemon=True).start()  # another one would be waited for at the end of this process
+        start_thread("lock", lock, on_death=_log.error)  # another one would be waited for at the end of this process
         await asyncio.wait_for(locked.wait(), seconds)
         if pid:
             remove_segments_of(int(pid))  # `sweep_dead_segments` keeps them until its parent has reaped it
@@ -160,7 +161,7 @@ class HostAgent(ConnectedActor):
         self._controller = controller
         self._heard = threading.Event()
         self._silent_seconds = silent_seconds
-        threading.Thread(target=self._guard, name="guard", daemon=True).start()
+        start_thread("guard", self._guard, on_death=lambda what: os._exit(1))
         self._sent: dict[Path, int] = {}  # bytes, by log file
         self._watch: ProcessWatch
 
@@ -169,7 +170,7 @@ class HostAgent(ConnectedActor):
         """Take up the duties. News is told to the client that calls this."""
         tell, loop = caller().push, asyncio.get_running_loop()
 
-        def told(kind: Literal["ended", "stopped"]) -> Callable[..., None]:
+        def told(kind: Literal["ended", "stopped", "broken"]) -> Callable[..., None]:
             def tell_from_thread(*words: Any) -> None:
                 loop.call_soon_threadsafe(tell, News(kind, *words))
 
@@ -188,7 +189,12 @@ class HostAgent(ConnectedActor):
         remove_segments_of(os.getpid())  # of a dead agent with this process id: a container that started again has it
         sweep_dead_segments()
         scratch = scratch_directory()
-        self._watch = ProcessWatch(scratch, on_end=told("ended"), on_stop=lambda what: told("stopped")("", what))
+        self._watch = ProcessWatch(
+            scratch,
+            on_end=told("ended"),
+            on_stop=lambda what: told("stopped")("", what),
+            on_broken=lambda what: told("broken")("", what),
+        )
         (scratch / "logs").mkdir()
         return Introduction(
             facts=await asyncio.to_thread(detect_host, name=self._host, address=self._address),

@@ -16,6 +16,7 @@ import functools
 import itertools
 import logging
 import os
+import queue
 import socket
 import sys
 import time
@@ -40,6 +41,7 @@ from titan_rl.launch.process import scratch_directory
 from titan_rl.launch.pulse import MOST_BYTES, Pace, until_still
 from titan_rl.launch.start import tiny_policy
 from titan_rl.observability.timeline import Pulse
+from titan_rl.processes import start_thread
 from titan_rl.weights.segment_files import remove_segments_of
 
 FACTS_SECONDS = 40.0
@@ -158,12 +160,20 @@ def _leave_at_exit() -> None:
 class ControllersHost(Host):
     """Host 0."""
 
-    def __init__(self, *, log_directory: str, on_end: Ended, on_stop: Callable[[str], None], address: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        log_directory: str,
+        on_end: Ended,
+        on_stop: Callable[[str], None],
+        on_broken: Callable[[str], None],
+        address: str = "",
+    ) -> None:
         self.facts = detect_host(address=address)
         self.owner, self.logs, self.python = os.getpid(), log_directory, sys.executable
         self.scratch = scratch_directory() / f"host-{next(_serial)}"
         self.scratch.mkdir()
-        self._watch = ProcessWatch(self.scratch, on_end=on_end, on_stop=on_stop)
+        self._watch = ProcessWatch(self.scratch, on_end=on_end, on_stop=on_stop, on_broken=on_broken)
 
     @property
     def mesh(self) -> Any:  # type: ignore[override]
@@ -201,6 +211,42 @@ class ControllersHost(Host):
     async def refuse_blind(self, run_directory: Path) -> None: ...
 
 
+class ShippedLogs:
+    """Writes what agents send of their files, in a thread: a disk that stalls keeps nobody from hearing the pulse.
+
+    Args:
+        directory: of log files.
+        on_death: called with a sentence if nothing is written any more.
+    """
+
+    def __init__(self, directory: str, on_death: Callable[[str], None]) -> None:
+        self._directory = Path(directory)
+        self._news: queue.SimpleQueue[News | None] = queue.SimpleQueue()
+        self._taken = self._written = 0  # bytes; each counter has one thread
+        self._thread = start_thread("shipped logs", self._write, on_death=on_death)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more may be asked for."""
+        return self._taken - self._written < MOST_BYTES
+
+    def put(self, news: News) -> None:
+        """Never waits."""
+        self._taken += len(news.text)
+        self._news.put(news)
+
+    def close(self, seconds: float) -> None:
+        """Wait until all is written, but no longer than this."""
+        self._news.put(None)
+        self._thread.join(seconds)
+
+    def _write(self) -> None:
+        while (news := self._news.get()) is not None:
+            with suppress(OSError), open(self._directory / news.of, "ab") as log:
+                log.write(news.text)
+            self._written += len(news.text)
+
+
 class AttachedHost(Host):
     """A host with a worker.
 
@@ -232,6 +278,7 @@ class AttachedHost(Host):
         self._log_directory, self._spans = log_directory, spans
         self._silent_seconds, self._controller = silent_seconds, controller
         self._on_end, self._on_stop, self._on_lost = on_end, on_stop, on_lost
+        self._logs = ShippedLogs(log_directory, on_stop) if log_directory else None
         self._ended: set[str] = set()
         self._agent: Connection | None = None
         self._pulses: asyncio.Task[None] | None = None
@@ -326,14 +373,19 @@ class AttachedHost(Host):
 
     async def leave(self) -> None:
         """The worker waits for the next run."""
-        if self._agent is None:
-            return  # it was never reached
         if (pulses := self._pulses) is not None:
             pulses.cancel()
             await asyncio.gather(pulses, return_exceptions=True)
+        await self._part()
+        if self._logs is not None:
+            await asyncio.to_thread(self._logs.close, CALL_SECONDS / 2)
+
+    async def _part(self) -> None:
+        if self._agent is None:
+            return  # it was never reached
         if self.lost:  # nobody there would answer, Monarch's worker neither
             return
-        if pulses is not None:  # it was attached
+        if self._pulses is not None:  # it was attached
             await self._ask(HostAgent.pulse, 16 * MOST_BYTES)  # the last lines of the logs
             await self._ask(HostAgent.remove_segments, "")
         self.lost = self.lost or "it was left"
@@ -358,7 +410,8 @@ class AttachedHost(Host):
 
         async def pulse() -> list[Pulse]:
             with pace as log_bytes:
-                return [await agent.call(None, HostAgent.pulse, log_bytes)]
+                room = self._logs is None or self._logs.has_room
+                return [await agent.call(None, HostAgent.pulse, log_bytes if room else 0)]
 
         try:
             await until_still(pulse, self._silent_seconds)
@@ -374,6 +427,8 @@ class AttachedHost(Host):
             self._agent.lose(self.lost)
         if self._pulses is not None:  # otherwise `attach` raises
             self._on_lost(self)
+            if self._logs is not None:
+                self._logs.close(0.0)
 
     def _hear(self, news: News) -> None:
         match news.kind:
@@ -382,9 +437,10 @@ class AttachedHost(Host):
                 self._on_end(news.of, f"{news.process} on {self._name}", news.code)
             case "stopped":
                 self._on_stop(f"{news.process} ({self._name})")
-            case "log" if self._log_directory:
-                with suppress(OSError), open(Path(self._log_directory) / news.of, "ab") as log:
-                    log.write(news.text)
+            case "broken":  # it fences itself, as one that is cut off
+                self._lose(news.process)
+            case "log" if self._logs is not None:
+                self._logs.put(news)
 
     async def _reach(self) -> str:
         """Whether somebody listens there; returns the IP address. Raises HostLost with the cause: Monarch would only

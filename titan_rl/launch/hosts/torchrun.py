@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import signal
+import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -128,9 +129,16 @@ def _patience(environ: Mapping[str, str]) -> float:
 
 def _store(environ: Mapping[str, str]) -> TCPStore:
     """Where the ranks meet. Rank 0's own listens on MASTER_ADDR, and on no other address."""
+    address, port, seconds = environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), timedelta(seconds=_patience(environ))
+    try:
+        socket.getaddrinfo(address, port)
+    except OSError as error:
+        raise ConfigError(
+            f"the ranks meet at the host {address}, and this host does not know that name ({error.strerror}): add "
+            "`--local-addr ADDRESS` to every torchrun, with the IP address of its host, or the name to /etc/hosts"
+        ) from error
     from torch.distributed import TCPStore
 
-    address, port, seconds = environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), timedelta(seconds=_patience(environ))
     if environ["RANK"] == "0" and not _has_agent(environ):
         with listen(address, port) as server:
             listening = server.detach()

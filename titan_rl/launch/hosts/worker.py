@@ -3,6 +3,10 @@
 Whoever reaches the port can run any code here: trusted networks only, or TLS (`facts.TLS`). The worker listens on the
 address that it is given and on no other. It starts nothing by itself; a run's controller starts an agent, which ends
 with everything that the run has here when it is told to, or does not hear of the controller any more.
+
+A worker that was killed is started again at another port while its run goes on. At the old one Monarch 0.7 forwards
+what is sent to its dead processes to itself, hop by hop, until it fails the actor that has sent it ("ttl expired"),
+whatever that actor's `_handle_undeliverable_message` says.
 """
 
 from __future__ import annotations
