@@ -51,6 +51,40 @@ async def test_an_answer_that_is_too_long_costs_its_call():
     assert [reward for reward, _ in outcomes.values()] == [1.0] * 5
 
 
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("forge", "wrote what is no answer .* and was killed by signal"),
+        ("flood", r"wrote what is no answer \(a frame of \d{19} bytes; .* and was killed by signal"),
+        ("lie", "answered something else than was asked for: Expected `array`"),
+    ],
+)
+async def test_what_user_code_writes_into_its_socket_is_read_as_data_and_costs_its_call(how, why, capsys):
+    outcomes, _ = await scores(how)
+    assert re.search(f"prompt 3: its process {why}", str(outcomes.pop(3)))
+    assert [reward for reward, _ in outcomes.values()] == [1.0] * 5
+    assert "forged" not in capsys.readouterr().out
+
+
+async def test_user_code_sees_no_secrets_but_those_that_are_named(monkeypatch, caplog):
+    secrets = ("OPENAI_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_GRADER_KEY")
+    for name in (*secrets, "HF_HOME", "LC_TIME"):
+        monkeypatch.setenv(name, "C")
+    caplog.set_level(logging.INFO, logger=host_process.__name__)
+    outcomes, _ = await scores("tell variables", variables=("MY_GRADER_KEY",))
+    seen = str(outcomes[3]).split()
+    assert {"HF_HOME", "LC_TIME", "MY_GRADER_KEY", "PATH", "HOME"} <= set(seen)
+    assert not {"OPENAI_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"} & set(seen)
+    assert re.search("does not see these variables.* HF_TOKEN .*OPENAI_API_KEY", caplog.text)
+
+
+async def test_control_characters_of_user_code_reach_the_log_as_escapes(caplog):
+    caplog.set_level(logging.INFO, logger="titan_rl.sandbox")
+    outcomes, _ = await scores("escape")
+    assert r"\x1b[2Jred" in caplog.text and r"\x1b[2Jboom" in caplog.text and "\x1b" not in caplog.text
+    assert "\x1b" not in str(outcomes[3])
+
+
 async def test_endless_output_is_logged_up_to_a_bound(caplog, monkeypatch):
     monkeypatch.setattr(host_process, "LOG_BYTES", 1000)
     caplog.set_level(logging.INFO, logger=host_process.__name__)

@@ -42,6 +42,12 @@ class Heard(logging.Handler):
         self.lines.append(record.getMessage())
         self._more.set()
 
+    async def times(self, line, count):
+        """Returns when the line was printed so many times."""
+        while self.lines.count(line) < count:
+            self._more.clear()
+            await self._more.wait()
+
     async def numbers(self, beginning):
         """Those in the first line that begins so."""
         while True:
