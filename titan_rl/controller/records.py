@@ -77,7 +77,7 @@ class StepRecords:
         """Record a group of which no rollout could be trained. It counts in the next step's numbers and is displayed at
         once."""
         self.summary.failed.append(report)
-        self._tell_failures(report)
+        self._display.played(report.errors, report.late)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self.summary.evaluations.append(replace(evaluation, rollouts=()))
@@ -170,7 +170,7 @@ class StepRecords:
             groups=batch.group_ids,
         )
         for report in reports:
-            self._tell_failures(report)
+            self._display.played(report.errors, report.late)
         late = sum(rollout.stop_reason is StopReason.TIMEOUT for rollout in rollouts)
         if late and self._knobs.deterministic:
             self._display.say(f"{late} rollouts of step {step} ended by the clock: this run may not repeat bit for bit")
@@ -200,10 +200,6 @@ class StepRecords:
             for counter in ("load", "in_flight", "served", "failed"):
                 metrics[f"fleet/{status.name}/{counter}"] = float(getattr(status, counter))
         return metrics
-
-    def _tell_failures(self, report: GroupReport) -> None:
-        if failed := sum(1 for rollout in report.rollouts if rollout.error):
-            self._display.failed(failed, report.first_error)
 
 
 def _ages(batch: Batch, reports: Sequence[GroupReport]) -> list[int]:

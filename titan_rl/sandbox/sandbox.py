@@ -257,7 +257,7 @@ class Sandbox:
             except (TitanError, OSError) as error:
                 self._fail([pending], str(error))
             else:
-                self._scheduler.in_time(kind)
+                self._scheduler.in_time(pending.call)
                 self._settle(pending, answer)
                 return
             self.restarts += 1
@@ -311,14 +311,16 @@ class Sandbox:
         raise (TaskTimeout if failure.late else TaskError)(escaped(failure.description, keep="\n"))
 
     def _fail_late(self, pending: _Pending) -> None:
-        """Fail a call that was killed for taking too long. If all calls of its kind do, fail the waiting ones too."""
+        """Fail a call that was killed for taking too long. If all of its kind did, fail the waiting ones too."""
         late = f"did not finish within {self._setup.step_seconds:g} s and was killed"
         self._fail([pending], late, TaskTimeout)
-        self._fail_untried(self._scheduler.late(pending.call.kind))
+        self._fail_untried(self._scheduler.late(pending.call))
 
     def _fail_untried(self, calls: Collection[_Pending]) -> None:
         seconds = self._setup.step_seconds
-        untried = f"was not tried after {MAX_PROCESSES} in a row did not finish within {seconds:g} s"
+        untried = (
+            f"was not tried: no such call has ever finished, and those of {MAX_PROCESSES} prompts took {seconds:g} s"
+        )
         self._fail(calls, untried, TaskTimeout)
 
     def _fail(self, calls: Collection[_Pending], reason: str, kind: type[TaskError] = TaskError) -> None:
