@@ -2,7 +2,11 @@
 
 import asyncio
 import logging
+import os
 import re
+import select
+import signal
+import socket
 
 import pytest
 from support.rollouts import UNRULY
@@ -10,7 +14,8 @@ from support.rollouts import UNRULY
 from titan_rl.errors import TaskError
 from titan_rl.sandbox import host_process
 from titan_rl.sandbox.sandbox import Sandbox
-from titan_rl.sandbox.wire import Call, CallKind, Conversation, EnvironmentSetup
+from titan_rl.sandbox.user_code import UserCode
+from titan_rl.sandbox.wire import Call, CallKind, Conversation, EnvironmentSetup, pack_order
 from titan_rl.types import FinishReason, Message, Purpose
 
 CONVERSATION = Conversation((Message("user", "0="), Message("assistant", "0")), (FinishReason.STOP,))
@@ -83,6 +88,28 @@ async def test_control_characters_of_user_code_reach_the_log_as_escapes(caplog):
     outcomes, _ = await scores("escape")
     assert r"\x1b[2Jred" in caplog.text and r"\x1b[2Jboom" in caplog.text and "\x1b" not in caplog.text
     assert "\x1b" not in str(outcomes[3])
+
+
+def test_a_long_answer_to_a_busy_worker_holds_up_no_other_async_grader():
+    """The worker reads nothing until another grader of the same process has gone on."""
+    kwargs = {"behaviour": {"0": "tell all", "1": "step on"}}
+    setup = EnvironmentSetup(name=f"{UNRULY}:UnrulyAsync", kwargs=kwargs, run_seed=5, imports=(UNRULY,))
+    worker, connection = socket.socketpair()
+    said, output = os.pipe()
+    if (pid := os.fork()) == 0:
+        worker.close()
+        os.dup2(output, 1)
+        UserCode(setup).serve(connection)
+    try:
+        worker.sendall(pack_order([(i, Call(CallKind.SCORE, Purpose.TRAIN, i, CONVERSATION)) for i in range(2)]))
+        ready = select.poll()
+        ready.register(said, select.POLLIN)
+        assert ready.poll(20_000) and os.read(said, 100) == b"went on\n"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        for descriptor in (worker.detach(), connection.detach(), said, output):
+            os.close(descriptor)
 
 
 async def test_endless_output_is_logged_up_to_a_bound(caplog, monkeypatch):

@@ -94,6 +94,11 @@ def obedient(example, transcript):
 
 
 async def obedient_async(example, transcript):
+    if example.answer == "tell all":
+        return {"reward": 1.0, "x" * (15 << 20): 1.0}
+    if example.answer == "step on":
+        await asyncio.sleep(0.2)
+        os.write(1, b"went on\n")
     if example.answer == "await for ever":
         await asyncio.Event().wait()
     if example.answer == "ignore cancellation":
