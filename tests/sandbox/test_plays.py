@@ -121,7 +121,8 @@ async def test_hundreds_of_plays_wait_for_their_start_and_no_kill_of_theirs_is_l
     async with programs(behaviour=dict.fromkeys(map(str, range(count)), "rest")) as process:
         host = process.pid
         playing = [asyncio.ensure_future(process.run_program(Purpose.TRAIN, index, ENDPOINT)) for index in range(count)]
-        await heard.times("resting", count)
+        async with asyncio.timeout(60):
+            await heard.times("resting", count)
         family = descendants(host)
         assert len(family) == 2 * count and not any(play.done() for play in playing)
         os.kill(host, signal.SIGSTOP)

@@ -42,9 +42,9 @@ class Heard(logging.Handler):
         self.lines.append(record.getMessage())
         self._more.set()
 
-    async def times(self, line, count):
-        """Returns when the line was printed so many times."""
-        while self.lines.count(line) < count:
+    async def times(self, beginning, count):
+        """Returns when so many lines began so."""
+        while sum(line.startswith(beginning) for line in self.lines) < count:
             self._more.clear()
             await self._more.wait()
 

@@ -65,7 +65,8 @@ def misbehave(how: str) -> None:
                 os._exit(0)
             os._exit(7)
         case "tell variables":
-            raise ValueError(f" {' '.join(sorted(os.environ))} ")
+            names = "PATH HOME HF_HOME LC_TIME OPENAI_API_KEY HF_TOKEN AWS_SECRET_ACCESS_KEY MY_GRADER_KEY".split()
+            raise ValueError(" ".join(name for name in names if name in os.environ))
         case "escape":
             print("\x1b[2Jred")
             raise ValueError("\x1b[2Jboom")
