@@ -22,4 +22,9 @@ def one_line(text: str, longest: int) -> str:
     if len(text) > longest:
         half = longest // 2
         text = f"{text[:half]}…{text[-half:]}"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return escaped(text)
+
+
+def escaped(text: str, keep: str = "") -> str:
+    """`text` with control characters as escapes, but those in `keep`: raw ones would steer the reader's terminal."""
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)

@@ -24,7 +24,7 @@ from chaos_parts.schedule import KINDS, Fault
 
 T = TypeVar("T")
 
-MARK = "MARK_OF_THIS_CHAOS"
+MARK = "TITAN_RL_MARK_OF_THIS_CHAOS"
 SHARED = Path("/dev/shm")
 WHILE_SECONDS = 5.0
 """How long a passing trouble lasts."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import queue
 import sys
+import threading
 
 import pytest
+from rich.console import Console
 
 from titan_rl.cli import main
 from titan_rl.commands import try_task
-from titan_rl.commands.typed import read_turn
+from titan_rl.commands.typed import Typed, read_turn
 from titan_rl.errors import ConfigError
 from titan_rl.types import Message, ToolCall, ToolSpec
 
@@ -238,3 +242,22 @@ def test_a_typed_call_that_cannot_be_read_is_refused(text):
 
 def test_without_tools_everything_is_text():
     assert read_turn("/add first=5", []) == Message("assistant", "/add first=5")
+
+
+async def test_a_line_typed_after_a_turn_that_was_cancelled_is_the_next_turns(monkeypatch):
+    typed, asked = queue.Queue(), threading.Event()
+
+    def read(prompt):
+        asked.set()
+        return typed.get()
+
+    monkeypatch.setattr("builtins.input", read)
+    person = Typed(Console(file=io.StringIO()))
+    cancelled = asyncio.ensure_future(person.say((), (), None))
+    await asyncio.to_thread(asked.wait)
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    async with asyncio.timeout(10):
+        for line in ("first", "second"):
+            typed.put(line)
+            assert (await person.say((), (), None))[0].content == line

@@ -61,7 +61,7 @@ async def test_a_group_that_failed_is_told_at_once_and_its_steps_line_says_the_r
     world.rollouts.outcome = lambda request: () if request.group_id == 1 else (0.0, 1.0)
     await world.run()
     lines = world.printed.splitlines()
-    failed = lines.index("failed rollouts: 1, the first: the task raised")
+    failed = lines.index("failed rollouts: 1, in 1 of the 1 groups played: 1 × the task raised")
     assert failed < next(place for place, line in enumerate(lines) if line.startswith("step    2/2"))
     (last,) = (line for line in lines if line.startswith("step    2/2"))
     assert "  reward 0.500  entropy 1.00  truncated 0%  tokens/s " in last

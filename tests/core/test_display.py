@@ -130,11 +130,12 @@ def test_no_failed_rollout_is_passed_over_between_two_lines(live: bool) -> None:
     clock, out = Clock(), io.StringIO()
     console = Console(file=out, force_terminal=live, width=200)
     display = RunDisplay(steps=100, live=live, console=console, clock=clock)
-    display.failed(2, "a.py, line 3:\nboom")
-    assert "failed rollouts: 2, the first: a.py, line 3:\\nboom" in out.getvalue()  # at once: there may be no step
+    display.played(["a.py, line 3:\nboom"] * 2)
+    at_once = "failed rollouts: 2, in 1 of the 1 groups played: 2 × a.py, line 3:\\nboom"
+    assert at_once in out.getvalue()  # there may be no step
     for step in range(1, 101):
         clock.now += 0.1
-        display.failed(1, f"cause {step}")
+        display.played([f"cause {step}"])
         display.step(step, {}, {})
     told = [line for line in out.getvalue().splitlines() if "failed rollouts: " in line]
     assert sum(int(line.split("failed rollouts: ")[1].split(",")[0]) for line in told) == 102
@@ -145,10 +146,26 @@ def test_failures_are_told_where_no_step_is_made() -> None:
     clock, out = Clock(), io.StringIO()
     display = RunDisplay(steps=100, live=False, console=Console(file=out, width=200), clock=clock)
     for _ in range(300):
-        display.failed(8, "x" * 1000)
+        display.played(["x" * 1000] * 8)
         clock.now += 0.1
     lines = out.getvalue().splitlines()
-    assert 3 <= len(lines) <= 4 and all(len(line) < 200 for line in lines)
+    assert 3 <= len(lines) <= 4 and all(len(line) < 300 for line in lines)
+
+
+def test_failures_are_counted_by_cause_and_group_and_those_that_waited_come_last() -> None:
+    clock, out = Clock(), io.StringIO()
+    display = RunDisplay(steps=100, live=False, console=Console(file=out, width=300), clock=clock)
+    display.step(1, {}, {})
+    display.played([], ["score of train prompt 3: did not finish within 30 s"] * 5)
+    display.played(["score of train prompt 4: KeyError: 'x' (a.py:3 in right)"])
+    display.played(["score of train prompt 5: KeyError: 'x' (a.py:3 in right)"])
+    display.played([])
+    clock.now += 10
+    display.step(2, {}, {})
+    told = (
+        "failed rollouts: 7, in 3 of the 4 groups played: 2 × score of train prompt 4: KeyError: 'x' (a.py:3 in right)"
+    )
+    assert f"{told}; 5 × score of train prompt 3: did not finish within 30 s" in out.getvalue()
 
 
 def rollout(step: int, sample: int, said: str = "4") -> dict[str, object]:

@@ -56,7 +56,9 @@ async def test_async_functions_are_awaited():
     assert await rubric.score_async(EXAMPLE, TRANSCRIPT) == (1.0, {"slow_length": 1.0, "ended": 1.0})
 
 
-@pytest.mark.parametrize("value", [None, "much", float("nan"), float("inf"), [1, 2], 1e308, -1.1e30])
+@pytest.mark.parametrize(
+    "value", [None, "much", "0.5", b"1", {"reward": "1"}, float("nan"), float("inf"), [1, 2], 1e308, -1.1e30]
+)
 def test_a_reward_that_is_no_ordinary_number_is_refused_by_name(value):
     with pytest.raises(TaskError, match="broken"):
         Rubric(Reward(lambda example, transcript: value, name="broken")).score(EXAMPLE, TRANSCRIPT)
@@ -92,7 +94,9 @@ async def test_async_group_rewards_are_awaited_and_may_be_all_there_is():
     assert await rubric.score_group_async(EXAMPLE, [TRANSCRIPT] * 2) == [(0, {"slow_rank": 0}), (1, {"slow_rank": 1})]
 
 
-@pytest.mark.parametrize("values", [None, 3.0, [1.0], [1.0, 2.0, 3.0], [1.0, "x"], [1.0, float("nan")], [0, 1e31]])
+@pytest.mark.parametrize(
+    "values", [None, 3.0, [1.0], [1.0, 2.0, 3.0], [1.0, "x"], [1.0, "1"], "12", [1.0, float("nan")], [0, 1e31]]
+)
 def test_a_group_reward_that_is_not_one_ordinary_number_each_is_refused_by_name(values):
     with pytest.raises(TaskError, match="broken"):
         run_plain(Rubric(GroupReward(lambda e, t: values, name="broken")).score_group_async(EXAMPLE, [TRANSCRIPT] * 2))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
@@ -15,6 +17,9 @@ from support.gateway import MODEL, app_over, http_client, policy_of
 
 from titan_rl.chat.renderer import SymbolRenderer
 from titan_rl.errors import ActorFailed, GeneratorFailed, RequestLost, RequestTimeout
+from titan_rl.gateway import app
+from titan_rl.gateway.callers import ApiKeys
+from titan_rl.gateway.config import GatewayConfig
 from titan_rl.gateway.openai_protocol import ChatCompletionRequest, CompletionRequest
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
 
@@ -215,6 +220,39 @@ async def test_health_names_every_generator_and_why_it_does_not_serve(renderer):
     async with http(Dead([]), renderer) as client:
         told = (await client.get("/health")).json()["error"]["message"]
     assert told == "no generator serves: generator0 is dead: was killed; generator1 is recovering"
+    policy = policy_of(renderer, 32)
+    async with http_client(app_over(Dead([]), policy, ApiKeys(policy, "secret"))) as client:
+        asked = [await client.get("/health", headers=headers) for headers in ({}, {"Authorization": "Bearer secret"})]
+    stranger, friend = (each.json()["error"]["message"] for each in asked)
+    assert stranger == "no generator serves: generator0 is dead; generator1 is recovering" and friend == told
+    async with http_client(app_over(PlayedFleet([ActorFailed("at /secret")]), policy, ApiKeys(policy, "x"))) as client:
+        assert "secret" not in (await client.get("/health")).text
+
+
+async def test_connections_that_send_nothing_are_cut_off_and_keep_nobody_from_being_served(renderer, monkeypatch):
+    """300 of them, where 100 may be open; and a body that never comes."""
+    monkeypatch.setattr(app, "MOST_CONNECTIONS", 100)
+    monkeypatch.setattr(app, "HEAD_SECONDS", 2)
+    monkeypatch.setattr(app, "BODY_SECONDS", 1)
+    server = app.GatewayServer(GatewayConfig(port=0, model=MODEL), PlayedFleet([]), policy_of(renderer, 32), run_seed=0)
+    host, port = urlsplit(server.url).hostname, urlsplit(server.url).port
+    try:
+        silent = [await asyncio.open_connection(host, port) for _ in range(300)]
+        for _, writer in silent[::2]:
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost")
+        async with asyncio.timeout(10), httpx.AsyncClient(base_url=server.url) as http:
+            assert (await http.get("/v1/models")).status_code == 200
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
+        async with asyncio.timeout(20):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+            for reader, _ in silent:
+                with contextlib.suppress(ConnectionError):
+                    assert await reader.read() == b""
+    finally:
+        await server.close()
+        for _, each in [*silent, (reader, writer)]:
+            each.close()
 
 
 async def test_every_call_is_counted_by_what_became_of_it(renderer):

@@ -124,9 +124,10 @@ def test_answers_that_are_cut_and_rollouts_that_fail_are_counted():
     config = {"rollout.samples_per_group": 4, "loop.groups_per_step": 5}
     run = run_of(
         rollout__truncated_share=[0.25] * STEPS,
-        rollout__failed=[2] * STEPS,
+        rollout__failed=[4] * STEPS,
+        groups__failed=[5 * STEPS] * STEPS,
         config=config,
-        facts=[replace(FACTS, error="ValueError: no")],
+        facts=[replace(FACTS, error="late", stop="timeout"), replace(FACTS, error="ValueError: no")],
     )
     assert "25%" in said(run, "Answers are cut by length").text
     assert "10%" in said(run, "Rollouts fail").text and "ValueError: no" in said(run, "Rollouts fail").text

@@ -113,7 +113,7 @@ async def test_what_a_program_asked_is_trained_and_its_state_is_graded(model_pat
     }
     assert all(each.group.group_id == 7 for each in sessions.requests)
     assert len({each.session_id for each in sessions.requests}) == 2
-    assert sessions.idle_seconds == {20.0}
+    assert all(20 < seconds < 40 for seconds in sessions.idle_seconds), "the wait for its process is not its own"
 
 
 async def test_the_order_in_which_open_calls_are_answered_changes_nothing_that_is_trained(model_path):

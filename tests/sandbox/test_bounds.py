@@ -2,7 +2,11 @@
 
 import asyncio
 import logging
+import os
 import re
+import select
+import signal
+import socket
 
 import pytest
 from support.rollouts import UNRULY
@@ -10,7 +14,8 @@ from support.rollouts import UNRULY
 from titan_rl.errors import TaskError
 from titan_rl.sandbox import host_process
 from titan_rl.sandbox.sandbox import Sandbox
-from titan_rl.sandbox.wire import Call, CallKind, Conversation, EnvironmentSetup
+from titan_rl.sandbox.user_code import UserCode
+from titan_rl.sandbox.wire import Call, CallKind, Conversation, EnvironmentSetup, pack_order
 from titan_rl.types import FinishReason, Message, Purpose
 
 CONVERSATION = Conversation((Message("user", "0="), Message("assistant", "0")), (FinishReason.STOP,))
@@ -49,6 +54,60 @@ async def test_an_answer_that_is_too_long_costs_its_call():
     outcomes, _ = await scores("shout")
     assert re.search(r"prompt 3: answered \d+ MiB; the bound is 16 MiB", str(outcomes.pop(3)))
     assert [reward for reward, _ in outcomes.values()] == [1.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("forge", "wrote what is no answer .* and was killed by signal"),
+        ("flood", r"wrote what is no answer \(a frame of \d{19} bytes; .* and was killed by signal"),
+        ("lie", "answered something else than was asked for: Expected `array`"),
+    ],
+)
+async def test_what_user_code_writes_into_its_socket_is_read_as_data_and_costs_its_call(how, why, capsys):
+    outcomes, _ = await scores(how)
+    assert re.search(f"prompt 3: its process {why}", str(outcomes.pop(3)))
+    assert [reward for reward, _ in outcomes.values()] == [1.0] * 5
+    assert "forged" not in capsys.readouterr().out
+
+
+async def test_user_code_sees_no_secrets_but_those_that_are_named(monkeypatch, caplog):
+    secrets = ("OPENAI_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_GRADER_KEY")
+    for name in (*secrets, "HF_HOME", "LC_TIME"):
+        monkeypatch.setenv(name, "C")
+    caplog.set_level(logging.INFO, logger=host_process.__name__)
+    outcomes, _ = await scores("tell variables", variables=("MY_GRADER_KEY",))
+    assert "ValueError: PATH HOME HF_HOME LC_TIME MY_GRADER_KEY (" in str(outcomes[3])
+    assert re.search("does not see these variables.* HF_TOKEN .*OPENAI_API_KEY", caplog.text)
+
+
+async def test_control_characters_of_user_code_reach_the_log_as_escapes(caplog):
+    caplog.set_level(logging.INFO, logger="titan_rl.sandbox")
+    outcomes, _ = await scores("escape")
+    assert r"\x1b[2Jred" in caplog.text and r"\x1b[2Jboom" in caplog.text and "\x1b" not in caplog.text
+    assert "\x1b" not in str(outcomes[3])
+
+
+def test_a_long_answer_to_a_busy_worker_holds_up_no_other_async_grader():
+    """The worker reads nothing until another grader of the same process has gone on."""
+    kwargs = {"behaviour": {"0": "tell all", "1": "step on"}}
+    setup = EnvironmentSetup(name=f"{UNRULY}:UnrulyAsync", kwargs=kwargs, run_seed=5, imports=(UNRULY,))
+    worker, connection = socket.socketpair()
+    said, output = os.pipe()
+    if (pid := os.fork()) == 0:
+        worker.close()
+        os.dup2(output, 1)
+        UserCode(setup).serve(connection)
+    try:
+        worker.sendall(pack_order([(i, Call(CallKind.SCORE, Purpose.TRAIN, i, CONVERSATION)) for i in range(2)]))
+        ready = select.poll()
+        ready.register(said, select.POLLIN)
+        assert ready.poll(20_000) and os.read(said, 100) == b"went on\n"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        for descriptor in (worker.detach(), connection.detach(), said, output):
+            os.close(descriptor)
 
 
 async def test_endless_output_is_logged_up_to_a_bound(caplog, monkeypatch):

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from support.processes import ends
+from support.processes import descendants, ends
 from support.rollouts import TASKS
 
 from titan_rl.errors import ActorGone, TaskError
@@ -113,6 +113,26 @@ async def test_thirty_two_plays_at_once_all_end():
     async with programs(behaviour=dict.fromkeys(map(str, range(0, 32, 2)), "who")) as process:
         told = await asyncio.gather(*(play_or_note(process, index) for index in range(32)))
         assert len(set(told)) == 17  # sixteen processes, and sixteen notes
+
+
+async def test_hundreds_of_plays_wait_for_their_start_and_no_kill_of_theirs_is_lost(heard):
+    """10 s. The socket to the host takes about 278 frames at a time; the host reads none while it is stopped."""
+    count = 600
+    async with programs(behaviour=dict.fromkeys(map(str, range(count)), "rest")) as process:
+        host = process.pid
+        playing = [asyncio.ensure_future(process.run_program(Purpose.TRAIN, index, ENDPOINT)) for index in range(count)]
+        async with asyncio.timeout(60):
+            await heard.times("resting", count)
+        family = descendants(host)
+        assert len(family) == 2 * count and not any(play.done() for play in playing)
+        os.kill(host, signal.SIGSTOP)
+        for play in playing:
+            play.cancel()
+        await asyncio.wait(playing)
+        os.kill(host, signal.SIGCONT)
+        assert all(await asyncio.gather(*(asyncio.to_thread(ends, pid) for pid in family)))
+        assert await process.run_program(Purpose.TRAIN, count, ENDPOINT)
+        assert process.pid == host and process.restarts == 0
 
 
 async def play_or_note(process, index):

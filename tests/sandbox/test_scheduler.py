@@ -161,14 +161,24 @@ def test_when_a_process_cannot_be_started_its_calls_are_given_up_unless_another_
     assert schedule.not_started(second) == []
 
 
-def test_waiting_calls_of_a_kind_are_given_up_when_so_many_in_a_row_were_late():
+def test_waiting_calls_of_a_kind_are_given_up_when_so_many_prompts_were_late_and_none_ever_in_time():
     schedule, waiting, other = scheduler(), Job(), Job(kind=CallKind.RESPOND)
     submit(schedule, waiting, other)
-    for _ in range(MAX_PROCESSES - 1):
-        assert schedule.late(CallKind.SCORE) == [] and not schedule.hopeless(CallKind.SCORE)
-    assert schedule.late(CallKind.SCORE) == [waiting] and schedule.hopeless(CallKind.SCORE)
-    schedule.in_time(CallKind.SCORE)
-    assert not schedule.hopeless(CallKind.SCORE)
+    for prompt in range(1, MAX_PROCESSES):
+        for _sample in range(MAX_PROCESSES):
+            assert schedule.late(Job(prompt).call) == [] and not schedule.hopeless(CallKind.SCORE)
+    assert schedule.late(Job(MAX_PROCESSES).call) == [waiting] and schedule.hopeless(CallKind.SCORE)
+    schedule.in_time(waiting.call)
+    assert schedule.late(Job(MAX_PROCESSES + 1).call) == [] and not schedule.hopeless(CallKind.SCORE)
+
+
+def test_calls_about_a_prompt_that_was_late_come_last():
+    schedule, same, other = scheduler(), Job(0), Job(1)
+    schedule.late(same.call)
+    submit(schedule, same, other)
+    (worker,) = schedule.plan()[1]
+    schedule.started(worker)
+    assert list(schedule.plan()[0][0][1].values()) == [other, same]
 
 
 def test_a_list_that_could_not_be_sent_waits_again():

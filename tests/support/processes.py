@@ -42,6 +42,12 @@ class Heard(logging.Handler):
         self.lines.append(record.getMessage())
         self._more.set()
 
+    async def times(self, beginning, count):
+        """Returns when so many lines began so."""
+        while sum(line.startswith(beginning) for line in self.lines) < count:
+            self._more.clear()
+            await self._more.wait()
+
     async def numbers(self, beginning):
         """Those in the first line that begins so."""
         while True:

@@ -21,7 +21,7 @@ GONE_SECONDS = 30.0
 """Bound on the end of what is told by the kernel to end."""
 
 _marks: dict[int, bytes] = {}
-"""Variable by process id of a run. Whatever it starts inherits that, in whatever session."""
+"""Variable by process id of a run. Whatever it starts inherits that, user code's processes too, in whatever session."""
 
 
 def start_run(
@@ -29,7 +29,7 @@ def start_run(
 ) -> subprocess.Popen[str]:
     """A real run as a user starts it, marked so that everything it leaves can be found."""
     mark = uuid.uuid4().hex
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MARK_OF_THIS_RUN": mark}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TITAN_RL_MARK": mark}
     run = subprocess.Popen(
         [sys.executable, *program, *arguments, "--logging.directory", str(runs)],
         cwd=REPOSITORY,

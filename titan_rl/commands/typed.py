@@ -37,6 +37,8 @@ class Typed:
         """Messages of the conversation that were shown."""
         self._conversation: list[Message] = []
         self.ended = False
+        self._typed: asyncio.Future[str | None] | None = None  # of the thread that reads a line
+        self._one_at_a_time = asyncio.Lock()
 
     def begin(self) -> None:
         """The next rollout's conversation begins."""
@@ -72,9 +74,23 @@ class Typed:
             self._console.print(draw_messages([*map(plain_message, messages)]), soft_wrap=True)
 
     async def _line(self) -> str:
-        """What is typed. It is read in a thread of its own, so that Ctrl-C and a program's time limit still work."""
+        """What is typed. It is read in a thread of its own, so that Ctrl-C and a program's time limit still work. What
+        a turn did not wait for is the next turn's."""
+        async with self._one_at_a_time:
+            if self._typed is None:
+                self._typed = self._read()
+            text = await asyncio.shield(self._typed)
+            self._typed = None
+        if text is None:
+            self.ended = True
+            self._console.print()
+            raise Enough("the input is over")
+        return text
+
+    def _read(self) -> asyncio.Future[str | None]:
+        """The next line; None: there is none."""
         loop = asyncio.get_running_loop()
-        typed: asyncio.Future[str] = loop.create_future()
+        typed: asyncio.Future[str | None] = loop.create_future()
 
         def read() -> None:
             try:
@@ -86,20 +102,10 @@ class Typed:
             except (EOFError, OSError, ValueError):
                 text = None
             with suppress(RuntimeError):  # the loop was closed meanwhile
-                loop.call_soon_threadsafe(told, text)
-
-        def told(text: str | None) -> None:
-            if typed.done():
-                return
-            if text is None:
-                self.ended = True
-                self._console.print()
-                typed.set_exception(Enough("the input is over"))
-            else:
-                typed.set_result(text)
+                loop.call_soon_threadsafe(typed.set_result, text)
 
         threading.Thread(target=read, name="terminal", daemon=True).start()
-        return await typed
+        return typed
 
 
 def read_turn(text: str, tools: Sequence[ToolSpec]) -> Message:

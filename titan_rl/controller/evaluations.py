@@ -162,7 +162,8 @@ async def evaluate(
     groups = [system.held_out_group(prompt, version, exact=exact, pinned_to=pinned_to) for prompt in prompts]
     reports = await system.rollouts.run_groups(groups)
     rollouts = [rollout for report in reports for rollout in report.rollouts]
-    errors = [rollout.error for rollout in rollouts if rollout.error]
+    errors = [error for report in reports for error in report.errors]
+    errors += [error for report in reports for error in report.late]
     graded = [rollout for rollout in rollouts if not rollout.error]
     if not graded:
         raise TaskError(f"all {len(rollouts)} held-out rollouts failed; the first: {errors[0]}")

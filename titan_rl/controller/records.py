@@ -78,7 +78,7 @@ class StepRecords:
         """Record a group of which no rollout could be trained. It counts in the next step's numbers and is displayed at
         once."""
         self.summary.failed.append(report)
-        self._tell_failures(report)
+        self._display.played(report.errors, report.late)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self.summary.evaluations.append(replace(evaluation, rollouts=()))
@@ -177,7 +177,7 @@ class StepRecords:
             groups=batch.group_ids,
         )
         for report in reports:
-            self._tell_failures(report)
+            self._display.played(report.errors, report.late)
         if late and self._knobs.deterministic:
             ended = f"{counted(len(late), 'rollout')} of step {step} ended by the clock"
             self._display.say(f"{ended}: this run may not repeat bit for bit")
@@ -207,10 +207,6 @@ class StepRecords:
             for counter in ("load", "in_flight", "served", "failed", "aborted", "aborted_tokens"):
                 metrics[f"fleet/{status.name}/{counter}"] = float(getattr(status, counter))
         return metrics
-
-    def _tell_failures(self, report: GroupReport) -> None:
-        if failed := sum(1 for rollout in report.rollouts if rollout.error):
-            self._display.failed(failed, report.first_error)
 
 
 def _ages(batch: Batch, reports: Sequence[GroupReport]) -> list[int]:

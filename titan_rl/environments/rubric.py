@@ -227,6 +227,8 @@ def _weighted_sum(rewards: Sequence[Reward | GroupReward], numbers: Sequence[flo
 
 def _number(whose: Callable[[], str], value: object) -> float:
     """The value as a score; `whose` says in an error whose it is."""
+    if isinstance(value, (str, bytes)):
+        raise TaskError(f"{whose()} {value!r}, which is text and not a number: return float(…) of it")
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):

@@ -13,6 +13,7 @@ choices and errors are written (`openai_routes`).
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Callable
 
 import uvicorn
@@ -22,6 +23,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from titan_rl.errors import ActorFailed, TitanError
 from titan_rl.gateway.callers import CALLER, ApiKeys, Caller, RolloutKeys, unless
@@ -40,6 +42,14 @@ IDLE_SECONDS = 75
 """A connection without a call stays open so long: agents think, and run tools, between two calls."""
 CLOSE_SECONDS = 1
 """Calls that are open when the server is closed may take so long to finish; then they are cut off and aborted."""
+HEAD_SECONDS = 10
+"""A connection may take so long to send the head of a call, from its opening or from the head's first byte. Then it is
+cut off."""
+BODY_SECONDS = 120
+"""A call may take so long to send its body; then it is answered 408."""
+MOST_CONNECTIONS = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+"""With more, the oldest that has no call open is cut off, or the new one where all have. Without a limit, connections
+could use up this process's descriptors."""
 MOST_HEADER_BYTES = 64 << 10
 """Of one call; a longer one is answered 400. httptools, uvicorn's other parser, takes any number of bytes, and costs
 the gateway 6 % less CPU."""
@@ -60,12 +70,21 @@ def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: A
 
     @app.get("/health")
     async def health(request: Request) -> Response:
-        """200 while a generator serves."""
-        members = await unless(fleet.fleet_status(), request.scope[CALLER].ended)
+        """200 while a generator serves. Only callers with a key are told why none does: that names paths and hosts."""
+        known = keys.caller(request.headers.get("authorization", "")) is not None
+        try:
+            members = await unless(fleet.fleet_status(), request.scope[CALLER].ended)
+        except ActorFailed:
+            if known:
+                raise
+            raise ApiError(503, "no generator serves", code="engine_unavailable") from None
         if any(member.state == GeneratorState.SERVING for member in members):
             states = {member.name: {"state": member.state, "version": member.version} for member in members}
             return JsonResponse({"status": "serving", "generators": states})
-        reasons = [f"{each.name} is {each.state}{each.last_error and f': {each.last_error}'}" for each in members]
+        reasons = [
+            f"{each.name} is {each.state}" + (f": {each.last_error}" if each.last_error and known else "")
+            for each in members
+        ]
         raise ApiError(503, f"no generator serves: {'; '.join(reasons)}", code="engine_unavailable")
 
     @app.get("/metrics")
@@ -119,7 +138,7 @@ class GatewayServer:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 build_app(config, fleet, policy, self.keys),
-                http="h11",
+                http=BoundedConnection,
                 h11_max_incomplete_event_size=MOST_HEADER_BYTES,
                 ws="none",
                 log_config=None,
@@ -150,6 +169,42 @@ class GatewayServer:
         self.keys.end_all()
         self._server.should_exit = True
         await asyncio.wait([self._running])
+
+
+class BoundedConnection(H11Protocol):
+    """uvicorn's, which waits for ever for a head that does not come, and counts no connections without a call."""
+
+    _cut_off: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._opened = self.loop.time()
+        self._watch()
+        if len(self.connections) > MOST_CONNECTIONS:
+            waiting = (each for each in self.connections if isinstance(each, BoundedConnection) and each.waits)
+            min(waiting, key=lambda each: each._opened).transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        if self._cut_off is not None:
+            self._cut_off.cancel()
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has no call open."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _watch(self) -> None:
+        """Limit the time to the end of a head that is on its way."""
+        if not self.waits and self._cut_off is not None:
+            self._cut_off.cancel()
+            self._cut_off = None
+        elif self.waits and self._cut_off is None:
+            self._cut_off = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
 
 
 class ClientGone(Exception):
@@ -210,7 +265,12 @@ class CallMiddleware:
         try:
             caller = self._caller(scope)
             with caller.call_open():
-                body = await unless(self._body(receive), caller.ended)
+                try:
+                    async with asyncio.timeout(BODY_SECONDS):
+                        body = await unless(self._body(receive), caller.ended)
+                except TimeoutError:
+                    problem = f"the request body did not arrive within {BODY_SECONDS} s"
+                    raise ApiError(408, problem, headers={"Connection": "close"}) from None
 
                 async def whole_body() -> Message:
                     return {"type": "http.request", "body": body, "more_body": False}

@@ -17,6 +17,7 @@ from statistics import fmean, stdev
 from titan_rl.observability.bubbles import COMPUTE, HINTS, MEANINGS, Account
 from titan_rl.report.read import Run
 from titan_rl.report.rollouts import Facts
+from titan_rl.types import StopReason
 
 FEWEST_STEPS = 9
 """Below, the thirds of a run that are compared hold fewer than three steps each."""
@@ -244,9 +245,13 @@ def _cut(run: Run) -> Iterator[Finding]:
 def _failed(run: Run) -> Iterator[Finding]:
     failed, played = run.series.get("rollout/failed", {}), run.values("rollout/failed")
     size = run.config.get("rollout.samples_per_group", 0) * run.config.get("loop.groups_per_step", 0)
-    share = sum(played) / (size * len(failed)) if failed and size else 0.0
+    rollouts = size * len(failed) + run.config.get("rollout.samples_per_group", 0) * sum(
+        run.values("groups/failed")[-1:]
+    )
+    share = sum(played) / rollouts if failed and rollouts else 0.0
     if share > MOST_FAILED:
-        cause = next((facts.error for facts in run.facts if facts.error), "")
+        late_last = sorted(run.facts, key=lambda facts: facts.stop == StopReason.TIMEOUT)
+        cause = next((facts.error for facts in late_last if facts.error), "")
         text = f"{share:.0%} of the rollouts failed and were not trained." + (
             f" One cause: {cause[:200]}" if cause else ""
         )

@@ -22,6 +22,9 @@ class EnvironmentConfig:
     up to 4 processes of a worker."""
     start_seconds: float = 300.0
     """Longest time the import and the construction of the environment may take, data sets included."""
+    variables: tuple[str, ...] = ()
+    """Environment variables that user code sees besides those that programs commonly need (`sandbox/variables.py` lists
+    them): the key of a grader's API, for example. Secrets are not passed on unless they are named here."""
     memory_mib: int = 4096
     """Memory that one process of user code, and each process that it starts, may allocate beyond what the environment
     takes once it is made. A call that needs more fails, and only its rollout with it; a program gets a MemoryError. The

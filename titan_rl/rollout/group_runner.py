@@ -71,6 +71,7 @@ class GroupRunner:
             imports=imports,
             step_seconds=environment.step_seconds,
             start_seconds=environment.start_seconds,
+            variables=environment.variables,
             memory_mib=environment.memory_mib,
             held_out=held_out,
             prompts=prompts,

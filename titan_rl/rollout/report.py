@@ -116,9 +116,19 @@ class GroupReport:
         return min(versions, default=None)
 
     @property
+    def errors(self) -> list[str]:
+        """Of the rollouts that failed, but those of `late`."""
+        return [each.error for each in self.rollouts if each.error and each.stop_reason is not StopReason.TIMEOUT]
+
+    @property
+    def late(self) -> list[str]:
+        """Errors of the rollouts that ran out of time, maybe because they waited for others."""
+        return [each.error for each in self.rollouts if each.error and each.stop_reason is StopReason.TIMEOUT]
+
+    @property
     def first_error(self) -> str:
-        """Error of the first rollout that failed; empty if none did."""
-        return next((rollout.error for rollout in self.rollouts if rollout.error), "")
+        """Empty if no rollout failed."""
+        return next(iter(self.errors + self.late), "")
 
     @property
     def rewards(self) -> set[float]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from functools import lru_cache
@@ -319,9 +320,9 @@ class Programs:
                 raise RequestError(f"the gateway could not read an answer, which is a bug: {record.misread}")
 
     async def _until_over(self, request: RolloutRequest, endpoint: Endpoint, abandoned: asyncio.Event) -> bytes | None:
-        group = request.group
-        program = asyncio.ensure_future(self._sandbox.run_program(group.purpose, group.group_id, endpoint))
-        idle = asyncio.ensure_future(self._sessions.idle(request.session_id, self._idle_seconds))
+        group, started = request.group, asyncio.Event()
+        program = asyncio.ensure_future(self._sandbox.run_program(group.purpose, group.group_id, endpoint, started))
+        idle = asyncio.ensure_future(self._idle(request.session_id, started))
         left = asyncio.ensure_future(abandoned.wait())
         try:
             await asyncio.wait((program, idle, left), return_when=asyncio.FIRST_COMPLETED)
@@ -335,6 +336,12 @@ class Programs:
             for each in (program, idle, left):
                 each.cancel()
             await asyncio.gather(program, idle, left, return_exceptions=True)
+
+    async def _idle(self, session_id: str, started: asyncio.Event) -> None:
+        """Returns when the program was idle for too long, not counting the wait for its process."""
+        opened = time.monotonic()
+        await started.wait()
+        await self._sessions.idle(session_id, self._idle_seconds + time.monotonic() - opened)
 
 
 @lru_cache(maxsize=64)

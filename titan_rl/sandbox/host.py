@@ -10,8 +10,8 @@ Started as `python -m titan_rl.sandbox.host SOCKET_FD WORKER_PID`.
   it cannot hit a reused id.
 - A keeper ends its process when the host says so (SIGTERM) or dies (the kernel then sends SIGTERM). It exits when all
   processes are gone, with an exit code as shells give it: that of the process, or 128 + the signal that killed it.
-- Each fork ends with one `Ended`, whatever it does. When the worker closes its socket or dies, every fork ends, with
-  all processes that it started.
+- Each fork ends with one last `Forked`, whatever it does. When the worker closes its socket or dies, every fork ends,
+  with all processes that it started.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from typing import Any, NoReturn
 from titan_rl.errors import AbsentError, ConfigError
 from titan_rl.importing import describe
 from titan_rl.processes import die_with, ending_in_words, process_control
-from titan_rl.sandbox.user_code import UserCode
-from titan_rl.sandbox.wire import Ended, Fork, Frames, Kill, pack_frame
+from titan_rl.sandbox.user_code import UserCode, sendable
+from titan_rl.sandbox.wire import Fork, Forked, Frames, Kill, Made, pack_report
 
 KEEPER_SIGNALS = frozenset({signal.SIGTERM, signal.SIGCHLD})
 """Signals that a keeper waits for. They must be blocked before it is forked."""
@@ -135,7 +135,7 @@ class Host:
         self._wake, self._wake_end = socket.socketpair()
 
     def serve(self) -> None:
-        """Consumes frames and ends of keepers; waits for either; produces `Ended`s; returns when the worker closes."""
+        """Consumes frames and ends of keepers; waits for either; produces `Forked`s; returns when the worker closes."""
         self._wake.setblocking(False)
         self._wake_end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written to the wake-up socket
@@ -144,7 +144,7 @@ class Host:
         self._selector.register(self._wake, selectors.EVENT_READ)
         gc.collect()
         gc.freeze()  # so that no collection in a fork touches, and thereby copies, the pages of existing objects
-        frames = Frames()
+        frames = Frames.of_orders()
         while True:
             ready = {key.fileobj for key, _ in self._selector.select()}
             if self._wake in ready:
@@ -170,7 +170,9 @@ class Host:
                 try:
                     self._keepers[command.number] = self._fork(connection)
                 except OSError as error:
-                    self._tell(Ended(command.number, f"could not be forked ({error})"))
+                    self._tell(Forked(command.number, f"could not be forked ({error})"))
+                else:
+                    self._tell(Forked(command.number))
         elif command.number in self._keepers:
             os.kill(self._keepers[command.number], signal.SIGTERM)  # not reaped yet, so the id cannot be reused
 
@@ -199,10 +201,10 @@ class Host:
             pid, status = os.waitpid(keeper, os.WNOHANG)
             if pid:
                 del self._keepers[number]
-                self._tell(Ended(number, how_it_ended(status)))
+                self._tell(Forked(number, how_it_ended(status)))
 
-    def _tell(self, ended: Ended) -> None:
-        self._worker.sendall(pack_frame(ended))
+    def _tell(self, forked: Forked) -> None:
+        self._worker.sendall(pack_report(forked))
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -212,7 +214,7 @@ def main(arguments: Sequence[str]) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # the worker passes it on (`observability.waits`)
     os.set_inheritable(descriptor, False)
     with socket.socket(fileno=descriptor) as worker:
-        frames = Frames()
+        frames = Frames.of_orders()
         received: list[Any] = []
         while not received:
             if not (data := worker.recv(1 << 20)):
@@ -223,8 +225,9 @@ def main(arguments: Sequence[str]) -> None:
             user_code = UserCode(setup)
         except BaseException as error:
             traceback.print_exception(error, file=sys.stderr)
-            refusal = AbsentError if isinstance(error, AbsentError) else ConfigError
-            worker.sendall(pack_frame(refusal(str(error)) if isinstance(error, ConfigError) else describe(error)))
+            absent, config = isinstance(error, AbsentError), isinstance(error, ConfigError)
+            refused = Made(None, sendable(describe(error)), "absent" if absent else "config" if config else "task")
+            worker.sendall(pack_report(refused))
             return
         if threads := threading.active_count() - 1:
             print(
@@ -232,7 +235,7 @@ def main(arguments: Sequence[str]) -> None:
                 "methods are forked and do not have them; start threads when they are first needed",
                 file=sys.stderr,
             )
-        worker.sendall(pack_frame(user_code.info))
+        worker.sendall(pack_report(Made(user_code.info)))
         Host(worker, user_code).serve()
 
 

@@ -5,7 +5,10 @@
 - Every fork ends: its `ended` is set once the fork and all processes that it started are gone and all its answers have
   been read. If the host dies, its forks do too.
 - After `stop` the host and all its forks are gone and reaped, and all descriptors are closed.
-- Their output goes to this module's logger line by line. Output of user code cannot get into the protocol.
+- Their output goes to this module's logger line by line, control characters as escapes. Output of user code cannot get
+  into the protocol. A process that writes anything but its messages into its socket is killed.
+- Everything that is asked of the host goes through one queue: in order, in whole frames, and as fast as it forks.
+  However many processes are asked for at once, each waits for its turn, and no kill is lost.
 """
 
 from __future__ import annotations
@@ -20,19 +23,39 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from titan_rl.errors import ConfigError, TaskError
+from titan_rl.errors import AbsentError, ConfigError, TaskError
+from titan_rl.one_line import escaped
 from titan_rl.processes import answering, ending_in_words
-from titan_rl.sandbox.wire import Answer, Call, Ended, EnvironmentSetup, Fork, Frames, Kill, TaskInfo, pack_frame
+from titan_rl.sandbox.variables import passed_on
+from titan_rl.sandbox.wire import (
+    LARGEST_ANSWER,
+    Answer,
+    BadFrame,
+    Call,
+    EnvironmentSetup,
+    Fork,
+    Forked,
+    Frames,
+    Kill,
+    Made,
+    TaskInfo,
+    pack_order,
+    read_answer,
+    read_forked,
+    read_made,
+)
 
 STOP_SECONDS = 10.0
 """How long a host may take to end all its forks once its socket is closed. It runs no user code, so it is quick."""
 KILL_SECONDS = 30.0
-"""How long a host may take to end one fork. A host that takes longer is stuck: it is killed, so that no call waits for
-ever."""
+"""How long a host may take to make or end one fork, once it has made those that were asked for before. A host that
+takes longer is stuck: it is killed, so that no call waits for ever."""
+STARTS_AT_ONCE = 64
+"""Processes that the host is asked for at a time. The others wait without the descriptors that each takes here."""
 REAP_SECONDS = 10.0
 """How long the kernel may take to end a killed process."""
 DRAIN_SECONDS = 2.0
@@ -48,28 +71,14 @@ LOG_SECONDS, LOG_BYTES = 10.0, 1 << 20
 logger = logging.getLogger(__name__)
 
 
-class _Connection(asyncio.Protocol):
-    """Frames from one socket."""
+class ForkedProcess(asyncio.Protocol):
+    """A process that answers calls of user code; as a protocol, this process's end of its socket."""
 
-    def __init__(self, on_messages: Callable[[list[Any]], None], on_lost: Callable[[], None]):
-        self._frames = Frames()
-        self._on_messages = on_messages
-        self._on_lost = on_lost
-
-    def data_received(self, data: bytes) -> None:
-        if messages := self._frames.feed(data):
-            self._on_messages(messages)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._on_lost()
-
-
-class ForkedProcess:
-    """A process that answers calls of user code."""
-
-    def __init__(self, number: int, kill: Callable[[int], None]):
-        self._number = number
+    def __init__(self, kill: Callable[[int], None]):
+        self.number = -1
         self._kill = kill
+        self._frames: Frames[Answer | None] = Frames(read_answer, LARGEST_ANSWER)
+        self._wrong = ""
         self._how = ""
         self._lost = False
         self.lost_host = False
@@ -77,23 +86,37 @@ class ForkedProcess:
         self.transport: asyncio.WriteTransport
         self.on_answers: Callable[[list[Answer | None]], None] = lambda answers: None
         """Called with answers. A None among them ends a list of calls that ran one after the other."""
+        self.started = asyncio.Event()
+        """Set when the host has forked it, or could not."""
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """How the process ended, in words."""
 
     def send(self, calls: list[tuple[int, Call]]) -> None:
         """Send numbered calls to be answered."""
-        self.transport.write(pack_frame(calls))
+        self.transport.write(pack_order(calls))
 
     def kill(self) -> None:
         """Kill the process and all processes that it started."""
-        self._kill(self._number)
+        self._kill(self.number)
 
-    def connection_lost(self) -> None:
+    def data_received(self, data: bytes) -> None:
+        try:
+            answers = self._frames.feed(data)
+        except BadFrame as error:
+            self._wrong = f"wrote what is no answer ({escaped(str(error))}) and "
+            self.transport.abort()
+            self.kill()
+            return
+        if answers:
+            self.on_answers(answers)
+
+    def connection_lost(self, error: Exception | None) -> None:
         self._lost = True
         self._end()
 
     def process_ended(self, how: str) -> None:
-        self._how = how
+        self._how = self._wrong + how
+        self.started.set()
         # if the keeper was killed, processes of user code may hold the socket open: do not wait for its end of stream
         asyncio.get_running_loop().call_later(DRAIN_SECONDS, self.transport.abort)
         self._end()
@@ -107,6 +130,44 @@ class HostGone(TaskError):
     """The host of an environment has died: no fault of the call that a process of it was doing."""
 
 
+class _Orders:
+    """Frames and descriptors that wait to be read by the host: its socket takes a few hundred of them at a time."""
+
+    def __init__(self, connection: socket.socket):
+        self._socket = connection
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[tuple[bytes, socket.socket | None]] = deque()
+
+    def put(self, frame: bytes, descriptor: socket.socket | None = None) -> None:
+        """Send a frame, and with it a socket, which is closed here then."""
+        self._waiting.append((frame, descriptor))
+        if len(self._waiting) == 1:
+            self._loop.add_writer(self._socket, self._send)
+
+    def close(self) -> None:
+        self._loop.remove_writer(self._socket)
+        for _, descriptor in self._waiting:
+            if descriptor is not None:
+                descriptor.close()
+        self._waiting.clear()
+
+    def _send(self) -> None:
+        while self._waiting:
+            frame, descriptor = self._waiting[0]
+            try:
+                sent = socket.send_fds(self._socket, [frame], [descriptor.fileno()] if descriptor is not None else [])
+            except BlockingIOError:
+                return
+            except OSError:  # the host has ended, which its pidfd tells
+                break
+            if descriptor is not None:
+                descriptor.close()
+            self._waiting.popleft()
+            if sent < len(frame):
+                self._waiting.appendleft((frame[sent:], None))
+        self.close()
+
+
 class HostProcess:
     """One process of an environment's host; a restart makes a new object."""
 
@@ -115,10 +176,13 @@ class HostProcess:
         self._loop = asyncio.get_running_loop()
         self._exited = asyncio.Event()
         self._output_ended = asyncio.Event()
-        self._said: asyncio.Future[Any] = self._loop.create_future()
+        self._said: asyncio.Future[Made] = self._loop.create_future()
         self._process: subprocess.Popen[bytes] | None = None
         self._numbers = itertools.count()
         self._forks: dict[int, ForkedProcess] = {}
+        self._starts = asyncio.Semaphore(STARTS_AT_ONCE)
+        self._newest = self._newest_told = -1  # numbers: of the last fork that was asked for, and that it spoke of
+        self._closed = False
 
     @property
     def pid(self) -> int | None:
@@ -140,7 +204,7 @@ class HostProcess:
         try:
             async with asyncio.timeout(seconds):
                 await self._spawn()
-                self._transport.write(pack_frame((sys.path, self._setup)))
+                self._orders.put(pack_order((sys.path, self._setup)))
                 said = await self._said
         except TimeoutError:
             await self.stop(patient=False)
@@ -151,34 +215,38 @@ class HostProcess:
         except BaseException:
             await self.stop(patient=False)
             raise
-        if isinstance(said, TaskInfo):
-            return said
+        if said.info is not None:
+            return said.info
         await self.stop()
-        raise said if isinstance(said, ConfigError) else TaskError(f"environment {name!r} could not be made: {said}")
+        refusal = escaped(said.refusal, keep="\n")
+        if said.kind == "task":
+            raise TaskError(f"environment {name!r} could not be made: {refusal}")
+        raise (AbsentError if said.kind == "absent" else ConfigError)(refusal)
 
     async def fork(self) -> ForkedProcess:
-        """A new process for user code.
+        """A new process for user code. Waits for its turn.
 
         Raises:
             TaskError: the host has ended, or there is no descriptor for the process.
         """
-        ours, theirs = await self._socket_pair()
-        number = next(self._numbers)
-        fork = ForkedProcess(number, self._kill_fork)
-        fork.transport, _ = await self._loop.create_unix_connection(
-            lambda: _Connection(lambda answers: fork.on_answers(answers), fork.connection_lost), sock=ours
-        )
-        with theirs:
-            if self.exited:
+        async with self._starts:
+            ours, theirs = await self._socket_pair()
+            fork = ForkedProcess(self._kill_fork)
+            fork.transport, _ = await self._loop.create_unix_connection(lambda: fork, sock=ours)
+            if self.exited or self._closed:
+                theirs.close()
                 fork.transport.abort()
                 raise HostGone(f"the process that it is forked from {self._ending()}")
+            self._newest = fork.number = next(self._numbers)
+            self._forks[fork.number] = fork
+            self._orders.put(pack_order(Fork(fork.number)), theirs)
+            self._watch(fork.started.is_set)
             try:
-                socket.send_fds(self._socket, [pack_frame(Fork(number))], [theirs.fileno()])
-            except OSError as error:
-                fork.transport.abort()
-                raise TaskError(f"no process can be made for it: {error}") from error
-            self._forks[number] = fork
-        return fork
+                await fork.started.wait()
+            except asyncio.CancelledError:
+                fork.kill()
+                raise
+            return fork
 
     async def _socket_pair(self) -> tuple[socket.socket, socket.socket]:
         """Waits while this process may open no more files: that is no fault of the user code."""
@@ -197,7 +265,7 @@ class HostProcess:
         called again."""
         if self._process is None:
             return
-        self._transport.abort()
+        self._close()
         if not patient:
             self._kill()
         if not await _happens(self._exited, STOP_SECONDS):
@@ -208,18 +276,25 @@ class HostProcess:
         self._output.close()
 
     async def _spawn(self) -> None:
-        self._socket, theirs = socket.socketpair()
         output, child_output = os.pipe()
         # all awaits come before the process exists, so that a cancellation leaves no process
-        self._transport, _ = await self._loop.create_unix_connection(
-            lambda: _Connection(self._hear, self._connection_lost), sock=self._socket
-        )
         self._output, _ = await self._loop.connect_read_pipe(
             lambda: _LogLines(self._output_ended), os.fdopen(output, "rb")
         )
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        self._orders, self._frames = _Orders(self._socket), Frames(self._hear, LARGEST_ANSWER)
+        self._loop.add_reader(self._socket, self._receive)
         package_root = str(Path(__file__).resolve().parents[2])
         # sets of strings are iterated in hash order, and a restarted process has to draw the same examples
-        environment = {"PYTHONHASHSEED": "0", **os.environ, "PYTHONUNBUFFERED": "1"}
+        passed = passed_on(os.environ, self._setup.variables)
+        if withheld := sorted(os.environ.keys() - passed.keys()):
+            logger.info(
+                "environment %s does not see these variables, unless environment.variables names them: %s",
+                self._setup.name,
+                escaped(" ".join(withheld)),
+            )
+        environment = {"PYTHONHASHSEED": "0", **passed, "PYTHONUNBUFFERED": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
         try:
             # not in a helper thread: the host dies with the thread that spawns it
@@ -233,7 +308,7 @@ class HostProcess:
                 start_new_session=True,  # Ctrl-C does not reach it, and a kill of the group also kills its children
             )
         except OSError:
-            self._transport.abort()
+            self._close()
             self._output.close()
             raise
         finally:
@@ -242,30 +317,69 @@ class HostProcess:
         self._pidfd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._pidfd, self._reap)
 
-    def _hear(self, messages: list[Any]) -> None:
-        for message in messages:
-            if isinstance(message, Ended):
-                self._forks.pop(message.number).process_ended(message.how)
-            elif not self._said.done():
-                self._said.set_result(message)
-                answering.add(self._pidfd)
+    def _receive(self) -> None:
+        try:
+            data = self._socket.recv(1 << 18)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._close()
+            return
+        try:
+            self._frames.feed(data)
+        except BadFrame as error:
+            logger.error("the host %s of an environment wrote what is no message and is killed: %s", self.pid, error)
+            self._close()
+            self._kill()
 
-    def _connection_lost(self) -> None:
+    def _hear(self, body: bytes) -> None:
+        if not self._said.done():
+            self._said.set_result(read_made(body))
+            answering.add(self._pidfd)
+            return
+        told: Forked = read_forked(body)
+        self._newest_told = max(self._newest_told, told.number)
+        if (fork := self._forks.get(told.number)) is None:
+            return
+        if told.ended:
+            del self._forks[told.number]
+            fork.process_ended(told.ended)
+        else:
+            fork.started.set()
+
+    def _close(self) -> None:
+        """Close the socket, which ends the host and all forks."""
+        if self._closed:
+            return
+        self._closed = True
+        self._orders.close()
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
         if not self._said.done():
             self._said.set_exception(ConnectionError("closed"))
             self._said.exception()  # marked as retrieved, because nobody may be waiting for it
 
     def _kill_fork(self, number: int) -> None:
-        if number in self._forks and not self.exited:
-            with contextlib.suppress(OSError):  # the host is being stopped, and its forks with it
-                self._socket.sendall(pack_frame(Kill(number)))
-            self._loop.call_later(KILL_SECONDS, self._give_up, number)
+        if number in self._forks and not self._closed:
+            self._orders.put(pack_order(Kill(number)))
+            self._watch(lambda: number not in self._forks)
 
-    def _give_up(self, number: int) -> None:
-        """Kill the host if it has not ended a fork that it was told to end."""
-        if number in self._forks and not self.exited:
-            logger.error("the host %s of an environment does not end a process and is killed", self.pid)
-            self._kill()
+    def _watch(self, done: Callable[[], bool]) -> None:
+        """Kill the host if what it was just asked for is not done in time."""
+        self._loop.call_later(KILL_SECONDS, self._give_up, done, self._newest, self._newest_told)
+
+    def _give_up(self, done: Callable[[], bool], before: int, told: int) -> None:
+        """Kill the host if this is not done, unless it was and is busy with the forks before, up to number `before`: it
+        had made those up to `told`, and has made more since."""
+        if self.exited or done():
+            return
+        if told < before and told < self._newest_told:
+            self._loop.call_later(KILL_SECONDS, self._give_up, done, before, self._newest_told)
+            return
+        logger.error("the host %s of an environment neither makes nor ends a process and is killed", self.pid)
+        self._kill()
 
     def _kill(self) -> None:
         """Kill the host and its process group, if it has not ended."""
@@ -293,7 +407,7 @@ class HostProcess:
             fork.lost_host = True
             fork.process_ended(f"ended: the process that it was forked from {self._ending()}")
         # a process that user code started may hold the socket open: do not wait for its end of stream
-        self._loop.call_later(DRAIN_SECONDS, self._transport.abort)
+        self._loop.call_later(DRAIN_SECONDS, self._close)
 
 
 async def _happens(event: asyncio.Event, seconds: float) -> bool:
@@ -329,7 +443,10 @@ class _LogLines(asyncio.Protocol):
             lines.append(self._rest[:MAX_LOG_LINE])
             self._rest = self._rest[MAX_LOG_LINE:]
         for line in lines:
-            logger.info("%s", line.decode(errors="replace"))
+            self._log(line)
+
+    def _log(self, line: bytes) -> None:
+        logger.info("%s", escaped(line.decode(errors="replace"), keep="\t"))
 
     def _say_dropped(self) -> None:
         if self._dropped:
@@ -339,5 +456,5 @@ class _LogLines(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._say_dropped()
         if self._rest:
-            logger.info("%s", self._rest.decode(errors="replace"))
+            self._log(self._rest)
         self._ended.set()

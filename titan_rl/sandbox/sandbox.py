@@ -20,9 +20,10 @@ from typing import Any
 
 from titan_rl.errors import ActorGone, TaskError, TaskTimeout, TitanError
 from titan_rl.observability.activity import Together, activity
+from titan_rl.one_line import escaped
 from titan_rl.sandbox.host_process import ForkedProcess, HostGone, HostProcess
 from titan_rl.sandbox.scheduler import MAX_PROCESSES, SLACK_SECONDS, Scheduler, Worker
-from titan_rl.sandbox.wire import Answer, Call, CallKind, EnvironmentSetup, TaskInfo
+from titan_rl.sandbox.wire import VALUES, Answer, BadFrame, Call, CallKind, EnvironmentSetup, TaskInfo
 from titan_rl.types import Endpoint, Purpose
 
 GRADING = frozenset({CallKind.SCORE, CallKind.SCORE_GROUP})
@@ -108,10 +109,15 @@ class Sandbox:
         finally:
             self._unanswered.discard(pending)
 
-    async def run_program(self, purpose: Purpose, index: int, endpoint: Endpoint) -> bytes | None:
+    async def run_program(
+        self, purpose: Purpose, index: int, endpoint: Endpoint, started: asyncio.Event | None = None
+    ) -> bytes | None:
         """Run the environment's `play` for a prompt in its own process, without a time limit; returns a pickled state.
 
         When this returns, all processes that it started are gone. A cancellation ends it.
+
+        Args:
+            started: set when the process is there; it may have waited for others to be forked.
 
         Raises:
             TaskError: it raised or ended its process; or this object is closed.
@@ -120,7 +126,7 @@ class Sandbox:
         call = Call(CallKind.PLAY, purpose, index, endpoint=endpoint)
         try:
             with activity("program", prompt=index):
-                return self._value(call, await self._run_alone(call, None))
+                return self._value(call, await self._run_alone(call, None, started))
         except HostGone as error:
             raise ActorGone(f"{call}: {error}") from None
         except TaskError as error:
@@ -177,7 +183,8 @@ class Sandbox:
                 await self._host.start()
                 if self._closed:
                     await self._host.stop()
-            return await self._host.fork()
+            host = self._host
+        return await host.fork()
 
     def _send(self, worker: Worker[_Pending], numbered: dict[int, _Pending]) -> None:
         try:
@@ -250,14 +257,16 @@ class Sandbox:
             except (TitanError, OSError) as error:
                 self._fail([pending], str(error))
             else:
-                self._scheduler.in_time(kind)
+                self._scheduler.in_time(pending.call)
                 self._settle(pending, answer)
                 return
             self.restarts += 1
 
-    async def _run_alone(self, call: Call, seconds: float | None) -> Answer:
+    async def _run_alone(self, call: Call, seconds: float | None, started: asyncio.Event | None = None) -> Answer:
         """Run one call in its own process. When this returns, the process and all that it started are gone."""
         process = await self._fork()
+        if started is not None:
+            started.set()
         answered: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
         process.on_answers = lambda answers: None if answered.done() else answered.set_result(answers[0])
         either: list[asyncio.Future[Any]] = [answered, process.ended]
@@ -289,21 +298,29 @@ class Sandbox:
         same grader may fail hundreds of times a step."""
         failure = answer.failure
         if failure is None:
-            return answer.value
+            try:
+                value = VALUES[call.kind](bytes(answer.value))
+            except BadFrame as error:
+                raise TaskError(f"its process answered something else than was asked for: {error}") from None
+            if call.kind is CallKind.SCORE_GROUP and len(value) != len(call.group):
+                raise TaskError(f"its process answered {len(value)} scores for {len(call.group)} rollouts")
+            return value
         if failure.place not in self._shown:
             self._shown.add(failure.place)
-            logger.info("%s failed:\n%s", call, failure.traceback.rstrip())
-        raise (TaskTimeout if failure.late else TaskError)(failure.description)
+            logger.info("%s failed:\n%s", call, escaped(failure.traceback.rstrip(), keep="\n"))
+        raise (TaskTimeout if failure.late else TaskError)(escaped(failure.description, keep="\n"))
 
     def _fail_late(self, pending: _Pending) -> None:
-        """Fail a call that was killed for taking too long. If all calls of its kind do, fail the waiting ones too."""
+        """Fail a call that was killed for taking too long. If all of its kind did, fail the waiting ones too."""
         late = f"did not finish within {self._setup.step_seconds:g} s and was killed"
         self._fail([pending], late, TaskTimeout)
-        self._fail_untried(self._scheduler.late(pending.call.kind))
+        self._fail_untried(self._scheduler.late(pending.call))
 
     def _fail_untried(self, calls: Collection[_Pending]) -> None:
         seconds = self._setup.step_seconds
-        untried = f"was not tried after {MAX_PROCESSES} in a row did not finish within {seconds:g} s"
+        untried = (
+            f"was not tried: no such call has ever finished, and those of {MAX_PROCESSES} prompts took {seconds:g} s"
+        )
         self._fail(calls, untried, TaskTimeout)
 
     def _fail(self, calls: Collection[_Pending], reason: str, kind: type[TaskError] = TaskError) -> None:

@@ -11,20 +11,22 @@
 - Plain calls of one list run one after the other. If one is slow, the calls behind it go back to the queue, and another
   worker is started: up to `MAX_PROCESSES` run side by side. Calls of `async def` functions go to one concurrent worker,
   as soon as they come.
-- After `MAX_PROCESSES` calls of one kind in a row were late, the waiting calls of that kind are given up. So a reward
-  that always hangs is noticed after about one time limit, however many rollouts wait for it.
+- Calls about a prompt of which one was late come after the others. Calls are given up untried only if those of their
+  kind were late for `MAX_PROCESSES` prompts, and none was ever answered: a reward that always hangs is noticed after
+  about one time limit, and one that hangs for some prompts costs the others nothing but time.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
 
 from titan_rl.sandbox.wire import Call, CallKind
+from titan_rl.types import Purpose
 
 MAX_PROCESSES = 4
 """Processes for plain calls. With fewer, slow calls hold up the others. With one, a reward that hangs would block the
@@ -65,6 +67,8 @@ _SLOW = frozenset({State.STUCK, State.WARY, State.TRYING, State.KILLED})
 
 J = TypeVar("J", bound=Job)
 
+Prompt = tuple[Purpose, int]
+
 
 @dataclass(slots=True, eq=False)
 class Worker(Generic[J]):
@@ -93,7 +97,8 @@ class Scheduler(Generic[J]):
         self._numbers = itertools.count()
         self._workers: list[Worker[J]] = []
         self._waiting: list[J] = []
-        self._late_in_a_row: Counter[CallKind] = Counter()
+        self._answered: set[CallKind] = set()  # kinds of which a call was ever answered
+        self._late: defaultdict[CallKind, set[Prompt]] = defaultdict(set)  # prompts, by kind
 
     def submit(self, job: J) -> None:
         """Add a call to the queue."""
@@ -108,7 +113,7 @@ class Scheduler(Generic[J]):
         lists: list[tuple[Worker[J], dict[int, J]]] = []
         to_start: list[Worker[J]] = []
         queues: dict[bool, list[J]] = {False: [], True: []}
-        for job in self._waiting:
+        for job in sorted(self._waiting, key=lambda job: job.call.prompt in self._late[job.call.kind]):
             if not job.over:
                 queues[job.call.kind in self._asynchronous].append(job)
         self._waiting = []
@@ -173,7 +178,7 @@ class Scheduler(Generic[J]):
         """A call was answered. None if another worker has it by now."""
         job = worker.jobs.pop(number, None)
         if job is not None:
-            self._late_in_a_row[job.call.kind] = 0
+            self.in_time(job.call)
         return job
 
     def list_done(self, worker: Worker[J]) -> None:
@@ -198,18 +203,19 @@ class Scheduler(Generic[J]):
             self._put_back(jobs[1:], last=jobs[0])
         return jobs[:1], worker.state is State.KILLED
 
-    def late(self, kind: CallKind) -> list[J]:
+    def late(self, call: Call) -> list[J]:
         """A call was late. Returns the waiting calls to give up: all of its kind, if `hopeless`."""
-        self._late_in_a_row[kind] += 1
-        return [job for job in self._waiting if job.call.kind is kind] if self.hopeless(kind) else []
+        self._late[call.kind].add(call.prompt)
+        return [job for job in self._waiting if job.call.kind is call.kind] if self.hopeless(call.kind) else []
 
-    def in_time(self, kind: CallKind) -> None:
-        """A call that ran alone was answered."""
-        self._late_in_a_row[kind] = 0
+    def in_time(self, call: Call) -> None:
+        """A call was answered."""
+        self._answered.add(call.kind)
+        self._late[call.kind].discard(call.prompt)
 
     def hopeless(self, kind: CallKind) -> bool:
-        """Whether so many calls of this kind in a row were late that others need not be tried."""
-        return self._late_in_a_row[kind] >= MAX_PROCESSES
+        """Whether calls of this kind were never answered, and late for so many prompts that no others need be tried."""
+        return kind not in self._answered and len(self._late[kind]) >= MAX_PROCESSES
 
     def _put_back(self, jobs: list[J], last: J | None = None) -> None:
         """Put calls back at the front of the queue. Calls about the prompt of `last` go to the end: they may be slow or

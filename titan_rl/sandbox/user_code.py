@@ -25,6 +25,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import Demonstration, Environment, EnvironmentReply
 from titan_rl.environments.rubric import Rubric, Transcript, is_asynchronous, run_plain
@@ -46,7 +48,7 @@ from titan_rl.sandbox.wire import (
     Frames,
     TaskCheck,
     TaskInfo,
-    pack_frame,
+    pack_report,
 )
 from titan_rl.types import Example, Message, Purpose, ToolCall
 
@@ -90,7 +92,7 @@ class UserCode:
         current call is slow, and the worker has sent the rest to another process."""
         if self._memory_mib:
             _bound_memory(self._memory_mib << 20)
-        frames, more = Frames(), select.poll()
+        frames, more = Frames.of_orders(), select.poll()
         more.register(connection, select.POLLIN)
         while data := connection.recv(1 << 20):
             lists: list[list[Numbered]] = frames.feed(data)
@@ -98,22 +100,33 @@ class UserCode:
                 asyncio.run(self._serve_together(connection, frames, lists))
             for calls in filter(None, lists):
                 for number, call in calls:
-                    self._send(connection, self._answer_plain(number, call))
+                    connection.sendall(_frame(self._answer_plain(number, call)))
+                    self._end_if_full()
                     if not lists[-1] or more.poll(0):
                         break
-                connection.sendall(pack_frame(None))
+                connection.sendall(pack_report(None))
 
-    async def _serve_together(self, connection: socket.socket, frames: Frames, lists: list[list[Numbered]]) -> None:
+    async def _serve_together(
+        self, connection: socket.socket, frames: Frames[Any], lists: list[list[Numbered]]
+    ) -> None:
         """Never returns: this process ends with the connection."""
         loop = asyncio.get_running_loop()
         running: set[asyncio.Task[None]] = set()
+        connection.setblocking(False)
+        sending = asyncio.Lock()
 
         def begin(lists: list[list[Numbered]]) -> None:
             for calls in lists:
                 for number, call in calls:
-                    task = loop.create_task(self._answer_in_time(connection, number, call))
+                    task = loop.create_task(send(number, call))
                     running.add(task)
                     task.add_done_callback(running.discard)
+
+        async def send(number: int, call: Call) -> None:
+            frame = _frame(await self._answer_in_time(number, call))
+            async with sending:  # frames stay whole, and the loop goes on while the worker takes its time to read one
+                await loop.sock_sendall(connection, frame)
+            self._end_if_full()
 
         def receive() -> None:
             data = connection.recv(1 << 20)
@@ -125,37 +138,30 @@ class UserCode:
         loop.add_reader(connection, receive)
         await loop.create_future()
 
-    async def _answer_in_time(self, connection: socket.socket, number: int, call: Call) -> None:
+    async def _answer_in_time(self, number: int, call: Call) -> Answer:
         task = asyncio.ensure_future(self._answer(number, call))
         in_time, _ = await asyncio.wait([task], timeout=self._step_seconds)
         if not in_time:
             task.cancel()
             await asyncio.wait([task], timeout=CANCEL_SECONDS)
         if in_time and not task.cancelled():
-            answer = task.result()
-        else:
-            late = f"did not finish within {self._step_seconds:g} s" + ("" if task.done() else ", nor when cancelled")
-            answer = Answer(number, failure=Failure(late, late, late + "\n", late=True))
-        self._send(connection, answer)
+            return task.result()
+        late = f"did not finish within {self._step_seconds:g} s" + ("" if task.done() else ", nor when cancelled")
+        return Answer(number, failure=Failure(late, late, late + "\n", late=True))
 
-    def _send(self, connection: socket.socket, answer: Answer) -> None:
-        frame = pack_frame(answer)
-        if len(frame) > LARGEST_ANSWER:
-            much = f"answered {len(frame) >> 20} MiB; the bound is {LARGEST_ANSWER >> 20} MiB"
-            frame = pack_frame(Answer(answer.number, failure=Failure(much, much, much + "\n")))
-        connection.sendall(frame)
+    def _end_if_full(self) -> None:
         if self._out_of_memory:
             os._exit(1)  # what it has allocated may never be freed
 
     def _answer_plain(self, number: int, call: Call) -> Answer:
         try:
-            return Answer(number, run_plain(self._perform(call)))
+            return Answer(number, _packed(run_plain(self._perform(call))))
         except BaseException as error:  # user code may raise anything, SystemExit and KeyboardInterrupt included
             return Answer(number, failure=self._failure(error))
 
     async def _answer(self, number: int, call: Call) -> Answer:
         try:
-            return Answer(number, await self._perform(call))
+            return Answer(number, _packed(await self._perform(call)))
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -168,7 +174,8 @@ class UserCode:
             description = f"needed more memory than environment.memory_mib ({self._memory_mib}): {description}"
         frames = traceback.extract_tb(error.__traceback__)
         where = f" {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-        return Failure(type(error).__name__ + where, description, "".join(traceback.format_exception(error)))
+        trace = "".join(traceback.format_exception(error))
+        return Failure(sendable(type(error).__name__ + where), sendable(description), sendable(trace))
 
     async def _perform(self, call: Call) -> Any:
         if call.kind is CallKind.DEMONSTRATE:
@@ -205,6 +212,27 @@ class UserCode:
 
 async def _awaited(value):
     return await value
+
+
+def sendable(text: str) -> str:
+    """The text without what UTF-8 cannot write, such as half of a surrogate pair."""
+    return text.encode(errors="replace").decode()
+
+
+def _packed(value: object) -> msgspec.Raw:
+    """An answer's value. Raises TaskError where user code put something else than plain data into it."""
+    try:
+        return msgspec.Raw(msgspec.msgpack.encode(value))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise TaskError(f"returned something that cannot be sent: {error}") from error
+
+
+def _frame(answer: Answer) -> bytes:
+    frame = pack_report(answer)
+    if len(frame) > LARGEST_ANSWER:
+        much = f"answered {len(frame) >> 20} MiB; the bound is {LARGEST_ANSWER >> 20} MiB"
+        frame = pack_report(Answer(answer.number, failure=Failure(much, much, much + "\n")))
+    return frame
 
 
 def _bound_memory(nbytes: int) -> None:

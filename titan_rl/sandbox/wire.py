@@ -1,8 +1,10 @@
 """Messages between a rollout worker, the host of its environment, and the processes forked from that host.
 
-- A frame is its length (8 bytes, little endian) and a pickle. Frames contain only plain data of this package. Objects
-  of user code (a state, an exception) travel as bytes or text, so the worker never imports user code to read a frame.
-- Worker → host: `EnvironmentSetup`, then `Fork` and `Kill`. Host → worker: `TaskInfo` or an error, then `Ended`.
+- A frame is its length (8 bytes, little endian) and a body. The worker pickles what it sends: whoever reads that runs
+  user code anyway. What processes of user code send is MessagePack, and the worker reads it as data of the expected
+  types, up to a length: no bytes that user code may write can run code in the worker, or fill its memory. Objects of
+  user code (a state, an exception) travel as bytes or text, which the worker hands on and does not read.
+- Worker → host: `EnvironmentSetup`, then `Fork` and `Kill`. Host → worker: `Made`, then `Forked`s.
 - Worker → forked process: lists of `(number, Call)`, or an empty list, which ends the one before it after its current
   call. Back: one `Answer` per call as soon as it is there, and None after each list of calls that run in order.
 """
@@ -11,10 +13,14 @@ from __future__ import annotations
 
 import pickle
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
+import msgspec
+
+from titan_rl.environments.rubric import LARGEST_REWARD
 from titan_rl.types import Endpoint, FinishReason, Message, Purpose, ToolSpec
 
 LONGEST_SHOWN = 160
@@ -23,33 +29,74 @@ LONGEST_SHOWN = 160
 LARGEST_ANSWER = 16 << 20
 """Bytes. A longer one fails its call: rendering it would hold up all rollouts of the worker."""
 
+T = TypeVar("T")
+
 _LENGTH = struct.Struct("<Q")
 
 
-def pack_frame(message: Any) -> bytes:
-    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+def pack_order(message: Any) -> bytes:
+    """A frame of the worker."""
+    return _framed(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+def pack_report(message: Any) -> bytes:
+    """A frame of a process that runs user code. Raises what msgspec does where the message is no plain data."""
+    return _framed(msgspec.msgpack.encode(message))
+
+
+def _framed(body: bytes) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-class Frames:
-    """Bytes in, whole messages out."""
+class BadFrame(Exception):
+    """A process of user code wrote something else than the messages that it may send."""
 
-    def __init__(self) -> None:
+
+class Frames(Generic[T]):
+    """Bytes in, whole messages out.
+
+    Args:
+        read: makes a message of a frame's body.
+        longest: bytes of a body.
+    """
+
+    def __init__(self, read: Callable[[bytes], T], longest: float = float("inf")):
+        self._read, self._longest = read, longest
         self._received = bytearray()
 
-    def feed(self, data: bytes) -> list[Any]:
-        """The messages that `data` completes."""
+    @staticmethod
+    def of_orders() -> Frames[Any]:
+        """Frames of the worker. Nobody else may have written them."""
+        return Frames(pickle.loads)
+
+    def feed(self, data: bytes) -> list[T]:
+        """The messages that `data` completes. Raises BadFrame; what comes after is no message either."""
         self._received += data
         messages, start = [], 0
         while len(self._received) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._received, start)
+            if length > self._longest:
+                raise BadFrame(f"a frame of {length} bytes; the bound is {self._longest:g}")
             end = start + _LENGTH.size + length
             if len(self._received) < end:
                 break
-            messages.append(pickle.loads(self._received[start + _LENGTH.size : end]))
+            messages.append(self._read(bytes(self._received[start + _LENGTH.size : end])))
             start = end
         del self._received[:start]
         return messages
+
+
+def reader(kind: Any) -> Callable[[bytes], Any]:
+    """Reads the body of a report, or an answer's value, of this type; it raises BadFrame where that is another one."""
+    decode = msgspec.msgpack.Decoder(kind).decode
+
+    def read(body: bytes) -> Any:
+        try:
+            return decode(body)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise BadFrame(str(error)) from error
+
+    return read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +113,8 @@ class EnvironmentSetup:
     start_seconds: float = 300.0
     slow_seconds: float = 0.25
     """If a call takes longer, the calls behind it go to another process."""
+    variables: tuple[str, ...] = ()
+    """Environment variables to pass on besides those that every program needs."""
     memory_mib: int = 0
     """What a process of user code may allocate beyond what the host has; 0: no bound."""
     held_out: int = 0
@@ -200,27 +249,62 @@ class Answer(NamedTuple):
     """The outcome of a call."""
 
     number: int
-    value: Any = None
+    value: msgspec.Raw = msgspec.Raw(b"\xc0")
+    """To be read by `VALUES`; unread until then: None."""
     failure: Failure | None = None
     """Not None when user code failed."""
 
 
+_Score = tuple[Annotated[float, msgspec.Meta(ge=-LARGEST_REWARD, le=LARGEST_REWARD)], dict[str, float]]
+
+VALUES = {
+    CallKind.EXAMPLE: reader(ExamplePrompt),
+    CallKind.RESPOND: reader(tuple[tuple[Message, ...], bool, bytes | None]),
+    CallKind.CALL_TOOLS: reader(tuple[Message, ...]),
+    CallKind.SCORE: reader(_Score),
+    CallKind.SCORE_GROUP: reader(tuple[_Score, ...]),
+    CallKind.CHECK: reader(TaskCheck),
+    CallKind.DEMONSTRATE: reader(Demonstrated),
+    CallKind.PLAY: reader(bytes | None),
+}
+"""Readers of an answer's value."""
+
+read_answer = reader(Answer | None)
+
+
+class Made(NamedTuple):
+    """The host's first frame: what it has made, or why it could not."""
+
+    info: TaskInfo | None
+    refusal: str = ""
+    kind: Literal["task", "config", "absent"] = "task"
+    """Whose fault that is: the environment's, its arguments', or something that is missing on this host."""
+
+
+read_made = reader(Made)
+
+
 class Fork(NamedTuple):
-    """Fork a process that answers calls on the socket sent with this frame. Answered by one `Ended`."""
+    """Fork a process that answers calls on the socket sent with this frame. Answered by two `Forked`s: one when it is
+    forked, one when it is gone."""
 
     number: int
     """Id of the process; never reused."""
 
 
 class Kill(NamedTuple):
-    """End a process. Ignored if it has already ended. Its `Ended` is sent in either case."""
+    """End a process. Ignored if it has already ended. Its last `Forked` is sent in either case."""
 
     number: int
 
 
-class Ended(NamedTuple):
-    """A process and all processes that it started are gone."""
+class Forked(NamedTuple):
+    """What has become of a `Fork`. One that could not be forked is told only once, as ended."""
 
     number: int
-    how: str
-    """In words, such as "exited with code 3"."""
+    ended: str = ""
+    """How the process ended, in words such as "exited with code 3", once it and all processes that it started are gone.
+    Empty: it was forked."""
+
+
+read_forked = reader(Forked)

@@ -70,6 +70,9 @@ def misbehave(how, example, endpoint):
             return None
         case "large":
             return b"x" * (8 << 20)
+        case "rest":
+            os.write(1, b"resting\n")  # at once: others write too
+            signal.pause()
         case "burn":
             print(f"burning {os.getpid()}")
             while True:

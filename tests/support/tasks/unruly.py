@@ -3,14 +3,33 @@
 import asyncio
 import multiprocessing
 import os
+import pickle
 import signal
+import socket
+import struct
 import subprocess
 import time
 from pathlib import Path
 
+import msgspec
+
 from titan_rl.environments.base import Environment, EnvironmentReply, Example, GroupReward, Message, Reward, Rubric
 
 hoard = []
+
+
+class Forged:
+    def __reduce__(self):
+        return print, ("forged",)
+
+
+def write_to_all_sockets(body: bytes, length: int | None = None) -> None:
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            connection = socket.socket(fileno=os.dup(int(descriptor)))
+        except OSError:
+            continue
+        connection.sendall(struct.pack("<Q", len(body) if length is None else length) + body)
 
 
 def misbehave(how: str) -> None:
@@ -45,6 +64,20 @@ def misbehave(how: str) -> None:
                 time.sleep(60)
                 os._exit(0)
             os._exit(7)
+        case "tell variables":
+            names = "PATH HOME HF_HOME LC_TIME OPENAI_API_KEY HF_TOKEN AWS_SECRET_ACCESS_KEY MY_GRADER_KEY".split()
+            raise ValueError(" ".join(name for name in names if name in os.environ))
+        case "escape":
+            print("\x1b[2Jred")
+            raise ValueError("\x1b[2Jboom")
+        case "forge":  # a frame whose pickle would run code in its reader
+            write_to_all_sockets(pickle.dumps(Forged()))
+            time.sleep(60)
+        case "flood":  # a frame longer than any memory
+            write_to_all_sockets(b"much", length=1 << 60)
+            time.sleep(60)
+        case "lie":  # answers call number 3 with something else than a score
+            write_to_all_sockets(msgspec.msgpack.encode((3, ["perfect"], None)))
         case "orphan":
             child = subprocess.Popen(["sleep", "60"])
             print(f"orphan {child.pid}", flush=True)
@@ -62,6 +95,11 @@ def obedient(example, transcript):
 
 
 async def obedient_async(example, transcript):
+    if example.answer == "tell all":
+        return {"reward": 1.0, "x" * (15 << 20): 1.0}
+    if example.answer == "step on":
+        await asyncio.sleep(0.2)
+        os.write(1, b"went on\n")
     if example.answer == "await for ever":
         await asyncio.Event().wait()
     if example.answer == "ignore cancellation":

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -31,6 +33,9 @@ FAILURE_LINE_SECONDS = 10.0
 """Seconds between two lines about failures while no step line reports them."""
 LONGEST_CAUSE = 160
 """Characters of a failure's cause. The logs have all of it."""
+MOST_CAUSES = 2
+"""Causes of failures that one line names."""
+_PROMPT = re.compile(r"prompt \d+")
 SAMPLES_KEY = "s"
 SHOWN_SAMPLES = 3
 PACE_STEPS = 50
@@ -45,7 +50,7 @@ _log = logging.getLogger(__name__)
 class RunDisplay:
     """The display of one run.
 
-    The controller calls `mesh(name, doing)` whenever it knows what a mesh does, then `failed`, `step` and `evaluation`.
+    The controller calls `mesh(name, doing)` whenever it knows what a mesh does, then `played`, `step` and `evaluation`.
     As a sink of `Activities` it also shows open spans.
     """
 
@@ -68,8 +73,9 @@ class RunDisplay:
         self._view = View(steps=steps, began=clock())
         self._paces: deque[tuple[float, int]] = deque(maxlen=PACE_STEPS)  # when which step was finished
         self._spans: dict[Span, None] = {}
-        self._failures = 0  # since they were last printed
-        self._first_failure = ""
+        self._groups = self._groups_failed = 0  # since failures were last printed
+        self._errors: dict[str, tuple[str, int]] = {}  # an example and a count of each cause
+        self._late: dict[str, tuple[str, int]] = {}
         self._last_line = float("-inf")
         self._rollouts = rollouts
         self._shows_samples = False
@@ -119,19 +125,36 @@ class RunDisplay:
     def ended(self, span: Span) -> None:
         del self._spans[span]
 
-    def failed(self, rollouts: int, cause: str) -> None:
-        """Count failed rollouts, with the cause of the first. They are printed with the next step's line, or after
-        `FAILURE_LINE_SECONDS` without one: if all rollouts fail there is no step."""
-        self._failures += rollouts
-        self._first_failure = self._first_failure or one_line(cause, LONGEST_CAUSE)
+    def played(self, errors: Sequence[str], late: Sequence[str] = ()) -> None:
+        """Count a group that was played, and its rollouts that failed. They are printed with the next step's line, or
+        after `FAILURE_LINE_SECONDS` without one: if all rollouts fail there is no step.
+
+        Args:
+            errors: of the failed rollouts, but those that ran out of time.
+            late: of those. They are told last, because they may have waited for others.
+        """
+        self._groups += 1
+        self._groups_failed += bool(errors or late)
+        for causes, those in ((self._errors, errors), (self._late, late)):
+            for error in those:
+                known = _PROMPT.sub("", error)  # the same error of other prompts
+                example, count = causes.get(known, (error, 0))
+                causes[known] = example, count + 1
         if self._clock() - self._last_line >= FAILURE_LINE_SECONDS and (failures := self._told_failures()):
             self._last_line = self._clock()
             self.say(failures, logging.WARNING)
 
     def _told_failures(self) -> str:
         """Failures since the last call; empty if there were none."""
-        count, cause, self._failures, self._first_failure = self._failures, self._first_failure, 0, ""
-        return f"failed rollouts: {count}, the first: {cause}" if count else ""
+        most, late = (sorted(causes.values(), key=itemgetter(1), reverse=True) for causes in (self._errors, self._late))
+        causes = most + late
+        told = [f"{count} × {one_line(example, LONGEST_CAUSE)}" for example, count in causes[:MOST_CAUSES]]
+        more = [f"{sum(count for _, count in rest)} of other causes"] if (rest := causes[MOST_CAUSES:]) else []
+        failed = sum(count for _, count in causes)
+        groups = f"in {self._groups_failed} of the {self._groups} groups played"
+        self._groups = self._groups_failed = 0
+        self._errors, self._late = {}, {}
+        return f"failed rollouts: {failed}, {groups}: {'; '.join(told + more)}" if failed else ""
 
     def step(
         self,
