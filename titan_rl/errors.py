@@ -145,6 +145,10 @@ class ActorGone(ActorFailed):
     """The process of an actor is gone, with everything that it was doing. It may be replaced."""
 
 
+class GatewayGone(ActorGone):
+    """The gateway of a rollout's programs is gone, and the rollout with it: no program is to blame."""
+
+
 class MeshFailed(ActorGone):
     """A process of a mesh ended or an actor on it failed, by itself."""
 

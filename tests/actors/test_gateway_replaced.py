@@ -22,7 +22,7 @@ from titan_rl.actors.gateway import Gateway, GatewayMesh
 from titan_rl.actors.rollout_worker import RolloutWorker
 from titan_rl.actors.rollouts import Rollouts
 from titan_rl.config import RunConfig
-from titan_rl.errors import ActorGone, ConfigError, RequestLost
+from titan_rl.errors import ActorGone, ConfigError, GatewayGone, RequestLost
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.policy.config import TinyPolicyConfig
@@ -105,7 +105,7 @@ async def test_rollouts_under_which_a_part_died_are_lost_whatever_their_programs
     await gateway.setup(parts.router, seconds=SECONDS)
     assert gateway.url == url
     await rollouts.workers[0].use(parts.router, gateway.actor)
-    with pytest.raises(ActorGone):
+    with pytest.raises(GatewayGone):
         await play
 
     await parts.route("wait_for_requests", 2 * PROGRAMS)  # those of the killed one are still there

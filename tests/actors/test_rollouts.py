@@ -27,7 +27,7 @@ from titan_rl.config_registry import copy4
 from titan_rl.data_plane.config import DataPlaneConfig
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SharedMemorySource
-from titan_rl.errors import ActorGone, GroupStopped, OwnershipError, SampleStoreFull, TaskError, TitanError
+from titan_rl.errors import ActorGone, GatewayGone, GroupStopped, OwnershipError, SampleStoreFull, TaskError, TitanError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.launch.provisioner import Provisioner
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig, TrainerConfig
@@ -288,21 +288,21 @@ async def test_a_store_without_room_names_its_setting_and_keeps_nothing(model_pa
 
 
 class Fragile(RolloutMesh):
-    """Dies of group 3, after `others` of those beside it have ended, and is there again at once."""
+    """Dies of the groups `deadly`, and is there again at once."""
 
-    lives = 1
+    lives, deadly = 1, frozenset({3})
 
     async def run_group(self, request: GroupRequest) -> GroupReport:
         self.playing[request.key] = asyncio.get_running_loop().create_future()
         try:
-            if request.group_id == 3:
+            if request.group_id in self.deadly:
                 await asyncio.sleep(0)
                 self.lives += 1
                 self.store = f"store.{self.lives}"
                 for each in self.playing.values():
                     each.cancel()
                 raise ActorGone("rollout0 was killed")
-            if any(key.group_id == 3 for key in self.playing):
+            if any(key.group_id in self.deadly for key in self.playing):
                 await self.playing[request.key]
             return unplayed(request, TaskError("nothing to play"))
         except asyncio.CancelledError:
@@ -311,12 +311,27 @@ class Fragile(RolloutMesh):
             del self.playing[request.key]
 
 
-@pytest.mark.parametrize("groups", [range(8), [3]])
-async def test_the_group_that_ends_its_worker_each_time_is_named_and_costs_no_other(groups: Sequence[int]) -> None:
+@pytest.mark.parametrize(("groups", "deadly"), [(range(8), {3}), ([3], {3}), (range(8), {3, 5}), ([3, 4], {3, 4})])
+async def test_groups_that_end_their_worker_each_time_are_named_and_cost_no_other(
+    groups: Sequence[int], deadly: set[int]
+) -> None:
     rollouts = Rollouts(workers=1, start_seconds=SECONDS, step_seconds=SECONDS)
     rollouts.workers = [worker := Fragile("rollout0", rollouts)]
-    worker.store = "store.1"
+    worker.store, worker.deadly = "store.1", frozenset(deadly)
     reports = await asyncio.wait_for(rollouts.run_groups([group(each) for each in groups]), SECONDS)
     errors = {report.group_id: report.first_error for report in reports}
-    assert "ends what plays it" in errors.pop(3) and worker.lives <= 10
-    assert set(errors.values()) <= {"nothing to play"} and len(errors) == len(groups) - 1
+    assert all("ends what plays it" in errors.pop(each) for each in deadly) and worker.lives <= 8 * len(deadly) + 2
+    assert set(errors.values()) <= {"nothing to play"} and len(errors) == len(groups) - len(deadly)
+
+
+async def test_a_group_is_not_to_blame_for_the_end_of_its_gateway() -> None:
+    class Gatewayless(RolloutMesh):
+        async def run_group(self, request: GroupRequest) -> GroupReport:
+            raise GatewayGone("the gateway was killed")
+
+    rollouts = Rollouts(workers=1, start_seconds=SECONDS, step_seconds=SECONDS)
+    rollouts.workers = [worker := Gatewayless("rollout0", rollouts)]
+    worker.store = "store.1"
+    for attempt in range(50):
+        with pytest.raises(GatewayGone):
+            await rollouts.run_group(group(1, attempt=attempt))

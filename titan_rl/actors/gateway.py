@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from titan_rl.actors.connection import ConnectedActor, Connection, served
 from titan_rl.actors.lifeline import Lifeline
 from titan_rl.actors.router_client import RouterClient
-from titan_rl.errors import ActorFailed, ActorGone, ConfigError, RequestLost, RolloutOver
+from titan_rl.errors import ActorFailed, ActorGone, ConfigError, GatewayGone, RequestLost, RolloutOver
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.observability.timeline import Pulse, timeline
 from titan_rl.rollout.turns import RolloutRecord, RolloutRequest
@@ -190,9 +190,9 @@ class GatewayMesh:
 class GatewayClient:
     """`RolloutGateway` by calls to a `Gateway` actor, or to the one that replaces it.
 
-    Sessions end with their gateway: `idle` and `close` then raise ActorGone, and `close` also if too many generators
-    died under a request of the session. An end that nobody tells this process of, it hears of with the replacement, so
-    no call has a bound of its own.
+    Sessions end with their gateway: `idle` and `close` then raise GatewayGone. `close` raises ActorGone if too many
+    generators died under a request of the session. An end that nobody tells this process of, it hears of with the
+    replacement, so no call has a bound of its own.
     """
 
     def __init__(self, gateway: Any, *, owned: bool = False) -> None:
@@ -221,7 +221,7 @@ class GatewayClient:
     async def _of_session(self, session_id: str, call: Awaitable[T]) -> T:
         try:
             return await call
-        except RolloutOver as error:  # it was opened at a gateway before this one
-            raise ActorGone(f"rollout {session_id} was lost with its gateway") from error
+        except (ActorGone, RolloutOver) as error:  # it was opened at a gateway before this one
+            raise GatewayGone(f"rollout {session_id} was lost with its gateway: {error}") from error
         except RequestLost as error:
             raise ActorGone(f"rollout {session_id} was lost: {error}") from error

@@ -23,7 +23,7 @@ from titan_rl.actors.lifeline import Lifeline
 from titan_rl.actors.rollout_worker import RolloutWorker
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport, SharedMemorySource, channel_of
-from titan_rl.errors import ActorFailed, ActorGone, TaskError, TitanError
+from titan_rl.errors import ActorFailed, ActorGone, GatewayGone, TaskError, TitanError
 from titan_rl.observability.timeline import Pulse
 from titan_rl.policy.kept_tokens import SampleName
 from titan_rl.rollout.record import Chosen, Record
@@ -54,6 +54,8 @@ class RolloutMesh:
         self.store = ""
         """Name of its store; empty while there is no worker that plays."""
         self.playing: dict[GroupKey, asyncio.Task[GroupReport]] = {}
+        self.begun = 0
+        """Groups that it was given."""
         self.one_suspect = asyncio.Lock()
         """Held while a group that may end the worker is played."""
         self.has_played = False
@@ -187,7 +189,6 @@ class Rollouts:
         """Called when samples are lost, because their worker is; `holds` says which."""
         self._lifeline = Lifeline()
         self._suspects = Suspects()
-        self._asked = self._open = 0  # calls of `run_group`: of all times, and now
 
     @property
     def stores(self) -> dict[str, Any]:
@@ -215,21 +216,18 @@ class Rollouts:
         if any(request.key in worker.playing for worker in self.workers):
             raise ValueError(f"{request} is being played already")
         group = (request.purpose, request.group_id)
-        self._asked += 1
-        asked, alone = self._asked, not self._open
-        self._open += 1
         try:
             async with self._player(group) as worker:
-                store = worker.store
+                store, alone = worker.store, not worker.playing
+                worker.begun = begun = worker.begun + 1
                 report = await worker.run_group(request)
         except ActorGone as error:
-            alone = alone and asked == self._asked
-            if not self._suspects.lost(group, with_worker=worker.store != store, alone=alone):
+            alone = alone and begun == worker.begun
+            with_worker = worker.store != store
+            if isinstance(error, GatewayGone) or not self._suspects.lost(group, with_worker=with_worker, alone=alone):
                 raise
             why = f"{request} ends what plays it, {GUILTY} times in a row, and others do not: {error}"
             return unplayed(request, TaskError(why))
-        finally:
-            self._open -= 1
         self._suspects.ended(group)
         return report
 

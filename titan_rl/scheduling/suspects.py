@@ -2,7 +2,8 @@
 
     a group is lost SUSPECTED times in a row with its worker ─▶ a suspect: no other suspect is played at its worker
     a suspect is lost with its worker, or engines die under a group,
-        and others have ended since its last loss, or there are no others ─▶ counts; GUILTY times: it is to blame
+        and others have ended since its last loss, or its worker plays no others ─▶ counts
+    a group has lost what counts GUILTY times ─▶ it is to blame
 
 A loss by itself says nothing: hosts are preempted, processes run out of memory, somebody kills one. So a group is
 played again as often as it takes. It is to blame only if what plays it dies with it again and again, and lives while
@@ -44,7 +45,7 @@ class Suspects:
 
         Args:
             with_worker: its worker is lost too.
-            alone: no other group was to be played meanwhile.
+            alone: its worker played no other group meanwhile.
         """
         suspect = group in self
         losses = self._losses.setdefault(group, _Losses(ended_before=self._ended))
