@@ -110,6 +110,22 @@ async def test_processes_that_monarch_has_given_up_are_started_again(monkeypatch
     await run.meshes.close()
 
 
+async def test_a_gateway_that_is_slow_to_start_is_started_again_before_anything_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = await Run(monkeypatch, copy4(), serving=True).begin()
+
+    async def started(name: str) -> str:
+        return "Timeout(30.001001418s)" if (name, run.clients[name].actor) == ("gateway", "gateway.1") else ""
+
+    monkeypatch.setattr(run.processes, "started", started)
+    await run.meshes.set_up(*(name for name in run.meshes.names if name != "gateway"))
+    await run.meshes.set_up("gateway")
+    assert run.clients["gateway"].asks == ("router.2",)
+    assert {*run.doing.values()} == {"ready"}
+    await run.meshes.close()
+
+
 async def test_a_host_that_is_lost_again_and_again_is_awaited_by_one_task(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: asyncio.Queue[asyncio.Event] = asyncio.Queue()
 

@@ -197,7 +197,8 @@ class Meshes:
             await self._set_up(name)
             await self.introductions.update(name)  # the router, or the gateway, may have been replaced meanwhile
 
-        await self._births(names)
+        if not self.up:
+            await self._births()
         await asyncio.gather(*map(each, names))
 
     async def close(self) -> None:
@@ -284,13 +285,13 @@ class Meshes:
             what = f"its processes did not start within {seconds:g} s (placement.start_seconds)"
             raise MeshFailed(f"{name}: {what}", name) from None
 
-    async def _births(self, names: Sequence[str]) -> None:
-        """Wait for the processes of meshes of which none is set up yet. Where some are slow, all are started again: the
-        actors of some have handles on others."""
+    async def _births(self) -> None:
+        """Wait for the processes of all meshes, of which none is set up yet. Where some are slow, all are started
+        again: the actors of some have handles on others."""
         ends = time.monotonic() + self.config.placement.start_seconds
         while late := [
             (name, reason)
-            for name, reason in zip(names, await asyncio.gather(*map(self._born, names)), strict=True)
+            for name, reason in zip(self.names, await asyncio.gather(*map(self._born, self.names)), strict=True)
             if TOO_LATE in reason
         ]:
             slow = f"the processes of {', '.join(name for name, _ in late)} were slow to start"
