@@ -9,7 +9,7 @@ from scripted_parts import ScriptedTrainer
 from scripted_system import Script, World, settle
 
 from titan_rl.controller.publications import FRESH_PUBLICATIONS, Publications
-from titan_rl.errors import WeightsError
+from titan_rl.errors import CallTimeout, WeightsError
 from titan_rl.observability.activity import Activities, Watchdog
 from titan_rl.types import PolicyVersion
 
@@ -123,9 +123,10 @@ async def test_a_trainer_that_is_a_step_further_publishes_that_instead():
     assert world.trainer.step == 4 and world.trainer.live == [(0, 4)]
 
 
-async def test_a_generator_that_refuses_the_weights_after_its_evaluation_does_not_end_the_run():
+@pytest.mark.parametrize("error", [WeightsError("v1 is not what the engine computes with"), CallTimeout("it is late")])
+async def test_a_generator_that_takes_no_weights_after_its_evaluation_does_not_end_the_run(error):
     world = World(steps=3, staleness=1, max_live=3)
-    world.script.errors["unpin v0"] = [WeightsError("v1 is not what the engine computes with")]
+    world.script.errors["unpin v0"] = [error]
     await world.run()
     assert world.trainer.step == 3
-    assert "generator1 does not serve after its evaluation: v1 is not what the engine computes with" in world.printed
+    assert f"generator1 does not serve after its evaluation: {error}" in world.printed

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan_rl.controller.publications import EVALUATED, Publications
-from titan_rl.errors import GeneratorFailed, GeneratorNotServing, TaskError, WeightsError
+from titan_rl.errors import CallTimeout, GeneratorFailed, GeneratorNotServing, TaskError, WeightsError
 from titan_rl.observability.activity import Activities
 from titan_rl.rollout.record import Record, choose_evaluated, record
 from titan_rl.scheduling.group_buffer import GroupBuffer
@@ -133,7 +133,7 @@ class Evaluations:
         with self._activity("unpin", generator=pinned):
             try:
                 await self._system.router.unpin(pinned)
-            except (WeightsError, GeneratorFailed) as error:  # as in a pull: only this generator waits for the next one
+            except (WeightsError, GeneratorFailed, CallTimeout) as error:  # as in a pull: only this generator waits for the next one
                 self._warn(f"{pinned} does not serve after its evaluation: {error}")
         self.pinned = None
 
