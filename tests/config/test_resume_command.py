@@ -1,9 +1,11 @@
-"""Which run `--resume` means, and which settings may be others than before. No process starts."""
+"""Which run `--resume` means, and which settings may be others than before."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from titan_rl.errors import CheckpointError, ConfigError
 from titan_rl.launch.resume import (
     CLOSE,
     CONFIG,
+    ENDING,
     MAY_CHANGE,
     SUMMARY,
     begun,
@@ -308,6 +311,29 @@ def test_a_run_does_not_go_on_for_fewer_steps_than_it_has_done(
     assert train.main(["--resume", str(where), "--loop.steps", str(steps)]) == (2 if refused else 0)
     assert ("loop.steps = 3 is less than" in capsys.readouterr().err) == refused
     assert before == {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
+
+
+FAILS = """
+import sys
+from pathlib import Path
+from titan_rl.errors import HostLost
+from titan_rl.launch.run import conduct
+from titan_rl.train import config_of_run
+
+async def work(directory, faults):
+    raise HostLost("host1 does not answer")
+
+run = Path(sys.argv[1])
+sys.exit(conduct(config_of_run(run), work, None, lambda *_: iter(()), say=print, stopping="", directory=run))
+"""
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_a_run_that_is_over_stays_so_when_it_could_not_go_on(tmp_path: Path, done: bool) -> None:
+    run = make_run(tmp_path / "run", steps=(2,), done=done)
+    (run / ENDING).write_text("how it ended")
+    assert subprocess.run([sys.executable, "-c", FAILS, str(run)], timeout=60, check=False).returncode == 1
+    assert ((run / ENDING).read_text() == "how it ended") == done
 
 
 def test_weights_that_could_not_be_saved_at_the_end_are_refused_at_the_start(tmp_path: Path, capsys: Any) -> None:

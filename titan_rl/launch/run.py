@@ -194,8 +194,9 @@ def conduct(
     if timeline.is_on:
         timeline.end()
         write_trace(directory)
-    with suppress(OSError):  # on a full disk
-        (directory / ENDING).write_text(json.dumps({"exit_code": code, "how": how}) + "\n", encoding="utf-8")
+    if not ((directory / SUMMARY).exists() and (directory / ENDING).exists()):  # else it was over, and has not gone on
+        with suppress(StorageError):  # on a full disk
+            _write(directory / ENDING, json.dumps({"exit_code": code, "how": how}) + "\n")
     os.close(lock)
     for line in last_lines(how, directory):
         say(line)
@@ -284,8 +285,8 @@ async def _train(
                     checkpoints = Checkpoints(directory, system, metrics=metrics, say=display.say, recorder=recorder)
 
                     def on_start(checkpoint: Checkpoint | None = checkpoint) -> None:
+                        write_config(directory, config)  # it may fail, on a full disk
                         begun(directory, checkpoint)
-                        write_config(directory, config)
 
                     loop = TrainingLoop(
                         system,
