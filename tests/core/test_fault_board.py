@@ -187,3 +187,16 @@ async def test_a_second_request_to_stop_asks_to_hurry() -> None:
         await board.watch(forever())
     await board.hurry.wait()
     assert len(announced) == 1
+
+
+async def test_a_block_ends_with_the_first_fatal_fault_and_is_not_cancelled_after_it() -> None:
+    board = FaultBoard()
+    with pytest.raises(ActorFailed, match="the router was given up"):
+        async with board.ends():
+            board.report(ActorFailed("the router was given up"))
+            await asyncio.Event().wait()
+    board = FaultBoard()
+    async with board.ends():
+        board.report(ActorFailed("too late"))
+    for _ in range(3):
+        await asyncio.sleep(0)

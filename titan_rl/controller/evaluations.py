@@ -133,7 +133,7 @@ class Evaluations:
         with self._activity("unpin", generator=pinned):
             try:
                 await self._system.router.unpin(pinned)
-            except (WeightsError, GeneratorFailed, CallTimeout) as error:  # as in a pull: only this one waits for the next
+            except (WeightsError, GeneratorFailed, CallTimeout) as error:  # as in a pull: it waits for the next one
                 self._warn(f"{pinned} does not serve after its evaluation: {error}")
         self.pinned = None
 

@@ -180,6 +180,25 @@ class FaultBoard:
                 self._announce(error)
                 raise
 
+    @contextlib.asynccontextmanager
+    async def ends(self) -> AsyncIterator[None]:
+        """As `watch`, for a block of a task: the first fatal fault cancels it and is raised instead."""
+        task, over = asyncio.current_task(), False
+
+        def cancel(first: asyncio.Future[TitanError]) -> None:
+            if task is not None and not over:
+                task.cancel()
+
+        self._first.add_done_callback(cancel)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if task is None or not self._first.done() or task.uncancel():
+                raise
+            raise self._first.result() from None
+        finally:
+            over = True
+
     async def unless_lost(self, mesh: str, work: Coroutine[Any, Any, T]) -> T:
         """Run `work`, which needs every process of this mesh. If the mesh is lost, raise its fault instead of waiting
         for an answer that cannot come."""

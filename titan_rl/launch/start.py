@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
@@ -52,7 +52,8 @@ class Options(TypedDict, total=False):
     log_directory: Path | None
     """One log file per process goes here; None, the default: processes print to the terminal."""
     faults: FaultBoard
-    """Collects the death of every process. The first fault ends the start, and its next `watch` raises it."""
+    """Collects the death of every process. The first fault ends the start, and its next `watch` raises it. Without one,
+    the first fault that ends a run ends the `with` block, and is raised there."""
     on_mesh: Callable[[str, str], None]
     """Called with a mesh's name and what it is doing, during the start and when it is lost; with "" when it is not to
     be there any more."""
@@ -163,7 +164,8 @@ async def _running(
         meshes.spawn()
         await meshes.faults.watch(bring_up(meshes))
         logs = options.get("log_directory")
-        async with controlled(meshes, logs and logs.parent):
+        watched = "faults" in options  # otherwise calls would wait for ever for what is replaced no more
+        async with controlled(meshes, logs and logs.parent), nullcontext() if watched else meshes.faults.ends():
             yield meshes
     finally:
         await meshes.close()
