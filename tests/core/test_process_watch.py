@@ -72,7 +72,7 @@ def test_ends_are_heard_after_a_torn_line_and_where_no_descriptor_is_left(
         return real(pid)
 
     monkeypatch.setattr(os, "pidfd_open", none_is_left)
-    watch.births.write_text(f"mesh-1 me\nmesh-1 mesh 0 {first.pid}\n")
+    watch.births.write_text(f"mesh-1 me\nmesh-1 mesh 0 0\nmesh-1 mesh 0 {first.pid}\n")
     assert told.get(timeout=SECONDS) == ("mesh-1", f"mesh rank 0 (pid {first.pid})", -signal.SIGKILL)
     assert first.wait(SECONDS) == -signal.SIGKILL, "it runs no further, because its end would not be heard"
     watch.births.write_text(f"mesh-1 mesh 1 {second.pid}\n")

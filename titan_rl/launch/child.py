@@ -141,6 +141,8 @@ class ProcessWatch:
                     return os.close(self._pipe)
                 try:
                     spawn, mesh, rank, pid = line.decode().split()
+                    if int(pid) < 1:  # a signal to it would reach others
+                        raise ValueError(pid)
                     self._take_birth(spawn, f"{mesh} rank {rank} (pid {pid})", int(pid))
                 except ValueError:
                     _log.error("no birth of a process: %r", line)
