@@ -267,7 +267,7 @@ class RunConfig:
     prefix caching, routing, delays and arrival times. An asynchronous run then samples each group whole by one
     version and trains groups in order: `router.weight_sync` is "drain", `loop.window` 1, and more versions stay
     published. Not reproducible: rollouts that user code lets run into a time-out (`rollout/stop_timeout`), and what a
-    program decides by which of its open calls is answered first.
+    program, or a reward that reads `transcript.messages`, decides by which of its open calls is answered first.
     `False`: logprobs differ in their last bits with the batch that a request happens to meet. Held by tests on CPU, in
     float32 and bfloat16; there sampling is 2–6 % slower in float32 (30 % where only one or two requests run at a time)
     and 16–37 % in bfloat16 (`scripts/bench/deterministic.py`), training is not. On CUDA it asks vLLM for its
