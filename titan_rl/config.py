@@ -186,7 +186,7 @@ class EvaluationConfig:
     """Held-out prompts; fewer when the environment has fewer."""
     target_exact_match: float = 0.0
     """The run fails (exit code 1) when the last evaluation's exact match is below this; 0: no target. A rollout is an
-    exact match by the score `exact_match`, if the rubric has one; else if the first reward function that is trained
+    exact match by the score `exact_match`, if the rubric has one; else if the reward function of the greatest weight
     gives at least 1, without its weight. A rubric that trains group rewards alone has to give it to have a target."""
 
     def __post_init__(self) -> None:
