@@ -186,7 +186,7 @@ class EvaluationConfig:
     """Held-out prompts; fewer when the environment has fewer."""
     target_exact_match: float = 0.0
     """The run fails (exit code 1) when the last evaluation's exact match is below this; 0: no target. A rollout is an
-    exact match by the score `exact_match`, if the rubric has one; else if the first reward function that is trained
+    exact match by the score `exact_match`, if the rubric has one; else if the reward function of the greatest weight
     gives at least 1, without its weight. A rubric that trains group rewards alone has to give it to have a target."""
 
     def __post_init__(self) -> None:
@@ -267,7 +267,7 @@ class RunConfig:
     prefix caching, routing, delays and arrival times. An asynchronous run then samples each group whole by one
     version and trains groups in order: `router.weight_sync` is "drain", `loop.window` 1, and more versions stay
     published. Not reproducible: rollouts that user code lets run into a time-out (`rollout/stop_timeout`), and what a
-    program decides by which of its open calls is answered first.
+    program, or a reward that reads `transcript.messages`, decides by which of its open calls is answered first.
     `False`: logprobs differ in their last bits with the batch that a request happens to meet. Held by tests on CPU, in
     float32 and bfloat16; there sampling is 2–6 % slower in float32 (30 % where only one or two requests run at a time)
     and 16–37 % in bfloat16 (`scripts/bench/deterministic.py`), training is not. On CUDA it asks vLLM for its

@@ -261,3 +261,17 @@ async def test_a_line_typed_after_a_turn_that_was_cancelled_is_the_next_turns(mo
         for line in ("first", "second"):
             typed.put(line)
             assert (await person.say((), (), None))[0].content == line
+
+
+async def test_each_question_of_a_program_that_asks_several_at_once_is_shown_before_it_is_answered(monkeypatch):
+    shown, seen = io.StringIO(), []
+
+    def read(prompt):
+        seen.append(shown.getvalue())
+        return "said"
+
+    monkeypatch.setattr("builtins.input", read)
+    person = Typed(Console(file=shown))
+    async with asyncio.timeout(10):
+        await asyncio.gather(*(person.say([Message("user", text)], (), None) for text in ("first", "second")))
+    assert "second" not in seen[0] and seen[1].rstrip().endswith("second")

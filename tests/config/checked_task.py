@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import random
 
 from titan_rl.config_registry import copy4
@@ -35,6 +36,8 @@ class Checked(Environment):
         self.wrong = wrong
         self.seed = seed
         match wrong:
+            case "wants a key":
+                os.environ["MY_GRADER_KEY"]
             case "cannot be made":
                 raise ValueError("no data today")
             case "refuses":

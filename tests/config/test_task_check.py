@@ -57,6 +57,13 @@ WRONG = {
 }
 
 
+def test_a_variable_that_user_code_does_not_see_is_named_with_the_setting(monkeypatch):
+    monkeypatch.setenv("MY_GRADER_KEY", "secret")
+    (problem,) = checked("wants a key")
+    assert "KeyError: 'MY_GRADER_KEY'" in problem.sentence
+    assert "sees the variable MY_GRADER_KEY only if environment.variables names it" in problem.sentence
+
+
 def test_a_task_that_works_is_not_refused():
     assert checked() == []
     assert checked("wrong hangs") == []  # the right answers are tried, each with its prompt

@@ -36,13 +36,14 @@ def test_the_reward_is_the_weighted_sum_and_the_parts_are_unweighted():
     [
         ((length, Reward(ended, weight=-0.05)), 1.0),  # right, with a small penalty
         ((Reward(length, weight=0.5),), 1.0),
+        ((Reward(length, name="long", weight=-0.01), Reward(lambda e, t: 0.0, name="wrong")), 0.0),
         ((Reward(lambda e, t: 0.5, name="half"), ended), 0.0),
         ((Reward(lambda e, t: 0.5, name="metric", weight=0.0), Reward(ended, weight=2.0)), 1.0),
         ((length, Reward(lambda e, t: 0.0, name="exact_match", weight=-1.0)), 0.0),  # it says so itself
         ((length, GroupReward(lambda e, t: [0.0] * len(t), name="rank")), 1.0),
     ],
 )
-def test_the_first_trained_function_decides_about_exact_matches_where_none_says_it(rewards, exact):
+def test_the_weightiest_function_decides_about_exact_matches_where_none_says_it(rewards, exact):
     assert Rubric(*rewards).score(EXAMPLE, TRANSCRIPT).parts["exact_match"] == exact
 
 

@@ -213,6 +213,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
             {"messages": [{"role": "user", "content": 5}]},
             "messages.0.content: expected a string or a list, got 5",
         ),
+        (TEXT, {"prompt": 5}, "prompt: expected a string or a list, got 5"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "content"),
         (CHAT, {"messages": [{"role": "user", "content": "1"}], "temperature": "0.5"}, 'expected a number, got "0.5"'),
         (CHAT, {"temperature": -1}, "temperature: expected at least 0, got -1"),

@@ -255,6 +255,19 @@ async def test_connections_that_send_nothing_are_cut_off_and_keep_nobody_from_be
             each.close()
 
 
+async def test_a_stranger_cannot_hold_a_connection_with_a_body(renderer):
+    config = GatewayConfig(port=0, model=MODEL, api_key="secret")
+    server = app.GatewayServer(config, PlayedFleet([]), policy_of(renderer, 32), run_seed=0)
+    reader, writer = await asyncio.open_connection(urlsplit(server.url).hostname, urlsplit(server.url).port)
+    try:
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
+        async with asyncio.timeout(10):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 503"), "answered though no body came"
+    finally:
+        await server.close()
+        writer.close()
+
+
 async def test_every_call_is_counted_by_what_became_of_it(renderer):
     fleet = PlayedFleet([ValueError("oops"), GeneratorFailed("x")])
     async with http(fleet, renderer) as client:

@@ -137,7 +137,9 @@ def test_a_long_run_keeps_some_rollouts_of_every_step_and_says_how_many(
     assert set(found["rollouts"]["step"]) == set(range(1, 41))
 
 
-def test_the_command_says_where_the_report_is(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_says_where_the_report_is(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     assert VERB.run([str(run)], prog="titan-rl report") == 0
     assert capsys.readouterr().out == f"{run / 'report.html'}\n"
     assert VERB.run([str(run), str(run), "--output", str(tmp_path / "both.html")], prog="titan-rl report") == 0
@@ -149,4 +151,8 @@ def test_the_command_says_where_the_report_is(run: Path, tmp_path: Path, capsys:
     (tmp_path / "thesis.html").write_text("mine")
     assert VERB.run([str(run), "--output", str(tmp_path / "thesis.html")], prog="titan-rl report") == 2
     assert (tmp_path / "thesis.html").read_text() == "mine", "only an earlier report is replaced"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "thesis.html").rename("report.html")
+    assert VERB.run([str(run), str(run)], prog="titan-rl report") == 2, "also where no file was named"
+    assert (tmp_path / "report.html").read_text() == "mine"
     assert VERB.run([str(run), "--output", str(tmp_path / "both.html")], prog="titan-rl report") == 0

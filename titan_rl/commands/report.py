@@ -23,10 +23,12 @@ def _act(command: Command, prog: str) -> int:
             raise ConfigError(f"{run} is no run directory: it has neither {CONFIG} nor {METRICS}")
     output = command.values.get("--output")
     where = Path(output) if output else runs[0] / REPORT if len(runs) == 1 else Path(REPORT)
-    if output and where.is_file():
+    if where.is_file():
         with open(where, "rb") as there:
             if TITLE not in there.read(_HEAD_BYTES):
-                raise ConfigError(f"--output: {where} is there and is no report: it is not replaced; name another file")
+                raise ConfigError(
+                    f"{where} is there and is no report: it is not replaced; name another file, --output FILE"
+                )
     try:
         print(write_report([run.resolve() for run in runs], where))
     except OSError as error:

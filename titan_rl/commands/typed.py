@@ -52,22 +52,24 @@ class Typed:
         Raises:
             Enough: there is no further line.
         """
-        if self.shown and not extends(messages, self._conversation[: self.shown]):
-            self._show(self._conversation[self.shown :])
-            self._console.print("another conversation:", style="dim")  # a program edited its history, or asks beside it
-            self.shown = 0
-        self._show(messages[self.shown :])
-        self.shown = len(messages)
-        while True:
-            text = await self._line()
-            try:
-                said = read_turn(text, tools)
-            except ConfigError as error:
-                self._console.print(str(error), style="red", highlight=False, soft_wrap=True)
-                continue
-            self.shown += self._echoes  # the terminal shows it
-            self._conversation = [*messages, said]
-            return said, FinishReason.STOP
+        async with self._one_at_a_time:  # what is shown last is what is answered
+            if self.shown and not extends(messages, self._conversation[: self.shown]):
+                self._show(self._conversation[self.shown :])
+                # a program edited its history, or asks beside it
+                self._console.print("another conversation:", style="dim")
+                self.shown = 0
+            self._show(messages[self.shown :])
+            self.shown, self._conversation = len(messages), [*messages]
+            while True:
+                text = await self._line()
+                try:
+                    said = read_turn(text, tools)
+                except ConfigError as error:
+                    self._console.print(str(error), style="red", highlight=False, soft_wrap=True)
+                    continue
+                self.shown += self._echoes  # the terminal shows it
+                self._conversation = [*messages, said]
+                return said, FinishReason.STOP
 
     def _show(self, messages: Sequence[Message]) -> None:
         if messages:
@@ -76,11 +78,10 @@ class Typed:
     async def _line(self) -> str:
         """What is typed. It is read in a thread of its own, so that Ctrl-C and a program's time limit still work. What
         a turn did not wait for is the next turn's."""
-        async with self._one_at_a_time:
-            if self._typed is None:
-                self._typed = self._read()
-            text = await asyncio.shield(self._typed)
-            self._typed = None
+        if self._typed is None:
+            self._typed = self._read()
+        text = await asyncio.shield(self._typed)
+        self._typed = None
         if text is None:
             self.ended = True
             self._console.print()

@@ -5,8 +5,9 @@ metrics: `Reward.key` says which. All of them are reported, unweighted, by name.
 is computed and reported, and moves no gradient. Every score, and the total, is a number up to `LARGEST_REWARD`, or
 scoring fails.
 
-Whether a conversation is an exact match is the score `exact_match`. If no function returns one, the first function that
-is trained decides: its score, without its weight, is at least 1. So a small bonus or penalty changes nothing about it.
+Whether a conversation is an exact match is the score `exact_match`. If no function returns one, the function of the
+greatest weight decides, the first of equals: its score, without its weight, is at least 1. So a small bonus or penalty
+changes nothing about it, wherever it stands.
 """
 
 from __future__ import annotations
@@ -166,7 +167,8 @@ class Rubric:
             raise ConfigError(f"two reward functions of a rubric have one name: {', '.join(names)}")
         trained = [number for number, reward in enumerate(self.rewards) if reward.weight]
         alone = len(trained) == 1 and self.rewards[trained[0]].weight == 1 and not self.group_rewards
-        self._decides = trained[0] if trained and not alone else None  # about exact matches; else the total does
+        # about exact matches; else the total does
+        self._decides = None if alone else max(trained, key=lambda each: self.rewards[each].weight, default=None)
         self.asynchronous = any(is_asynchronous(reward.function) for reward in self.rewards)
         self.group_asynchronous = any(is_asynchronous(reward.function) for reward in self.group_rewards)
 

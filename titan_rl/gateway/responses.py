@@ -127,7 +127,7 @@ def _invalid_body(problems: Sequence[Mapping[str, Any]]) -> ApiError:
         sentences.setdefault((place[:LONGEST_PLACE], got), []).append(expected)
     said = []
     for (place, got), wanted in sentences.items():
-        what = f"expected {' or '.join(wanted)}, got {got}" if got else wanted[0]
+        what = f"expected {' or '.join(dict.fromkeys(wanted))}, got {got}" if got else wanted[0]
         said.append(f"{place or 'request body'}: {what}")
     if len(problems) > MOST_PROBLEMS:
         said.append(f"and {counted(len(problems) - MOST_PROBLEMS, 'more problem')}")

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,6 +32,7 @@ from titan_rl.launch.start import model_directory
 from titan_rl.one_line import one_line
 from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.sandbox.sandbox import Sandbox
+from titan_rl.sandbox.variables import passed_on
 from titan_rl.sandbox.wire import LONGEST_SHOWN, Call, CallKind, Conversation, TaskCheck, TaskInfo
 from titan_rl.types import (
     Completion,
@@ -72,6 +75,9 @@ def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
     sentence = str(error) if isinstance(error, ConfigError) or name in str(error) else f"environment {name}: {error}"
     if "did not finish within" in sentence:
         sentence += "; environment.step_seconds is the time that each call may take"
+    for withheld in os.environ.keys() - passed_on(os.environ, config.environment.variables).keys():
+        if len(withheld) > 2 and re.search(rf"\b{re.escape(withheld)}\b", sentence):
+            sentence += f"; user code sees the variable {withheld} only if environment.variables names it"
     severity = Severity.ABSENT if isinstance(error, AbsentError) else Severity.ERROR
     return [Problem(sentence=sentence, severity=severity)]
 

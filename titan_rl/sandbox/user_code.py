@@ -269,7 +269,7 @@ def _reply(reply: EnvironmentReply) -> tuple[tuple[Message, ...], bool, bytes | 
         raise TaskError(f"respond returned {type(reply).__name__}, expected EnvironmentReply")
     if not reply.done and not reply.messages:
         raise TaskError("respond returned neither messages nor done: the policy would speak to itself")
-    return plain(reply.messages), reply.done, _pickled(reply.state, "respond")
+    return plain(reply.messages), bool(reply.done), _pickled(reply.state, "respond")
 
 
 def _pickled(state: object, method: str) -> bytes | None:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from titan_rl.environments.base import Environment, EnvironmentReply, Example, GroupReward, Message, Reward, Rubric
 
@@ -198,7 +199,8 @@ class Countdown(Unruly):
         state.turns += 1
         if state.turns == 2:
             misbehave(example.answer)
-        return EnvironmentReply(messages=(Message("user", f"{state.turns}="),), done=state.turns == 3, state=state)
+        done = np.equal(state.turns, 3)  # numpy's own bool
+        return EnvironmentReply(messages=(Message("user", f"{state.turns}="),), done=done, state=state)
 
     def rubric(self):
         return Rubric(counted)
