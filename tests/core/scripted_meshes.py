@@ -74,6 +74,7 @@ class Client:
     def __init__(self, name: str, actor: str, host: str) -> None:
         self.name, self.actor, self.rank0, self.host = name, actor, actor, host
         self.relay = ""
+        self.has_played = False
         self.asks: Any = None
         self.held = asyncio.Event()
         self.held.set()

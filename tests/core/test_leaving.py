@@ -18,7 +18,7 @@ def late(future, timeout=None):
 
 def main():
     global in_time
-    ControllersHost(log_directory="", on_end=print, on_stop=print).mesh
+    ControllersHost(log_directory="", on_end=print, on_stop=print, on_broken=print).mesh
     in_time, Future.get = Future.get, late
     return 7
 
