@@ -59,7 +59,7 @@ def flip(checkpoint: Path) -> None:
 
 
 def truncate(checkpoint: Path) -> None:
-    os.truncate(checkpoint / "ledger.json", 100)
+    os.truncate(checkpoint / "ledger.msgpack", 100)
 
 
 def old_format(checkpoint: Path) -> None:
@@ -69,7 +69,7 @@ def old_format(checkpoint: Path) -> None:
 
 DAMAGES = {
     "one byte": (flip, "is not as it was written (checksum)"),
-    "truncated": (truncate, "ledger.json has 100 bytes"),
+    "truncated": (truncate, "ledger.msgpack has 100 bytes"),
     "one file is missing": (lambda checkpoint: (checkpoint / "samples").unlink(), "samples is missing"),
     "old format": (old_format, "has format 0; this version of titan_rl reads format 2"),
     "no manifest": (lambda checkpoint: (checkpoint / MANIFEST).unlink(), "it has no manifest.json"),

@@ -1,13 +1,13 @@
 """All that the controller knows about a run and that outlives its process, as objects and as plain data.
 
 `Ledger.decode(ledger.encode())` is an equal ledger but for what a resume begins anew: evaluations that are under way.
-The encoded form is JSON without names of classes, so that code may be renamed, and a file cannot run any.
+The encoded form is MessagePack (JSON has no NaN) without names of classes, so that code may be renamed, and a file cannot
+run any.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from titan_rl.scheduling.group_buffer import GroupBuffer
 from titan_rl.scheduling.schedule import Schedule, Untrainable, UntrainableStreak
 from titan_rl.types import PolicyVersion, Purpose
 
-LEDGER = "ledger.json"
+LEDGER = "ledger.msgpack"
 PACKAGES = "packages.json"
 """Of a checkpoint; the second holds the versions of the packages that wrote it."""
 
@@ -60,7 +60,7 @@ class Ledger:
     """Only in a checkpoint: lengths of `metrics.jsonl` and `rollouts.jsonl`."""
 
     def encode(self) -> bytes:
-        """As JSON."""
+        """As plain data."""
         state = {
             "buffer": self.buffer.state_dict(),
             "schedule": self.schedule.state_dict(),
@@ -76,12 +76,12 @@ class Ledger:
             "metrics_bytes": self.metrics_bytes,
             "rollouts_bytes": self.rollouts_bytes,
         }
-        return json.dumps(state).encode()
+        return msgspec.msgpack.encode(state)
 
     @classmethod
     def decode(cls, encoded: bytes) -> Ledger:
         """Raises where something is missing, unknown or of another type."""
-        state = json.loads(encoded)
+        state = msgspec.msgpack.decode(encoded)
         summary = state["summary"]
         reports = [*map(_report, state["reports"])]
         return cls(

@@ -116,7 +116,7 @@ class PromptStream:
         self._outcomes: dict[int, Outcome] = {}  # at or above the mark
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Plain data."""
         return {"next": self._next, "low_water": self._low_water, "outcomes": dict(self._outcomes)}
 
     @classmethod

@@ -86,7 +86,7 @@ class GroupBuffer:
         self._undecided: dict[int, None] = {}  # in the order in which they ended, where that decides
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Plain data."""
         return {
             "knobs": asdict(self.knobs),
             "prompts": self.prompts.state_dict(),

@@ -40,7 +40,7 @@ class LogicalTime:
         self._ended: dict[int, bool] = {}  # not decided yet: whether trainable
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Plain data."""
         return {"decided": self._decided, "trainable": self._trainable, "ended": dict(self._ended)}
 
     @classmethod

@@ -44,7 +44,7 @@ class Schedule:
         """The step after which the run is over, and up to which groups are admitted."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON; no evaluation that is under way, which begins again."""
+        """Plain data; no evaluation that is under way, which begins again."""
         names = ("steps", "last", "_admitted", "_evaluated")
         return {name.removeprefix("_"): getattr(self, name) for name in names}
 
@@ -197,7 +197,7 @@ class UntrainableStreak:
         self._first: dict[Untrainable, str] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Plain data."""
         return {
             "groups_per_step": self._groups_per_step,
             "batches": self._batches,
