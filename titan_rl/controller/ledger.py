@@ -1,8 +1,7 @@
 """All that the controller knows about a run and that outlives its process, as objects and as plain data.
 
 `Ledger.decode(ledger.encode())` is an equal ledger but for what a resume begins anew: evaluations that are under way.
-The encoded form is MessagePack (JSON has no NaN) without names of classes, so that code may be renamed, and a file cannot
-run any.
+The encoded form is MessagePack (JSON has no NaN) without names of classes: code may be renamed, and a file runs none.
 """
 
 from __future__ import annotations
