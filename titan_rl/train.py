@@ -142,7 +142,7 @@ def _what_to_run(command: Command, prog: str) -> tuple[RunConfig, tuple[str, ...
 def _newest_unfinished(command: Command, prog: str) -> tuple[RunConfig, tuple[str, ...], Resume | None]:
     config, imports = resolve(command)
     prepare_controller()
-    from titan_rl.controller.checkpoints import read_ledger
+    from titan_rl.controller.ledger import read_ledger
 
     for run in unfinished(Path(config.logging.directory).expanduser()):
         try:

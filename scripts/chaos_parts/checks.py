@@ -37,7 +37,7 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
 def check_run(run: Path) -> Finding:
     """Whether the run completed, kept its bound, and trained every admitted group exactly once or reported it."""
     from titan_rl.controller.checkpoint_files import checkpoints
-    from titan_rl.controller.checkpoints import read_ledger
+    from titan_rl.controller.ledger import read_ledger
 
     found = Finding()
     if not (run / "summary.json").exists():

@@ -43,7 +43,7 @@ def make_run(directory: Path, *arguments: str, steps: tuple[int, ...] = (), done
     os.utime(directory / CONFIG, (at, at))
     for step in steps:
         draft = new_draft(directory, step)
-        (draft / "ledger.pickle").write_bytes(b"ledger")
+        (draft / "ledger.msgpack").write_bytes(b"ledger")
         commit(draft)
     if done:
         (directory / SUMMARY).write_text("{}")
@@ -51,7 +51,7 @@ def make_run(directory: Path, *arguments: str, steps: tuple[int, ...] = (), done
 
 
 def damage(checkpoint: Path) -> None:
-    (checkpoint / "ledger.pickle").write_bytes(b"redgel")
+    (checkpoint / "ledger.msgpack").write_bytes(b"redgel")
 
 
 # --- which run -------------------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path: Pat
     checkpoint = find(run).checkpoint(said.append)
     assert checkpoint is not None and checkpoint.step == 2
     (sentence,) = said
-    assert "step-00000004 is damaged: ledger.pickle" in sentence and "passed over" in sentence
+    assert "step-00000004 is damaged: ledger.msgpack" in sentence and "passed over" in sentence
     assert len(checkpoints(run)) == 2, "nothing is removed before the run has gone on"
     begun(run, checkpoint)
     assert [each.name for each in checkpoints(run)] == ["step-00000002"]
@@ -128,7 +128,7 @@ def test_a_checkpoint_that_is_named_is_taken_and_those_after_it_are_removed(tmp_
 def test_a_damaged_checkpoint_that_is_named_is_refused(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=(2, 4))
     damage(checkpoints(run)[1])
-    with pytest.raises(ConfigError, match=r"--resume: .*step-00000004 is damaged: ledger\.pickle"):
+    with pytest.raises(ConfigError, match=r"--resume: .*step-00000004 is damaged: ledger\.msgpack"):
         find(checkpoints(run)[1])
     assert len(checkpoints(run)) == 2
 

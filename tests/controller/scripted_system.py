@@ -21,7 +21,8 @@ from scripted_parts import ScriptedRouter, ScriptedTrainer
 
 from titan_rl.config import CheckpointConfig, EvaluationConfig, LoopConfig, RunConfig
 from titan_rl.controller.checkpoint_files import newest_sound
-from titan_rl.controller.checkpoints import Checkpoints, new_ledger, read_ledger
+from titan_rl.controller.checkpoints import Checkpoints
+from titan_rl.controller.ledger import new_ledger, read_ledger
 from titan_rl.controller.loop import TrainingLoop
 from titan_rl.controller.recording import Recorder
 from titan_rl.controller.records import RunSummary

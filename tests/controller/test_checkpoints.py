@@ -10,7 +10,7 @@ import pytest
 from scripted_system import World, holding, settle
 
 from titan_rl.controller.checkpoint_files import checkpoints, newest_sound
-from titan_rl.controller.checkpoints import read_ledger
+from titan_rl.controller.ledger import read_ledger
 from titan_rl.errors import SampleError, StorageError, TaskError
 from titan_rl.types import PolicyVersion
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from policy_ranks import Results, Scenario, cells
 from policy_scenarios import assemble
 from training_state_scenarios import SAVED_AT
@@ -115,6 +118,23 @@ def test_a_state_that_cannot_be_written_or_read_is_an_error_of_ours(tmp_path, mo
         dist.destroy_process_group()
 
 
-def test_a_directory_without_a_state_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match=str(tmp_path)):
-        read_weights(tmp_path)
+class Evil:
+    """Whoever unpickles it makes a directory."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = str(mark)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.mark,)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_the_files_of_a_state_say_is_not_run(tmp_path):
+    evil, state = Evil(tmp_path / "mark"), tmp_path / "state"
+    dcp.save({"model.a": torch.ones(3), "step": evil}, checkpoint_id=state, no_dist=True)
+    with pytest.raises(CheckpointError, match="step is not plain data"):
+        read_state({"model.a": torch.ones(3), "step": 1}, state)
+    (state / ".metadata").write_bytes(pickle.dumps(evil))
+    with pytest.raises(CheckpointError, match="refers to .*mkdir"):
+        read_weights(state)
+    assert not Path(evil.mark).exists()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
-import pickle
 
 import numpy as np
 import pytest
+from support.saved import saved_and_read
 
 from titan_rl.errors import ConfigError, StalenessViolation
 from titan_rl.scheduling.group import Group, GroupState
@@ -251,7 +251,7 @@ def test_a_resumed_run_goes_on_with_the_same_groups_under_a_new_incarnation():
     finish(buffer, 0, 1, 3)
     train(buffer)
     admit_and_start(buffer)
-    resumed = pickle.loads(pickle.dumps(buffer))
+    resumed = saved_and_read(buffer)
     resumed.go_on_from(v(1, 1))
     resumed.published(v(1, 1))
     assert resumed[3].state is GroupState.FINISHED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,6 +15,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from support.saved import saved_and_read
 
 from titan_rl.scheduling.group import GroupState
 from titan_rl.scheduling.group_buffer import GroupBuffer
@@ -37,7 +37,7 @@ class Book:
 
 
 class Schedules(RuleBasedStateMachine):
-    """The buffer and a twin of it, which is pickled and made anew now and then; both see every event."""
+    """The buffer and a twin of it, which is saved and read now and then; both see every event."""
 
     @initialize(p=st.integers(1, 4), s=st.integers(0, 3), w=st.integers(1, 9))
     def begin(self, p: int, s: int, w: int) -> None:
@@ -50,7 +50,7 @@ class Schedules(RuleBasedStateMachine):
         self.batch: list[int] = []
 
     def copy(self) -> GroupBuffer:
-        return pickle.loads(pickle.dumps(self.buffer))
+        return saved_and_read(self.buffer)
 
     def both(self, method: str, *arguments):
         result = getattr(self.buffer, method)(*arguments)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.saved import saved_and_read
 
 from titan_rl.errors import ConfigError
 from titan_rl.scheduling.group import GroupState
@@ -117,6 +118,7 @@ def interleaved(p: int, s: int, steps: int, outcomes: list[str], rng: random.Ran
         elif kind < 0.96 and kills < 6:
             kills += 1
             run = pickle.loads(cut)
+            run.buffer = saved_and_read(run.buffer)
             before = run.buffer.trainer_version
             run.buffer.go_on_from(PolicyVersion(before.incarnation + 1, before.step))
             run.publish()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
+import json
 import random
 
 import pytest
+from support.saved import saved_and_read
 
 from titan_rl.scheduling.group import Outcome, PromptStream
 from titan_rl.scheduling.group_buffer import GroupBuffer
@@ -16,7 +17,7 @@ def test_indices_follow_each_other_over_restarts():
     stream = PromptStream()
     assert stream.take(3) == [0, 1, 2]
     stream.settle(1, Outcome.FILTERED)
-    resumed = pickle.loads(pickle.dumps(stream))
+    resumed = saved_and_read(stream)
     assert resumed.take(2) == [3, 4]
     assert list(resumed.pending()) == [0, 2, 3, 4]
     assert resumed.outcome(1) is Outcome.FILTERED
@@ -58,6 +59,6 @@ def test_what_is_kept_does_not_grow_with_the_run():
         assert batch is not None
         buffer.trained(PolicyVersion(0, step))
         buffer.published(PolicyVersion(0, step))
-        sizes.append(len(pickle.dumps(buffer)))
+        sizes.append(len(json.dumps(buffer.state_dict())))
     assert buffer.counts.trained == 12_000
     assert max(sizes[1500:]) <= max(sizes[:1500]) + 200, "a few digits more"

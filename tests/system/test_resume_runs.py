@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from test_resume import DELAYS, STEPS, Outcome, goes_on, killed, outcome, run, settings
 
 from titan_rl.controller.checkpoint_files import MANIFEST, check, checkpoints
-from titan_rl.controller.checkpoints import Ledger, read_ledger
+from titan_rl.controller.ledger import Ledger, read_ledger
 from titan_rl.launch.resume import CONFIG, SUMMARY, lock_run
 
 GROUPS, STALENESS = 4, 2
@@ -59,7 +59,7 @@ def flip(checkpoint: Path) -> None:
 
 
 def truncate(checkpoint: Path) -> None:
-    os.truncate(checkpoint / "ledger.pickle", 100)
+    os.truncate(checkpoint / "ledger.msgpack", 100)
 
 
 def old_format(checkpoint: Path) -> None:
@@ -69,7 +69,7 @@ def old_format(checkpoint: Path) -> None:
 
 DAMAGES = {
     "one byte": (flip, "is not as it was written (checksum)"),
-    "truncated": (truncate, "ledger.pickle has 100 bytes"),
+    "truncated": (truncate, "ledger.msgpack has 100 bytes"),
     "one file is missing": (lambda checkpoint: (checkpoint / "samples").unlink(), "samples is missing"),
     "old format": (old_format, "has format 0; this version of titan_rl reads format 2"),
     "no manifest": (lambda checkpoint: (checkpoint / MANIFEST).unlink(), "it has no manifest.json"),

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from titan_rl.errors import CheckpointError, StorageError
 
-FORMAT = 2
+FORMAT = 3
 """Changes with every change of what a checkpoint holds; older ones are refused by name."""
 
 CHECKPOINTS = "checkpoints"

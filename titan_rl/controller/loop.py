@@ -30,10 +30,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from titan_rl.controller.checkpoints import Checkpoints, Ledger, Lesson, new_ledger, restore
+from titan_rl.controller.checkpoints import Checkpoints, restore
 from titan_rl.controller.evaluations import Evaluations
 from titan_rl.controller.exact_versions import ExactVersions
 from titan_rl.controller.faults import RELEASE_SECONDS, check_stores_are_empty, release_samples
+from titan_rl.controller.ledger import Ledger, Lesson, new_ledger
 from titan_rl.controller.losses import Losses
 from titan_rl.controller.publications import SERVED, Publications
 from titan_rl.controller.recording import Recorder

@@ -17,7 +17,7 @@ from titan_rl.errors import ActorGone, SamplesLost
 from titan_rl.scheduling.group import MAX_ATTEMPTS, Batch, Group, GroupState
 
 if TYPE_CHECKING:
-    from titan_rl.controller.checkpoints import Ledger
+    from titan_rl.controller.ledger import Ledger
     from titan_rl.controller.system import System
 
 _log = logging.getLogger(__name__)

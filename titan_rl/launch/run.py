@@ -27,8 +27,9 @@ from rich.markup import escape
 
 from titan_rl.config import RunConfig
 from titan_rl.controller.checkpoint_files import Checkpoint
-from titan_rl.controller.checkpoints import Checkpoints, Ledger, new_ledger, read_ledger
+from titan_rl.controller.checkpoints import Checkpoints
 from titan_rl.controller.faults import Announcer, FaultBoard, Save, train_and_save
+from titan_rl.controller.ledger import Ledger, new_ledger, read_ledger
 from titan_rl.controller.loop import TrainingLoop
 from titan_rl.controller.recording import Recorder
 from titan_rl.controller.system import System

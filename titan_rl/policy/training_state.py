@@ -3,24 +3,30 @@
 torch's distributed checkpoint stores each rank's shards under global names. Ranks of any other number and layout read
 the same values, bit for bit; the float32 master weights are what is stored.
 
+To read a state runs nothing that its files say: torch unpickles both the metadata and the plain values, here with an
+allow-list of names.
+
     begin   every rank copies its state in memory, then training goes on       (collective, in the trainer's thread)
     finish  wait until the copies are on disk                                  (another thread; a group of its own)
 """
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -35,6 +41,44 @@ WEIGHTS, MOMENTS, REFERENCE = "model.", "optimizer.", "reference."
 _COPY_FIRST = StagingOptions(
     use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
 )
+
+
+_IN_METADATA = {
+    "pathlib": {"PosixPath"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+}
+"""By module, all names that torch's metadata may refer to."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _IN_METADATA.get(module, ()):
+            raise CheckpointError(f"its metadata refers to {module}.{name}, which no checkpoint of ours does")
+        return super().find_class(module, name)
+
+
+class _Reader(dcp.FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+            metadata: Metadata = _Unpickler(file).load()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: IO[bytes]) -> None:
+        name = read_item.dest_index.fqn
+        try:
+            self.original_state_dict[name] = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError:
+            raise CheckpointError(f"{name} is not plain data") from None
 
 
 class StateWriter:
@@ -101,7 +145,7 @@ def read_state(state: dict[str, Any], directory: Path) -> None:
         CheckpointError: `directory` lacks something that `state` has, or another shape of it.
     """
     try:
-        dcp.load(state, checkpoint_id=directory)
+        dcp.load(state, storage_reader=_Reader(directory), planner=_LoadPlanner())
     except _ANY_ERROR as error:
         raise CheckpointError(f"{directory} cannot be read: {_cause(error)}") from error
 
@@ -113,7 +157,7 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
         CheckpointError: `directory` holds no state.
     """
     try:
-        stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+        stored = _Reader(directory).read_metadata().state_dict_metadata
         weights = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
             for name, entry in stored.items()

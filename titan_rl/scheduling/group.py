@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from titan_rl.types import PolicyVersion
 
@@ -113,6 +114,17 @@ class PromptStream:
         self._next = next_index
         self._low_water = next_index
         self._outcomes: dict[int, Outcome] = {}  # at or above the mark
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"next": self._next, "low_water": self._low_water, "outcomes": dict(self._outcomes)}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> PromptStream:
+        stream = cls()
+        stream._next, stream._low_water = state["next"], state["low_water"]
+        stream._outcomes = {int(index): Outcome(outcome) for index, outcome in state["outcomes"].items()}
+        return stream
 
     @property
     def next_index(self) -> int:

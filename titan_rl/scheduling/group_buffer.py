@@ -25,7 +25,7 @@ Pure: the caller plays groups, trains batches and publishes versions, and says h
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from titan_rl.errors import StalenessViolation
@@ -84,6 +84,41 @@ class GroupBuffer:
         self._in = dict.fromkeys(GroupState, 0)
         self._time = LogicalTime(self.knobs, decided=self.prompts.next_index, trainable=version.step * groups_per_step)
         self._undecided: dict[int, None] = {}  # in the order in which they ended, where that decides
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "knobs": asdict(self.knobs),
+            "prompts": self.prompts.state_dict(),
+            "logical_time": self._time.state_dict(),
+            "trainer": self._trainer,
+            "published": self._published,
+            "groups": [asdict(group) for group in self._groups.values()],
+            "line": [*self._line],
+            "batch": self._batch,
+            "unpublished": [*self._unpublished],
+            "admitted": self._admitted,
+            "ended": self._ended,
+            "undecided": [*self._undecided],
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> GroupBuffer:
+        buffer = cls(**state["knobs"], prompts=PromptStream.from_state_dict(state["prompts"]))
+        buffer._time = LogicalTime.from_state_dict(state["logical_time"], buffer.knobs)
+        buffer._trainer, buffer._published = PolicyVersion(*state["trainer"]), PolicyVersion(*state["published"])
+        for group in map(_group, state["groups"]):
+            buffer._groups[group.group_id] = group
+            buffer._in[group.state] += 1
+            if group.state is GroupState.WAITING:
+                buffer._waiting[group.group_id] = None
+        buffer._line = OrderedDict.fromkeys(state["line"])
+        buffer._batch = state["batch"]
+        buffer._unpublished = deque((step, count) for step, count in state["unpublished"])
+        buffer._admitted = state["admitted"]
+        buffer._ended = {Outcome(outcome): count for outcome, count in state["ended"].items()}
+        buffer._undecided = dict.fromkeys(state["undecided"])
+        return buffer
 
     # What may happen next.
 
@@ -308,7 +343,7 @@ class GroupBuffer:
             self._unpublished.popleft()
 
     def go_on_from(self, trainer: PolicyVersion) -> None:
-        """The run was restored from a pickle, and its trainer as a new incarnation at the same step.
+        """The run was restored, and its trainer as a new incarnation at the same step.
 
         Finished groups are kept, those of a batch that was out too. Running ones are to be played again. A version that
         the trainer holds, or is still to make, belongs to the new incarnation.
@@ -398,3 +433,10 @@ class GroupBuffer:
             for group_id in self._batch:
                 self._move(group_id, GroupState.FINISHED)
             self._batch = []
+
+
+def _group(state: dict[str, Any]) -> Group:
+    versions = {
+        name: None if state[name] is None else PolicyVersion(*state[name]) for name in ("min_version", "oldest")
+    }
+    return Group(**{**state, **versions, "state": GroupState(state["state"])})

@@ -19,6 +19,8 @@ Pure. Samples are held longer than in other runs: of up to (2·S + 2)·P groups.
 
 from __future__ import annotations
 
+from typing import Any
+
 from titan_rl.errors import OutcomeChanged
 from titan_rl.scheduling.config import Knobs
 
@@ -36,6 +38,16 @@ class LogicalTime:
         self._decided = decided
         self._trainable = trainable
         self._ended: dict[int, bool] = {}  # not decided yet: whether trainable
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"decided": self._decided, "trainable": self._trainable, "ended": dict(self._ended)}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any], knobs: Knobs) -> LogicalTime:
+        time = cls(knobs, decided=state["decided"], trainable=state["trainable"])
+        time._ended = {int(group_id): trainable for group_id, trainable in state["ended"].items()}
+        return time
 
     @property
     def step(self) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from enum import StrEnum
+from typing import Any
 
 from titan_rl.errors import NothingToTrain
 from titan_rl.scheduling.group import Batch
@@ -41,6 +42,19 @@ class Schedule:
         """As they were asked for."""
         self.last = self._admitted = steps
         """The step after which the run is over, and up to which groups are admitted."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data; no evaluation that is under way, which begins again."""
+        names = ("steps", "last", "_admitted", "_evaluated")
+        return {name.removeprefix("_"): getattr(self, name) for name in names}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any], buffer: GroupBuffer) -> Schedule:
+        """`go_on` follows."""
+        schedule = cls(buffer, steps=state["steps"], every=0)
+        schedule.last, schedule._admitted = state["last"], state["admitted"]
+        schedule._evaluated = state["evaluated"]
+        return schedule
 
     # Generation and training.
 
@@ -112,9 +126,7 @@ class Schedule:
     # The end.
 
     def go_on(self, steps: int, every: int) -> None:
-        """The run was restored from a pickle. No evaluation is under way; the settings may be others now."""
-        self._due.clear()
-        self._kept = None
+        """The run was restored. The settings may be others now."""
         self._every = every
         if steps != self.steps:
             self.steps = steps
@@ -183,6 +195,22 @@ class UntrainableStreak:
         self._batches = batches
         self._reasons: Counter[Untrainable] = Counter()
         self._first: dict[Untrainable, str] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "groups_per_step": self._groups_per_step,
+            "batches": self._batches,
+            "reasons": dict(self._reasons),
+            "first": dict(self._first),
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> UntrainableStreak:
+        streak = cls(groups_per_step=state["groups_per_step"], batches=state["batches"])
+        streak._reasons = Counter({Untrainable(reason): count for reason, count in state["reasons"].items()})
+        streak._first = {Untrainable(reason): first for reason, first in state["first"].items()}
+        return streak
 
     @property
     def length(self) -> int:
