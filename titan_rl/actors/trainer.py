@@ -15,8 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-import numpy as np
-
 from titan_rl.actors.connection import ConnectedActor, ServedMethod, served
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import write_samples
@@ -241,11 +239,6 @@ class PolicyTrainer(ConnectedActor):
         self._ready()
         assert self._publisher is not None
         self._publisher.release(version)
-
-    @in_order
-    def logprobs(self, batch: SampleBatch) -> dict[tuple[int, int], np.ndarray]:
-        """This rank's share of the batch scored under the current weights; see `PolicyUpdater.logprobs`."""
-        return self._ready().logprobs(batch)
 
     @in_order
     def save(self, directory: str) -> int:
