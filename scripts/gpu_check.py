@@ -146,17 +146,16 @@ def publication(device: str) -> Finding:
     import torch
 
     from titan_rl.types import PolicyVersion
-    from titan_rl.weights.config import WeightsConfig
     from titan_rl.weights.manifest import TensorShard
-    from titan_rl.weights.publisher import make_publisher
-    from titan_rl.weights.puller import make_reader, verify
+    from titan_rl.weights.publisher import SharedMemoryPublisher
+    from titan_rl.weights.puller import SharedMemoryReader, verify
 
     policy = updater(device)
-    publisher = make_publisher(WeightsConfig(), channel="gpucheck", rank=0, group=None)
+    publisher = SharedMemoryPublisher(channel="gpucheck", rank=0, group=None, max_live=2)
     try:
         settings: dict[str, Any] = {"dtype": torch.bfloat16, "aliases": policy.aliases}
         published = publisher.publish(PolicyVersion(0, 0), policy.local_shards(), **settings)
-        served = {name: tensor.to(device) for name, tensor in make_reader(published).tensors(published)}
+        served = {name: tensor.to(device) for name, tensor in SharedMemoryReader().tensors(published)}
         served |= {alias: served[name] for alias, name in policy.aliases}
 
         def whole(name: str) -> TensorShard:

@@ -98,7 +98,7 @@ VERBS = {
     ),
     "launch": (
         "titan_rl.submit:main",
-        "Submit a run as a job: slurm, kubernetes or skypilot, --nodes N -- arguments of train.",
+        "Submit a run as a job: slurm or kubernetes, --nodes N -- arguments of train.",
     ),
     "report": (
         "titan_rl.commands.report:VERB.run",

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,11 +19,8 @@ WRITTEN = ".titan_rl.json"
 """In a directory that was written: a JSON list of the names in it."""
 
 
-def check_replaceable(directory: Path, *, ours: Collection[str] = ()) -> None:
+def check_replaceable(directory: Path) -> None:
     """Do nothing if `directory` does not exist, is empty, or holds only what the project wrote there.
-
-    Args:
-        ours: names in it that the project writes without a list.
 
     Raises:
         ConfigError: replacing it would delete something else, which is named; or it is the working directory or one of
@@ -42,7 +39,7 @@ def check_replaceable(directory: Path, *, ours: Collection[str] = ()) -> None:
         # earlier versions wrote a run's newest weights without a list
         of_a_run = directory.name == "checkpoint" and (directory.parent / "config.toml").is_file()
         written = there if of_a_run and {"config.json", "model.safetensors"} <= there else set()
-    if foreign := sorted(there - written - {*ours}):
+    if foreign := sorted(there - written):
         more = f" and {len(foreign) - 1} more" * (len(foreign) > 1)
         raise ConfigError(
             f"{directory} holds {foreign[0]}{more}, which would be deleted: only an earlier export is replaced; name a "

@@ -10,16 +10,14 @@ from pathlib import Path
 
 from titan_rl import train
 from titan_rl.errors import ConfigError
-from titan_rl.launch.jobs.job import TRUSTED, JobConfig, Start
+from titan_rl.launch.jobs.job import TRUSTED, Start
 from titan_rl.launch.jobs.kubernetes import KubernetesConfig
-from titan_rl.launch.jobs.skypilot import SkyPilotConfig
 from titan_rl.launch.jobs.slurm import SlurmConfig
 from titan_rl.overrides import EXIT_USAGE, Command, Verb, apply, say
 
-KINDS: dict[str, tuple[type[JobConfig], str]] = {
+KINDS: dict[str, tuple[type[SlurmConfig | KubernetesConfig], str]] = {
     "slurm": (SlurmConfig, "a batch job; goes on after preemption, requeue and the end of its time"),
     "kubernetes": (KubernetesConfig, "an indexed Job with its Service and NetworkPolicy; not tested on a cluster yet"),
-    "skypilot": (SkyPilotConfig, "a managed job; not tested on a cloud yet"),
 }
 _TRUSTED, _DRY_RUN = train.TRUSTED, "--dry-run"
 _OF_THE_JOB = {"--resume", _DRY_RUN, "--help", "placement.hosts", "placement.trusted_network"}
@@ -48,7 +46,7 @@ def main(arguments: Sequence[str], *, prog: str) -> int:
     return verb.run(words[:cut], prog=f"{prog} {kind}")
 
 
-def _submit(command: Command, words: Sequence[str], kind: type[JobConfig]) -> int:
+def _submit(command: Command, words: Sequence[str], kind: type[SlurmConfig | KubernetesConfig]) -> int:
     job = apply(kind(), command.layers)
     if missing := [f"--{name} {name.upper()}" for name in job.required if not getattr(job, name)]:
         raise ConfigError(f"name {' and '.join(missing)}")

@@ -1,6 +1,6 @@
 """How long new weights take from a trainer into a running vLLM engine, in units of one warm copy of the same bytes.
 
-    python scripts/bench/weight_sync.py [--repetitions 15] [--transports shared_memory filesystem]
+    python scripts/bench/weight_sync.py [--repetitions 15]
 
 Each policy is measured in a process of its own with the environment of a generator: trainer-side tensors (float32,
 one rank), a publisher, a reader and a real vLLM engine, one thread. Every repetition decodes a few steps of a batch,
@@ -12,15 +12,11 @@ than the one before it.
 of the engine's size. `ratio_total`: publish with fingerprints, load through vLLM's own loader, drop the KV cache,
 verify what the engine computes with. `gb_per_s`: published bytes by the time of publish and load. `pause_steps`: the
 time between the last engine step before the pull and the first one after it, by a decode step; what the requests in
-flight then recompute of their KV is `recompute_steps`. Figures without a transport's name are shared memory's, those
-without a size are of 100M parameters.
+flight then recompute of their KV is `recompute_steps`. Figures without a size are of
+100M parameters.
 
-What bounds each transport:
-
-- Shared memory: memory. A segment is recycled, so nothing is allocated; what is above the two copies is two passes
-  over the bytes for fingerprints, the publisher's on bytes that are still in the cache, and vLLM's loader.
-- Filesystem: a file per version is a fresh file, so the kernel finds and fills new pages on each publish and maps them
-  on each load. With a real disk behind it, its speed once the page cache is full.
+Memory bounds it. A segment is recycled, so nothing is allocated; what is above the two copies is two passes over the
+bytes for fingerprints, the publisher's on bytes that are still in the cache, and vLLM's loader.
 """
 
 from __future__ import annotations
@@ -47,7 +43,7 @@ from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.types import GenerationRequest, SamplingParams
 
 if TYPE_CHECKING:
-    from parts.weight_transports import Trainer
+    from parts.publishing_trainer import Trainer
 
     from titan_rl.generation.vllm.engine import VllmEngine
 
@@ -55,7 +51,6 @@ POLICIES = {
     "100M": POLICY_100M,
     "3M": TinyPolicyConfig(dim=256, layers=4, heads=8, kv_heads=4, head_dim=32, ffn=768),
 }
-TRANSPORTS = ("shared_memory", "filesystem")
 WARM_UP = 3
 """Repetitions that are not counted: both slots are made in them."""
 FLOAT32_BYTES = 4
@@ -111,37 +106,30 @@ class Stopwatch:
         self.seconds[row].append(time.perf_counter() - started)
 
 
-def measure(config: TinyPolicyConfig, transports: Sequence[str], repetitions: int, cache: Path) -> dict[str, Measured]:
-    """By transport, all with one engine."""
-    from parts.weight_transports import Trainer
+def measure(config: TinyPolicyConfig, repetitions: int, cache: Path) -> Measured:
+    from parts.publishing_trainer import Trainer
 
     from titan_rl.generation.vllm.engine import VllmEngine
     from titan_rl.policy.models.tiny import make_tiny_policy
 
     engine = VllmEngine(GeneratorConfig(kv_cache_bytes=64 << 20), make_tiny_policy(config, cache))
-    measured = {}
+    trainer = Trainer(config)
     try:
-        for number, transport in enumerate(transports):
-            trainer = Trainer(transport, config, cache)
-            first = 1 + number * (WARM_UP + repetitions)
-            try:
-                measured[transport] = _measure_one(engine, trainer, range(first, first + WARM_UP + repetitions))
-            finally:
-                trainer.close()
+        return _measure(engine, trainer, range(1, 1 + WARM_UP + repetitions))
     finally:
+        trainer.close()
         engine.close()
-    return measured
 
 
-def _measure_one(engine: VllmEngine, trainer: Trainer, steps: range) -> Measured:
+def _measure(engine: VllmEngine, trainer: Trainer, steps: range) -> Measured:
     import torch
 
     from titan_rl.types import PolicyVersion
-    from titan_rl.weights.puller import make_reader, verify
+    from titan_rl.weights.puller import SharedMemoryReader, verify
 
     publication, _ = trainer.publish(steps[0])
     trainer.release(publication.version)
-    reader = make_reader(publication)
+    reader = SharedMemoryReader()
     engine_like = {entry.name: torch.zeros(entry.shape) for entry in publication.manifest.entries}
     parameters = sum(tensor.numel() for tensor in engine_like.values())
     source, target = torch.randn(parameters), torch.randn(parameters)
@@ -191,7 +179,7 @@ def _decode(engine: VllmEngine, salt: int) -> float:
     return statistics.median(seconds)
 
 
-def measured_apart(size: str, transports: Sequence[str], repetitions: int) -> dict[str, Measured]:
+def measured_apart(size: str, repetitions: int) -> Measured:
     """`measure` in a process that starts with a generator's environment."""
     # The publishing process finds this directory's modules too.
     paths = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
@@ -200,44 +188,40 @@ def measured_apart(size: str, transports: Sequence[str], repetitions: int) -> di
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "measured.json"
         command = [sys.executable, __file__, "--repetitions", str(repetitions), "--only", size, "--output", str(output)]
-        subprocess.run([*command, "--transports", *transports], env=environment, check=True)
-        return {transport: Measured(*values) for transport, values in json.loads(output.read_text()).items()}
+        subprocess.run(command, env=environment, check=True)
+        return Measured(*json.loads(output.read_text()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=15)
-    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
     parser.add_argument("--only", choices=POLICIES, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.only:
-        measured = measure(
-            POLICIES[arguments.only], arguments.transports, arguments.repetitions, arguments.output.parent
-        )
+        measured = measure(POLICIES[arguments.only], arguments.repetitions, arguments.output.parent)
         arguments.output.write_text(json.dumps(measured))
         return
     figures: dict[str, float] = {"repetitions": arguments.repetitions}
     rows: list[list[str | float]] = []
-    for size, size_suffix in (("100M", ""), ("3M", "_3M")):
-        for transport, measured in measured_apart(size, arguments.transports, arguments.repetitions).items():
-            suffix = size_suffix if transport == "shared_memory" else f"_{transport}{size_suffix}"
-            for figure, title, parts in [
-                *((f"units_{row}", title, (row,)) for row, title in ROWS.items()),
-                ("ratio_to_memcpy", "copies alone", COPIES),
-                ("ratio_total", "all of it", TOTAL),
-                ("units_pause", "pause of the generator", PAUSE),
-            ]:
-                units = measured.units(parts)
-                rows.append([f"{size} {transport}", title, measured.milliseconds(parts), units])
-                figures[f"{figure}{suffix}"] = round(units, 3)
-            figures |= {
-                f"parameters{suffix}": measured.parameters,
-                f"memcpy_gb_per_s{suffix}": round(measured.gb_per_s(["memcpy"]), 2),
-                f"gb_per_s{suffix}": round(measured.gb_per_s(["publish", "load"]), 2),
-                f"pause_steps{suffix}": round(measured.units(PAUSE, of="decode"), 2),
-                f"recompute_steps{suffix}": round(measured.units(["recompute"], of="decode"), 2),
-            }
+    for size, suffix in (("100M", ""), ("3M", "_3M")):
+        measured = measured_apart(size, arguments.repetitions)
+        for figure, title, parts in [
+            *((f"units_{row}", title, (row,)) for row, title in ROWS.items()),
+            ("ratio_to_memcpy", "copies alone", COPIES),
+            ("ratio_total", "all of it", TOTAL),
+            ("units_pause", "pause of the generator", PAUSE),
+        ]:
+            units = measured.units(parts)
+            rows.append([size, title, measured.milliseconds(parts), units])
+            figures[f"{figure}{suffix}"] = round(units, 3)
+        figures |= {
+            f"parameters{suffix}": measured.parameters,
+            f"memcpy_gb_per_s{suffix}": round(measured.gb_per_s(["memcpy"]), 2),
+            f"gb_per_s{suffix}": round(measured.gb_per_s(["publish", "load"]), 2),
+            f"pause_steps{suffix}": round(measured.units(PAUSE, of="decode"), 2),
+            f"recompute_steps{suffix}": round(measured.units(["recompute"], of="decode"), 2),
+        }
     print_report("weight sync, float32", ["policy", "part", "ms (median)", "in warm copies"], rows, figures)
 
 

@@ -30,7 +30,7 @@ from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.routing.config import RouterConfig
 from titan_rl.types import Completion, GenerationRequest, PolicyVersion, SamplingParams
 from titan_rl.weights.manifest import TensorShard
-from titan_rl.weights.shared_memory import SharedMemoryPublisher
+from titan_rl.weights.publisher import SharedMemoryPublisher
 
 SECONDS = 60.0
 PROMPT = np.array([2, 3, 4], np.int32)

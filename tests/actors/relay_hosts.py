@@ -18,8 +18,9 @@ from titan_rl.launch.provisioner import Provisioner
 from titan_rl.processes import OWNER
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Publication, TensorShard
+from titan_rl.weights.publisher import SharedMemoryPublisher
+from titan_rl.weights.puller import SharedMemoryReader
 from titan_rl.weights.segment_files import remove_segments_of, segment_at
-from titan_rl.weights.shared_memory import SharedMemoryPublisher, SharedMemoryReader
 
 TRAINER = "trainer"
 SECONDS = 100.0

@@ -32,7 +32,7 @@ from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion, SamplingParams
 from titan_rl.weights.manifest import Publication, TensorShard
-from titan_rl.weights.shared_memory import SharedMemoryPublisher
+from titan_rl.weights.publisher import SharedMemoryPublisher
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -24,8 +24,8 @@ from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.config import WeightsConfig
 from titan_rl.weights.manifest import Publication
+from titan_rl.weights.puller import SharedMemoryReader
 from titan_rl.weights.segment_files import DIRECTORY, remove_segments_of
-from titan_rl.weights.shared_memory import SharedMemoryReader
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from titan_rl import cli
-from titan_rl.launch.jobs.job import Start, dns_name
-from titan_rl.launch.jobs.kubernetes import KubernetesConfig
-from titan_rl.launch.jobs.skypilot import SkyPilotConfig
+from titan_rl.launch.jobs.job import Start
+from titan_rl.launch.jobs.kubernetes import KubernetesConfig, dns_name
 from titan_rl.launch.jobs.slurm import SlurmConfig
 from titan_rl.train import VERB, resolve
 
@@ -31,7 +30,7 @@ def launched(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str,
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["lsf"], "there is no kind 'lsf'; there are slurm, kubernetes, skypilot"),
+        (["lsf"], "there is no kind 'lsf'; there are slurm, kubernetes"),
         (["slurm", "--nodes", "0", TRUSTED, "--"], "--nodes must be at least 1, got 0"),
         (["slurm", "--nodes", "2", "--"], "--nodes 2: whoever reaches a port .* add --trusted-network"),
         (["slurm", "--nodes", "2", TRUSTED], "name a recipe"),
@@ -41,7 +40,6 @@ def launched(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str,
         (["slurm", "--", "--recipe", "cpu_smoke", "--hosts", "127.0.0.1:1"], "leave out placement.hosts"),
         (["slurm", "--", "--recipe", "cpu_smoke"], "there is no sbatch on this machine"),
         (["kubernetes", "--", "--recipe", "cpu_smoke"], "name --image IMAGE and --claim CLAIM"),
-        (["skypilot", "--", "--recipe", "cpu_smoke"], "name --bucket BUCKET"),
     ],
 )
 def test_what_cannot_be_launched_is_refused_in_one_sentence(
@@ -60,7 +58,7 @@ def test_a_dry_run_prints_the_script_and_makes_nothing(capsys: pytest.CaptureFix
     assert out.startswith("#!/bin/bash\n#SBATCH --job-name=cpu_smoke-2") and f"directory={tmp_path}/cpu_smoke-2" in out
 
 
-@pytest.mark.parametrize("kind", [SlurmConfig(nodes=2), KubernetesConfig(nodes=2), SkyPilotConfig(nodes=2)])
+@pytest.mark.parametrize("kind", [SlurmConfig(nodes=2), KubernetesConfig(nodes=2)])
 def test_every_node_starts_a_run_that_goes_on_in_the_directory_of_the_job(kind: Any) -> None:
     text = kind.text(START)
     assert "Trusted networks only" in text
@@ -118,14 +116,6 @@ def test_the_manifest_of_kubernetes_has_the_structure_that_kubernetes_asks_for()
     assert (
         policy["podSelector"]["matchLabels"] == policy["ingress"][0]["from"][0]["podSelector"]["matchLabels"] == labels
     )
-
-
-def test_the_task_of_skypilot_runs_sound_bash() -> None:
-    job = SkyPilotConfig(nodes=4, bucket="s3://mine/runs", accelerators="H100:8", cpus_per_node=32)
-    task = json.loads(job.text(START))
-    subprocess.run(["bash", "-n"], input=task["run"], text=True, check=True)
-    assert task["num_nodes"] == 4 and task["file_mounts"] == {"/runs": {"source": "s3://mine/runs", "mode": "MOUNT"}}
-    assert task["resources"] == {"accelerators": "H100:8", "cpus": "32+"}
 
 
 @pytest.mark.parametrize("name", ["cpu_smoke-20260101-120000", "7B.run_" + "x" * 90, "_", "Ünïcode/run"])

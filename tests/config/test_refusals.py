@@ -87,7 +87,6 @@ WRONG = {
     f"--recipe copy4 --logging.directory /tmp/{'x' * 300}": f"logging.directory: /tmp/{'x' * 300} cannot be",
     "--recipe copy4 --logging.directory /proc/runs": "logging.directory: /proc/runs cannot be written: /proc: ",
     "--recipe copy4 --logging.directory /dev/null/runs": "logging.directory: /dev/null/runs cannot be written: ",
-    "--recipe copy4 --weights.transport filesystem --weights.directory /proc/w": "weights.directory: /proc/w cannot be",
     "--recipe copy4 --name a/b": "logging.name 'a/b' cannot name a directory",
     "--recipe copy4 --name ..": "logging.name '..' cannot name a directory",
     f"--recipe copy4 --name {'x' * 201}": "logging.name has 201 bytes, and 200 are possible",
@@ -230,7 +229,6 @@ NO_COPIES = ("--checkpoint.in_memory", "false")
     ("arguments", "mib", "said", "code"),
     [
         (LARGE, 64, "/dev/shm has 64 MiB free, and the run needs", 2),
-        ([*LARGE, "--weights.transport", "filesystem", "--weights.directory", "/tmp/weights", *NO_COPIES], 64, "", 0),
         ([*LONG, *NO_COPIES], 64, "warning: /dev/shm has 64 MiB free, and the run may need 273", 0),
         (LARGE, 2000, "3,601 MiB of copies (checkpoint.in_memory)", 0),
         (["--recipe", "copy4"], 8, "", 0),

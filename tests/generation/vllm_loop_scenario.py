@@ -30,8 +30,8 @@ from titan_rl.generation.vllm.engine import VllmEngine
 from titan_rl.processes import RENDEZVOUS
 from titan_rl.types import Completion, PolicyVersion
 from titan_rl.weights.manifest import Publication, PullReport, TensorShard
-from titan_rl.weights.puller import verify
-from titan_rl.weights.shared_memory import SharedMemoryPublisher, SharedMemoryReader
+from titan_rl.weights.publisher import SharedMemoryPublisher
+from titan_rl.weights.puller import SharedMemoryReader, verify
 
 BOUND = 120.0
 DAMAGED = "damaged"

@@ -27,7 +27,7 @@ from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig
 from titan_rl.routing.config import RouterConfig
 from titan_rl.types import GenerationRequest, PolicyVersion, SamplingParams
 from titan_rl.weights.manifest import Publication, TensorShard
-from titan_rl.weights.shared_memory import SharedMemoryPublisher
+from titan_rl.weights.publisher import SharedMemoryPublisher
 
 SECONDS = 200.0
 TIED = (("lm_head.weight", "model.embed_tokens.weight"),)

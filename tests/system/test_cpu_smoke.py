@@ -18,6 +18,7 @@ from titan_rl import config_registry
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SharedMemorySource
 from titan_rl.launch.start import start
+from titan_rl.policy.kept_tokens import KeptTokens
 from titan_rl.rollout.report import GroupReport
 from titan_rl.types import PolicyVersion, TrainingSample
 
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @dataclass
 class Step:
-    """What one step produced, and what the trainer thinks of it."""
+    """What one step produced, and how the trainer scores its trained tokens."""
 
     reports: list[GroupReport]
     samples: tuple[TrainingSample, ...]
@@ -67,17 +68,18 @@ async def flow() -> AsyncIterator[Flow]:
             reports = await system.rollouts.run_groups(requests)
             batch = SampleBatch.concat(report.samples for report in reports)
             samples = source.fetch(batch)
-            at_version = await system.trainer.logprobs(batch)
-            metrics = await system.trainer.train_step(batch)
-            after_update = await system.trainer.logprobs(batch)
+            names = [(sample.group_id, sample.sample) for sample in samples]
+            at_version, after_update = KeptTokens(names), KeptTokens(names)
+            metrics = await system.trainer.train_step(batch, at_version)
+            await system.trainer.train_step(batch, after_update)
             held = await system.rollouts.release(batch)
             steps.append(
                 Step(
                     reports,
                     samples,
                     publication.version,
-                    at_version,
-                    after_update,
+                    {name: scores.logprobs for name, scores in at_version.scores.items()},
+                    {name: scores.logprobs for name, scores in after_update.scores.items()},
                     metrics,
                     sum(store.samples for store in held),
                 )
@@ -94,14 +96,14 @@ async def flow() -> AsyncIterator[Flow]:
 async def test_the_engine_and_the_trainer_agree_at_the_sampling_version(flow: Flow) -> None:
     for step in flow.steps:
         for sample in step.samples:
-            trained = step.at_version[sample.group_id, sample.sample][sample.loss_mask]
+            trained = step.at_version[sample.group_id, sample.sample]
             assert np.abs(trained - sample.logprobs[sample.loss_mask]).max() <= TOLERANCE
 
 
 async def test_they_differ_from_the_version_before(flow: Flow) -> None:
     """Otherwise agreement would prove nothing: an engine that never took new weights would pass."""
     for before, step in zip(flow.steps[:-1], flow.steps[1:], strict=True):
-        assert step.version == PolicyVersion(0, before.version.step + 1)
+        assert step.version == PolicyVersion(0, before.version.step + 2)
         differences = [np.abs(before.after_update[key] - before.at_version[key]).max() for key in before.at_version]
         assert max(differences) > 10 * TOLERANCE
 
@@ -138,7 +140,7 @@ async def test_the_ranks_of_each_generator_did_the_same(flow: Flow) -> None:
 
 async def test_both_generators_served_and_nothing_is_in_flight(flow: Flow) -> None:
     assert [status.state for status in flow.fleet] == ["serving", "serving"]
-    assert [status.version for status in flow.fleet] == [f"v{len(flow.steps)}"] * 2
+    assert [status.version for status in flow.fleet] == [f"v{2 * len(flow.steps)}"] * 2
     assert all(status.served > 0 and status.failed == 0 for status in flow.fleet)
     assert all(status.in_flight == 0 and status.load == 0 for status in flow.fleet)
 

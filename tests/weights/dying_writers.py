@@ -1,4 +1,4 @@
-"""Program of test_dying_writers.py: per transport two ranks, of which the second one kills itself in the middle.
+"""Program of test_dying_writers.py: two ranks, of which the second one kills itself in the middle.
 
 Torch is imported once and the ranks are forked, which keeps this quick.
 """
@@ -13,15 +13,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transport_scenarios import die_publishing, publish_first
+from rank_scenarios import die_publishing, publish_first
 
 
-def run(transport: str, rank: int, scratch: Path) -> None:
+def run(rank: int, directory: Path) -> None:
     torch.set_num_threads(1)
-    directory = scratch / transport
     store = dist.FileStore(str(directory / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    publisher, first = publish_first(transport, rank, directory)
+    publisher, first = publish_first(rank, directory)
     (directory / f"v1.{rank}.pickle").write_bytes(pickle.dumps(first))
     result = die_publishing(publisher, rank)
     (directory / f"result.{rank}.pickle").write_bytes(pickle.dumps(result))
@@ -29,17 +28,15 @@ def run(transport: str, rank: int, scratch: Path) -> None:
 
 def main() -> None:
     scratch = Path(sys.argv[1])
-    children = {}
-    for transport in sys.argv[2:]:
-        (scratch / transport).mkdir()
-        for rank in range(2):
-            child = os.fork()
-            if child == 0:
-                run(transport, rank, scratch)
-                sys.stdout.flush()
-                os._exit(0)
-            children[child] = f"{transport} {rank}"
-    statuses = {children[child]: os.waitpid(child, 0)[1] for child in children}
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            run(rank, scratch)
+            sys.stdout.flush()
+            os._exit(0)
+        children.append(child)
+    statuses = [os.waitpid(child, 0)[1] for child in children]
     (scratch / "statuses.pickle").write_bytes(pickle.dumps(statuses))
 
 

@@ -11,22 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from transport_examples import copied, same_bytes, weights, whole_shards
+from weight_examples import Engine, copied, publish, publisher_in, same_bytes, weights, whole_shards
 
 from titan_rl.errors import ConfigError, WeightsError
 from titan_rl.processes import OWNER
 from titan_rl.types import PolicyVersion
 from titan_rl.weights import publisher as publishing
-from titan_rl.weights.fingerprint import shard_fingerprint
+from titan_rl.weights.config import WeightsConfig
+from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint
 from titan_rl.weights.manifest import TensorShard
+from titan_rl.weights.puller import SharedMemoryReader, verify
 from titan_rl.weights.segment_files import remove_segments_of, segment_at, sweep_dead_segments
-from titan_rl.weights.shared_memory import SharedMemoryPublisher, SharedMemoryReader
 
 V1, V2 = PolicyVersion(0, 1), PolicyVersion(0, 2)
-
-
-def publisher_in(directory: Path, *, max_live: int = 2) -> SharedMemoryPublisher:
-    return SharedMemoryPublisher(channel="policy", rank=0, group=None, max_live=max_live, directory=directory)
 
 
 @pytest.fixture
@@ -295,6 +292,70 @@ def test_file_names_need_neither_torch_nor_numba() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
 
-def test_a_channel_is_a_plain_word(directory: Path) -> None:
-    with pytest.raises(ConfigError, match="a/b"):
-        SharedMemoryPublisher(channel="a/b", rank=0, group=None, max_live=1, directory=directory)
+@pytest.mark.parametrize("channel", ["a/b", "..", ".hidden", ""])
+def test_a_channel_is_a_plain_word(channel: str, directory: Path) -> None:
+    with pytest.raises(ConfigError, match="channel"):
+        publisher_in(directory, channel=channel)
+
+
+def test_two_channels_know_nothing_of_each_other(directory: Path) -> None:
+    policy, reference = publisher_in(directory, channel="policy"), publisher_in(directory, channel="reference")
+    kept, reader = publish(reference, 1, weights(100)), SharedMemoryReader()
+    for step in range(1, 4):
+        current = publish(policy, step, weights(step))
+        assert same_bytes(copied(reader.tensors(current)), weights(step))
+        assert same_bytes(copied(reader.tensors(kept)), weights(100))
+        if step > 1:
+            policy.release(PolicyVersion(0, step - 1))
+    publish(reference, 2, weights(101))
+    with pytest.raises(WeightsError, match=r"publishing reference v3: .* max_live is 2; release one of v1, v2"):
+        publish(reference, 3, weights(102))
+    publish(policy, 4, weights(4))
+    policy.close()
+    assert same_bytes(copied(reader.tensors(kept)), weights(100))
+
+
+def test_a_channel_holds_max_live_versions_and_names_them(directory: Path) -> None:
+    publisher, reader = publisher_in(directory), SharedMemoryReader()
+    first = publish(publisher, 1, weights(1))
+    publish(publisher, 2, weights(2))
+    with pytest.raises(WeightsError, match=r"publishing policy v3: no free segment, max_live is 2; .* v1, v2"):
+        publish(publisher, 3, weights(3))
+    assert same_bytes(copied(reader.tensors(first)), weights(1))
+    publisher.release(V1)
+    third = publish(publisher, 3, weights(3))
+    assert same_bytes(copied(reader.tensors(third)), weights(3))
+    with pytest.raises(WeightsError, match="v1 cannot be released: live are v2, v3"):
+        publisher.release(V1)
+
+
+def test_a_byte_that_is_damaged_on_the_way_is_found(directory: Path) -> None:
+    publication, engine = publish(publisher_in(directory), 1, weights(1)), Engine()
+    (entry,) = (entry for entry in publication.manifest.entries if entry.name == "big")
+    with open(segment_at(publication.location), "r+b") as file:
+        file.seek(entry.offset + 77)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+    engine.load(SharedMemoryReader().tensors(publication))
+    with pytest.raises(WeightsError, match="policy v1 is not what the engine computes with: big is not what was pub"):
+        verify(publication, engine.served_shards(), None)
+
+
+def test_what_was_damaged_on_its_way_is_read_anew(directory: Path) -> None:
+    """Also at the place of the publication before, under its version."""
+    publisher, engine, reader = publisher_in(directory), Engine(), SharedMemoryReader()
+    first = publish(publisher, 1, weights(1))
+    engine.load((name, tensor.zero_()) for name, tensor in reader.tensors(first))
+    with pytest.raises(WeightsError, match="is not what was published"):
+        verify(first, engine.served_shards(), None)
+    publisher.release(V1)
+    again = publish(publisher, 1, weights(1))
+    assert again.manifest == first.manifest
+    engine.load(reader.tensors(again))
+    assert verify(again, engine.served_shards(), None) == combined_fingerprint(again.manifest)
+
+
+def test_too_few_live_versions_are_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="weights.max_live must be at least 2"):
+        WeightsConfig(max_live=0)

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from trainer_hosts import VERSIONS
-from transport_examples import SHAPES, copied, same_bytes, weights
+from weight_examples import SHAPES, copied, same_bytes, weights
 
 from titan_rl.processes import OWNER
 from titan_rl.weights.manifest import Publication
+from titan_rl.weights.puller import SharedMemoryReader
 from titan_rl.weights.segment_files import segment_at
-from titan_rl.weights.shared_memory import SharedMemoryReader
 
 OWNERS = {"one": "101", "two": "102", "three": "103"}
 

@@ -11,8 +11,8 @@ from titan_rl.errors import WeightsError
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.fingerprint import combined_fingerprint
 from titan_rl.weights.manifest import Publication, TensorShard
-from titan_rl.weights.puller import verify
-from titan_rl.weights.shared_memory import SharedMemoryPublisher, SharedMemoryReader
+from titan_rl.weights.publisher import SharedMemoryPublisher
+from titan_rl.weights.puller import SharedMemoryReader, verify
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SHAPES = {EMBEDDING: (11, 8), "layers.0.q_proj.weight": (8, 8), "layers.1.q_proj.weight": (8, 8), "norm.weight": (8,)}

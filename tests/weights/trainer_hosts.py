@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transport_examples import ALIASES, SHAPES, weights
+from weight_examples import ALIASES, SHAPES, weights
 
 from titan_rl.processes import OWNER
 from titan_rl.types import PolicyVersion
 from titan_rl.weights import exchange
 from titan_rl.weights.manifest import Publication, TensorShard
-from titan_rl.weights.shared_memory import SharedMemoryPublisher
+from titan_rl.weights.publisher import SharedMemoryPublisher
 
 VERSIONS = 3
 """The third one is in the slot of the first."""

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_scenarios import parallelism_pairs
 from torch import Tensor
-from transport_scenarios import parallelism_pairs
 
 from titan_rl.errors import WeightsError
 from titan_rl.processes import join_world
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Publication, TensorShard
-from titan_rl.weights.puller import verify
-from titan_rl.weights.shared_memory import SharedMemoryPublisher, SharedMemoryReader
+from titan_rl.weights.publisher import SharedMemoryPublisher
+from titan_rl.weights.puller import SharedMemoryReader, verify
 
 EMBEDDING, HEAD, ROW_CUT, ONE_ROW, NORM = "embed.weight", "lm_head.weight", "o_proj.weight", "one_row", "norm.weight"
 SHAPES = {EMBEDDING: (5, 6), ROW_CUT: (4, 7), ONE_ROW: (1, 3), NORM: (3,)}
@@ -169,18 +169,11 @@ def verified_engines(rank: int, directory: Path) -> dict[str, Any]:
     return result
 
 
-def two_writers_of_each_transport(rank: int, directory: Path) -> dict[str, dict[str, bool]]:
-    return {
-        transport: parallelism_pairs(transport, rank, directory / "pairs")
-        for transport in ("shared_memory", "filesystem")
-    }
-
-
 def main() -> None:
     rank, directory = int(os.environ["RANK"]), Path(sys.argv[1])
     torch.set_num_threads(1)
     join_world("gloo")
-    scenarios = (two_writers, writers_that_fail, verified_engines, two_writers_of_each_transport)
+    scenarios = (two_writers, writers_that_fail, verified_engines, parallelism_pairs)
     results = {scenario.__name__: scenario(rank, directory) for scenario in scenarios}
     torch.save(results, f"{sys.argv[2]}.{rank}")
     dist.destroy_process_group()

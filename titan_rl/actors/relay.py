@@ -38,7 +38,7 @@ from titan_rl.observability.timeline import Pulse, timeline
 from titan_rl.observability.waits import waiting
 from titan_rl.weights.fanout import Parents, parents
 from titan_rl.weights.manifest import Publication
-from titan_rl.weights.segment_files import SCHEME, Identity, create_segment, identity_of, map_segment, segment_at
+from titan_rl.weights.segment_files import Identity, create_segment, identity_of, map_segment, segment_at
 
 LEAST_CHUNK_BYTES, MOST_CHUNKS = 256 << 10, 512
 """A publication has so many chunks that the hops of a few of them do not count, and so few that a message for each does
@@ -132,8 +132,7 @@ class WeightRelay(ConnectedActor):
 
     @served
     async def bring(self, publication: Publication, *, again: bool = False) -> None:
-        """Returns when this host has the whole publication in its shared memory, if it is not in files that all hosts
-        see. Callers share one transfer.
+        """Returns when this host has the whole publication in its shared memory. Callers share one transfer.
 
         Args:
             again: what is here is not what was published: fetch everything anew, from `Publication.hosts`.
@@ -142,7 +141,7 @@ class WeightRelay(ConnectedActor):
             WeightsError: it cannot be had: it is gone, or no host that has it answers.
             StorageError: there is no room for it.
         """
-        if self._host in publication.hosts or not publication.location.startswith(SCHEME):
+        if self._host in publication.hosts:
             return
         slot = await self._slot_of(publication)
         task = self._go_on(slot, again=again)

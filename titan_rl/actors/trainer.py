@@ -15,8 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-import numpy as np
-
 from titan_rl.actors.connection import ConnectedActor, ServedMethod, served
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import write_samples
@@ -34,7 +32,7 @@ from titan_rl.weights.manifest import Publication, TensorShard
 if TYPE_CHECKING:
     from titan_rl.policy.state_copies import StateCopies
     from titan_rl.policy.updater import PolicyUpdater
-    from titan_rl.weights.publisher import ChannelPublisher
+    from titan_rl.weights.publisher import SharedMemoryPublisher
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -133,7 +131,7 @@ class PolicyTrainer(ConnectedActor):
         self._hosts = hosts
         self._rank = int(os.environ["RANK"])
         self._updater: PolicyUpdater | None = None
-        self._publisher: ChannelPublisher | None = None
+        self._publisher: SharedMemoryPublisher | None = None
         self._keeps_copies = copies
         self._copies: StateCopies | None = None
         self._copied: tuple[TrainingSample, ...] = ()  # for the checkpoint that is being written
@@ -158,7 +156,7 @@ class PolicyTrainer(ConnectedActor):
 
         from titan_rl.policy.state_copies import StateCopies
         from titan_rl.policy.updater import PolicyUpdater
-        from titan_rl.weights.publisher import make_publisher
+        from titan_rl.weights.publisher import SharedMemoryPublisher
 
         started = time.monotonic()
         self._updater = PolicyUpdater(
@@ -174,8 +172,8 @@ class PolicyTrainer(ConnectedActor):
             here = self._hosts.count(os.environ[HOST]) if self._hosts else 0
             self._copies = StateCopies(owner_pid=owner_pid(), rank=self._rank, ranks=self._config.ranks, here=here)
         group = dist.group.WORLD if self._config.ranks > 1 else None
-        self._publisher = make_publisher(
-            self._weights, channel=CHANNEL, rank=self._rank, group=group, hosts=self._hosts
+        self._publisher = SharedMemoryPublisher(
+            channel=CHANNEL, rank=self._rank, group=group, max_live=self._weights.max_live, hosts=self._hosts
         )
         self._publisher.adopt(published)
         if self._device == "cpu":
@@ -241,11 +239,6 @@ class PolicyTrainer(ConnectedActor):
         self._ready()
         assert self._publisher is not None
         self._publisher.release(version)
-
-    @in_order
-    def logprobs(self, batch: SampleBatch) -> dict[tuple[int, int], np.ndarray]:
-        """This rank's share of the batch scored under the current weights; see `PolicyUpdater.logprobs`."""
-        return self._ready().logprobs(batch)
 
     @in_order
     def save(self, directory: str) -> int:

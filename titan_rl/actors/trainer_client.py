@@ -18,8 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import numpy as np
-
 from titan_rl.actors.connection import Connection, ServedMethod
 from titan_rl.actors.lifeline import Lifeline
 from titan_rl.actors.trainer import PolicyTrainer
@@ -192,11 +190,6 @@ class Trainer:
         call = self._call(self._step_seconds, PolicyTrainer.release, publication.version)
         with suppress(ActorGone):
             await self._once(call, needs_state=False)
-
-    async def logprobs(self, batch: SampleBatch) -> dict[tuple[int, int], np.ndarray]:
-        """Score a batch under the current weights: (group id, sample) → [L] float32, position 0 is 0."""
-        parts = await self._again(self._call(self._step_seconds, PolicyTrainer.logprobs, batch))
-        return {sample: logprobs for part in parts for sample, logprobs in part.items()}
 
     async def save(self, directory: Path) -> int:
         """Write a Hugging Face checkpoint; returns the step of its weights."""

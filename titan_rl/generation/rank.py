@@ -1,4 +1,4 @@
-"""Builds one rank of a generator: engine, decision channel, weight puller. `GlooChannel` carries decisions to ranks."""
+"""Builds one rank of a generator: engine, decision channel, weight reader. `GlooChannel` carries decisions to ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from titan_rl.generation.lockstep import DecisionChannel, Lockstep, SoloChannel
 from titan_rl.importing import import_name
 from titan_rl.types import Completion, GenerationRequest, Piece
 from titan_rl.weights.manifest import Publication
-from titan_rl.weights.puller import WeightPuller, verify
+from titan_rl.weights.puller import SharedMemoryReader, verify
 from titan_rl.wire import pack
 
 _MESSAGE_BYTES = 2048
@@ -46,7 +46,7 @@ def make_engine_loop(
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     gloo = GlooChannel() if world_size > 1 else None
     channel: DecisionChannel = gloo if gloo is not None else SoloChannel()
-    puller = WeightPuller()
+    reader = SharedMemoryReader()
 
     def check(publication: Publication, engine: Engine) -> int:
         return verify(publication, engine.served_shards(), gloo.group if gloo is not None else None)
@@ -56,7 +56,7 @@ def make_engine_loop(
             import_name(config.engine, ENGINES)(config, model_path, device),
             rank=rank,
             channel=channel,
-            load_publication=puller.tensors,
+            load_publication=reader.tensors,
             verify=check,
             keep_cache=config.keep_prefix_cache,
         )

@@ -72,7 +72,6 @@ def check_run(config: RunConfig, host: HostFacts) -> list[Problem]:
         *_directory("logging.directory", config.logging.directory),
         *(_package("logging.wandb_project", "wandb") if config.logging.wandb_project else ()),
         *(_package("logging.tensorboard", "tensorboard") if config.logging.tensorboard else ()),
-        *(_directory("weights.directory", config.weights.directory) if config.weights.directory else ()),
         *(_address("rollout.agents.port", agents.host, agents.port) if found and plays(config) else ()),
     ]
 
@@ -194,7 +193,7 @@ def _shared_memory(config: RunConfig, host: HostFacts, shape: Qwen3Shape, *, ser
     weights, rollout = config.weights_settings(), config.rollout
     parameters = sum(map(math.prod, shape.tensor_shapes().values()))
     one = parameters * _ITEM_BYTES[config.generator.dtype]
-    live = 1 if serving else weights.max_live if weights.transport == "shared_memory" else 0
+    live = 1 if serving else weights.max_live
     most = copies = 0  # bytes
     if not serving:
         if config.checkpoint.in_memory:

@@ -175,8 +175,7 @@ def _publish(config: RunConfig, model_path: Path) -> Publication:
     """Publish the checkpoint's weights in shared memory of this process."""
     import torch
 
-    from titan_rl.weights.publisher import publish_checkpoint
-    from titan_rl.weights.shared_memory import SharedMemoryPublisher
+    from titan_rl.weights.publisher import SharedMemoryPublisher, publish_checkpoint
 
     publisher = SharedMemoryPublisher(channel="policy", rank=0, group=None, max_live=1)
     dtype = getattr(torch, config.generator.dtype)

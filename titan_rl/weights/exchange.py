@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_rl.weights.manifest import TensorEntry, TensorShard
-from titan_rl.weights.publisher import box_view, entry_view
 from titan_rl.weights.ranks import Ranks
 
 _ROUND_BYTES = 16 << 20
@@ -116,5 +115,6 @@ def _views(
     for name, offset, shape in parts:
         dtype = getattr(torch, entries[name].dtype)
         end = start + math.prod(shape) * dtype.itemsize
-        yield buffer[start:end].view(dtype).view(shape), box_view(entry_view(content, entries[name]), offset, shape)
+        box = tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
+        yield buffer[start:end].view(dtype).view(shape), entries[name].view(content)[box]
         start = end

@@ -52,6 +52,12 @@ class TensorEntry:
     fingerprint: int
     """Unsigned 64-bit."""
 
+    def view(self, content: Tensor) -> Tensor:
+        """The tensor in the bytes of a publication."""
+        import torch  # here: the controller imports this module and has no use for torch
+
+        return content[self.offset : self.offset + self.nbytes].view(getattr(torch, self.dtype)).view(self.shape)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
@@ -73,7 +79,7 @@ class Publication:
     version: PolicyVersion
     manifest: Manifest
     location: str
-    """For the transport to read: `shm:` (see `segment_files`) or `file:`; the same on every host."""
+    """See `segment_files`; the same on every host."""
     hosts: tuple[str, ...] = ()
     """Where the trainer has written it; relays bring it to the others."""
     serial: int = 0

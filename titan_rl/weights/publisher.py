@@ -1,6 +1,6 @@
-"""Publishing, independent of the transport: every trainer rank writes its own shards, nothing is gathered.
+"""Publishes weights in shared memory: all ranks of a host write their shards into one mapping, nothing is gathered.
 
-    publish: free slot -> all ranks store and fingerprint -> sums agree -> sealed -> Publication      release: slot free
+    publish: free slot -> all ranks store and fingerprint -> sums agree -> Publication      release: slot free
 
 What always holds:
 
@@ -9,28 +9,34 @@ What always holds:
 - The bytes of a live publication do not change. A slot is written only while it is free.
 - All ranks agree: names, shapes, slot and version are compared before the first byte is written.
 - Fingerprints are taken of the stored bytes, read back, in the dtype that is served.
+
+A slot is a segment: a file in shared memory, which is recycled. A fresh one costs the time of eight copies, because the
+kernel has to find and clear it. A trainer over several hosts ends a publication with the same bytes in a segment of
+each (`exchange`).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from titan_rl.errors import WeightsError
+from titan_rl.errors import StorageError, WeightsError
+from titan_rl.processes import HOST
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.config import WeightsConfig
+from titan_rl.weights.exchange import HostExchange
 from titan_rl.weights.fingerprint import BITS, check_box, shard_fingerprint, signed, unsigned
 from titan_rl.weights.manifest import Manifest, Publication, TensorEntry, TensorShard
 from titan_rl.weights.ranks import Ranks
+from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_segment, segment_at, segment_location
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -38,12 +44,9 @@ if TYPE_CHECKING:
 Shapes = dict[str, tuple[int, ...]]
 """Global shape of each tensor that a rank holds a part of."""
 Aliases = tuple[tuple[str, str], ...]
-Put = Callable[[int, Tensor], Tensor]
-"""`put(row, rows)`: store these rows of a shard from its row `row` on, cast to the entry's dtype; returns them as they
-were stored, good until the next call."""
 
 ALIGNMENT = 64
-"""Bytes; what tensors in memory start at a multiple of (a cache line, and what vector loads like)."""
+"""Bytes; what tensors start at a multiple of (a cache line, and what vector loads like)."""
 
 _EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -62,7 +65,7 @@ class Layout:
     nbytes: int
 
 
-class ChannelPublisher(ABC):
+class SharedMemoryPublisher:
     """One trainer rank's end of a channel. All ranks call `publish`, `release` and `close` in the same order.
 
     Args:
@@ -70,17 +73,31 @@ class ChannelPublisher(ABC):
         rank: of this process in `group`.
         group: the trainer's ranks; its backend must take CPU tensors. None: one rank.
         max_live: publications that may exist at once; room for that many is kept.
+        hosts: of every rank, by rank, where there are several; the first rank of a host makes and removes its files.
+        directory: of the files, on every host.
+
+    Raises:
+        ConfigError: a channel that is no plain word.
     """
 
-    alignment: ClassVar[int] = ALIGNMENT
-    """Bytes, of every tensor's offset."""
-
-    def __init__(self, *, channel: str, rank: int, group: ProcessGroup | None, max_live: int) -> None:
+    def __init__(
+        self,
+        *,
+        channel: str,
+        rank: int,
+        group: ProcessGroup | None,
+        max_live: int,
+        hosts: Sequence[str] = (),
+        directory: Path = DIRECTORY,
+    ) -> None:
         self._channel = channel
-        self._rank = rank
         self._ranks = Ranks(group)
         self._max_live = max_live
-        self._hosts: tuple[str, ...] = ()
+        self._hosts = tuple(dict.fromkeys(hosts)) or (os.environ.get(HOST, "host0"),)
+        self._is_first = rank == (hosts.index(hosts[rank]) if hosts else 0)
+        self._exchange = HostExchange(rank, self._ranks, hosts) if len(self._hosts) > 1 else None
+        self._locations = [segment_location(directory, channel, slot) for slot in range(max_live)]
+        self._mapped: dict[int, Tensor] = {}  # slot -> its bytes
         self._live: dict[PolicyVersion, int] = {}  # version -> slot
         self._layout: Layout | None = None
         self._layout_of: object = None
@@ -118,12 +135,14 @@ class ChannelPublisher(ABC):
         slot, mine, shapes = self._ranks.together(what, prepare, equal=lambda result: (version, result[0]))
         layout = self._agreed_layout(what, shapes, dtype, tuple(aliases))
         written = [shard for shard in mine if shard.counted and shard.data.numel()]
-        self._open(what, version, slot, layout, written)
-        sums = self._ranks.together(what, lambda: self._write(slot, layout, written))
+        segment = self._open(what, slot, layout)
+        sums = self._ranks.together(what, lambda: _write(segment, layout, written))
         self._ranks.add(sums)
         manifest = _manifest(what, layout, *sums.tolist())
-        location = self._seal(what, version, slot)
+        if self._exchange is not None:
+            self._exchange.complete(what, segment, layout.entries, written)
         self._live[version] = slot
+        location = self._locations[slot]
         return Publication(
             channel=self._channel, version=version, manifest=manifest, location=location, hosts=self._hosts
         )
@@ -131,7 +150,7 @@ class ChannelPublisher(ABC):
     def adopt(self, publications: Iterable[Publication]) -> None:
         """Take over what the ranks before left live, to release it: readers find it as it was. Call it on all
         ranks, before anything is published."""
-        self._live = {each.version: self._slot_of(each, slot) for slot, each in enumerate(publications)}
+        self._live = {each.version: self._locations.index(each.location) for each in publications}
 
     def release(self, version: PolicyVersion) -> None:
         """Nobody reads this version any more: its room may be used again. Raises WeightsError if not live."""
@@ -140,32 +159,23 @@ class ChannelPublisher(ABC):
         del self._live[version]
 
     def close(self) -> None:
-        """Give back what the transport holds; nothing can be published any more."""
+        """Remove the files; nothing can be published any more. Mappings of readers stay valid."""
         self._closed = True
         self._live.clear()
-        self._give_back()
+        self._mapped.clear()
+        if self._is_first:
+            for location in self._locations:
+                segment_at(location).unlink(missing_ok=True)
 
-    @abstractmethod
-    def _open(
-        self, what: str, version: PolicyVersion, slot: int, layout: Layout, shards: Sequence[TensorShard]
-    ) -> None:
-        """Make room for this rank's shards in a free slot, invisible to readers of anything live. Collective."""
-
-    @abstractmethod
-    def _place(self, slot: int, shard: TensorShard, entry: TensorEntry) -> Put:
-        """How the rows of this shard are stored."""
-
-    @abstractmethod
-    def _seal(self, what: str, version: PolicyVersion, slot: int) -> str:
-        """All ranks wrote everything: the publication's location, the same on all ranks. Collective."""
-
-    def _slot_of(self, publication: Publication, slot: int) -> int:
-        """Where a publication lies that is adopted; `slot`: one for each, where that does not matter."""
-        return slot
-
-    @abstractmethod
-    def _give_back(self) -> None:
-        """Everything is released and nothing will be published; may be called twice."""
+    def _open(self, what: str, slot: int, layout: Layout) -> Tensor:
+        """The bytes of a slot; its file is made or replaced where it is missing or too small (on all ranks alike)."""
+        mapped, path = self._mapped.get(slot), segment_at(self._locations[slot])
+        nbytes = max(layout.nbytes, ALIGNMENT)  # an empty file cannot be mapped
+        if mapped is None or mapped.numel() < nbytes:
+            self._mapped.pop(slot, None)
+            self._ranks.together(what, lambda: _create(path, nbytes) if self._is_first else None)
+            mapped = self._mapped[slot] = self._ranks.together(what, lambda: _map(path))
+        return mapped
 
     def _free_slot(self, version: PolicyVersion) -> int:
         if self._closed:
@@ -186,51 +196,13 @@ class ChannelPublisher(ABC):
         described = (shapes, dtype, aliases)
         if self._ranks.any(self._layout_of != described):
             told = self._ranks.gather(described)
-            self._layout = self._ranks.together(what, lambda: _merged_layout(told, self.alignment))
+            self._layout = self._ranks.together(what, lambda: _merged_layout(told))
             self._layout_of = described
         assert self._layout is not None
         return self._layout
 
-    def _write(self, slot: int, layout: Layout, shards: Sequence[TensorShard]) -> Tensor:
-        """Store the shards; returns [2, entries] int64: their fingerprints, and how many elements they have."""
-        sums = torch.zeros(2, len(layout.entries), dtype=torch.int64)
-        fingerprints, elements = sums.numpy()  # writes through; an index into an array is cheaper than into a tensor
-        indices = {name: index for index, name in enumerate(layout.entries)}
-        for shard in shards:
-            index = indices[shard.name]
-            written = _write_shard(shard, self._place(slot, shard, layout.entries[shard.name]))
-            fingerprints[index] = signed(int(fingerprints[index]) + written)
-            elements[index] += shard.data.numel()
-        return sums
 
-
-def make_publisher(
-    config: WeightsConfig, *, channel: str, rank: int, group: ProcessGroup | None, hosts: Sequence[str] = ()
-) -> ChannelPublisher:
-    """This rank's publisher of a channel.
-
-    Args:
-        channel: names the policy among those that are published; a plain word.
-        rank: of this process in `group`.
-        group: the trainer's ranks; its backend must take CPU tensors. None: one rank.
-        hosts: of every rank, by rank, where there are several.
-
-    Raises:
-        ConfigError: a channel that is no plain word.
-    """
-    common: dict[str, Any] = {"channel": channel, "rank": rank, "group": group, "max_live": config.max_live}
-    match config.transport:
-        case "shared_memory":
-            from titan_rl.weights.shared_memory import SharedMemoryPublisher
-
-            return SharedMemoryPublisher(hosts=hosts, **common)
-        case "filesystem":
-            from titan_rl.weights.filesystem import FilesystemPublisher
-
-            return FilesystemPublisher(directory=Path(config.directory), **common)
-
-
-def publish_checkpoint(directory: Path, publisher: ChannelPublisher, *, dtype: torch.dtype) -> Publication:
+def publish_checkpoint(directory: Path, publisher: SharedMemoryPublisher, *, dtype: torch.dtype) -> Publication:
     """Publish the weights of a Hugging Face directory as version v0.
 
     Args:
@@ -248,22 +220,6 @@ def publish_checkpoint(directory: Path, publisher: ChannelPublisher, *, dtype: t
     return publisher.publish(PolicyVersion(0, 0), shards, dtype=dtype, aliases=aliases)
 
 
-def aligned(nbytes: int, alignment: int) -> int:
-    """The next multiple of `alignment`."""
-    return -(-nbytes // alignment) * alignment
-
-
-def entry_view(content: Tensor, entry: TensorEntry) -> Tensor:
-    """The published tensor in the bytes of a publication."""
-    piece = content[entry.offset : entry.offset + entry.nbytes]
-    return piece.view(getattr(torch, entry.dtype)).view(entry.shape)
-
-
-def box_view(whole: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """The place of a box in the whole tensor."""
-    return whole[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
-
-
 def _shapes_of(shards: Iterable[TensorShard]) -> Shapes:
     """Raises WeightsError for a shard outside its tensor or a name with two shapes."""
     shapes: Shapes = {}
@@ -278,7 +234,7 @@ def _shapes_of(shards: Iterable[TensorShard]) -> Shapes:
     return shapes
 
 
-def _merged_layout(told: list[tuple[Shapes, torch.dtype, Aliases]], alignment: int) -> Layout:
+def _merged_layout(told: list[tuple[Shapes, torch.dtype, Aliases]]) -> Layout:
     """One layout from what every rank has; the same on each, because all are told the same."""
     shapes: Shapes = {}
     _, dtype, aliases = told[0]
@@ -299,7 +255,7 @@ def _merged_layout(told: list[tuple[Shapes, torch.dtype, Aliases]], alignment: i
         nbytes = math.prod(shape) * dtype.itemsize
         text = str(dtype).removeprefix("torch.")
         entries[name] = TensorEntry(name=name, shape=shape, dtype=text, offset=offset, nbytes=nbytes, fingerprint=0)
-        offset += aligned(nbytes, alignment)
+        offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
     return Layout(entries, aliases, nbytes=offset)
 
 
@@ -316,15 +272,40 @@ def _manifest(what: str, layout: Layout, fingerprints: list[int], elements: list
     return Manifest(entries=tuple(entries), aliases=layout.aliases, nbytes=layout.nbytes)
 
 
-def _write_shard(shard: TensorShard, put: Put) -> int:
-    """Store a shard and return its fingerprint, a cacheful at a time."""
-    source, shape, offset = shard.data.detach(), shard.global_shape, shard.offset
+def _create(path: Path, nbytes: int) -> None:
+    try:
+        create_segment(path, nbytes)
+    except StorageError as error:
+        raise WeightsError(f"{error} or lower weights.max_live") from error
+
+
+def _map(path: Path) -> Tensor:
+    return torch.frombuffer(map_segment(path)[0], dtype=torch.uint8)
+
+
+def _write(segment: Tensor, layout: Layout, shards: Sequence[TensorShard]) -> Tensor:
+    """Store the shards; returns [2, entries] int64: their fingerprints, and how many elements they have."""
+    sums = torch.zeros(2, len(layout.entries), dtype=torch.int64)
+    fingerprints, elements = sums.numpy()  # writes through; an index into an array is cheaper than into a tensor
+    indices = {name: index for index, name in enumerate(layout.entries)}
+    for shard in shards:
+        index = indices[shard.name]
+        written = _write_shard(shard, layout.entries[shard.name].view(segment))
+        fingerprints[index] = signed(int(fingerprints[index]) + written)
+        elements[index] += shard.data.numel()
+    return sums
+
+
+def _write_shard(shard: TensorShard, whole: Tensor) -> int:
+    """Store a shard in its tensor and return its fingerprint, a cacheful at a time."""
+    source, target, shape, offset = shard.data.detach(), whole[shard.slices], shard.global_shape, shard.offset
     if not shape:
-        source, shape, offset = source.reshape(1), (1,), (0,)
+        source, target, shape, offset = source.reshape(1), target.reshape(1), (1,), (0,)
     rows = max(1, _CHUNK_BYTES * len(source) // (source.numel() * source.itemsize))
     fingerprint = 0
     for row in range(0, len(source), rows):
-        fingerprint += shard_fingerprint(put(row, source[row : row + rows]), shape, (offset[0] + row, *offset[1:]))
+        stored = target[row : row + rows].copy_(source[row : row + rows])
+        fingerprint += shard_fingerprint(stored, shape, (offset[0] + row, *offset[1:]))
     return fingerprint
 
 

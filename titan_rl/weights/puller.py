@@ -1,9 +1,5 @@
 """A generator rank's end of a publication: read it, and verify that the engine computes with it.
 
-A reader is chosen by where the publication is:
-
-    shm:/…   shared memory of this host        file:/…   a directory
-
 Weights are served only after `verify`. It reads the memory that the engine's layers use after the load, so it finds a
 skipped tensor, a stale copy of a tied one, or a byte damaged on the way. All ranks come to the same result: either
 every rank returns the same number or every rank raises.
@@ -15,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -25,6 +21,7 @@ from titan_rl.errors import StorageError, WeightsError
 from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint, signed, unsigned
 from titan_rl.weights.manifest import Manifest, Publication, TensorEntry, TensorShard
 from titan_rl.weights.ranks import Ranks
+from titan_rl.weights.segment_files import Identity, identity_of, map_segment, segment_at
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,33 +34,48 @@ _Box = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Name, offset, shape."""
 
 
-class WeightReader(Protocol):
-    """Reads publications of any channel; one per generator rank and scheme."""
+class SharedMemoryReader:
+    """Zero-copy views of what was published on this host, on any channel. Belongs to one thread."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[Path, _Mapping] = {}
 
     def tensors(self, publication: Publication) -> Iterator[tuple[str, Tensor]]:
         """Name and whole tensor of every entry; aliases are left out.
 
         Never write to them. They are good until the publication is released or the next one of its channel is read.
+        They are views of the publication itself; a recycled segment keeps its mapping.
 
         Raises:
-            WeightsError: the publication is gone, or shorter than its manifest says.
+            WeightsError: at once, if the publication is gone or shorter than its manifest says.
         """
+        content = self._content(publication)
+        return ((entry.name, entry.view(content)) for entry in publication.manifest.entries)
+
+    def _content(self, publication: Publication) -> Tensor:
+        path = segment_at(publication.location)
+        mapping = self._mapped.get(path)
+        try:
+            if mapping is None or mapping.identity != identity_of(path):
+                # A name with another file behind it: the publisher was started again, or needed more room.
+                self._mapped = {name: kept for name, kept in self._mapped.items() if name.exists()}
+                memory, identity = map_segment(path)
+                # The tensor keeps the mapping alive; it goes with the last view.
+                mapping = self._mapped[path] = _Mapping(torch.frombuffer(memory, dtype=torch.uint8), identity)
+        except FileNotFoundError as error:
+            raise WeightsError(f"{publication.channel} {publication.version} is gone: there is no {path}") from error
+        if mapping.content.numel() < publication.manifest.nbytes:
+            raise WeightsError(
+                f"{publication.channel} {publication.version}: {path} holds {mapping.content.numel()} bytes, "
+                f"its manifest says {publication.manifest.nbytes}"
+            )
+        return mapping.content
 
 
-def scheme(publication: Publication) -> str:
-    """Which transport published it: "shm" or "file"."""
-    return publication.location.partition(":")[0]
-
-
-def make_reader(publication: Publication) -> WeightReader:
-    """A reader of publications of this one's scheme."""
-    if scheme(publication) == "file":
-        from titan_rl.weights.filesystem import FilesystemReader
-
-        return FilesystemReader()
-    from titan_rl.weights.shared_memory import SharedMemoryReader
-
-    return SharedMemoryReader()
+@dataclass(frozen=True, slots=True)
+class _Mapping:
+    content: Tensor  # [bytes] uint8
+    identity: Identity
 
 
 def save_publication(publication: Publication, directory: Path) -> None:
@@ -74,7 +86,7 @@ def save_publication(publication: Publication, directory: Path) -> None:
         StorageError: it could not be written.
     """
     file = directory / "model.safetensors"
-    tensors = dict(make_reader(publication).tensors(publication))
+    tensors = dict(SharedMemoryReader().tensors(publication))
     expected = _expected(publication.manifest)
     for name, tensor in tensors.items():
         if shard_fingerprint(tensor, tensor.shape, (0,) * tensor.ndim) != expected[name].fingerprint:
@@ -84,20 +96,6 @@ def save_publication(publication: Publication, directory: Path) -> None:
         save_file(tensors, file)
     except (OSError, SafetensorError) as error:
         raise StorageError(f"{file} could not be written: {error}") from error
-
-
-class WeightPuller:
-    """Reads publications of any transport. Belongs to one thread."""
-
-    def __init__(self) -> None:
-        self._readers: dict[str, WeightReader] = {}
-
-    def tensors(self, publication: Publication) -> Iterator[tuple[str, Tensor]]:
-        """What an engine must load to compute with this publication; see `WeightReader.tensors`."""
-        where = scheme(publication)
-        if where not in self._readers:
-            self._readers[where] = make_reader(publication)
-        return self._readers[where].tensors(publication)
 
 
 def verify(publication: Publication, served: Iterable[TensorShard], group: ProcessGroup | None) -> int:

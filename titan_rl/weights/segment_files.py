@@ -6,7 +6,7 @@ the controller calls this without loading torch.
 
 A publication is on several hosts, each of which has an owner. So its location leaves the owner out:
 
-    shm:/dev/shm/policy-0     is, where process 4711 owns the files,     /dev/shm/titan_rl-4711-policy-0
+    /dev/shm/policy-0     is, where process 4711 owns the files,     /dev/shm/titan_rl-4711-policy-0
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from titan_rl.errors import ConfigError, StorageError
 from titan_rl.processes import owner_pid
 
 DIRECTORY = Path("/dev/shm")
-SCHEME = "shm:"
 _PATTERN = re.compile(r"titan_rl-(?P<owner>\d+)-(?P<channel>[A-Za-z0-9_.]+)-(?P<slot>\d+)")
 _CHANNEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
 
@@ -33,12 +32,12 @@ def segment_path(directory: Path, owner_pid: int, channel: str, slot: int) -> Pa
 
 def segment_location(directory: Path, channel: str, slot: int) -> str:
     """Of a publication: the same on every host. Raises ConfigError for a channel that is no plain word."""
-    return f"{SCHEME}{directory}/{check_channel(channel)}-{slot}"
+    return f"{directory}/{check_channel(channel)}-{slot}"
 
 
 def segment_at(location: str) -> Path:
     """This host's file of a publication."""
-    path = Path(location.removeprefix(SCHEME))
+    path = Path(location)
     return path.with_name(f"titan_rl-{owner_pid()}-{path.name}")
 
 

@@ -56,7 +56,7 @@ class Checkpoint:
         from safetensors.torch import load_file
 
         from titan_rl.weights.manifest import TensorShard
-        from titan_rl.weights.shared_memory import SharedMemoryPublisher
+        from titan_rl.weights.publisher import SharedMemoryPublisher
 
         self._publisher = SharedMemoryPublisher(channel="policy", rank=0, group=None, max_live=2)
         self._shards = [

@@ -126,7 +126,7 @@ class SimulatedTrainer:
         from safetensors.torch import load_file
 
         from titan_rl.weights.manifest import TensorShard
-        from titan_rl.weights.shared_memory import SharedMemoryPublisher
+        from titan_rl.weights.publisher import SharedMemoryPublisher
 
         self._dtype = torch.float32
         self._publisher = SharedMemoryPublisher(channel="simulated", rank=0, group=None, max_live=3)

@@ -7,22 +7,16 @@ because each start has `--resume auto`, in a directory that belongs to this job 
 Monarch's job classes are not used (0.7); its workers and its attachment are. SlurmJob names one port before it has
 nodes, so two jobs on a node collide. Its workers end at the SIGTERM by which Slurm takes a job back, before a trainer
 that spans nodes has saved, and it never queues a job again. KubernetesJob's workers listen on every interface; it needs
-an operator in the cluster and a controller outside the job, and writes no manifest. For SkyPilot there is no class.
+an operator in the cluster and a controller outside the job, and writes no manifest.
 """
 
 from __future__ import annotations
 
-import re
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from titan_rl.errors import ConfigError
-from titan_rl.launch.hosts.torchrun import NODES
-
-PORT = 29400
-"""Where rank 0 has the store of the ranks, on nodes that have an address of their own for each job."""
 
 TRUSTED = "Trusted networks only: whoever reaches a port of the run can run any code on its nodes."
 
@@ -44,20 +38,18 @@ class Start:
 
 
 @dataclass(kw_only=True, slots=True)
-class JobConfig(ABC):
-    """What every scheduler is asked for."""
+class JobConfig:
+    """What both schedulers are asked for."""
 
     nodes: int = 1
     """Hosts of the run; the first is the controller's, `host0`."""
     cpus_per_node: int = 0
-    """0: on Slurm the whole node, elsewhere as many as the scheduler gives."""
+    """0: on Slurm the whole node, on Kubernetes as many as it gives."""
     name: str = ""
     """Of the job, before the time; empty: that of the recipe."""
     save_seconds: int = 120
     """What the run gets to finish a step and to save, when its node or its time is taken from it."""
 
-    program: ClassVar[tuple[str, ...]]
-    """Submits the file that is named after it."""
     required: ClassVar[tuple[str, ...]] = ()
     """Settings without a default."""
 
@@ -65,27 +57,3 @@ class JobConfig(ABC):
         for option, least in (("nodes", 1), ("cpus_per_node", 0), ("save_seconds", 1)):
             if (value := getattr(self, option)) < least:
                 raise ConfigError(f"--{option.replace('_', '-')} must be at least {least}, got {value}")
-
-    @abstractmethod
-    def file(self, start: Start) -> Path:
-        """Where the text is kept."""
-
-    @abstractmethod
-    def text(self, start: Start) -> str:
-        """The script or manifest."""
-
-
-def dns_name(name: str) -> str:
-    """A name as Kubernetes and SkyPilot take it, with room for the number of a node behind it (RFC 1123)."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[-50:].lstrip("-0123456789") or "run"
-
-
-def environment(nodes: list[str], master: str) -> dict[str, str]:
-    """What every node's process needs besides its RANK."""
-    return {
-        "WORLD_SIZE": str(len(nodes)),
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": master,
-        "MASTER_PORT": str(PORT),
-        NODES: " ".join(nodes),
-    }

@@ -8,12 +8,16 @@ run goes on from its newest checkpoint. The text is JSON, which is YAML.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from titan_rl.launch.jobs.job import PORT, TRUSTED, JobConfig, Start, dns_name, environment
+from titan_rl.launch.hosts.torchrun import NODES
+from titan_rl.launch.jobs.job import TRUSTED, JobConfig, Start
 
+_PORT = 29400
+"""Where rank 0 has the store of the ranks."""
 _START = """for second in $(seq 600); do getent hosts "$MASTER_ADDR" > /dev/null && break; sleep 1; done; exec "$@" """
 """A pod has no name in the cluster until it has an address."""
 _RETRIES = 5
@@ -51,11 +55,15 @@ class KubernetesConfig(JobConfig):
         labels = {"app.kubernetes.io/name": "titan-rl", "app.kubernetes.io/instance": name}
         metadata = {"name": name, "namespace": self.namespace, "labels": labels}
         nodes = [f"{name}-{index}" for index in range(self.nodes)]
-        variables: list[dict[str, Any]] = [
-            {"name": key, "value": value} for key, value in environment(nodes, f"{name}-0.{name}").items()
-        ]
         index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-        variables.append({"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}})
+        variables: list[dict[str, Any]] = [
+            {"name": "WORLD_SIZE", "value": str(self.nodes)},
+            {"name": "LOCAL_WORLD_SIZE", "value": "1"},
+            {"name": "MASTER_ADDR", "value": f"{name}-0.{name}"},
+            {"name": "MASTER_PORT", "value": str(_PORT)},
+            {"name": NODES, "value": " ".join(nodes)},
+            {"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}},
+        ]
         limits = {"nvidia.com/gpu": self.gpus_per_node, "cpu": self.cpus_per_node, "memory": self.memory}
         container = {
             "name": "titan-rl",
@@ -94,7 +102,7 @@ class KubernetesConfig(JobConfig):
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
             "selector": labels,
-            "ports": [{"name": "meet", "port": PORT}],
+            "ports": [{"name": "meet", "port": _PORT}],
         }
         policy = {
             "podSelector": {"matchLabels": labels},
@@ -111,3 +119,8 @@ class KubernetesConfig(JobConfig):
                 "spec": job,
             },
         ]
+
+
+def dns_name(name: str) -> str:
+    """A name as Kubernetes takes it, with room for the number of a node behind it (RFC 1123)."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[-50:].lstrip("-0123456789") or "run"

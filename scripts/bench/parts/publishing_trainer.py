@@ -1,9 +1,8 @@
-"""The trainer's side of `weight_sync.py`, for each transport: publishes, and copies without doing anything else."""
+"""The trainer's side of `weight_sync.py`: publishes, and copies without doing anything else."""
 
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,10 +11,9 @@ from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.qwen3 import EMBEDDING, LM_HEAD
 from titan_rl.policy.models.tiny import tiny_shape
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.config import WeightsConfig
 from titan_rl.weights.manifest import Publication, TensorShard
-from titan_rl.weights.publisher import make_publisher
-from titan_rl.weights.shared_memory import SharedMemoryReader
+from titan_rl.weights.publisher import SharedMemoryPublisher
+from titan_rl.weights.puller import SharedMemoryReader
 
 CHANNEL = "bench"
 
@@ -33,12 +31,9 @@ def trained_weights(config: TinyPolicyConfig) -> list[dict[str, Tensor]]:
 class Trainer:
     """One trainer rank with two sets of weights, which take turns."""
 
-    def __init__(self, transport: str, config: TinyPolicyConfig, directory: Path) -> None:
+    def __init__(self, config: TinyPolicyConfig) -> None:
         self._trained = trained_weights(config)
-        self._transport = transport
-        self._scratch = directory / "copy"
-        weights = WeightsConfig(transport=transport, directory=str(directory))  # type: ignore[arg-type]
-        self._publisher = make_publisher(weights, channel=CHANNEL, rank=0, group=None)
+        self._publisher = SharedMemoryPublisher(channel=CHANNEL, rank=0, group=None, max_live=2)
 
     def publish(self, step: int) -> Timed:
         """Store and fingerprint."""
@@ -55,8 +50,6 @@ class Trainer:
     def copy_in(self, publication: Publication) -> float:
         """Seconds for the bytes alone, from the trainer's tensors to where readers find them."""
         tensors = self._trained[publication.version.step % 2]
-        if self._transport == "filesystem":
-            return self._written(tensors)
         targets = dict(SharedMemoryReader().tensors(publication))
         started = time.perf_counter()
         for name, target in targets.items():
@@ -68,12 +61,3 @@ class Trainer:
 
     def close(self) -> None:
         self._publisher.close()
-
-    def _written(self, tensors: dict[str, Tensor]) -> float:
-        started = time.perf_counter()
-        with open(self._scratch, "wb", buffering=0) as file:
-            for tensor in tensors.values():
-                file.write(tensor.view(-1).view(torch.uint8).numpy().data)
-        seconds = time.perf_counter() - started
-        self._scratch.unlink()
-        return seconds

@@ -1,4 +1,4 @@
-"""What two trainer ranks do with any transport; both ranks call the same function. Results pickle."""
+"""What two trainer ranks do; both ranks call the same function. Results pickle."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transport_examples import (
+from weight_examples import (
     ALIASES,
     HEAD,
     SCALE,
     SHAPES,
     Engine,
     copied,
-    publisher_of,
+    publisher_in,
     same_bytes,
     weights,
     whole_shards,
@@ -28,8 +28,8 @@ from titan_rl.types import PolicyVersion
 from titan_rl.weights import publisher as publishing
 from titan_rl.weights.fingerprint import combined_fingerprint
 from titan_rl.weights.manifest import Publication, TensorShard
-from titan_rl.weights.publisher import ChannelPublisher
-from titan_rl.weights.puller import WeightPuller, verify
+from titan_rl.weights.publisher import SharedMemoryPublisher
+from titan_rl.weights.puller import SharedMemoryReader, verify
 
 CUT_SHAPES = {name: shape for name, shape in SHAPES.items() if name != SCALE} | {"one_row": (1, 3), "odd": (5, 7)}
 V1, V2, V3 = (PolicyVersion(0, step) for step in (1, 2, 3))
@@ -57,52 +57,52 @@ def tensor_parallel_shards(rank: int, tensors: dict[str, Tensor]) -> Iterator[Te
     return (shard for shard in holder.served_shards() if shard.name != HEAD)
 
 
-def parallelism_pairs(transport: str, rank: int, directory: Path) -> dict[str, bool]:
+def parallelism_pairs(rank: int, directory: Path) -> dict[str, bool]:
     """By writers and readers, whether every reader saw every byte and verified what it loaded."""
     results: dict[str, bool] = {}
     writers = {"FSDP 2": fsdp_shards, "TP 2": tensor_parallel_shards}
-    puller = WeightPuller()
+    reader = SharedMemoryReader()
     for step, (writing, shards) in enumerate(writers.items(), start=1):
         channel = writing.replace(" ", "_")
-        publisher = publisher_of(transport, directory, channel=channel, rank=rank, group=dist.group.WORLD)
+        publisher = publisher_in(directory, channel=channel, rank=rank, group=dist.group.WORLD)
         publication = publisher.publish(
             PolicyVersion(0, step), shards(rank, policy(step)), dtype=torch.float32, aliases=ALIASES
         )
-        results |= {f"{writing} → {each}": right for each, right in _read(puller, publication, rank, step).items()}
+        results |= {f"{writing} → {each}": right for each, right in _read(reader, publication, rank, step).items()}
         publisher.close()
-    alone = publisher_of(transport, directory, channel="alone") if rank == 0 else None
+    alone = publisher_in(directory, channel="alone") if rank == 0 else None
     published: list[Publication | None] = [None]
     if alone is not None:
         published = [alone.publish(V3, whole_shards(policy(3)), dtype=torch.float32, aliases=ALIASES)]
     dist.broadcast_object_list(published, src=0)
     assert published[0] is not None
-    results |= {f"1 → {each}": right for each, right in _read(puller, published[0], rank, 3).items()}
+    results |= {f"1 → {each}": right for each, right in _read(reader, published[0], rank, 3).items()}
     if alone is not None:
         alone.close()
     return results
 
 
-def _read(puller: WeightPuller, publication: Publication, rank: int, step: int) -> dict[str, bool]:
+def _read(reader: SharedMemoryReader, publication: Publication, rank: int, step: int) -> dict[str, bool]:
     expected = combined_fingerprint(publication.manifest)
-    exact = same_bytes(copied(puller.tensors(publication)), policy(step))
+    exact = same_bytes(copied(reader.tensors(publication)), policy(step))
     results = {}
     for name, engine, group in (
         ("TP 2", Engine(rank, 2, shapes=CUT_SHAPES), dist.group.WORLD),
         ("TP 1", Engine(shapes=CUT_SHAPES), None),
     ):
-        engine.load(puller.tensors(publication))
+        engine.load(reader.tensors(publication))
         results[name] = exact and verify(publication, engine.served_shards(), group) == expected
     dist.barrier()  # nobody closes what another one reads
     return results
 
 
-def publish_first(transport: str, rank: int, directory: Path) -> tuple[ChannelPublisher, Publication]:
+def publish_first(rank: int, directory: Path) -> tuple[SharedMemoryPublisher, Publication]:
     """A publisher of both ranks, and v1, which is whole."""
-    publisher = publisher_of(transport, directory, rank=rank, group=dist.group.WORLD)
+    publisher = publisher_in(directory, rank=rank, group=dist.group.WORLD)
     return publisher, publisher.publish(V1, fsdp_shards(rank, policy(1)), dtype=torch.float32, aliases=ALIASES)
 
 
-def die_publishing(publisher: ChannelPublisher, rank: int) -> dict[str, str]:
+def die_publishing(publisher: SharedMemoryPublisher, rank: int) -> dict[str, str]:
     """Rank 1 kills itself when it has written a part of v2. On rank 0: what publishing came to."""
     if rank == 1:
         fingerprint, written = publishing.shard_fingerprint, 0

@@ -1,4 +1,4 @@
-"""What the tests of several transports share: weights, shards, an engine, a publisher of each transport."""
+"""What the tests of weights share: weights, shards, a publisher, an engine."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.config import WeightsConfig
-from titan_rl.weights.filesystem import FilesystemPublisher
 from titan_rl.weights.manifest import Publication, TensorShard
-from titan_rl.weights.publisher import ChannelPublisher
-from titan_rl.weights.shared_memory import SharedMemoryPublisher
+from titan_rl.weights.publisher import SharedMemoryPublisher
 
-TRANSPORTS = ("shared_memory", "filesystem")
 EMBEDDING, HEAD, SCALE, EMPTY = "model.embed_tokens.weight", "lm_head.weight", "scale", "empty"
 SHAPES = {
     "model.norm.weight": (7,),
@@ -42,27 +38,18 @@ def whole_shards(tensors: dict[str, Tensor]) -> list[TensorShard]:
     ]
 
 
-def publisher_of(
-    transport: str,
+def publisher_in(
     directory: Path,
     *,
     channel: str = "policy",
     rank: int = 0,
     group: ProcessGroup | None = None,
     max_live: int = 2,
-) -> ChannelPublisher:
-    """As `make_publisher`, with everything below `directory`."""
-    common = {"channel": channel, "rank": rank, "group": group, "max_live": max_live}
-    if transport == "shared_memory":
-        return SharedMemoryPublisher(directory=directory, **common)  # type: ignore[arg-type]
-    return FilesystemPublisher(directory=directory / "files", **common)  # type: ignore[arg-type]
+) -> SharedMemoryPublisher:
+    return SharedMemoryPublisher(channel=channel, rank=rank, group=group, max_live=max_live, directory=directory)
 
 
-def config_of(transport: str, directory: Path) -> WeightsConfig:
-    return WeightsConfig(transport=transport, directory=str(directory))  # type: ignore[arg-type]
-
-
-def publish(publisher: ChannelPublisher, step: int, tensors: dict[str, Tensor]) -> Publication:
+def publish(publisher: SharedMemoryPublisher, step: int, tensors: dict[str, Tensor]) -> Publication:
     return publisher.publish(
         PolicyVersion(0, step),
         whole_shards(tensors),
