@@ -104,10 +104,6 @@ VERBS = {
         "titan_rl.commands.report:VERB.run",
         "Write one HTML file that shows a run, or compares several: RUN [RUN2 ...] [--output FILE].",
     ),
-    "bubbles": (
-        "titan_rl.commands.bubbles:VERB.run",
-        "Show which part of a run waited for whom, and for how long: RUN [--json].",
-    ),
     "runs": ("titan_rl.commands.runs:VERB.run", "List the runs of a directory: state, step, score, how to go on."),
     "doctor": (
         "titan_rl.commands.doctor:VERB.run",

@@ -237,7 +237,7 @@ class LoggingConfig:
     """Live display in a terminal; plain lines elsewhere."""
     spans: bool = True
     """Write what every process does and for whom it waits into `spans/`, and at the end all of it into
-    `trace.json.gz`, for Perfetto and `titan-rl bubbles`. Takes about 1 % of the processor time of a tiny policy's
+    `trace.json.gz`, for Perfetto and `titan-rl report`. Takes about 1 % of the processor time of a tiny policy's
     steps, and less of longer ones (`scripts/bench/timeline.py`)."""
     save_final: bool = True
     """Write the newest weights as a Hugging Face checkpoint when the run ends, also when it fails or is stopped."""

@@ -61,8 +61,7 @@ class Checked(Environment):
                 return None
             case "letters":
                 return _ask("Let", "1")
-        held_out = index == 40 and self.wrong == "overlap"
-        return _ask("7=" if held_out else f"{100 + self.seed + index}=", "nan" if self.wrong == "words" else "1")
+        return _ask(f"{100 + self.seed + index}=", "nan" if self.wrong == "words" else "1")
 
     def tools(self):
         return [count] if self.wrong == "tool" else []

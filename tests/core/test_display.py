@@ -1,12 +1,9 @@
-"""What a person sees of a run: the panel in a terminal, plain lines elsewhere, and the keys."""
+"""What a person sees of a run: the panel in a terminal; plain lines elsewhere."""
 
 from __future__ import annotations
 
 import io
 import json
-import os
-import pty
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ from rich.text import Text
 
 from titan_rl.observability.activity import Activities
 from titan_rl.observability.display.panel import curve
-from titan_rl.observability.display.progress import SHOWN_SAMPLES, RunDisplay
+from titan_rl.observability.display.progress import RunDisplay
 from titan_rl.observability.json_lines import TAIL, json_lines
 
 
@@ -168,96 +165,10 @@ def test_failures_are_counted_by_cause_and_group_and_those_that_waited_come_last
     assert f"{told}; 5 × score of train prompt 3: did not finish within 30 s" in out.getvalue()
 
 
-def rollout(step: int, sample: int, said: str = "4") -> dict[str, object]:
-    messages = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": said}]
-    return {
-        **{"step": step, "purpose": "train", "group": 7, "attempt": 0, "sample": sample, "kept": ["best"]},
-        **{"reward": 0.5, "reward_parts": {}, "stop_reason": "stop", "error": "", "wanted": "4"},
-        **{"messages": messages, "turns": [], "branches": []},
-    }
-
-
-def test_a_key_shows_the_samples_of_the_last_step(tmp_path: Path) -> None:
-    file = tmp_path / "rollouts.jsonl"
-    display = RunDisplay(steps=9, live=True, console=Console(file=io.StringIO()), clock=Clock(), rollouts=file)
-    display.key("s")
-    assert any("no rollouts are recorded yet" in line for line in panel(display))
-    records = [rollout(1, 0), *(rollout(2, sample) for sample in range(SHOWN_SAMPLES - 1)), rollout(2, 9, "\x1b[31m5")]
-    file.write_text("".join(f"{json.dumps(record)}\n" for record in records) + '{"step": 3, "pur')
-    shown = "\n".join(panel(display))
-    assert shown.count("train, step 2, group 7") == SHOWN_SAMPLES and "step 1" not in shown
-    assert "wanted: 4" in shown and "\\x1b[31m5" in shown
-    display.key("x")
-    display.key("s")
-    assert not any("group 7" in line for line in panel(display))
-
-
-def test_only_the_end_of_a_long_file_of_rollouts_is_read(tmp_path: Path) -> None:
-    file = tmp_path / "rollouts.jsonl"
-    lines = [json.dumps(rollout(step, 0, "4" * 1000)) for step in range(2 * TAIL // 1000)]
+def test_only_the_end_of_a_long_file_of_lines_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    lines = [json.dumps({"step": step, "said": "4" * 1000}) for step in range(2 * TAIL // 1000)]
     file.write_text("\n".join(lines) + "\n")
     steps = [record["step"] for _, record in json_lines(file, start=-TAIL)]
     assert len(lines) // 4 < len(steps) < len(lines) and steps == [*range(len(lines) - len(steps), len(lines))]
     assert [*json_lines(tmp_path / "none", start=-TAIL)] == []
-
-
-SHELL = """
-import os, signal, sys, termios
-
-def state():
-    return "lines" if termios.tcgetattr(0)[3] & termios.ICANON else "keys"
-
-signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-if not (job := os.fork()):
-    os.setpgid(0, 0)
-    os.tcsetpgrp(0, os.getpid())
-    signal.signal(signal.SIGTTOU, signal.SIG_DFL)
-    os.execv(sys.executable, [sys.executable, "-c", sys.argv[1]])
-while True:
-    _, status = os.waitpid(job, os.WUNTRACED)
-    os.tcsetpgrp(0, os.getpgrp())
-    print("ended" if not os.WIFSTOPPED(status) else "stopped", state(), flush=True)
-    if not os.WIFSTOPPED(status):
-        break
-    os.tcsetpgrp(0, job)
-    os.kill(job, signal.SIGCONT)
-"""
-JOB = """
-import asyncio
-from titan_rl.observability.display.keys import Keys
-
-async def main():
-    over = asyncio.Event()
-    say = lambda text: print(text, flush=True)
-    def pressed(key):
-        say(f"pressed {key}")
-        over.set() if key == "q" else None
-    with Keys(pressed, give_back=lambda: say("given back"), take=lambda: say("taken")):
-        say("ready")
-        await over.wait()
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.parametrize(
-    "typed",
-    [
-        (("s", "pressed s"), ("q", "ended lines")),
-        (("\x1a", "given back"), ("", "stopped lines"), ("", "taken"), ("s", "pressed s"), ("q", "ended lines")),
-        (("\x1c", "ended lines"),),
-    ],
-    ids=["the end", "Ctrl-Z and fg", "Ctrl-\\"],
-)
-def test_the_terminal_is_as_it_was_whatever_happens(typed: tuple[tuple[str, str], ...]) -> None:
-    child, terminal = pty.fork()
-    if not child:
-        os.execv(sys.executable, [sys.executable, "-c", SHELL, JOB])
-    with open(terminal, "rb+", buffering=0) as typing:
-        read = ""
-        for key, answer in (("", "ready"), *typed):
-            typing.write(key.encode())
-            while answer not in read:
-                read += os.read(terminal, 1024).decode()
-            read = read.partition(answer)[2]
-    os.waitpid(child, 0)

@@ -1,9 +1,7 @@
-"""A process that is asked with SIGUSR1 says what each of its tasks waits for, and since when; one that is stuck shows
-its stacks."""
+"""A process that is asked with SIGUSR1 says what each of its tasks waits for, and since when."""
 
 import os
 import re
-import signal
 import subprocess
 import sys
 
@@ -27,12 +25,8 @@ async def call():
 async def plain():
     await inner()
 
-async def broken():
-    with waiting(lambda: 1 / 0):
-        await inner()
-
 async def main():
-    tasks = [asyncio.create_task(work()) for work in (call, plain, broken)]
+    tasks = [asyncio.create_task(work()) for work in (call, plain)]
     await asyncio.sleep(0.2)
     os.kill(os.getpid(), signal.SIGUSR1)
     await asyncio.sleep(0)
@@ -40,20 +34,6 @@ async def main():
     sys.stdin.readline()
 
 asyncio.run(main())
-"""
-
-STUCK = """
-import os, sys, threading
-from titan_rl.observability.waits import answer_signals
-
-answer_signals("stuck")
-
-def native():
-    print("up", flush=True)
-    10 ** (10 ** 9)  # keeps the GIL for ever
-
-threading.Thread(target=native, daemon=True).start()
-threading.Event().wait()
 """
 
 
@@ -70,13 +50,9 @@ def start(program: str) -> subprocess.Popen[str]:
 def test_each_task_is_named_with_what_it_waits_for_since_when_and_where() -> None:
     output, answer = start(ASKED).communicate("\n", timeout=60)
     assert output == "goes on\n"
-    (call,) = re.findall(r"^task call, .*", answer, re.MULTILINE)
-    age, waited = re.match(r"task call, (\d\.\d) s old: (\d\.\d) s in the inner one; at locks.py", call).groups()
-    assert float(age) >= float(waited) >= 0.2
-    assert re.search(r"< <string>:\d+ inner < <string>:\d+ call$", call)
-    (plain,) = re.findall(r"^task plain, .*", answer, re.MULTILINE)
-    assert re.match(r"task plain, \d\.\d s old: at locks.py", plain)
-    assert "s in ZeroDivisionError: division by zero; at" in answer
+    (waited,) = re.findall(r"^task call at locks.py:\d+: (\d\.\d) s in the inner one$", answer, re.MULTILINE)
+    assert float(waited) >= 0.2
+    assert re.search(r"^task plain at locks.py:\d+$", answer, re.MULTILINE)
     assert "a thread 0x" in answer and "most recent call first" in answer
 
 
@@ -98,18 +74,4 @@ def test_a_process_passes_the_signal_on_to_its_children() -> None:
         os.close(descriptor)
     assert "1 more processes answer" in asking.stderr
     _, answer = child.communicate("\n", timeout=60)
-    assert answer.count("task call,") == 2
-
-
-def test_a_process_that_never_lets_go_of_the_interpreter_shows_its_stacks() -> None:
-    process = start(STUCK)
-    assert process.stdout is not None and process.stderr is not None
-    assert process.stdout.readline() == "up\n"
-    process.send_signal(signal.SIGUSR2)
-    shown = ""
-    while " in native\n" not in shown:
-        line = process.stderr.readline()
-        assert line, shown
-        shown += line
-    process.kill()
-    process.communicate()
+    assert answer.count("task call at") == 2

@@ -1,8 +1,5 @@
 """Programs as they are: scripts and commands that find the policy, print an answer, or fail (1 s)."""
 
-import os
-import sys
-
 import pytest
 
 from titan_rl.environments import programs
@@ -26,25 +23,14 @@ def script(tmp_path):
 def test_a_script_runs_as_it_does_on_the_command_line(script):
     script("WORD = 'sibling'", "neighbour_of_agent.py")
     path = script(
-        "import os, sys, subprocess, neighbour_of_agent\n"
+        "import os, sys, neighbour_of_agent\n"
         "print(__name__, sys.argv[1:], neighbour_of_agent.WORD, sys.stdin.read())\n"
         "print(*(os.environ[name] for name in ('OPENAI_BASE_URL', 'OPENAI_API_KEY', 'OPENAI_MODEL')), flush=True)\n"
-        "subprocess.run(['echo', 'from a subprocess'])\n"
         "print('ü', end='')\n"
     )
     assert run_script(path, "1+2=", endpoint=ENDPOINT, stdin="some input") == (
-        "__main__ ['1+2='] sibling some input\nhttp://127.0.0.1:9/v1 secret policy\nfrom a subprocess\nü"
+        "__main__ ['1+2='] sibling some input\nhttp://127.0.0.1:9/v1 secret policy\nü"
     )
-
-
-def test_a_script_leaves_this_process_as_it_was(script, capfd):
-    before = sys.argv, list(sys.path), dict(os.environ), sys.stdin, sys.stdout, len(os.listdir("/proc/self/fd"))
-    path = script("import os, sys; os.environ['SPOILT'] = '1'; sys.path.append('x'); sys.argv = []; print('captured')")
-    assert run_script(path, endpoint=ENDPOINT) == "captured\n"
-    after = sys.argv, list(sys.path), dict(os.environ), sys.stdin, sys.stdout, len(os.listdir("/proc/self/fd"))
-    assert after == before
-    print("shown")
-    assert capfd.readouterr().out == "shown\n"
 
 
 @pytest.mark.parametrize("end", ["exit()", "exit(0)", "raise SystemExit"])
@@ -117,7 +103,7 @@ def test_what_a_command_says_on_standard_error_is_passed_on(capsys):
 @pytest.mark.parametrize("end", ["while True: print('more')", "print('m' * 70_000, end='')"])
 def test_a_script_that_prints_without_end_is_an_error(script, monkeypatch, end):
     monkeypatch.setattr(programs, "LONGEST_OUTPUT", 1 << 16)
-    with pytest.raises(TaskError, match="agent.py printed more than 65,536 bytes"):
+    with pytest.raises(TaskError, match="agent.py raised OSError: more than 65,536 bytes were printed"):
         run_script(script(end), endpoint=ENDPOINT)
 
 

@@ -94,9 +94,9 @@ def test_a_proxy_is_not_asked_for_a_policy_on_this_host(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "example.org")
     with served(says("47")) as (endpoint, _):
-        assert ToolSumOpenAI().play(EXAMPLE, endpoint) == "47\n"
         shell = ["sh", "-c", "echo $no_proxy $NO_PROXY"]
         assert run_command(shell, endpoint=endpoint) == "example.org,127.0.0.1 example.org,127.0.0.1\n"
+        assert ToolSumOpenAI().play(EXAMPLE, endpoint) == "47\n"
 
 
 def test_it_is_the_same_task():

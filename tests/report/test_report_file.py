@@ -123,7 +123,7 @@ def test_a_lane_is_the_mean_of_its_ranks(run: Path):
             assert sum(shares[at] for shares in lane.shares.values()) == pytest.approx(1, abs=1e-3)
         waited = sum(sum(shares) / len(shares) for (_, waits_for), shares in lane.shares.items() if waits_for)
         assert lane.account is not None and 0 < lane.account.idle < 1
-        assert waited <= lane.account.idle + 1e-3, "what titan-rl bubbles says counts missing processes as idle"
+        assert waited <= lane.account.idle + 1e-3, "missing processes count as idle"
 
 
 def test_a_long_run_keeps_some_rollouts_of_every_step_and_says_how_many(

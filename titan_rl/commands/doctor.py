@@ -1,7 +1,6 @@
 """`titan-rl doctor`: what this host offers, what is wrong with it, and what to do about each.
 
-Changes nothing. What would stop a run is what a start refuses (`launch.checks`), asked here for a recipe (copy4, unless
-another one is named); the rest is looked at only here.
+Changes nothing. Whether one run would start here is what `titan-rl train --dry-run` says.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from titan_rl import __version__, train
-from titan_rl.config import RunConfig
-from titan_rl.config_registry import copy4
+from titan_rl import __version__
+from titan_rl.config import LoggingConfig
 from titan_rl.errors import ConfigError
 from titan_rl.gateway.config import GatewayConfig, listen
-from titan_rl.launch.checks import OPEN_FILES, check_run
+from titan_rl.launch.checks import OPEN_FILES
 from titan_rl.launch.hosts.facts import HostFacts, detect_host
 from titan_rl.launch.machine import CORE, Problem, Severity, existing, installed, package_problems, pins
 from titan_rl.launch.process import PREFIX, dead_scratch
@@ -48,20 +46,15 @@ class Finding(NamedTuple):
     """What is wrong with it, and what to do; None: nothing is."""
 
 
-def examine(config: RunConfig, host: HostFacts) -> Iterator[Finding]:
-    """Everything, with the problems of a run of `config` last."""
+def examine(host: HostFacts) -> Iterator[Finding]:
     yield Finding("titan_rl", f"{__version__} on Python {platform.python_version()}, {platform.platform()}")
     yield from _packages()
     yield from _processor(host)
     yield from _memory(host)
     yield from _devices(host)
     yield from _ports()
-    yield from _disks(config)
+    yield from _disks()
     yield from _remains(Path(tempfile.gettempdir()))
-    said = {problem.sentence for name in CORE for problem in package_problems(name)}
-    for problem in check_run(config, host):
-        if problem.sentence not in said:
-            yield Finding(f"a run of {config.recipe or 'copy4'}", "", problem)
 
 
 def _packages() -> Iterator[Finding]:
@@ -130,8 +123,8 @@ def _ports() -> Iterator[Finding]:
         yield _warning("ports", f"port {port}, that of `titan-rl serve`, is taken: give it another one, --port")
 
 
-def _disks(config: RunConfig) -> Iterator[Finding]:
-    for name, directory in (("runs", config.logging.directory), ("temporary files", tempfile.gettempdir())):
+def _disks() -> Iterator[Finding]:
+    for name, directory in (("runs", LoggingConfig().directory), ("temporary files", tempfile.gettempdir())):
         free = shutil.disk_usage(existing(directory)).free
         yield Finding("disk", f"{free / _GIB:.1f} GiB free for {name}, in {directory}")
 
@@ -188,12 +181,7 @@ def _read(file: Path) -> str:
 
 
 def _act(command: Command, prog: str) -> int:
-    if command.recipe or command.given:
-        command.recipe = command.recipe or "copy4"
-        config, _ = train.resolve(command)
-    else:
-        config = copy4()
-    findings = list(examine(config, detect_host()))
+    findings = list(examine(detect_host()))
     console = Console(highlight=False, markup=False, emoji=False)
     width = max(len(finding.about) for finding in findings) + 2
     for about, found, problem in findings:
@@ -211,14 +199,12 @@ def _act(command: Command, prog: str) -> int:
 VERB = Verb(
     act=_act,
     about="""
-usage: {prog} [--recipe NAME] [--config FILE.toml] [--section.key VALUE ...]
+usage: {prog}
 
-Look at this host: versions, cores, memory, shared memory, descriptors, devices, ports, disks, what dead runs have left,
-and whether a run would start. Says what to do about each problem, and changes nothing.
+Look at this host: versions, cores, memory, shared memory, descriptors, devices, ports, disks, what dead runs have left.
+Says what to do about each problem, and changes nothing. `titan-rl train --dry-run` says whether a run would start here.
 
-exit codes: 0 nothing would stop a run; 1 something would; 2 wrong settings""",
-    options={
-        "--recipe NAME": "of the run that is to start here (copy4)",
-        "--config FILE.toml": "settings; relative file names in it start at its directory",
-    },
+exit codes: 0 nothing would stop every run; 1 something would""",
+    options={},
+    takes_settings=False,
 )

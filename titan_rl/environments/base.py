@@ -124,7 +124,7 @@ class Environment(ABC):
     @abstractmethod
     def held_out(self, count: int) -> list[Example]:
         """At most `count` prompts for evaluation, the same at every call and whatever the seed. A run is refused where
-        they are not, or where one of its first training prompts is among them."""
+        they are not."""
 
     @abstractmethod
     def rubric(self) -> Rubric:

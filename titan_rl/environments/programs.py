@@ -11,16 +11,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib
+import io
 import os
+import runpy
 import subprocess
 import sys
 import threading
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -40,32 +40,45 @@ def run_script(path: str | os.PathLike[str], *arguments: str, endpoint: Endpoint
     """Run a Python script as `python PATH ARGUMENTS…` would, in this process.
 
     What the environment imported is imported already: import there what the script needs, and no rollout waits for it.
-    To be called in `play` only, whose process ends with the rollout: whatever the script changes in it stays changed,
-    but its arguments, environment variables and standard streams. Threads that are no daemons are waited for; functions
-    registered with `atexit` are not called.
+    To be called in `play` only, whose process ends with the rollout: whatever the script changes in it stays changed.
+    Threads that are no daemons are waited for; functions registered with `atexit` are not called.
 
     Args:
         stdin: what the script can read on its standard input.
 
     Returns:
-        What it printed on standard output, subprocesses included.
+        What it printed on standard output, without what its subprocesses print.
 
     Raises:
         TaskError: it raised, or exited with another status than 0.
     """
-    program = os.fspath(path)
-    with _memory_file() as printed:
-        os.ftruncate(printed, LONGEST_OUTPUT)
-        fcntl.fcntl(printed, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)  # a write past the end fails
-        with _as_main_program([program, *arguments], endpoint, stdin, printed):
-            problem = _run(program)
-        length = os.lseek(printed, 0, os.SEEK_CUR)
-        output = os.pread(printed, length, 0).decode(errors="replace")
-    if length == LONGEST_OUTPUT:
-        raise TaskError(f"{program} printed more than {LONGEST_OUTPUT:,} bytes")
+    program, problem = os.fspath(path), ""
+    os.environ.update(_variables(endpoint))
+    sys.argv = [program, *arguments]
+    sys.path.insert(0, str(Path(program).resolve().parent))
+    sys.stdin = io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")
+    printed, before = _Printed(), set(threading.enumerate())
+    with redirect_stdout(io.TextIOWrapper(printed, encoding="utf-8", errors="replace", write_through=True)):
+        try:
+            runpy.run_path(program, run_name="__main__")
+            for thread in set(threading.enumerate()) - before:
+                if not thread.daemon:
+                    thread.join()
+        except SystemExit as end:
+            problem = "" if end.code in (None, 0) else f"exited with {end.code}"
+        except Exception as error:  # whatever the script does not catch
+            problem = f"raised {describe(error)}"
+        output = printed.getvalue().decode(errors="replace")
     if problem:
         raise TaskError(f"{program} {problem}{_tail(output, 'it printed')}") from None
     return output
+
+
+class _Printed(io.BytesIO):
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > LONGEST_OUTPUT:
+            raise OSError(f"more than {LONGEST_OUTPUT:,} bytes were printed")
+        return super().write(data)
 
 
 def run_command(
@@ -146,22 +159,6 @@ def import_openai() -> None:
             client.chat.completions.create(model="none", messages=[{"role": "user", "content": "Hello"}], tools=tools)
 
 
-def _run(program: str) -> str:
-    """What went wrong; empty if nothing did."""
-    before = set(threading.enumerate())
-    try:
-        code = compile(Path(program).read_bytes(), program, "exec")
-        exec(code, sys.modules["__main__"].__dict__)
-        for thread in set(threading.enumerate()) - before:
-            if not thread.daemon:
-                thread.join()
-    except SystemExit as end:
-        return "" if end.code in (None, 0) else f"exited with {end.code}"
-    except Exception as error:  # whatever the script does not catch
-        return f"raised {describe(error)}"
-    return ""
-
-
 def _read(stream: IO[bytes] | None) -> bytes:
     """All output, up to one byte more than `LONGEST_OUTPUT`. After that the program can write no more."""
     assert stream is not None
@@ -177,49 +174,9 @@ def _variables(endpoint: Endpoint) -> dict[str, str]:
 
 
 @contextmanager
-def _as_main_program(arguments: list[str], endpoint: Endpoint, stdin: str, printed: int) -> Iterator[None]:
-    before = sys.argv, sys.path[:], dict(os.environ), sys.modules["__main__"]
-    main = types.ModuleType("__main__")
-    main.__file__ = arguments[0]
-    sys.argv, sys.modules["__main__"] = arguments, main
-    sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
-    os.environ.update(_variables(endpoint))
-    try:
-        with (
-            _memory_file(stdin) as given,
-            _standard_stream("stdin", 0, given, "r"),
-            _standard_stream("stdout", 1, printed, "w"),
-        ):
-            yield
-    finally:
-        sys.argv, sys.path[:], environment, sys.modules["__main__"] = before
-        os.environ.clear()
-        os.environ.update(environment)
-
-
-@contextmanager
-def _standard_stream(name: str, descriptor: int, file: int, mode: str) -> Iterator[None]:
-    """The file in the place of a standard stream, for this process and those that it starts."""
-    stream, saved = getattr(sys, name), os.dup(descriptor)
-    if mode == "w":
-        stream.flush()
-    os.dup2(file, descriptor)
-    replacement = open(descriptor, mode, encoding="utf-8", errors="replace", closefd=False)
-    setattr(sys, name, replacement)
-    try:
-        yield
-    finally:
-        with suppress(PermissionError):  # more than `LONGEST_OUTPUT` was printed
-            replacement.close()
-        setattr(sys, name, stream)
-        os.dup2(saved, descriptor)
-        os.close(saved)
-
-
-@contextmanager
-def _memory_file(content: str = "") -> Iterator[int]:
+def _memory_file(content: str) -> Iterator[int]:
     """The descriptor of a file in memory, at its beginning."""
-    file = os.memfd_create("standard stream", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    file = os.memfd_create("standard stream", os.MFD_CLOEXEC)
     try:
         with open(file, "wb", closefd=False) as stream:
             stream.write(content.encode())

@@ -40,7 +40,7 @@ from titan_rl.launch.resume import CONFIG, ENDING, SUMMARY, Resume, begun, how_t
 from titan_rl.launch.start import serve, start
 from titan_rl.observability.display.progress import RunDisplay
 from titan_rl.observability.metrics import MetricsWriter
-from titan_rl.observability.recorder import ROLLOUTS, RolloutWriter
+from titan_rl.observability.recorder import RolloutWriter
 from titan_rl.observability.timeline import SPANS, timeline
 from titan_rl.observability.trace import write_trace
 from titan_rl.observability.waits import answer_signals
@@ -249,8 +249,7 @@ async def _train(
     replay_until: int,
 ) -> TrainingLoop:
     """Train and save; `saved` is told what. If the trainer's state is lost, go on from the newest checkpoint."""
-    rollouts = directory / ROLLOUTS
-    display = RunDisplay(steps=config.loop.steps, live=config.logging.progress, console=console, rollouts=rollouts)
+    display = RunDisplay(steps=config.loop.steps, live=config.logging.progress, console=console)
 
     def begin(incarnation: int = 0) -> tuple[Ledger, MetricsWriter]:
         ledger = new_ledger(config, incarnation) if checkpoint is None else read_ledger(checkpoint.directory)

@@ -4,9 +4,7 @@
   imported.
 - An error here would occur in every rollout, evaluation or warm-up step. The first one is reported in one sentence,
   with file and line if they are known.
-- Held-out prompts must be the same for every seed and at every call, and must not be among the training prompts of the
-  run. At most `MOST_COMPARED` training prompts, and no more than `loop.steps` use, are compared, for at most
-  `COMPARE_SECONDS`.
+- Held-out prompts must be the same for every seed and at every call.
 - If programs play the task, its rollouts are not tried, because that needs a gateway.
 """
 
@@ -46,8 +44,8 @@ from titan_rl.types import (
     ToolCall,
 )
 
-MOST_COMPARED = 10_000
-"""Training prompts that are compared with the held-out ones."""
+TRIED_PROMPTS = 256
+"""Training prompts that are tried with the tokenizer."""
 RENDER_SECONDS = 1.0
 """Time limit for trying prompts with the tokenizer."""
 
@@ -101,9 +99,9 @@ async def _try(config: RunConfig, imports: tuple[str, ...]) -> str:
         async with asyncio.TaskGroup() as tasks:
             started = tasks.create_task(runner.start(programs=False) if tokenizer else runner.sandbox.start())
             tasks.create_task(other.start())
-        indices = min(config.loop.steps * config.loop.groups_per_step, MOST_COMPARED)
+        count = min(config.loop.steps * config.loop.groups_per_step, TRIED_PROMPTS)
         check, others = await asyncio.gather(
-            runner.sandbox.call(Call(CallKind.CHECK, Purpose.TRAIN, indices)),
+            runner.sandbox.call(Call(CallKind.CHECK, Purpose.TRAIN, count)),
             other.call(Call(CallKind.CHECK, Purpose.TRAIN, 0)),
         )
         _check_held_out(config, check, others)
@@ -128,13 +126,6 @@ def _check_held_out(config: RunConfig, check: TaskCheck, others: TaskCheck) -> N
                 f"{_shown(again, place)}; it must depend on neither chance nor the seed, or no two scores could be "
                 "compared"
             )
-    if check.overlap is not None:
-        index, place = check.overlap
-        raise ConfigError(
-            f"{asked} gives a training prompt: held-out prompt {place} and example({index}) are both "
-            f"{_shown(check.held_out, place)}; keep them apart, for instance by "
-            "titan_rl.environments.dataset.is_held_out"
-        )
 
 
 def _first_difference(first: Sequence[tuple[Message, ...]], second: Sequence[tuple[Message, ...]]) -> int | None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from titan_rl.errors import ConfigError
 from titan_rl.observability.spans import Life, Recorded
 
 ROLLOUTS, RANK_0, SLOTS, GONE = "rollouts", "rank 0", "slots", "its restart"
@@ -66,43 +65,6 @@ class Account:
         return sum(self.waits.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Bubbles:
-    """How all meshes spent the window."""
-
-    steps: int
-    seconds: float
-    meshes: list[Account]
-
-    def sentence(self) -> str:
-        """The biggest bubble, in words."""
-        causes: dict[tuple[str, str], float] = {}  # seconds of ranks
-        for each in self.meshes:
-            if each.kind in COMPUTE:
-                for cause, share in each.waits.items():
-                    key = each.kind, cause
-                    causes[key] = causes.get(key, 0.0) + share * each.ranks * self.seconds
-        if not causes or max(causes.values()) <= 0:
-            return "There is no bubble: trainer and generators were always busy."
-        kind, cause = max(causes, key=lambda key: causes[key])
-        ranks = sum(each.ranks for each in self.meshes if each.kind == kind)
-        share = causes[kind, cause] / (ranks * self.seconds)
-        who = f"the {kind}" if kind == "trainer" or ranks == 1 else f"the {kind}s"
-        what = MEANINGS.get(cause, cause)
-        hint = f": {HINTS[kind, cause]}" if (kind, cause) in HINTS else ""
-        return (
-            f"The biggest bubble: for {share:.0%} of the {self.seconds:.1f} s of {self.steps} steps {who} waited for "
-            f"{what}{hint}."
-        )
-
-    def to_json(self) -> dict[str, object]:
-        meshes = [
-            {"mesh": each.mesh, "ranks": each.ranks, "busy": each.busy, "idle": each.idle, "waits": each.waits}
-            for each in self.meshes
-        ]
-        return {"steps": self.steps, "seconds": self.seconds, "meshes": meshes, "biggest": self.sentence()}
-
-
 def steps_of(lives: Sequence[Life]) -> list[Recorded]:
     """The train steps, as the controller saw them."""
     return sorted(
@@ -111,14 +73,11 @@ def steps_of(lives: Sequence[Life]) -> list[Recorded]:
     )
 
 
-def find_bubbles(lives: Sequence[Life]) -> Bubbles:
-    """Raises ConfigError if there is no step."""
+def find_bubbles(lives: Sequence[Life]) -> list[Account]:
+    """How all meshes spent the time of the steps; empty if there is no step."""
     parts = [steps for life in lives if (steps := steps_of([life]))]
-    if not parts:
-        raise ConfigError("no step of this run is in its timelines, so there is nothing to compare")
     windows = [(steps[0].began, max(step.ended for step in steps)) for steps in parts]
-    seconds = sum(last - first for first, last in windows)
-    return Bubbles(sum(map(len, parts)), seconds, accounts(lives, *windows))
+    return accounts(lives, *windows) if windows else []
 
 
 def accounts(lives: Sequence[Life], *windows: tuple[float, float]) -> list[Account]:

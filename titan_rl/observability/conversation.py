@@ -13,8 +13,8 @@ from rich.text import Text
 
 from titan_rl.one_line import counted, one_line
 
-LONGEST_LINE, LONGEST_BRIEF = 2000, 240
-"""Characters of a line; of a text that is shown in one line."""
+LONGEST_LINE, LONGEST_WANTED = 2000, 240
+"""Characters of a line; of the wanted answer."""
 
 Record = Mapping[str, Any]
 
@@ -22,17 +22,17 @@ _STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "y
 _WIDTH = max(map(len, _STYLES)) + 2
 
 
-def draw_rollout(record: Record, *, brief: bool = False) -> Text:
+def draw_rollout(record: Record) -> Text:
     """A whole rollout. Of one that was restored from a checkpoint the text of its tokens."""
     what = f"{record['purpose']}, step {record['step']}, group {record['group']}, sample {record['sample']}"
     tokens = sum(turn["tokens"] for turn in record["turns"])
     head = Text(f"── {', '.join(record['kept'])} ── {what} ── {counted(tokens, 'token')}", "bold")
     restored = [{"role": "", "content": "".join(branch["texts"])} for branch in record["branches"]]
-    messages = draw_conversations(record, brief=brief) if record["messages"] else draw_messages(restored, brief=brief)
+    messages = draw_conversations(record) if record["messages"] else draw_messages(restored)
     return Text("\n").join(part for part in (head, messages, draw_end(record)) if part)
 
 
-def draw_conversations(record: Record, *, seen: int = 0, brief: bool = False) -> Text:
+def draw_conversations(record: Record, *, seen: int = 0) -> Text:
     """All conversations of a rollout; the one that was graded is the last.
 
     Args:
@@ -40,30 +40,23 @@ def draw_conversations(record: Record, *, seen: int = 0, brief: bool = False) ->
     """
     sides = record.get("side_conversations", ())  # older records have none
     if not sides:
-        return draw_messages(record["messages"][seen:], brief=brief)
+        return draw_messages(record["messages"][seen:])
     shown = []
     for number, messages in enumerate([*sides, record["messages"]]):
         graded = " (graded)" * (number == len(sides))
         shown += [Text(f"conversation {number + 1} of {len(sides) + 1}{graded}", "dim")]
-        shown += [draw_messages(messages, brief=brief)]
+        shown += [draw_messages(messages)]
     return Text("\n").join(shown)
 
 
-def draw_messages(messages: Sequence[Record], *, brief: bool = False) -> Text:
-    """Each with its role in front; reasoning dim, tool calls as `→ name(argument=…)`.
-
-    Args:
-        brief: each in one line.
-    """
+def draw_messages(messages: Sequence[Record]) -> Text:
+    """Each with its role in front; reasoning dim, tool calls as `→ name(argument=…)`."""
     shown = []
     for message in messages:
         style = _STYLES.get(message["role"], "blue")
-        parts = [
-            Text(one_line(text, LONGEST_BRIEF) if brief else _lines(text), how and f"{how} {style}" or style)
-            for text, how in parts_of(message)
-        ]
+        parts = [Text(_lines(text), how and f"{how} {style}" or style) for text, how in parts_of(message)]
         role = Text(f"{message['role']} {message.get('name', '')}".strip().ljust(_WIDTH - 1) + " ", f"bold {style}")
-        shown.append(role + Text(" " if brief else f"\n{' ' * _WIDTH}").join(parts or [Text("(nothing)", "dim")]))
+        shown.append(role + Text(f"\n{' ' * _WIDTH}").join(parts or [Text("(nothing)", "dim")]))
     return Text("\n").join(shown)
 
 
@@ -81,7 +74,7 @@ def parts_of(message: Record) -> Iterator[tuple[str, str]]:
 
 def draw_end(record: Record) -> Text:
     """Reward with its parts and the reason why it ended, or what failed; the wanted answer if it was not given."""
-    wanted = f"  wanted: {one_line(record['wanted'], LONGEST_BRIEF)}" if record["wanted"] else ""
+    wanted = f"  wanted: {one_line(record['wanted'], LONGEST_WANTED)}" if record["wanted"] else ""
     stopped = f"stopped: {record['stop_reason']}"
     if record["error"]:
         said = _lines(record["error"])

@@ -185,7 +185,7 @@ METRICS: tuple[Metric, ...] = (
            "near the room in `/dev/shm`", "lower `loop.max_staleness`"),
     Metric("idle/<mesh>", "share",
            "time in which the processes of a mesh waited for others, since the line before that has it",
-           "above 0.5 for the trainer or a generator", "`titan-rl bubbles RUN` says for whom they waited",
+           "above 0.5 for the trainer or a generator", "`titan-rl report RUN` says for whom they waited",
            "with `logging.spans`, about once a second"),
     Metric("memory/<mesh>/resident", "bytes",
            "of all its processes in RAM; what they share is counted in each of them",

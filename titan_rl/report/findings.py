@@ -229,8 +229,7 @@ def _idle(run: Run) -> Iterator[Finding]:
             f"{MEANINGS.get(cause, cause)}."
         )
         hint = HINTS.get((kind, cause))
-        do = f"{hint[0].upper()}{hint[1:]}. " if hint else ""
-        do += f"`titan-rl bubbles {shlex.quote(str(run.directory))}` tells more."
+        do = f"{hint[0].upper()}{hint[1:]}." if hint else ""
         yield Finding(Kind.WARNING, f"{who} idle more than half of the time", text, do, "timeline")
 
 

@@ -3,8 +3,7 @@
     generator0    |decode 0.9, pull 0.1|decode 1.0|waits for rollouts 0.8, decode 0.2|
 
 A lane is a mesh: the mean over its ranks. Its size depends on the number of bins, never on the length of the run; every
-single span is in RUN/trace.json.gz. Idle shares are those of `titan-rl bubbles`: from the first step's beginning to the
-last one's end.
+single span is in RUN/trace.json.gz. Idle shares are of the time from the first step's beginning to the last one's end.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def read_timelines(run: Path) -> list[Timeline]:
     windows = [(WHOLE, born, end)]
     accounts: list[Account] = []
     if steps := steps_of(lives):
-        accounts = find_bubbles(lives).meshes
+        accounts = find_bubbles(lives)
         windows.insert(0, (STEPS, steps[0].began, max(step.ended for step in steps)))
     of = {account.mesh: account for account in accounts}
     meshes = {

@@ -279,10 +279,8 @@ def _pickled(state: object, method: str) -> bytes | None:
         raise TaskError(f"{method} returned a {type(state).__name__} that does not pickle: {error}") from error
 
 
-COMPARE_SECONDS = 2.0
-"""Time limit for comparing training prompts with held-out ones before a run."""
-SHOWN_PROMPTS = 256
-"""Training prompts that are tried with the tokenizer before a run."""
+LOOK_SECONDS = 2.0
+"""Time limit for making training prompts before a run."""
 CACHED_EXAMPLES = 4096
 """Training examples that are cached. With fewer than are in flight, every reward would make its example again."""
 
@@ -336,7 +334,7 @@ class Examples:
     def __init__(self, environment: Environment, setup: EnvironmentSetup):
         self._environment = environment
         self._wanted = setup.held_out
-        self._compare_seconds = min(COMPARE_SECONDS, setup.step_seconds / 2)
+        self._look_seconds = min(LOOK_SECONDS, setup.step_seconds / 2)
         self._held_out = self._hold_out()
         self.held_out = len(self._held_out)  # number of held-out prompts
         size = environment.size
@@ -369,37 +367,29 @@ class Examples:
                 self._made.popitem(last=False)
         return example
 
-    def check(self, indices: int) -> TaskCheck:
-        """Compare the first `indices` training prompts with the held-out ones, as far as `COMPARE_SECONDS` and
-        half of `step_seconds` go.
+    def check(self, count: int) -> TaskCheck:
+        """Make the first `count` training prompts, as far as `LOOK_SECONDS` and half of `step_seconds` go, and the
+        held-out ones again.
 
         Raises:
             TaskError: something is no example, or `example` raised.
             Exception: whatever `held_out` raises.
         """
-        until = time.monotonic() + self._compare_seconds
-        held_out = tuple(plain(example.prompt) for example in self._held_out)
-        places = {repr(prompt): place for place, prompt in enumerate(held_out)}
+        until = time.monotonic() + self._look_seconds
         training: list[tuple[Message, ...]] = []
-        overlap = None
-        for index in range(min(indices, self.size or indices)):
+        for index in range(min(count, self.size or count)):
             try:
-                prompt = plain(self.find(Purpose.TRAIN, index).prompt)
+                training.append(plain(self.find(Purpose.TRAIN, index).prompt))
             except (Exception, SystemExit) as error:
                 raise TaskError(f"example({index}): {describe(error)}") from error
-            if len(training) < SHOWN_PROMPTS:
-                training.append(prompt)
-            if (place := places.get(repr(prompt))) is not None:
-                overlap = (index, place)
-            if overlap or time.monotonic() > until:
+            if time.monotonic() > until:
                 break
         answers = [example.answer for example in (self.find(Purpose.TRAIN, 0), *self._held_out[:1])]
         said = [str(answer) if isinstance(answer, (str, int, float)) else "" for answer in answers]
         return TaskCheck(
             training=tuple(training),
-            held_out=held_out,
+            held_out=tuple(plain(example.prompt) for example in self._held_out),
             held_out_again=tuple(plain(example.prompt) for example in self._hold_out()),
-            overlap=overlap,
             answers=(said[0], said[-1]),
             warning=str(self._environment.warning),
         )

@@ -139,7 +139,7 @@ class CallKind(StrEnum):
     SCORE_GROUP = "score of the group"
     """→ one (reward, parts) per conversation of `group`."""
     CHECK = "check"
-    """→ TaskCheck. Compares the first `prompt_index` training prompts with the held-out ones."""
+    """→ TaskCheck, with the first `prompt_index` training prompts."""
     DEMONSTRATE = "demonstrate"
     """→ `Demonstrated`. `prompt_index` is the demonstration's number."""
     PLAY = "play"
@@ -191,8 +191,6 @@ class TaskCheck(NamedTuple):
     held_out: tuple[tuple[Message, ...], ...]
     held_out_again: tuple[tuple[Message, ...], ...]
     """The prompts that a second call returned."""
-    overlap: tuple[int, int] | None
-    """A training prompt and the held-out prompt that it equals; None if there is none."""
     answers: tuple[str, str]
     """Reference answers of the first training prompt and the first held-out one; "" if not a text or a number."""
     warning: str

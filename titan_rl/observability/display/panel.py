@@ -68,8 +68,6 @@ class View:
     busy: dict[str, float] = field(default_factory=dict)
     """By mesh, the share of its time in which it works, 0..1."""
     warnings: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=WARNINGS))
-    samples: RenderableType | None = None
-    hint: str = ""
 
 
 def draw(view: View, now: float) -> RenderableType:
@@ -86,10 +84,6 @@ def draw(view: View, now: float) -> RenderableType:
         Text(f"{_clock(now - at)} ago  {text}", style="yellow", overflow="ellipsis", no_wrap=True)
         for at, text in view.warnings
     ]
-    if view.samples is not None:
-        parts.append(Padding(view.samples, (1, 0, 0, 0)))
-    if view.hint:
-        parts.append(Padding(Text(view.hint, style="dim"), (1, 0, 0, 0)))
     return Group(*parts)
 
 

@@ -5,7 +5,6 @@ The display only shows what it is told and never changes the run.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 import time
@@ -13,18 +12,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from pathlib import Path
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from titan_rl.observability.activity import Span
-from titan_rl.observability.conversation import draw_rollout
-from titan_rl.observability.display.keys import Keys
 from titan_rl.observability.display.panel import LOST, READY, MeshState, View, draw
-from titan_rl.observability.json_lines import TAIL, json_lines
-from titan_rl.observability.recorder import newest_of
 from titan_rl.one_line import counted, one_line
 
 PLAIN_LINE_SECONDS = 2.0
@@ -36,8 +30,6 @@ LONGEST_CAUSE = 160
 MOST_CAUSES = 2
 """Causes of failures that one line names."""
 _PROMPT = re.compile(r"prompt \d+")
-SAMPLES_KEY = "s"
-SHOWN_SAMPLES = 3
 PACE_STEPS = 50
 """Newest steps by which the time that is left is estimated."""
 
@@ -61,12 +53,7 @@ class RunDisplay:
         live: bool,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
-        rollouts: Path | None = None,
     ) -> None:
-        """
-        Args:
-            rollouts: where the run records rollouts; a key shows the newest.
-        """
         self._console = console or Console()
         self._clock = clock
         self._live = live and self._console.is_terminal
@@ -77,24 +64,15 @@ class RunDisplay:
         self._errors: dict[str, tuple[str, int]] = {}  # an example and a count of each cause
         self._late: dict[str, tuple[str, int]] = {}
         self._last_line = float("-inf")
-        self._rollouts = rollouts
-        self._shows_samples = False
-        self._drawn: tuple[int, Text] | None = None  # the samples in a file of so many bytes
-        self._open = contextlib.ExitStack()
+        self._panel = Live(get_renderable=self.render, console=self._console, refresh_per_second=4)
 
     def __enter__(self) -> RunDisplay:
         if self._live:
-            self._open.enter_context(Live(get_renderable=self.render, console=self._console, refresh_per_second=4))
-            if self._rollouts is not None:
-                show_cursor = self._console.show_cursor
-                keys = Keys(self.key, give_back=lambda: show_cursor(True), take=lambda: show_cursor(False))
-                if self._open.enter_context(keys).works:
-                    self._view.hint = f"{SAMPLES_KEY}: samples of the last step    Ctrl-C: save and stop"
+            self._panel.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._view.hint, self._shows_samples = "", False
-        self._open.close()
+        self._panel.stop()
 
     def say(self, text: str, level: int = logging.INFO) -> None:
         """One line that stays, on the console and in the log. Warnings stay in the panel for a while too."""
@@ -212,20 +190,10 @@ class RunDisplay:
                 busy=view.busy.copy(),
                 warnings=view.warnings.copy(),
                 work=self._work(),
-                samples=self._samples(self._rollouts) if self._shows_samples and self._rollouts else None,
             )
             return draw(now, self._clock())
         except Exception as error:
             return Text(f"the panel cannot be drawn: {type(error).__name__}: {error}", style="red")
-
-    def _samples(self, file: Path) -> RenderableType:
-        """The newest rollouts of a file, which is read when it has grown."""
-        size = file.stat().st_size if file.is_file() else 0
-        if self._drawn is None or self._drawn[0] != size:
-            records = newest_of([record for _, record in json_lines(file, start=-TAIL)])[-SHOWN_SAMPLES:]
-            drawn = Text("\n").join(draw_rollout(record, brief=True) for record in records)
-            self._drawn = size, drawn or Text("no rollouts are recorded yet", style="dim")
-        return self._drawn[1]
 
     def _work(self) -> dict[str, str]:
         """What the open spans say about the parts of the run."""
@@ -244,8 +212,3 @@ class RunDisplay:
             "rollouts": ", ".join(plays) or "wait",
             "weights": ", ".join(pulls) or "up to date",
         }
-
-    def key(self, key: str) -> None:
-        """A key was pressed."""
-        if key == SAMPLES_KEY:
-            self._shows_samples = not self._shows_samples
