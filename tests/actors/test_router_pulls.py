@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 from router_fleet import Fleet, request
-from scripted_generator import publication
 
 from titan_rl.errors import GeneratorNotServing, WeightsError
 from titan_rl.routing.config import RouterConfig
@@ -235,11 +234,13 @@ async def test_a_pinned_generator_serves_while_all_others_sync() -> None:
 async def test_a_late_generator_is_not_dead_and_serves_once_its_pull_has_ended() -> None:
     fleet = Fleet(RouterConfig(pull_seconds=0.01), count=1)
     await fleet.on(0, "hold_pulls")
-    with pytest.raises(WeightsError, match=r"g0 takes new weights for longer than router.pull_seconds \(0.01\)"):
-        await fleet.router.pull_model_state_dict(publication(0))
-    assert await fleet.states() == ["stale"]
+    pull = fleet.pull(0)
+    await fleet.until_states("stale")
+    (late,) = await fleet.router.fleet_status()
+    assert "g0 takes new weights for longer than router.pull_seconds (0.01)" in late.last_error
     call = fleet.generate(request("r"))
     await fleet.on(0, "release_pulls")
+    assert set((await pull).reports) == {"g0"}
     await fleet.live(0, 1)
     await fleet.on(0, "finish", ["r"], 1)
     assert (await call).finish_reason is FinishReason.STOP

@@ -54,9 +54,12 @@ def test_what_was_written_meanwhile_stays(tmp_path: Path) -> None:
 def test_the_newest_weights_of_a_run_of_an_earlier_version_are_replaced(tmp_path: Path) -> None:
     weights = tmp_path / "run" / "checkpoint"
     weights.mkdir(parents=True)
-    for file in (weights / "config.json", weights / "model.safetensors"):
+    for file in (weights / "config.json", weights / "model.safetensors", weights / "notes.md"):
         file.write_text("1")
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="config.json and 2 more"):
         write(weights)
-    (tmp_path / "run" / "config.toml").write_text("")
+    (tmp_path / "run" / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match=r"notes\.md"):
+        write(weights)
+    file.unlink()
     write(weights)

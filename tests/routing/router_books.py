@@ -132,7 +132,7 @@ class RouterBooks:
         assert all(self.fleet[name].state is not GeneratorState.DEAD for name in self.syncs)
         if not all(pull.done for pull in self.pulls):
             awaited = any(health.is_awaited for health in self.fleet)
-            assert self.syncs.keys() - self.late or awaited, "nobody will move"
+            assert self.syncs or awaited, "nobody will move"
         spares = sum(health.is_spare for health in self.fleet)
         dead = sum(health.state is GeneratorState.DEAD for health in self.fleet)
         in_service = len(self.names) - spares - dead
@@ -180,7 +180,7 @@ class RouterBooks:
             ):
                 assert self.reached.get(health.name, PolicyVersion(-1, 0)) >= pull.version, "it is on its way"
         reached = any(self.reached.get(health.name, PolicyVersion(-1, 0)) >= pull.version for health in self.fleet)
-        assert reached or not any(health.is_awaited for health in self.fleet), "a replacement is to come"
+        assert reached or not any(health.is_awaited or health.is_late for health in self.fleet), "somebody is to come"
         if pull.wakes and self.fleet[pull.wakes].state is not GeneratorState.DEAD:
             assert pull.woke, "a wake-up is not over before its pull"
 

@@ -153,16 +153,16 @@ def test_a_late_generator_is_not_waited_for_and_serves_once_its_pull_ends_well()
     assert states(driver) == ["serving", "serving"] and driver.fleet["g0"].version == V1
 
 
-def test_a_late_pull_that_fails_is_tried_again() -> None:
+def test_a_late_pull_that_fails_is_tried_again_and_waited_for_as_long_as_nobody_serves() -> None:
     driver = router(1, retries=1)
     driver.pull(V1)
     driver.begin_pull("g0")
     driver.is_late("g0")
-    assert driver.pulls[-1].done and not driver.anyone_serves
+    assert not driver.pulls[-1].done and not driver.anyone_serves
     driver.end_pull("g0", "failed")
     assert states(driver) == ["syncing"]
     one_pull(driver, "g0")
-    assert states(driver) == ["serving"]
+    assert states(driver) == ["serving"] and driver.pulls[-1].done
 
 
 def test_a_caller_is_answered_when_its_version_is_reached_though_a_newer_one_is_on_its_way() -> None:

@@ -320,6 +320,7 @@ class Rollouts:
                 yield worker
                 return
             async with worker.one_suspect:
+                worker.has_played = True  # if it dies now, that says nothing about its start
                 if worker.store:  # it did not die meanwhile
                     yield worker
                     return

@@ -29,7 +29,7 @@ Always true, after every method:
   `retries` times per requested version;
 - a verified generator serves even if a newer version was requested meanwhile. So every successful pull serves waiting
   requests, however fast versions follow each other; `min_version` protects requests that need a newer one;
-- nobody waits for a generator whose pull is late; it serves nothing until that pull ends;
+- nobody waits for a generator whose pull is late while another one serves; it serves nothing until that pull ends;
 - a fleet of which nobody serves is given up only when every generator is left out: before that a replacement comes.
 
 Pure: no asyncio, no clock.
@@ -141,11 +141,9 @@ class Fleet:
         return any(health.state is _SERVING and health.version == version for health in self)
 
     def is_lost(self, version: PolicyVersion) -> bool:
-        """Whether nobody serves the version, and every generator is left out, a spare, late, or has failed to pull too
+        """Whether nobody serves the version, and every generator is left out, a spare, or has failed to pull too
         often."""
-        given_up = (
-            health.left_out or health.is_spare or health.is_late or health.failures > self._retries for health in self
-        )
+        given_up = (health.left_out or health.is_spare or health.failures > self._retries for health in self)
         return not self.is_served(version) and all(given_up)
 
     def startable(self, load: Callable[[str], int], demanded: Collection[PolicyVersion] = ()) -> list[str]:
@@ -214,14 +212,14 @@ class Fleet:
 
     def settled(self, version: PolicyVersion) -> bool:
         """Whether no generator is still on its way to `version`: each has reached it, is late, failed for good, or may
-        not take it (dead, pinned, asleep). If none has reached it, replacements are waited for."""
+        not take it (dead, pinned, asleep). If none has reached it, late ones and replacements are waited for."""
         if any(
             health.reached < version and not health.is_late and (health.is_syncing or self._goal(health) is not None)
             for health in self
         ):
             return False
         reached = any(health.reached >= version and health.state is not _DEAD for health in self)
-        return reached or not any(health.is_awaited for health in self)
+        return reached or not any(health.is_awaited or health.is_late for health in self)
 
     # Who is there.
 

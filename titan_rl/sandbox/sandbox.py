@@ -28,6 +28,9 @@ from titan_rl.types import Endpoint, Purpose
 
 GRADING = frozenset({CallKind.SCORE, CallKind.SCORE_GROUP})
 
+LONGEST_TRACEBACK = 1 << 16
+"""Characters at the end of a traceback of user code that are logged."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -307,7 +310,7 @@ class Sandbox:
             return value
         if failure.place not in self._shown:
             self._shown.add(failure.place)
-            logger.info("%s failed:\n%s", call, escaped(failure.traceback.rstrip(), keep="\n"))
+            logger.info("%s failed:\n%s", call, escaped(failure.traceback[-LONGEST_TRACEBACK:].rstrip(), keep="\n"))
         raise (TaskTimeout if failure.late else TaskError)(escaped(failure.description, keep="\n"))
 
     def _fail_late(self, pending: _Pending) -> None:
