@@ -144,10 +144,12 @@ async def test_a_generator_that_dies_while_it_is_stopped_is_given_up_at_once():
 
 @pytest.mark.parametrize("mesh", ["router", "generator0"])
 async def test_what_is_not_to_be_replaced_ends_the_service(mesh):
-    async with served(generators=1, placement=PlacementConfig(restarts=0)) as up:
-        [victim] = [pid for pid in children() if f"\0{mesh}\0".encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        os.kill(victim, signal.SIGKILL)
-        with pytest.raises(ActorFailed, match=f"{mesh} failed 1 time"):
+    with pytest.raises(ActorFailed, match=f"{mesh} failed 1 time"):
+        async with served(generators=1, placement=PlacementConfig(restarts=0)) as up:
+            [victim] = [
+                pid for pid in children() if f"\0{mesh}\0".encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+            ]
+            os.kill(victim, signal.SIGKILL)
             await asyncio.wait_for(up.run(), SOON)
 
 

@@ -200,7 +200,7 @@ async def test_every_call_that_ends_its_process_fails_for_itself():
 
 
 async def test_a_prompt_whose_calls_all_hang_costs_no_other_prompt():
-    async with environment(behaviour={"0": "hang"}, step_seconds=0.5) as process:
+    async with environment(behaviour={"0": "hang"}, step_seconds=1.5) as process:
         calls = [process.call(score(0)) for _ in range(12)] + [process.call(score(1)) for _ in range(12)]
         results = await asyncio.gather(*calls, return_exceptions=True)
         assert all(isinstance(result, TaskError) for result in results[:12])
