@@ -78,8 +78,8 @@ def request(request_id: str, *, tokens: int, step: int = 0, prompt: int = 0) -> 
 @asynccontextmanager
 async def real_fleet(router: RouterConfig, *, tensor_parallel: int = 1) -> AsyncIterator[RealFleet]:
     """Two generators that serve v0."""
-    config = RunConfig(policy=PolicyConfig(tiny=TinyPolicyConfig(max_length=1024, seed=3)))
-    config.generator = GeneratorConfig(count=2, tensor_parallel=tensor_parallel, max_model_len=1024)
+    config = RunConfig(policy=PolicyConfig(tiny=TinyPolicyConfig(max_length=2048, seed=3)))
+    config.generator = GeneratorConfig(count=2, tensor_parallel=tensor_parallel, max_model_len=2048)
     model_path = model_directory(config)
     meshes = {mesh.name: mesh for mesh in plan(config, detect_host()).meshes}
     fleet: RealFleet | None = None

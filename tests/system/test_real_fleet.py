@@ -19,7 +19,7 @@ from titan_rl.types import Completion, FinishReason, PolicyVersion
 from titan_rl.weights.segment_files import segment_at
 
 RANKS = [1, pytest.param(2, marks=pytest.mark.acceptance)]
-TOKENS = 900  # of a completion that is to be under way when something happens: about a second
+TOKENS = 1800  # of a completion that is to be under way when something happens: about two seconds
 
 
 def versions_of(completion: Completion) -> list[int]:
