@@ -80,7 +80,7 @@ def test_counts(directory: Path, output: str) -> dict[str, Any]:
     summary = re.findall(r"(\d+) (passed|failed|errors?|skipped|deselected|xfailed|xpassed)", output[-2000:])
     if not summary:
         raise AcceptanceError("no summary of pytest in the output")
-    return {what: int(count) for count, what in summary}
+    return {"failed": 0, "skipped": 0} | {what: int(count) for count, what in summary}
 
 
 def quickstart(seed: int, exact_match: float) -> Job:
@@ -128,7 +128,13 @@ JOBS = (
     learns("copy4", "--router.weight-sync", "hot_swap", exact_match=0.95),
     learns("copy4_2x2", "--router.weight-sync", "drain", exact_match=0.95),
     learns("copy4_2x2", "--router.weight-sync", "hot_swap", exact_match=0.95),
-    Job("all tests and checks", lambda directory: ["scripts/test.sh", "-m", ""], test_counts),
+    Job(
+        "all tests and checks",
+        lambda directory: ["scripts/test.sh", "-m", "", "-rs"],
+        test_counts,
+        {"passed": 3000},
+        {"failed": 0, "skipped": 4},  # Slurm, which has a job of its own, and what no index or browser is there for
+    ),
     bench("generation", ratio_to_bare_engine=0.92, ratio_to_bare_engine_short=0.85),
     bench(
         "router",
@@ -140,16 +146,14 @@ JOBS = (
     bench("weight_sync", at_most={"ratio_to_memcpy": 3.0, "ratio_total": 6.0}),
     bench("fanout", at_most={"trainer_egress_copies": 1.1, "time_ratio_to_link_bound": 1.3}),
     bench("start", at_most={"start_ratio_8_hosts": 1.3}),
-    bench("timeline", at_most={"both_step_ratio": 1.01}),
     learns("copy4", exact_match=0.95),
-    bench("data_plane", at_most={"controller_bytes_per_sample": 1023.9}, shared_memory_to_controller_16mb=4.0),
+    bench("data_plane", at_most={"controller_bytes_per_sample": 1023.9}),
     learns("copy4_async", exact_match=0.95),
     learns("sort5", exact_match=0.95),
     learns("tool_sum", exact_match=0.90),
     learns("tool_sum", "--seed", "1", exact_match=0.90),
     learns("tool_sum", "--seed", "2", exact_match=0.90),
     learns("tool_sum_openai", exact_match=0.90),
-    bench("lag"),
     bench(
         "async_speedup",
         at_most={"ratio_to_planner_most": 1.1, "share_of_bound_most": 1.0},
@@ -157,9 +161,7 @@ JOBS = (
         speedup_vs_sync=1.5,
         deterministic_to_drain=0.9,
     ),
-    bench("async_learning", at_most={"async_learning_steps_ratio": 1.3}),
     bench("gateway", ratio_to_router=0.8, ratio_to_api_server=1.3),
-    bench("plan"),
     bench("checkpoint", at_most={"begin_to_memcpy": 4.0, "committed_to_write": 2.0}),
     bench("soak", at_most={"controller_bytes_per_group": 300, "router_bytes_per_group": 300}),
     bench("deterministic", deterministic_to_plain_float32_64x128=0.85),
@@ -186,6 +188,8 @@ JOBS = (
         "jobs on a real Slurm",  # apt-get install slurm-wlm munge
         lambda _: [".venv/bin/python", "-m", "pytest", "-m", "", "-rs", "tests/hosts/test_slurm.py"],
         test_counts,
+        {"passed": 3},
+        {"skipped": 0},
     ),
     Job("gpu_check, on the CPU", lambda _: [sys.executable, "scripts/gpu_check.py", "--device", "cpu"], last_line_json),
 )
@@ -275,8 +279,10 @@ def main() -> int:
     for job in jobs:
         print(f"{job.name} …", flush=True)
         rows += judge(job, directory / re.sub(r"\W+", "-", job.name))
-    (directory / "table.txt").write_text(table(rows) + "\n")
-    print(f"\n{table(rows)}\n\nlogs and run directories: {directory}")
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    when = f"{time.strftime('%Y-%m-%d')}, commit {commit or 'unknown'}"
+    (directory / "table.txt").write_text(f"{when}\n\n{table(rows)}\n")
+    print(f"\n{when}\n{table(rows)}\n\nlogs and run directories: {directory}")
     return 0 if all(row.passed for row in rows) else 1
 
 

@@ -118,7 +118,7 @@ def main() -> int:
             ground = disturbed.ground = Ground(hosts)
             train(disturbed, settings, faults)
             finding = check_run(disturbed.run)
-            left = check_leftovers(disturbed.mark, ground, disturbed.controllers, disturbed.ports, disturbed.scratch)
+            left = check_leftovers(disturbed.mark, ground, disturbed.controllers, disturbed.scratch)
             finding.problems += left
         undisturbed = Outcome(directory / "undisturbed")
         train(undisturbed, settings, [])

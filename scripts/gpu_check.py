@@ -63,15 +63,15 @@ def updater(device: str, **settings: Any) -> Any:
     return PolicyUpdater(config, model_path=Path(tiny_model()), temperature=1.0, total_steps=9, device=device, seed=0)
 
 
-def batch_of(rows: list[list[int]]) -> Any:
-    """A document per row, its second half trained."""
+def batch_of(rows: list[list[int]], trained_share: float = 0.5) -> Any:
+    """A document per row, this share of it trained, from its end."""
     import numpy as np
 
     from titan_rl.data_plane.sample_batch import SampleBatch
     from titan_rl.types import NO_VERSION, TrainingSample
 
     def document(index: int, row: list[int]) -> TrainingSample:
-        mask = np.arange(len(row)) >= (len(row) + 1) // 2
+        mask = np.arange(len(row)) >= max(1, len(row) - int(trained_share * len(row)))
         logprobs, versions = np.where(mask, -2.5 + 0.1 * (index % 5), 0.0), np.where(mask, 1, NO_VERSION)
         arrays = {"logprobs": logprobs.astype(np.float32), "versions": versions.astype(np.int64), "loss_mask": mask}
         numbers = {"group_id": index, "sample": 0, "advantage": 1.0 - 0.3 * (index % 7), "reward": 0.0}
@@ -81,9 +81,13 @@ def batch_of(rows: list[list[int]]) -> Any:
 
 
 def logprobs(device: str, dtype: str, documents: str) -> list[list[float]]:
-    """Of all tokens of these documents (JSON)."""
-    scores = updater(device, dtype=dtype).logprobs(batch_of(json.loads(documents)))
-    return [row.tolist() for _, row in sorted(scores.items())]
+    """Of all tokens of these documents (JSON), that of the first 0."""
+    from titan_rl.policy.token_score_recorder import TokenScoreRecorder
+
+    policy, batch = updater(device, dtype=dtype), batch_of(json.loads(documents), trained_share=1)
+    kept = TokenScoreRecorder((index, 0) for index in range(len(batch)))
+    policy.train_step(batch, policy.plan(batch), kept)
+    return [[0.0, *scores.logprobs.tolist()] for _, scores in sorted(kept.scores.items())]
 
 
 def train_step(device: str, ranks: str) -> list[float]:

@@ -3,7 +3,7 @@
 
     python scripts/minimal_loop.py [--steps 150] [--seed 0]
 
-Nothing here is special: `titan_rl.controller.loop` with `max_staleness = 0` does the same, down to the last bit of the
+Nothing here is special: `titan_rl.loop.loop` with `max_staleness = 0` does the same, down to the last bit of the
 weights where the config is `deterministic`. Copy this file to try an algorithm of your own.
 """
 
@@ -23,8 +23,8 @@ from titan_rl.config import RunConfig
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.environments.copy import Copy
 from titan_rl.environments.rubric import Transcript
-from titan_rl.launch.start import start
 from titan_rl.rollout.samples import group_advantages
+from titan_rl.run.start import start
 from titan_rl.seeding import prompt_digest, request_seed
 from titan_rl.types import (
     NO_VERSION,
@@ -38,7 +38,7 @@ from titan_rl.types import (
 )
 
 if TYPE_CHECKING:
-    from titan_rl.controller.system import System
+    from titan_rl.loop.system import System
 
 
 class CopyTask:

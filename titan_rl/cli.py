@@ -15,8 +15,8 @@ from titan_rl import __version__
 from titan_rl.config_registry import RECIPES, first_line
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.importing import import_user_module
-from titan_rl.overrides import EXIT_USAGE, did_you_mean, say
-from titan_rl.processes import leave
+from titan_rl.overrides import EXIT_USAGE, did_you_mean, print_error
+from titan_rl.processes import run_and_exit
 
 PROG = "titan-rl"
 
@@ -34,20 +34,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     verb, *rest = arguments
     if verb not in VERBS:
-        say(PROG, f"there is no verb {verb!r}{did_you_mean(verb, VERBS)}; there are {', '.join(VERBS)}")
+        print_error(PROG, f"there is no verb {verb!r}{did_you_mean(verb, VERBS)}; there are {', '.join(VERBS)}")
         return EXIT_USAGE
     return resolve_name(VERBS[verb][0])(rest, prog=f"{PROG} {verb}")
 
 
 def command() -> NoReturn:
     """The console command: this process is all its own."""
-    leave(main)
+    run_and_exit(main)
 
 
 def list_recipes(arguments: Sequence[str], *, prog: str) -> int:
     """Print the recipes, and the bundled tasks; returns the exit code."""
     if arguments and arguments[0] not in ("-h", "--help"):
-        say(prog, f"takes no arguments, got {' '.join(arguments)!r}")
+        print_error(prog, f"takes no arguments, got {' '.join(arguments)!r}")
         return EXIT_USAGE
     tasks = {name: first_line(import_user_module(target.partition(":")[0])) for name, target in SHORT_NAMES.items()}
     print(f"recipes ({PROG} train --recipe NAME)")
@@ -61,11 +61,11 @@ VERBS = {
     "train": ("titan_rl.train:main", "Train a policy: --recipe NAME [--config FILE.toml] [--section.key VALUE ...]."),
     "recipes": ("titan_rl.cli:list_recipes", "List the recipes, and the bundled tasks that environment.name takes."),
     "try": (
-        "titan_rl.commands.try_task:VERB.run",
+        "titan_rl.playing.try_task:VERB.run",
         "Play a task without training: prompts, tools, rewards, by hand or by a policy.",
     ),
     "eval": (
-        "titan_rl.commands.evaluate:VERB.run",
+        "titan_rl.playing.evaluate:VERB.run",
         "Compare policies on a task's held-out prompts: exact match, reward, pass@k with intervals.",
     ),
     "plan": (
@@ -81,19 +81,19 @@ VERBS = {
         "Write a checkpoint's weights in Hugging Face format: --run RUN --directory DIR.",
     ),
     "worker": (
-        "titan_rl.launch.hosts.worker:VERB.run",
+        "titan_rl.hosts.worker:VERB.run",
         "Lend this host to runs that are started elsewhere: --listen ADDRESS:PORT.",
     ),
     "fleet": (
         "titan_rl.fleet:VERB.run",
-        "Show the hosts and generators of a living run, add some, take some away: RUN [add|drain|remove ...].",
+        "Show the hosts and generators of a living run, add some, take some away: RUN [add|remove ...].",
     ),
     "watch": (
-        "titan_rl.commands.watch:VERB.run",
+        "titan_rl.view.watch:VERB.run",
         "Show the newest recorded rollouts of a run while it goes on: RUN [--once].",
     ),
     "replay": (
-        "titan_rl.commands.replay:VERB.run",
+        "titan_rl.playing.replay:VERB.run",
         "Play a recorded group again and say token by token whether it is the same: RUN --group N.",
     ),
     "launch": (
@@ -101,12 +101,12 @@ VERBS = {
         "Submit a run as a job: slurm or kubernetes, --nodes N -- arguments of train.",
     ),
     "report": (
-        "titan_rl.commands.report:VERB.run",
+        "titan_rl.view.report:VERB.run",
         "Write one HTML file that shows a run, or compares several: RUN [RUN2 ...] [--output FILE].",
     ),
-    "runs": ("titan_rl.commands.runs:VERB.run", "List the runs of a directory: state, step, score, how to go on."),
+    "runs": ("titan_rl.run.runs:VERB.run", "List the runs of a directory: state, step, score, how to go on."),
     "doctor": (
-        "titan_rl.commands.doctor:VERB.run",
+        "titan_rl.run.doctor:VERB.run",
         "Look at this host: what would stop a run, what dead runs have left, and what to do about it.",
     ),
 }

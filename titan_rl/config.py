@@ -1,21 +1,24 @@
 """The run config: it composes the component configs and checks what no component can check alone.
 
-Standard library only. Where a field belongs to a component, its config lives beside that component.
+Where a field belongs to a component, its config lives beside that component. Whoever makes a `RunConfig`, by whatever
+means, gets one whose values have the types and bounds of their fields.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
+from titan_rl.bounds import Count, CountOrZero, Positive, Seed, Share
 from titan_rl.data_plane.config import DataPlaneConfig
 from titan_rl.errors import ConfigError
 from titan_rl.gateway.config import is_loopback
-from titan_rl.generation.config import GeneratorConfig, group_of
+from titan_rl.generation.config import GeneratorConfig
+from titan_rl.overrides import check
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig, TrainerConfig
 from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig
 from titan_rl.routing.config import RouterConfig
-from titan_rl.scheduling.config import Knobs
+from titan_rl.scheduling.config import StalenessLimits
 from titan_rl.weights.config import WeightsConfig
 
 CLASS_SETTINGS = (
@@ -53,51 +56,41 @@ class PlacementConfig:
     """Hosts that share the trainer's ranks evenly; empty: as few as have room. All must see `logging.directory`."""
     generators: tuple[str, ...] = ()
     """Hosts of the generators, spares too. Each generator is on one of them; empty: any host."""
-    more_generators: dict[str, Any] = field(default_factory=dict)
-    """Hosts of a group of `more_generators`, by its name; a group without is where `generators` says."""
     rollouts: tuple[str, ...] = ()
     """Hosts of the rollout workers; empty: any host."""
     router: str = "host0"
     """Host of the router."""
     gateway: str = "host0"
     """Host of the gateway."""
-    host_seconds: float = 10.0
+    host_seconds: Positive = 10.0
     """A host that answers nothing for so long is lost, with everything on it."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: cuda when this host has a CUDA device, else cpu."""
-    threads: int = 1
+    threads: Count = 1
     """OpenMP threads per process on CPU. More than one on contended cores costs far more than it gives."""
-    start_seconds: float = 300.0
+    start_seconds: Positive = 300.0
     """Bound on the start of a mesh, model load included. A process that is not born within Monarch's 30 s is started
     again."""
-    step_seconds: float = 1800.0
+    step_seconds: Positive = 1800.0
     """Longest time any single call to a mesh may take before the run ends with the name of that call. Requests and
     rollouts are no such calls: see `router.request_seconds` and `rollout.seconds`."""
-    hang_seconds: float = 120.0
+    hang_seconds: Positive = 120.0
     """A process that makes no progress for so long is taken for dead: it answers nothing, or a generator's engine step
     does not end."""
-    spares: int = 0
-    """Generators as in `generator`, besides its `count`, that are built and sleep, each with devices of its own. One
-    takes a dead one's place at once, unless that was one of `more_generators`."""
-    restarts: int = 5
+    spares: CountOrZero = 0
+    """Generators besides `generator.count` that are built and sleep, each with devices of its own. One takes a dead
+    one's place at once."""
+    restarts: CountOrZero = 5
     """Starts in a row of one mesh that may fail, with pauses of up to 60 s. Then a generator is left out, and any
     other mesh ends the run."""
-    least_generators: int = 1
-    """Generators are left out, or taken away by command, only while so many are left."""
-    most_generators: int = 0
-    """So many are there at most, spares aside, when hosts join or generators are added by command. 0: as many as
-    fit."""
+    least_generators: Count = 1
+    """Generators are left out, or leave with their host, only while so many are left."""
     too_few_generators: Literal["end", "wait"] = "end"
     """When fewer would be left: end the run, or go on starting them for ever."""
 
     def __post_init__(self) -> None:
         self.hosts = tuple(host for several in self.hosts for host in several.split(",") if host)
-        more = {name: [hosts] if isinstance(hosts, str) else hosts for name, hosts in self.more_generators.items()}
-        for name, hosts in more.items():
-            if not isinstance(hosts, (list, tuple)) or not all(isinstance(host, str) for host in hosts):
-                raise ConfigError(f"placement.more_generators.{name}: expected names of hosts, got {hosts!r}")
-        self.more_generators = more
         if twice := {host for host in self.hosts if self.hosts.count(host) > 1}:
             raise ConfigError(f"placement.hosts: {', '.join(sorted(twice))} twice: one worker is one host")
         addresses = [*(host.rpartition(":")[0] for host in self.hosts), *([self.address] if self.address else [])]
@@ -110,13 +103,6 @@ class PlacementConfig:
             address, _, port = host.rpartition(":")
             if not address or not port.isdecimal() or not 0 < int(port) < 65536:
                 raise ConfigError(f"placement.hosts: {host} is not ADDRESS:PORT")
-        bounds = {"threads": 1, "spares": 0, "restarts": 0, "least_generators": 1, "most_generators": 0}
-        for name, least in bounds.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"placement.{name} must be at least {least}, got {getattr(self, name)}")
-        for name in ("start_seconds", "step_seconds", "hang_seconds", "host_seconds"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"placement.{name} must be positive, got {getattr(self, name)}")
 
     @property
     def several_hosts(self) -> bool:
@@ -134,45 +120,28 @@ class PlacementConfig:
 class LoopConfig:
     """Length and rhythm of training, and how far generation may run ahead of it."""
 
-    steps: int = 150
+    steps: Count = 150
     """Optimizer steps of the run."""
-    groups_per_step: int = 32
+    groups_per_step: Count = 32
     """Prompt groups (P) that every step trains, no more and no fewer."""
-    max_staleness: int = 0
+    max_staleness: CountOrZero = 0
     """Steps (S) that generation may run ahead of training: (S + 1)·P groups are in flight. 0: synchronous, every sample
     is on-policy. More overlaps generation with training; gains end at about 2."""
-    window: int = 1
+    window: Count = 1
     """How far (W) a batch looks past the oldest group that is not finished. 1: strictly in the order of the prompts.
     More lets finished groups overtake a slow one, for up to ⌈(W - 1)/P⌉ further steps of staleness."""
-    prompts: int = 0
+    prompts: CountOrZero = 0
     """Distinct prompts in the training stream before it starts over; 0: the environment's own number."""
     filter: str = ""
     """Groups that are not to be trained: "no_variance" (all rewards equal), or `pkg.mod:function` or `file.py:function`
     that is given a `GroupReport` and returns why to refuse it, or "". Each is replaced by the next prompt's group.
     Empty: every group is trained."""
-    untrainable_batches: int = 20
+    untrainable_batches: Count = 20
     """A run ends with the reason when so many batches' worth of groups in a row teach nothing: all rewards equal,
     filtered, or failed. It has failed, unless every one of them was solved (see `evaluation.target_exact_match`): then
     nothing is left to learn, and it ends well."""
-    watchdog_seconds: float = 120.0
+    watchdog_seconds: Positive = 120.0
     """When nothing has moved for so long, the run says which part it waits for; again after every such time."""
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "untrainable_batches"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"loop.{name} must be at least 1, got {getattr(self, name)}")
-        if self.prompts < 0:
-            raise ConfigError(f"loop.prompts must be 0 (the environment's own number) or more, got {self.prompts}")
-        if self.watchdog_seconds <= 0:
-            raise ConfigError(f"loop.watchdog_seconds must be positive, got {self.watchdog_seconds}")
-        try:
-            self.knobs()
-        except ConfigError as error:
-            raise ConfigError(f"loop.{error}") from error
-
-    def knobs(self) -> Knobs:
-        """What follows from the three numbers."""
-        return Knobs(groups_per_step=self.groups_per_step, max_staleness=self.max_staleness, window=self.window)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -180,43 +149,28 @@ class EvaluationConfig:
     """Held-out evaluation: greedy decoding, before, during and after training. A rollout that user code failed is
     neither right nor wrong: the score is over the others, and how many failed is shown beside it."""
 
-    every: int = 50
+    every: CountOrZero = 50
     """Evaluate after every so many steps; 0: only before and after."""
-    prompts: int = 1000
+    prompts: Count = 1000
     """Held-out prompts; fewer when the environment has fewer."""
-    target_exact_match: float = 0.0
+    target_exact_match: Share = 0.0
     """The run fails (exit code 1) when the last evaluation's exact match is below this; 0: no target. A rollout is an
     exact match by the score `exact_match`, if the rubric has one; else if the reward function of the greatest weight
     gives at least 1, without its weight. A rubric that trains group rewards alone has to give it to have a target."""
-
-    def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ConfigError(f"evaluation.every must be 0 (only before and after) or more, got {self.every}")
-        if self.prompts < 1:
-            raise ConfigError(f"evaluation.prompts must be at least 1, got {self.prompts}")
-        if not 0 <= self.target_exact_match <= 1:
-            raise ConfigError(
-                f"evaluation.target_exact_match is a share and must be in 0..1, got {self.target_exact_match}"
-            )
 
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
     """Checkpoints from which `--resume` goes on. Every run also writes one when it ends, however it ends."""
 
-    every: int = 20
+    every: CountOrZero = 20
     """Write one after every so many steps, beside training; 0: only at the end."""
-    keep: int = 2
+    keep: CountOrZero = 2
     """Newest checkpoints that are kept; 0: write none. Each holds the float32 weights and AdamW's two moments."""
     in_memory: bool = True
     """After every step each trainer rank also copies its state into shared memory. A rank that dies then costs the step
     that was under way; without a copy, all steps since the newest checkpoint. It takes 24 bytes per parameter in
     /dev/shm, and 4 more for the reference of a KL term; a run that has no room says so and goes on without."""
-
-    def __post_init__(self) -> None:
-        for name in ("every", "keep"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"checkpoint.{name} must be 0 or more, got {getattr(self, name)}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -230,7 +184,7 @@ class LoggingConfig:
     tensorboard: bool = True
     wandb_project: str = ""
     """Also log to this Weights & Biases project; empty: never contact it."""
-    rollouts: int = 1
+    rollouts: CountOrZero = 1
     """So many of the best, of the worst and of random rollouts of every step are recorded in `rollouts.jsonl`, message
     by message and token by token, and a few of each evaluation. 0: none. A recorded token takes about 70 bytes."""
     progress: bool = True
@@ -238,13 +192,11 @@ class LoggingConfig:
     spans: bool = True
     """Write what every process does and for whom it waits into `spans/`, and at the end all of it into
     `trace.json.gz`, for Perfetto and `titan-rl report`. Takes about 1 % of the processor time of a tiny policy's
-    steps, and less of longer ones (`scripts/bench/timeline.py`)."""
+    steps, and less of longer ones."""
     save_final: bool = True
     """Write the newest weights as a Hugging Face checkpoint when the run ends, also when it fails or is stopped."""
 
     def __post_init__(self) -> None:
-        if self.rollouts < 0:
-            raise ConfigError(f"logging.rollouts must be 0 (none) or more, got {self.rollouts}")
         if self.name.startswith(".") or not all(c.isprintable() and c != "/" for c in self.name):
             raise ConfigError(
                 f"logging.name {self.name!r} cannot name a directory: leave out '/', control characters and a first '.'"
@@ -259,12 +211,12 @@ class RunConfig:
 
     recipe: str = ""
     """Name of the recipe this config came from."""
-    seed: int = 0
+    seed: Seed = 0
     """Decides prompts, sampling and initial weights."""
     deterministic: bool = False
     """Make the run a function of its config and seed, bit for bit, at any `loop.max_staleness`: the same weights again
-    from the same seed, and from any `generator.count`, `tensor_parallel` of 1 or 2, `more_generators`, batch sizes,
-    prefix caching, routing, delays and arrival times. An asynchronous run then samples each group whole by one
+    from the same seed, and from any `generator.count`, `tensor_parallel` of 1 or 2, batch sizes, prefix caching,
+    routing, delays and arrival times. An asynchronous run then samples each group whole by one
     version and trains groups in order: `router.weight_sync` is "drain", `loop.window` 1, and more versions stay
     published. Not reproducible: rollouts that user code lets run into a time-out (`rollout/stop_timeout`), and what a
     program, or a reward that reads `transcript.messages`, decides by which of its open calls is answered first.
@@ -279,12 +231,6 @@ class RunConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
-    more_generators: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Further groups of generators in the same fleet: a name of yours → what differs from `generator` (`count` is 1
-    unless it is given), such as --more-generators.large.tensor-parallel 2 or [more_generators.large]. May differ:
-    `count`, `tensor_parallel`, `block_size`, `burst_steps`, `gpu_memory_utilization`, `heartbeat_seconds`,
-    `kv_cache_bytes`, `max_num_batched_tokens`, `max_num_seqs` (decides their share of the requests), `prefix_caching`.
-    A deterministic run on CUDA takes generators of one `tensor_parallel` and one `block_size` only."""
     router: RouterConfig = field(default_factory=RouterConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     data_plane: DataPlaneConfig = field(default_factory=DataPlaneConfig)
@@ -294,10 +240,10 @@ class RunConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
 
-    def knobs(self) -> Knobs:
+    def staleness_limits(self) -> StalenessLimits:
         """How groups are scheduled. A deterministic run trains them in order, whatever `loop.window` says."""
         loop = self.loop
-        return Knobs(
+        return StalenessLimits(
             groups_per_step=loop.groups_per_step,
             max_staleness=loop.max_staleness,
             window=1 if self.deterministic else loop.window,
@@ -306,57 +252,30 @@ class RunConfig:
 
     def router_settings(self) -> RouterConfig:
         """`router`, with what the whole run decides for it: an exact version cannot change under a completion."""
-        return replace(self.router, weight_sync="drain") if self.knobs().exact_versions else self.router
+        return replace(self.router, weight_sync="drain") if self.staleness_limits().exact_versions else self.router
 
     def weights_settings(self) -> WeightsConfig:
         """`weights`, with what the whole run decides for it: room for every version that may be needed again, for the
         one that is evaluated and for the next."""
-        needed = self.loop.max_staleness + 3 if self.knobs().exact_versions else 0
+        needed = self.loop.max_staleness + 3 if self.staleness_limits().exact_versions else 0
         return replace(self.weights, max_live=max(self.weights.max_live, needed))
 
-    def generator_groups(self) -> dict[str, GeneratorConfig]:
-        """`generator` and `more_generators.NAME` → the settings of these generators, with what the whole run decides
-        for them."""
-        first = replace(self.generator, deterministic=self.deterministic or self.generator.deterministic)
-        more = {f"more_generators.{name}": settings for name, settings in self.more_generators.items()}
-        return {"generator": first} | {name: group_of(first, each, name=name) for name, each in more.items()}
-
-    def generator_group(self, name: str) -> str:
-        """The group of a generator. The first numbers are of `generator`, then comes group after group. Every higher
-        number, as those of spares, is of `generator` again."""
-        number = int(name.removeprefix("generator"))
-        for group, settings in self.generator_groups().items():
-            if (number := number - settings.count) < 0:
-                return group
-        return "generator"
-
-    def generator_settings(self, name: str = "generator0") -> GeneratorConfig:
-        """The settings of one generator."""
-        return self.generator_groups()[self.generator_group(name)]
+    def generator_settings(self) -> GeneratorConfig:
+        """`generator`, with what the whole run decides for it."""
+        return replace(self.generator, deterministic=self.deterministic or self.generator.deterministic)
 
     def generator_names(self) -> list[str]:
         """The generators that the run starts with; the last are spares."""
-        count = sum(group.count for group in self.generator_groups().values())
-        return [f"generator{number}" for number in range(count + self.placement.spares)]
-
-    def other_generators(self) -> dict[str, float]:
-        """Those of `more_generators` → the requests that each runs at once, for one that one of `generator` does."""
-        others = (name for name in self.generator_names() if self.generator_group(name) != "generator")
-        return {name: self.generator_settings(name).max_num_seqs / self.generator.max_num_seqs for name in others}
+        return [f"generator{number}" for number in range(self.generator.count + self.placement.spares)]
 
     def trainer_settings(self) -> TrainerConfig:
         """`trainer`, with what the whole run decides for it."""
         return replace(self.trainer, deterministic=self.deterministic or self.trainer.deterministic)
 
     def __post_init__(self) -> None:
+        check(self)
         tiny = self.policy.tiny
-        for name, seed in (("seed", self.seed), ("policy.tiny.seed", tiny.seed if tiny else None)):
-            if not 0 <= (seed or 0) < 1 << 63:
-                raise ConfigError(f"{name} must be in 0..2**63 - 1, got {seed}")
-        groups = self.generator_groups()  # refuses what does not fit together
-        for name in self.placement.more_generators:
-            if f"more_generators.{name}" not in groups:
-                raise ConfigError(f"placement.more_generators.{name}: there is no such group in more_generators")
+        self.generator_settings()  # refuses what does not fit together
         if tiny is not None:
             if self.generator.max_model_len > tiny.max_length:
                 raise ConfigError(

@@ -36,9 +36,7 @@ def check_replaceable(directory: Path) -> None:
     try:
         written = {str(name) for name in json.loads((directory / WRITTEN).read_text(encoding="utf-8"))} | {WRITTEN}
     except (OSError, ValueError, TypeError, RecursionError):
-        # earlier versions wrote a run's newest weights, and nothing beside them, without a list
-        of_a_run = directory.name == "checkpoint" and (directory.parent / "checkpoints").is_dir()
-        written = {name for name in there if of_a_run and name.endswith((".json", ".safetensors", ".txt", ".jinja"))}
+        written = set()
     if foreign := sorted(there - written):
         more = f" and {len(foreign) - 1} more" * (len(foreign) > 1)
         raise ConfigError(

@@ -11,7 +11,10 @@ import signal
 
 
 class TitanError(Exception):
-    """Base of every error that titan_rl raises on purpose."""
+    """Base of every error that titan_rl raises on purpose. The first argument is the message."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
 
 
 class ConfigError(TitanError):
@@ -21,6 +24,11 @@ class ConfigError(TitanError):
 class AbsentError(ConfigError):
     """Something that the run config names is missing on this host: a data file, a package. It may be there on the host
     that the run is meant for, so a dry run warns of it where it would refuse."""
+
+
+class InvariantError(TitanError):
+    """What must always hold does not, which is a bug of ours: ranks of a generator that disagree, a sample that is
+    released twice or held after the end, a token older than the bound. What is affected ends."""
 
 
 class RequestError(TitanError):
@@ -55,10 +63,6 @@ class GeneratorNotServing(GeneratorFailed):
     """A generator is alive but serves nothing now: asleep, or stale after a failed pull. Ask another one."""
 
 
-class LockstepError(TitanError):
-    """The ranks of one generator disagree about what they did. Fatal for that generator."""
-
-
 class WeightsError(TitanError):
     """Published weights are missing, damaged or not what the engine computes with. The version is not served."""
 
@@ -68,18 +72,12 @@ class SampleError(TitanError):
 
     def __init__(self, message: str, group_id: int, sample: int) -> None:
         super().__init__(message, group_id, sample)
+        self.group_id = group_id
+        self.sample = sample
+        """Position within the group."""
 
     def __str__(self) -> str:
         return f"group {self.group_id} sample {self.sample}: {self.args[0]}"
-
-    @property
-    def group_id(self) -> int:
-        return self.args[1]
-
-    @property
-    def sample(self) -> int:
-        """Position within the group."""
-        return self.args[2]
 
 
 class SamplesLost(TitanError):
@@ -87,13 +85,7 @@ class SamplesLost(TitanError):
 
     def __init__(self, message: str, group_ids: tuple[int, ...]) -> None:
         super().__init__(message, group_ids)
-
-    def __str__(self) -> str:
-        return self.args[0]
-
-    @property
-    def group_ids(self) -> tuple[int, ...]:
-        return self.args[1]
+        self.group_ids = group_ids
 
 
 class SampleStoreFull(TitanError):
@@ -104,16 +96,8 @@ class SharedMemoryFull(SampleStoreFull):
     """The host has no room, which others may free."""
 
 
-class OwnershipError(TitanError):
-    """A sample was released twice, or is unknown to its store. Nothing was changed."""
-
-
 class GroupStopped(TitanError):
     """A group was ended before it was finished, because nobody needs it any more."""
-
-
-class SamplesLeaked(TitanError):
-    """A run has ended well and yet stores hold samples: who holds which is in the message."""
 
 
 class TrainingError(TitanError):
@@ -154,13 +138,7 @@ class MeshFailed(ActorGone):
 
     def __init__(self, message: str, mesh: str) -> None:
         super().__init__(message, mesh)
-
-    def __str__(self) -> str:
-        return self.args[0]
-
-    @property
-    def mesh(self) -> str:
-        return self.args[1]
+        self.mesh = mesh
 
 
 class MeshLeaves(MeshFailed):
@@ -193,10 +171,6 @@ class Stopped(TitanError):
     def exit_code(self) -> int:
         """As shells have it: 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP."""
         return 128 + self.args[0]
-
-
-class StalenessViolation(TitanError):
-    """A token is older than the proven bound allows, or than its group asked for: a bug. The run ends."""
 
 
 class OutcomeChanged(TitanError):

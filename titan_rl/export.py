@@ -8,11 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from titan_rl.config import RunConfig
-from titan_rl.controller.checkpoint_files import Checkpoint
 from titan_rl.directories import check_replaceable
 from titan_rl.errors import CheckpointError, ConfigError
-from titan_rl.launch.resume import find
-from titan_rl.overrides import Command, Verb, say
+from titan_rl.loop.checkpoint_files import Checkpoint
+from titan_rl.overrides import Command, Verb, print_error
+from titan_rl.run.resume import find
 from titan_rl.train import config_of_run
 
 
@@ -24,7 +24,7 @@ def _act(command: Command, prog: str) -> int:
     check_replaceable(where)
     resume = find(Path(run))
     config = config_of_run(resume.run)
-    if (checkpoint := resume.checkpoint(lambda text: say(prog, text))) is None:
+    if (checkpoint := resume.checkpoint(lambda text: print_error(prog, text))) is None:
         raise ConfigError(f"{resume.run} has no checkpoint")
     try:
         export_weights(checkpoint, config, where)
@@ -40,12 +40,12 @@ def export_weights(checkpoint: Checkpoint, config: RunConfig, directory: Path) -
     import torch
 
     from titan_rl.actors.trainer import STATE
-    from titan_rl.launch.start import model_directory
     from titan_rl.policy.models.checkpoint import write_checkpoint
-    from titan_rl.policy.training_state import read_weights
+    from titan_rl.policy.models.tiny import model_directory
+    from titan_rl.policy.training_state import WEIGHTS, read_tensors
 
     try:
-        weights = read_weights(checkpoint.directory / STATE)
+        weights = read_tensors(checkpoint.directory / STATE, WEIGHTS)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     dtype = config.trainer.dtype

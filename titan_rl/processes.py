@@ -1,4 +1,4 @@
-"""Processes: end one with its parent, say how one ended, leave without delay, watch its threads, and join the ranks of
+"""Processes: end one with its parent, say how one ended, exit without delay, watch its threads, and join the ranks of
 one mesh. Standard library only; `join_world` imports torch when it is called.
 """
 
@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 _log = logging.getLogger(__name__)
 
 answering: set[int] = set()
-"""Descriptors (pidfd) of children that answer SIGUSR1. It is passed on to them (`observability.waits`)."""
+"""Descriptors (pidfd) of children that answer SIGUSR1. It is passed on to them (`metrics.waits`)."""
 
 
 def process_control(option: int, value: int) -> None:
@@ -81,7 +81,7 @@ rollout worker's time: a step of 256 rollouts makes more, nearly all of which ar
 process grew by more than 8 MiB."""
 
 
-def leave(main: Callable[[], object]) -> NoReturn:
+def run_and_exit(main: Callable[[], object]) -> NoReturn:
     """Run a program and end this process with its exit code, its `atexit` work done.
 
     The interpreter is not torn down. With torch in it that takes 1 to 10 s, signals have their deadly default again

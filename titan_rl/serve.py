@@ -15,12 +15,12 @@ from titan_rl.config import RunConfig
 from titan_rl.errors import ConfigError
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.launch.checks import check_serving
-from titan_rl.launch.hosts.facts import detect_host
-from titan_rl.launch.process import prepare_controller
+from titan_rl.hosts.facts import detect_host
 from titan_rl.overrides import EXIT_USAGE, Command, Verb
 from titan_rl.policy.config import PolicyConfig, TrainerConfig
 from titan_rl.policy.models.qwen3 import read_shape
+from titan_rl.run.checks import check_serving
+from titan_rl.supervision.process import prepare_controller
 from titan_rl.weights.segment_files import sweep_dead_segments
 
 CHECKPOINT_RECIPE = "titan_rl.serve:checkpoint"
@@ -57,9 +57,9 @@ def _act(command: Command, prog: str) -> int:
     if not command.recipe and not any(key.startswith("policy.") for key in command.given):
         raise ConfigError("name what to serve: --policy.path DIR, or --recipe NAME for the policy of a recipe")
     command.recipe = command.recipe or CHECKPOINT_RECIPE
-    config, imports = train.lay_over(_with_gateway(train.recipe_of(command)), command)
+    config, imports = train.apply_command(_with_gateway(train.recipe_of(command)), command)
     if command.recipe == CHECKPOINT_RECIPE and "generator.max_model_len" not in command.given:
-        config = as_long_as_it_is(config)
+        config = with_checkpoint_length(config)
     if "gateway.model" not in command.given:
         name = Path(config.policy.path).name if config.policy.tiny is None else "tiny"
         config = replace(config, gateway=replace(config.gateway, model=name))
@@ -70,9 +70,9 @@ def _act(command: Command, prog: str) -> int:
     if dry_run:
         secret = "***" if config.gateway.api_key else ""
         return train.show(replace(config, gateway=replace(config.gateway, api_key=secret)), host, serving=True)
-    train.forget_torchrun(os.environ)
+    train.remove_torchrun_variables(os.environ)
     prepare_controller()
-    from titan_rl.launch.run import run_service
+    from titan_rl.run.run import run_service
 
     return run_service(config, config.gateway, imports)
 
@@ -87,7 +87,7 @@ usage: {prog} --policy.path DIR [--host HOST] [--port PORT] [--api-key KEY] [--m
 Serve a checkpoint to any program that speaks the OpenAI API, at http://HOST:PORT/v1.
 
 exit codes: 0 stopped by Ctrl-C, SIGTERM or SIGHUP; 1 failed; 2 wrong config, or a port in use: nothing was started
-signals:    SIGUSR1 prints what each task of every process waits for, and the stacks, into the logs""",
+signals:    SIGUSR1 prints the stacks of all threads and tasks of every process into the logs""",
     options={
         "--policy.path DIR": "Qwen3 checkpoint in Hugging Face format",
         "--host HOST": "address to listen on (127.0.0.1); any other than loopback needs --api-key",
@@ -117,7 +117,7 @@ def _with_gateway(config: RunConfig) -> ServeConfig:
     return ServeConfig(**settings, gateway=GatewayConfig(api_key=os.environ.get(KEY_VARIABLE, "")))
 
 
-def as_long_as_it_is(config: C) -> C:
+def with_checkpoint_length(config: C) -> C:
     """The config with the length of a checkpoint that is shorter than the default."""
     directory = Path(config.policy.path)
     if config.policy.tiny is not None or not (directory / "config.json").is_file():

@@ -10,10 +10,8 @@ from pathlib import Path
 
 from titan_rl import train
 from titan_rl.errors import ConfigError
-from titan_rl.launch.jobs.job import TRUSTED, Start
-from titan_rl.launch.jobs.kubernetes import KubernetesConfig
-from titan_rl.launch.jobs.slurm import SlurmConfig
-from titan_rl.overrides import EXIT_USAGE, Command, Verb, apply, say
+from titan_rl.overrides import EXIT_USAGE, Command, Verb, apply, print_error
+from titan_rl.run.jobs import TRUSTED, KubernetesConfig, SlurmConfig, Start
 
 KINDS: dict[str, tuple[type[SlurmConfig | KubernetesConfig], str]] = {
     "slurm": (SlurmConfig, "a batch job; goes on after preemption, requeue and the end of its time"),
@@ -33,7 +31,7 @@ def main(arguments: Sequence[str], *, prog: str) -> int:
         print(f"\n`{prog} KIND --help` lists the options. {TRUSTED}")
         return 0 if arguments else EXIT_USAGE
     if kind not in KINDS:
-        say(prog, f"there is no kind {kind!r}; there are {', '.join(KINDS)}")
+        print_error(prog, f"there is no kind {kind!r}; there are {', '.join(KINDS)}")
         return EXIT_USAGE
     config, about = KINDS[kind]
     cut = words.index("--") if "--" in words else len(words)

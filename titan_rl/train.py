@@ -3,7 +3,7 @@
 
 The command line wins over the TOML file, and that over the recipe. Whatever can be known to be wrong is said in one
 sentence on standard error, with exit code 2, before any process starts; a dry run checks the same. Under torchrun
-every rank but 0 is a worker (`launch.torchrun`).
+every rank but 0 is a worker (`hosts.torchrun`).
 
 Relative file names start at the file that holds them (TOML, recipe) or at the working directory (command line).
 """
@@ -19,35 +19,27 @@ from typing import TypeVar
 
 from titan_rl.config import CLASS_SETTINGS, DATA_FILES, RunConfig
 from titan_rl.config_registry import RECIPES, load_recipe
-from titan_rl.controller.checkpoint_files import checkpoints
 from titan_rl.directories import check_replaceable
 from titan_rl.errors import ConfigError
-from titan_rl.launch.checks import Problem, Severity, check_run
-from titan_rl.launch.hosts.facts import HostFacts, detect_host
-from titan_rl.launch.hosts.torchrun import hosts_of, serve_rank, workers
-from titan_rl.launch.placement import TORCHRUN_VARIABLES, assumed_hosts, describe, plan, with_devices
-from titan_rl.launch.process import prepare_controller
-from titan_rl.launch.resume import (
-    CONFIG,
-    SUMMARY,
-    Resume,
-    check_differences,
-    differences,
-    find,
-    unfinished,
-)
+from titan_rl.hosts.facts import HostFacts, detect_host
+from titan_rl.hosts.worker import hosts_of, serve_rank, workers
+from titan_rl.loop.checkpoint_files import checkpoints
 from titan_rl.overrides import (
     EXIT_USAGE,
     Command,
     Rules,
     Verb,
-    absolute_files,
     apply,
     get_setting,
-    say,
+    print_error,
     to_toml,
 )
-from titan_rl.processes import leave
+from titan_rl.processes import run_and_exit
+from titan_rl.run.checks import Problem, Severity, check_run
+from titan_rl.run.resume import Resume, check_differences, differences, find, unfinished
+from titan_rl.run_directory import CONFIG, SUMMARY
+from titan_rl.supervision.placement import TORCHRUN_VARIABLES, assumed_hosts, describe, plan, with_devices
+from titan_rl.supervision.process import prepare_controller
 from titan_rl.weights.segment_files import sweep_dead_segments
 
 C = TypeVar("C", bound=RunConfig)
@@ -64,14 +56,14 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titan_rl.t
 
     Returns:
         The exit code: 0 done, 1 failed or not learned, 2 wrong config, more than 128 stopped by a signal (see
-        `launch.run`).
+        `run.run`).
     """
     words = sys.argv[1:] if argv is None else argv
     try:
         if hosts_of(os.environ) > 1 and os.environ["RANK"] != "0":
             serve_rank(os.environ)
     except ConfigError as error:
-        say(prog, error)
+        print_error(prog, error)
         return EXIT_USAGE
     return VERB.run(words, prog=prog)
 
@@ -86,10 +78,10 @@ def _act(command: Command, prog: str) -> int:
         where = config.placement
         hosts = workers(os.environ, ranks, trusted=where.trusted_network)
         config = replace(config, placement=replace(where, hosts=hosts))
-    return carry_out(config, imports, resume, prog, dry_run="--dry-run" in command.flags)
+    return check_and_run(config, imports, resume, prog, dry_run="--dry-run" in command.flags)
 
 
-def carry_out(
+def check_and_run(
     config: RunConfig,
     imports: tuple[str, ...],
     resume: Resume | None,
@@ -98,15 +90,15 @@ def carry_out(
     dry_run: bool = False,
     replay_until: int = 0,
 ) -> int:
-    """Check everything, and run; returns the exit code. See `launch.run.run`."""
+    """Check everything, and run; returns the exit code. See `run.run.run`."""
     sweep_dead_segments()  # so that /dev/shm has what it will have
     if not may_start(_problems(config, imports), prog, dry_run=dry_run):
         return EXIT_USAGE
     if dry_run:
         return show(config, detect_host())
-    forget_torchrun(os.environ)
+    remove_torchrun_variables(os.environ)
     prepare_controller()
-    from titan_rl.launch.run import run
+    from titan_rl.run.run import run
 
     return run(config, imports, resume, replay_until=replay_until)
 
@@ -127,7 +119,9 @@ def _what_to_run(command: Command, prog: str) -> tuple[RunConfig, tuple[str, ...
     found = differences(config_of_run(resume.run), config)
     check_differences(found, resume.run)
     for difference in found:
-        say(prog, f"{difference}{' (its results are close to those before, not bitwise)' if difference.close else ''}")
+        print_error(
+            prog, f"{difference}{' (its results are close to those before, not bitwise)' if difference.close else ''}"
+        )
     if (resume.run / SUMMARY).exists():
         if not checkpoints(resume.run):
             raise ConfigError(
@@ -142,19 +136,23 @@ def _what_to_run(command: Command, prog: str) -> tuple[RunConfig, tuple[str, ...
 def _newest_unfinished(command: Command, prog: str) -> tuple[RunConfig, tuple[str, ...], Resume | None]:
     config, imports = resolve(command)
     prepare_controller()
-    from titan_rl.controller.ledger import read_ledger
+    from titan_rl.loop.ledger import read_ledger
 
     for run in unfinished(Path(config.logging.directory).expanduser()):
         try:
             before = config_of_run(run)
             if before.recipe == config.recipe and all(each.allowed for each in differences(before, config)):
-                found = Resume(run).checkpoint(lambda text: say(prog, text), read_ledger)
-                say(prog, f"going on with {run}")
+                found = Resume(run).checkpoint(lambda text: print_error(prog, text), read_ledger)
+                print_error(prog, f"going on with {run}")
                 return config, imports, Resume(run, found)
         except ConfigError as error:
-            say(prog, f"{run} is passed over: {error}")
-    say(prog, "no unfinished run has this config: a new one starts")
+            print_error(prog, f"{run} is passed over: {error}")
+    print_error(prog, "no unfinished run has this config: a new one starts")
     return config, imports, None
+
+
+DROPPED = (("more_generators",), ("placement", "more_generators"), ("placement", "most_generators"))
+"""Settings that the config of an older run may have, and that changed nothing of what it computed."""
 
 
 def config_of_run(run: Path) -> RunConfig:
@@ -163,8 +161,13 @@ def config_of_run(run: Path) -> RunConfig:
 
 
 def settings_of(run: Path) -> Command:
-    """The command line that means the settings of a run."""
-    return VERB.read(["--config", str(run / CONFIG)])
+    """The command line that means the settings of a run; those that there are no more are left out."""
+    command = VERB.read(["--config", str(run / CONFIG)])
+    command.layers = [
+        [each for each in layer if not any(each.path[: len(path)] == path for path in DROPPED)]
+        for layer in command.layers
+    ]
+    return command
 
 
 # --- from arguments to a config --------------------------------------------------------------------------------------
@@ -181,8 +184,6 @@ def absolute_path(path: str, base: Path) -> str:
     return str((base / Path(path).expanduser()).resolve()) if path else path
 
 
-_CLASSES = dict.fromkeys((*CLASS_SETTINGS, "environment.kwargs.reward"), absolute_name)
-_DATA = dict.fromkeys(("policy.path", *DATA_FILES), absolute_path)
 _RULES = Rules(
     alternatives=(("policy.path", "policy.tiny"),),
     arguments_of={
@@ -190,7 +191,10 @@ _RULES = Rules(
         "trainer.loss.name": "trainer.loss.kwargs",
         "router.strategy": "router.strategy_kwargs",
     },
-    file_settings={"logging.directory": absolute_path, **_DATA, **_CLASSES},
+    file_settings={
+        **dict.fromkeys(("logging.directory", "policy.path", *DATA_FILES), absolute_path),
+        **dict.fromkeys((*CLASS_SETTINGS, "environment.kwargs.reward"), absolute_name),
+    },
 )
 
 
@@ -205,7 +209,7 @@ Train a policy. Constructor arguments of a class are set as --environment.kwargs
 
 exit codes: 0 done; 1 failed, or below evaluation.target_exact_match; 2 wrong config: nothing was started;
             130, 143, 129 stopped by Ctrl-C, SIGTERM, SIGHUP
-signals:    SIGUSR1 prints what each task of every process waits for, and the stacks, into the logs""",
+signals:    SIGUSR1 prints the stacks of all threads and tasks of every process into the logs""",
     options={
         "--recipe NAME": "a recipe (`titan-rl recipes` lists them), or your own: pkg.mod:function, file.py:function",
         "--config FILE.toml": "a recipe's name and settings; relative file names in it start at its directory",
@@ -237,16 +241,16 @@ def resolve(command: Command) -> tuple[RunConfig, tuple[str, ...]]:
     Raises:
         ConfigError: unknown recipe or setting, wrong type, or values that do not fit together.
     """
-    return lay_over(recipe_of(command), command)
+    return apply_command(recipe_of(command), command)
 
 
-def lay_over(config: C, command: Command) -> tuple[C, tuple[str, ...]]:
+def apply_command(config: C, command: Command) -> tuple[C, tuple[str, ...]]:
     """The same, of a config that the command's recipe gave."""
     where = command.recipe.rpartition(":")[0]
     base = Path(where).parent if where.endswith(".py") else Path.cwd()
-    config = absolute_files(config, {**_DATA, **_CLASSES}, base)
-    config = absolute_files(config, {"logging.directory": absolute_path}, Path.cwd())  # runs never land among sources
-    config = apply(config, command.layers, _RULES)
+    runs = absolute_path(config.logging.directory, Path.cwd())  # and not where the recipe is, among sources
+    config = replace(config, logging=replace(config.logging, directory=runs))
+    config = apply(config, command.layers, _RULES, base)
     named = [command.recipe, *(get_setting(config, setting) for setting in CLASS_SETTINGS)]
     return config, tuple(dict.fromkeys(module for name in named for module in user_modules(name)))
 
@@ -266,7 +270,7 @@ def may_start(problems: Sequence[Problem], prog: str, *, dry_run: bool = False) 
     harmless = {Severity.WARNING, Severity.ABSENT} if dry_run else {Severity.WARNING}
     refusals = [problem.sentence for problem in problems if problem.severity not in harmless]
     for sentence in refusals or (f"warning: {problem.sentence}" for problem in problems):
-        say(prog, sentence)
+        print_error(prog, sentence)
     return not refusals
 
 
@@ -275,7 +279,7 @@ def _problems(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
     problems = check_run(config, detect_host())
     if any(problem.severity is Severity.ERROR for problem in problems):
         return problems
-    from titan_rl.launch.task_check import check_task
+    from titan_rl.run.task_check import check_task
 
     return problems + [problem for problem in check_task(config, imports) if problem not in problems]
 
@@ -290,11 +294,11 @@ def show(config: RunConfig, host: HostFacts, *, serving: bool = False) -> int:
     return EXIT_USAGE if hosts[0].devices_there is not None and len(hosts) == 1 else 0
 
 
-def forget_torchrun(environ: MutableMapping[str, str]) -> None:
+def remove_torchrun_variables(environ: MutableMapping[str, str]) -> None:
     """Remove what torchrun set: every mesh is a world of its own."""
     for name in TORCHRUN_VARIABLES:
         environ.pop(name, None)
 
 
 if __name__ == "__main__":
-    leave(main)
+    run_and_exit(main)

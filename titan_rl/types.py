@@ -4,7 +4,7 @@ Invariants held here and relied on everywhere above:
 
 - A `PolicyVersion` orders all weights ever served: `(incarnation, step)`, compared in that order.
 - Arrays of one completion or sample have one length; position `i` of `logprobs` and `versions` speaks about
-  `token_ids[i]`.
+  `token_ids[i]`. A request, completion or piece with other dtypes than it declares cannot be made.
 - `loss_mask[i]` is True only for tokens that an engine sampled, and for each of them in exactly one sample; only there
   do `logprobs` and `versions` have a meaning.
 
@@ -52,6 +52,31 @@ class PolicyVersion(NamedTuple):
         return f"v{self.step}" if self.incarnation == 0 else f"v{self.incarnation}.{self.step}"
 
 
+def _require_arrays(owner: Any, dtypes: dict[str, np.dtype[Any]]) -> None:
+    """Raises ValueError unless these fields are one-dimensional arrays of these dtypes and of one length, and the
+    request id is a string."""
+    if not isinstance(owner.request_id, str):
+        raise ValueError(f"request id {owner.request_id!r} is no string")
+    length = None
+    for name, dtype in dtypes.items():
+        array = getattr(owner, name)
+        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
+            found = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+            raise ValueError(f"{owner.request_id}: {name} is {found}; a one-dimensional array of {dtype} is expected")
+        if length is not None and len(array) != length:
+            raise ValueError(f"{owner.request_id}: {name} has {len(array)} elements, and there are {length} tokens")
+        length = len(array)
+
+
+PROMPT_ARRAYS: dict[str, np.dtype[Any]] = {"prompt_token_ids": np.dtype(np.int32)}
+SAMPLED_ARRAYS: dict[str, np.dtype[Any]] = {
+    "token_ids": np.dtype(np.int32),
+    "logprobs": np.dtype(np.float32),
+    "versions": np.dtype(np.int64),
+}
+"""The arrays of a request, and of what was sampled for it, with their dtypes."""
+
+
 class FinishReason(StrEnum):
     """Why a completion ended."""
 
@@ -84,6 +109,10 @@ class StopReason(StrEnum):
     """`rollout.seconds` were over, or user code took longer than `environment.step_seconds`."""
     ABORT = "abort"
     """A request was aborted."""
+
+
+EXACT_MATCH = "exact_match"
+"""Name of the score that counts as exact match."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,11 +162,12 @@ class GenerationRequest:
     """Served only by generators that hold exactly this version, from its first token to its last."""
     session_id: str | None = None
     """Names a conversation; stable over its turns (sticky routing)."""
-    pinned_to: str | None = None
-    """Served only by this generator, which is pinned to one version (`RouterClient.pin`)."""
     stream_from: int = -1
     """Negative: only the completion is asked for. Else its tokens are wanted as they are sampled too, as `Piece`s, and
     this is the first one's position in the whole completion: 0, or what earlier attempts have sampled."""
+
+    def __post_init__(self) -> None:
+        _require_arrays(self, PROMPT_ARRAYS)
 
     @property
     def streams(self) -> bool:
@@ -159,7 +189,10 @@ class Completion:
     finish_reason: FinishReason
     generator: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Plain numbers: seconds queued, seconds to first token, seconds in all, …"""
+    """Plain numbers, named as in `metrics.metric_table`: `generation/seconds_queued`, …"""
+
+    def __post_init__(self) -> None:
+        _require_arrays(self, SAMPLED_ARRAYS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +208,9 @@ class Piece:
     token_ids: np.ndarray  # [T] int32
     logprobs: np.ndarray  # [T] float32
     versions: np.ndarray  # [T] int64
+
+    def __post_init__(self) -> None:
+        _require_arrays(self, SAMPLED_ARRAYS)
 
     @property
     def end(self) -> int:
@@ -288,8 +324,6 @@ class GroupRequest:
     """The only version that may sample it; None: any from `min_version` on."""
     attempt: int = 0
     """How often the group was run before under the same id, because its samples were lost."""
-    pinned_to: str | None = None
-    """Only this generator samples for the group; it is pinned for whoever asks."""
 
     @property
     def key(self) -> GroupKey:

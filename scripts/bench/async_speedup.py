@@ -21,8 +21,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from async_learning import train
 from parts import simulated
+from parts.quiet_run import train
 from parts.simulated import ENGINE, MEAN, MOST, SPREAD, TRAINER, SimulatedTrainer, run_lengths
 from parts.table import print_report, print_table
 

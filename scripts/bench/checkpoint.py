@@ -39,8 +39,8 @@ import numpy as np
 from parts.policies import POLICY_100M
 from parts.table import print_report
 
-from titan_rl.controller.checkpoint_files import commit, new_draft, prune
 from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.loop.checkpoint_files import commit, new_draft, prune
 from titan_rl.policy.config import TinyPolicyConfig, TrainerConfig
 from titan_rl.types import NO_VERSION, TrainingSample
 
@@ -138,7 +138,7 @@ def measure_state(layers: int, repetitions: int, directory: Path) -> dict[str, f
         now["step"] = seconds(lambda: [policy.train_step(batch, plan) for _ in range(STEPS)]) / STEPS
         policy.copy_state(copies)
         now["copy"] = seconds(lambda: policy.copy_state(copies))
-        now["read"] = seconds(lambda: policy.go_on_from_copy(copies, PolicyVersion(0, policy.step)))
+        now["read"] = seconds(lambda: policy.restore_from_copies(copies, PolicyVersion(0, policy.step)))
         now["meanwhile"], now["written"], now["checkpoints"] = train_beside_writing()
         prune(run, keep=0, newest=policy.step)
         for name, value in now.items():

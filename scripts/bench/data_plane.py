@@ -1,25 +1,12 @@
-"""What samples by reference cost the controller, and how quickly they reach a trainer rank.
+"""What samples by reference cost the controller: bytes in its messages per sample, by the sample's length.
 
-    python scripts/bench/data_plane.py [--only bytes throughput] [--repetitions 7]
+    python scripts/bench/data_plane.py
 
-(a) `controller_bytes_per_sample_<tokens>`: every argument and result that is serialised in the controller's process
-during whole steps (groups played, samples trained and released, weights published and pulled), by the tokens
-that were sampled for a sample; `router_bytes_per_sample_<tokens>`: the same in the router's process. Completions pass
-through the router, so their tokens are in its number. The engine is a simulated one, which
-samples any length at once; 16 and 256 tokens are also sampled by vLLM (`…_vllm`), which changes nothing of the messages
-but the numbers that engines report. `controller_bytes_per_sample` is the largest of all, `samples_per_kib` how many
-such samples go into 1 KiB. `…_2_ranks`: two trainer ranks, each is told of its own.
-
-(b) Throughput of store → trainer rank at 1, 16 and 256 MB of samples of 4,096 tokens, through shared memory and through
-Monarch (RDMA, over TCP where there is none): `<transport>_copies_<size>mb`: time of the rank's fetch, verification
-included, in plain warm copies of the same bytes; `<transport>_gb_per_s_<size>mb`: from the question for references to
-samples in the rank; `<transport>_to_controller_<size>mb`: how many times as long the same batch takes as a LOCAL one,
-through the controller. Medians over repetitions in which all contenders take turns.
-
-Part (a): bytes that pass through the controller and through the router for a sample, by the sample's length.
-
-A whole small system. Every cycle plays groups, trains on them, releases them, publishes the new
-weights and brings the generator to them, as the training loop does.
+`controller_bytes_per_sample_<tokens>`: every argument and result that is serialised in the controller's process during
+whole steps (groups played, samples trained and released, weights published and pulled), by the tokens that were sampled
+for a sample. The engine is a simulated one, which samples any length at once; 16 and 256 tokens
+are also sampled by vLLM (`…_vllm`), which changes nothing of the messages but the numbers that engines report.
+`controller_bytes_per_sample` is the largest of all. `…_2_ranks`: two trainer ranks, each is told of its own.
 """
 
 from __future__ import annotations
@@ -28,30 +15,27 @@ import argparse
 import asyncio
 import dataclasses
 import itertools
-import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from parts.table import print_report, print_table
+from parts.table import print_report
 
 from titan_rl.config import RunConfig
 from titan_rl.config_registry import copy4
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.launch.process import prepare_controller
-from titan_rl.launch.start import start
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig, TrainerConfig
 from titan_rl.routing.config import RouterConfig
+from titan_rl.run.start import start
+from titan_rl.supervision.process import prepare_controller
 from titan_rl.types import GroupRequest, Purpose, SamplingParams
 from titan_rl.weights.manifest import Publication
 
 prepare_controller()
-from parts.data_plane_throughput import measure_throughput  # noqa: E402
-from parts.message_bytes import ROUTER_COUNTS, RouterCounts, counted  # noqa: E402
+from parts.message_bytes import counted  # noqa: E402
 
-from titan_rl.controller.system import System  # noqa: E402
+from titan_rl.loop.system import System  # noqa: E402
 
 GROUPS, SAMPLES = 8, 4
 """Of a step. Few samples, because the longest ones take a trainer on a CPU seconds each; what a step costs besides its
@@ -66,7 +50,6 @@ class Bytes(NamedTuple):
     """Of one sample."""
 
     controller: float
-    router: float
     parts: dict[str, float]
     """Of the controller's, by what they were."""
 
@@ -95,10 +78,8 @@ async def measure_bytes(engine: str, lengths: tuple[int, ...], trainer_ranks: in
     """By tokens sampled."""
     measured: dict[int, Bytes] = {}
     with tempfile.TemporaryDirectory() as scratch, counted() as counts:
-        router = RouterCounts(Path(scratch))
         async with start(
             run_config(engine, max(lengths), trainer_ranks),
-            imports=(str(HERE / "parts" / "message_bytes.py"),),
             log_directory=Path(scratch) / "logs",
         ) as system:
             publication = await system.trainer.push_model_state_dict()
@@ -106,18 +87,16 @@ async def measure_bytes(engine: str, lengths: tuple[int, ...], trainer_ranks: in
             steps = itertools.count()
             for length in lengths:
                 publication = await _cycle(system, length, next(steps), publication)
-                before, routed_before = counts.copy(), router.total()
+                before = counts.copy()
                 for _ in range(CYCLES):
                     publication = await _cycle(system, length, next(steps), publication)
                 parts = counts - before
                 samples = CYCLES * GROUPS * SAMPLES
                 measured[length] = Bytes(
                     controller=parts.total() / samples,
-                    router=(router.total() - routed_before) / samples,
                     parts={name: round(nbytes / samples, 1) for name, nbytes in parts.most_common()},
                 )
-                print(f"(a) {engine}, {length} tokens: {measured[length]}", flush=True)
-        del os.environ[ROUTER_COUNTS]
+                print(f"{engine}, {length} tokens: {measured[length]}", flush=True)
     return measured
 
 
@@ -146,56 +125,31 @@ async def _cycle(system: System, length: int, step: int, before: Publication) ->
     return publication
 
 
-HEADERS: dict[str, tuple[str, Sequence[str]]] = {
-    "bytes": (
-        "(a) bytes per sample in messages of the controller and of the router",
-        ["tokens sampled", "engine", "trainer ranks", "controller", "router"],
-    ),
-    "throughput": (
-        "(b) store → trainer rank",
-        ["samples", "way", "ms (median)", "GB/s", "in plain copies", "the controller's way ÷ this"],
-    ),
-}
 SYSTEMS = (
     ("simulated", (16, 256, 4096, 16_000), 1, ""),
     ("vllm", (16, 256), 1, "_vllm"),
     ("simulated", (16,), 2, "_2_ranks"),
 )
 """Engine, lengths, trainer ranks, and what their figures end with."""
-KIBIBYTE = 1024
 
 
 async def measure_systems() -> tuple[list[list[Any]], dict[str, Any]]:
-    """Rows for people and figures of part (a)."""
+    """Rows for people, and figures."""
     rows: list[list[Any]] = []
     figures: dict[str, Any] = {}
     for engine, lengths, ranks, suffix in SYSTEMS:
         for length, measured in (await measure_bytes(engine, lengths, ranks)).items():
-            rows.append([f"{length:,}", engine, ranks, measured.controller, measured.router])
+            rows.append([f"{length:,}", engine, ranks, measured.controller])
             figures[f"controller_bytes_per_sample_{length}{suffix}"] = round(measured.controller, 1)
-            figures[f"router_bytes_per_sample_{length}{suffix}"] = round(measured.router, 1)
     worst = max(value for name, value in figures.items() if name.startswith("controller"))
-    return rows, figures | {"controller_bytes_per_sample": worst, "samples_per_kib": round(KIBIBYTE / worst, 3)}
+    return rows, figures | {"controller_bytes_per_sample": worst}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(HEADERS), default=list(HEADERS), help="parts to run")
-    parser.add_argument("--repetitions", type=int, default=7)
-    options = parser.parse_args()
-    cpus, busy = len(os.sched_getaffinity(0)), os.getloadavg()[0]
-    print(f"{cpus} CPUs; load average before the start {busy:.1f}", flush=True)
-    figures: dict[str, Any] = {"cpus": cpus, "load_average_before": round(busy, 2)}
-    tables: list[tuple[str, list[list[Any]]]] = []
-    for part in options.only:
-        work = measure_systems() if part == "bytes" else measure_throughput(options.repetitions)
-        rows, found = asyncio.run(work)
-        tables.append((part, rows))
-        figures |= found
-    for part, rows in tables[:-1]:
-        print_table(*HEADERS[part], rows)
-    last, rows = tables[-1]
-    print_report(*HEADERS[last], rows, figures)
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    rows, figures = asyncio.run(measure_systems())
+    header = ["tokens sampled", "engine", "trainer ranks", "controller"]
+    print_report("bytes per sample in messages of the controller", header, rows, figures)
 
 
 if __name__ == "__main__":

@@ -21,14 +21,14 @@ from monarch.actor import Actor
 from parts.fleet import POLICY, SECONDS, make_request
 from parts.table import print_report
 
-from titan_rl.actors.connection import bounded, served
 from titan_rl.config import RunConfig
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.launch.hosts.facts import detect_host
-from titan_rl.launch.placement import plan
-from titan_rl.launch.provisioner import Provisioner
-from titan_rl.launch.start import model_directory
+from titan_rl.hosts.facts import detect_host
 from titan_rl.policy.config import PolicyConfig
+from titan_rl.policy.models.tiny import model_directory
+from titan_rl.rpc.connection import bounded, endpoint
+from titan_rl.supervision.placement import plan
+from titan_rl.supervision.provisioner import Provisioner
 from titan_rl.types import GenerationRequest
 
 DTYPES = ("float32", "bfloat16")
@@ -60,13 +60,13 @@ class OneEngine(Actor):
         self._model_path = model_path
         self._engine: Any = None
 
-    @served
+    @endpoint
     async def setup(self) -> None:
         from titan_rl.generation.vllm.engine import VllmEngine
 
         self._engine = VllmEngine(self._config, self._model_path)
 
-    @served
+    @endpoint
     async def run(self, requests: list[GenerationRequest]) -> tuple[float, int]:
         """(seconds, tokens) for these requests."""
         started = time.perf_counter()
@@ -127,7 +127,7 @@ def main() -> None:
     cpus, busy = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     speeds = asyncio.run(measure(pairs))
     figures: dict[str, Any] = {"pairs": pairs, "cpus": cpus, "load_average_before": round(busy, 2)}
-    rows: list[list[str]] = []
+    rows: list[list[str | float]] = []
     for load in LOADS:
         for dtype in DTYPES:
             plain, deterministic = speeds[load.word, dtype, False], speeds[load.word, dtype, True]
@@ -135,16 +135,8 @@ def main() -> None:
             ratio = statistics.median(ratios)
             figures[f"deterministic_to_plain_{dtype}_{load.word}"] = round(ratio, 3)
             figures[f"tokens_per_second_plain_{dtype}_{load.word}"] = round(statistics.median(plain))
-            rows.append(
-                [
-                    load.name,
-                    dtype,
-                    f"{statistics.median(plain):,.0f}",
-                    f"{statistics.median(deterministic):,.0f}",
-                    f"{ratio:.3f}",
-                    f"{min(ratios):.3f}–{max(ratios):.3f}",
-                ]
-            )
+            medians = statistics.median(plain), statistics.median(deterministic)
+            rows.append([load.name, dtype, *medians, ratio, f"{min(ratios):.3f}–{max(ratios):.3f}"])
     header = ["requests", "dtype", "plain tokens/s", "deterministic tokens/s", "ratio", "of single rounds"]
     print_report("deterministic = true", header, rows, figures)
 

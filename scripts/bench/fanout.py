@@ -1,4 +1,4 @@
-"""How new weights reach many hosts over links of a stated speed: from the trainer's host, or down two trees.
+"""How new weights reach many hosts over links of a stated speed: from the trainer's host, or along a chain.
 
     sudo python scripts/bench/fanout.py [--hosts 16] [--mib 64] [--mbit 16]
 
@@ -8,13 +8,11 @@ them at once, as their generators call it. Three ways:
 
 - direct: four generators on each of four hosts read from the trainer's host, each for itself;
 - relay: each host reads from the trainer's host once;
-- tree: the product's schedule.
+- chain: the product's way.
 
 A link's bound is the time of one copy over one link. `*_egress_copies`: bytes that left the trainer's host, all headers
 included, by those of the publication. `most_egress_copies`: the same of the host that sent most. Direct and relay get a
-publication of a 32nd of the size, because they take so long. `simulated_*`: the same schedule for so many hosts on a
-simulated clock (`weights.fanout.seconds`), in bounds, with the chunks of a large publication, at one second per copy
-and 1 ms per hop.
+publication of a 32nd of the size, because they take so long.
 """
 
 from __future__ import annotations
@@ -35,8 +33,6 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
 from parts.table import print_report  # noqa: E402
 
-from titan_rl.weights.fanout import parents, seconds  # noqa: E402
-
 if TYPE_CHECKING:
     from titan_rl.weights.manifest import Publication
 
@@ -44,8 +40,6 @@ PORT = 17_000
 TRAINER = "host1"
 DIRECT_HOSTS, GENERATORS = 4, 4
 """Of the direct way."""
-SIMULATED = (10, 100, 1000)
-HOP_SECONDS = 0.001
 BOUND_SECONDS = 600.0
 
 _WORKER = "import sys; from monarch.actor import run_worker_loop_forever as run; run(address=sys.argv[1], ca={!r})"
@@ -95,7 +89,7 @@ async def drive(addresses: Sequence[str], mib: int, mbit: int) -> dict[str, Any]
     await measure("direct", apart, small, flat=True)
     receivers = {name: handle for name, handle in relays.items() if name != TRAINER}
     await measure("relay", receivers, small, flat=True)
-    await measure("tree", receivers, mib << 20, flat=False)
+    await measure("chain", receivers, mib << 20, flat=False)
     await asyncio.gather(*(mesh.stop() for mesh in meshes))
     return found
 
@@ -107,13 +101,6 @@ async def _call(node: Any, endpoint: str, *args: Any) -> Any:
 
 async def _all(nodes: dict[str, Any], endpoint: str, *args: Any) -> list[Any]:
     return await asyncio.gather(*(_call(node, endpoint, *args) for node in nodes.values()))
-
-
-def simulated(hosts: int) -> float:
-    from titan_rl.actors.relay import MOST_CHUNKS as chunks
-
-    schedule = parents([TRAINER], [f"other{number}" for number in range(hosts)])
-    return seconds(schedule, chunks=chunks, chunk_seconds=1 / chunks, hop_seconds=HOP_SECONDS)
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -158,11 +145,10 @@ def main() -> None:
             figures[f"{way}_egress_copies"],
             figures[f"{way}_most_egress_copies"],
         ]
-        for way in ("direct", "relay", "tree")
+        for way in ("direct", "relay", "chain")
     ]
-    figures["trainer_egress_copies"] = figures["tree_egress_copies"]
-    figures["time_ratio_to_link_bound"] = figures["tree_time_ratio_to_link_bound"]
-    figures |= {f"simulated_{hosts}": simulated(hosts) for hosts in SIMULATED}
+    figures["trainer_egress_copies"] = figures["chain_egress_copies"]
+    figures["time_ratio_to_link_bound"] = figures["chain_time_ratio_to_link_bound"]
     header = ["way", "seconds", "in bounds of a link", "copies from the trainer", "most from any"]
     print_report(f"{arguments.hosts} hosts, links of {arguments.mbit} Mbit/s", header, ways, figures)
 

@@ -41,8 +41,9 @@ from parts.table import print_report
 from titan_rl.config import RunConfig
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.launch.start import model_directory, serve
 from titan_rl.policy.config import PolicyConfig
+from titan_rl.policy.models.tiny import model_directory
+from titan_rl.run.start import bring_up
 from titan_rl.types import GenerationRequest
 
 
@@ -187,7 +188,7 @@ async def measure(rounds: int, generators: int) -> None:
     )
     with tempfile.TemporaryFile("w+") as log:
         async with (
-            serve(config, GatewayConfig(port=0, model=MODEL)) as up,
+            bring_up(config, GatewayConfig(port=0, model=MODEL)) as up,
             api_server(model_directory(config), log) as api_url,
         ):
 
@@ -195,7 +196,7 @@ async def measure(rounds: int, generators: int) -> None:
                 completions = await asyncio.gather(*map(up.router.generate, requests))
                 return sum(len(completion.token_ids) for completion in completions)
 
-            urls = {GATEWAY: up.url, API_SERVER: api_url}
+            urls = {GATEWAY: up.gateway.url, API_SERVER: api_url}
             clients = {name: [LightClient(url) for _ in range(CLIENTS)] for name, url in urls.items()}
             contenders: dict[str, Callable[[list[GenerationRequest]], Awaitable[int]]] = {
                 ROUTER: through_router,

@@ -25,8 +25,8 @@ from monarch.actor import Actor
 from parts.fleet import POLICY, SECONDS, Fleet, fleet, make_request, through_the_router
 from parts.table import print_report
 
-from titan_rl.actors.connection import bounded, served
 from titan_rl.generation.config import GeneratorConfig
+from titan_rl.rpc.connection import bounded, endpoint
 from titan_rl.types import GenerationRequest
 
 
@@ -67,7 +67,7 @@ class BareEngine(Actor):
         self._model_path = model_path
         self._engine: Any = None
 
-    @served
+    @endpoint
     async def setup(self) -> None:
         from vllm import EngineArgs, LLMEngine
 
@@ -80,7 +80,7 @@ class BareEngine(Actor):
         arguments = engine_arguments(self._config, Path(self._model_path), "cpu")
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
 
-    @served
+    @endpoint
     async def run(self, requests: list[GenerationRequest]) -> tuple[float, int]:
         """(seconds, tokens) for these requests."""
         from vllm import SamplingParams as VllmSamplingParams
@@ -174,16 +174,8 @@ def main() -> None:
         for name, values in by_name.items():
             contender = name.replace(",", "").replace(" ", "_")
             figures[f"tokens_per_second_{contender}{suffix}"] = round(statistics.median(values))
-            rows.append(
-                [
-                    load.name,
-                    name,
-                    f"{statistics.median(values):,.0f}",
-                    f"{median_ratio(values, one):.3f}",
-                    f"{median_ratio(values, plain):.3f}",
-                    f"{median_ratio(values, packed):.3f}",
-                ]
-            )
+            ratios = [median_ratio(values, against) for against in (one, plain, packed)]
+            rows.append([load.name, name, statistics.median(values), *ratios])
     header = ["requests", "contender", "tokens/s (median)", "÷ one generator", "÷ bare engine", "÷ packed engine"]
     print_report("generation", header, rows, figures)
 

@@ -1,12 +1,11 @@
 """What the router costs, what a change of weights costs under load, and how well requests are spread.
 
-    python scripts/bench/router.py [--only overhead weight_sync strategies prefix_cache replacement]
+    python scripts/bench/router.py [--only overhead weight_sync prefix_cache replacement]
 
 (a) latency and throughput through the router against calling the generator actor itself, engine of service time 0;
 (b) throughput under regular changes of weights, by hot swap, drain and rolling drain, with two real vLLM generators;
-(c) strategies on a long-tailed load of conversations, simulated;
-(d) what sticky sessions are worth to the prefix cache of two real vLLM generators;
-(e) throughput of four simulated generators while one of them is killed and replaced.
+(c) what sticky sessions are worth to the prefix cache of two real vLLM generators;
+(d) throughput of four simulated generators while one of them is killed and replaced.
 
 Contenders take turns, so that a change of the machine's speed hits all of them; ratios are medians over rounds. Read
 them as ratios only: client, router and generators share the machine's cores, with whatever else runs there.
@@ -39,7 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from parts.fleet import POLICY, SECONDS, Checkpoint, fleet, make_request
 from parts.replacement import measure_replacement
-from parts.router_sessions import CONVERSATIONS, TURNS, measure_prefix_cache, measure_strategies
+from parts.router_sessions import CONVERSATIONS, TURNS, measure_prefix_cache
 from parts.table import print_report, print_table
 
 from titan_rl.actors.router_client import RouterClient
@@ -266,16 +265,12 @@ HEADERS: dict[str, tuple[str, Sequence[str]]] = {
         f"(b) two vLLM generators, new weights every {SYNC_EVERY_SECONDS:g} s",
         ["mode", "tokens/s", "÷ no sync", "pulls", "seconds each", "of two versions"],
     ),
-    "strategies": (
-        "(c) conversations on 8 simulated generators",
-        ["strategy", "makespan ÷ lower bound", "turns on their session's generator", "longest queue"],
-    ),
     "prefix_cache": (
-        f"(d) {CONVERSATIONS} conversations of {TURNS} turns on two vLLM generators",
+        f"(c) {CONVERSATIONS} conversations of {TURNS} turns on two vLLM generators",
         ["strategy", "prefix-cache hit rate", "tokens/s", "seconds", "÷ round robin"],
     ),
     "replacement": (
-        "(e) one of four simulated generators is killed under load, and replaced",
+        "(d) one of four simulated generators is killed under load, and replaced",
         ["generators", "tokens/s", "seconds", "÷ expected"],
     ),
 }
@@ -286,7 +281,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(HEADERS), default=list(HEADERS), help="parts to run")
     parser.add_argument("--overhead-rounds", type=int, default=9)
     parser.add_argument("--sync-rounds", type=int, default=4)
-    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--cache-rounds", type=int, default=4)
     options = parser.parse_args()
     cpus, busy = len(os.sched_getaffinity(0)), os.getloadavg()[0]
@@ -299,8 +293,6 @@ def main() -> None:
                 rows, found = asyncio.run(measure_overhead(options.overhead_rounds))
             case "weight_sync":
                 rows, found = asyncio.run(measure_weight_sync(options.sync_rounds))
-            case "strategies":
-                rows, found = measure_strategies(options.seeds)
             case "replacement":
                 rows, found = asyncio.run(measure_replacement())
             case _:

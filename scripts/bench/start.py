@@ -47,7 +47,7 @@ def config_for(meshes: int, workers: Sequence[str]) -> RunConfig:
 
 async def drive(meshes: int, workers: Sequence[str]) -> None:
     """The controller: says when it has placed the meshes, and when they are up."""
-    from titan_rl.launch.start import start
+    from titan_rl.run.start import start
 
     said: list[str] = []
 
@@ -65,7 +65,7 @@ def measured(count: int, times: int) -> dict[str, dict[str, float]]:
     """Median seconds until "placed" and until "up", on one host and over all."""
     from tests.hosts.namespaces import Hosts
     from tests.hosts.workers import workers
-    from titan_rl.launch.start import model_directory
+    from titan_rl.policy.models.tiny import model_directory
 
     model_directory(config_for(count, ()))  # it is made once for all
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

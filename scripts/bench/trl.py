@@ -181,8 +181,7 @@ def trl_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def trl_job(config: RunConfig, directory: Path) -> dict[str, Any]:
-    from titan_rl.launch.start import model_directory
-    from titan_rl.policy.models.tiny import EOS_ID, token_names
+    from titan_rl.policy.models.tiny import EOS_ID, model_directory, token_names
 
     assert config.policy.tiny is not None
     ids = {token: index for index, token in enumerate(token_names(config.policy.tiny))}

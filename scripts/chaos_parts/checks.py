@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import tomllib
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chaos_parts.faults import SHARED, marked, open_ports
+from chaos_parts.faults import SHARED, marked
 from chaos_parts.ground import Ground
 from chaos_parts.task import STALENESS, trouble_of
 
@@ -36,8 +35,8 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
 
 def check_run(run: Path) -> Finding:
     """Whether the run completed, kept its bound, and trained every admitted group exactly once or reported it."""
-    from titan_rl.controller.checkpoint_files import checkpoints
-    from titan_rl.controller.ledger import read_ledger
+    from titan_rl.loop.checkpoint_files import checkpoints
+    from titan_rl.loop.ledger import read_ledger
 
     found = Finding()
     if not (run / "summary.json").exists():
@@ -49,15 +48,13 @@ def check_run(run: Path) -> Finding:
     found.problems += check_steps(trained, steps=steps, groups=groups)
     (*_, newest) = checkpoints(run)
     ledger = read_ledger(newest)
-    counts, prompts = ledger.buffer.counts, ledger.buffer.prompts
+    counts = ledger.buffer.counts
     found.lost = counts.admitted - counts.trained - counts.filtered - counts.failed
     if found.lost:
         found.problems.append(f"{found.lost} admitted groups are neither trained nor reported: {counts}")
-    if prompts.next_index != counts.admitted or prompts.low_water != counts.admitted:
-        found.problems.append(f"{counts.admitted} groups were admitted, and the stream is at {prompts.next_index}")
     if counts.trained != steps * groups:
         found.problems.append(f"{counts.trained} groups were trained, {steps * groups} should be")
-    kinds = (trouble_of(index, config["environment"]["kwargs"]["every"]) for index in range(prompts.next_index))
+    kinds = (trouble_of(index, config["environment"]["kwargs"]["every"]) for index in range(counts.admitted))
     found.troubles = dict(Counter(filter(None, kinds)))
     return found
 
@@ -77,14 +74,11 @@ def check_steps(lines: Iterable[dict[str, Any]], *, steps: int, groups: int) -> 
             yield f"step {line['step']} trained a sample that was {line['staleness/age_max']} steps old"
 
 
-def check_leftovers(
-    mark: str, ground: Ground, controllers: Iterable[int], ports: set[int], scratch: Path
-) -> Iterator[str]:
-    """What the run has left on this machine, and in the shared memory of hosts. A port of theirs needs a process.
+def check_leftovers(mark: str, ground: Ground, controllers: Iterable[int], scratch: Path) -> Iterator[str]:
+    """What the run has left on this machine, and in the shared memory of hosts. A port that is left needs a process.
 
     Args:
         controllers: process ids of the run's controllers, on their host.
-        ports: on which it listened.
         scratch: where its processes made temporary files.
     """
     if left := marked(mark):
@@ -96,13 +90,11 @@ def check_leftovers(
         for there in ground.everywhere:
             for path in there(lambda owner=owner: [*SHARED.glob(f"titan_rl-{owner}-*")]):
                 yield f"{path} is left"
-    if still := ports & open_ports():
-        yield f"somebody still listens on {sorted(still)}"
 
 
 def check_same(run: Path, undisturbed: Path) -> Iterator[str]:
     """In what a deterministic run differs from the undisturbed one, bit for bit."""
-    from titan_rl.controller.checkpoint_files import checkpoints
+    from titan_rl.loop.checkpoint_files import checkpoints
 
     (*_, mine), (*_, other) = checkpoints(run), checkpoints(undisturbed)
     if mine.name != other.name:
@@ -131,20 +123,9 @@ def weights_of(run: Path) -> dict[str, bytes]:
 
 def state_of(checkpoint: Path) -> dict[str, bytes]:
     """Every tensor of the trainer's state, the optimizer's moments among them."""
-    import torch
-    from torch.distributed import checkpoint as dcp
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from titan_rl.policy.training_state import read_tensors
 
-    from titan_rl.policy.training_state import read_state
-
-    stored = dcp.FileSystemReader(checkpoint / "trainer").read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in stored.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    with warnings.catch_warnings(action="ignore"):  # that this is a single process
-        read_state(tensors, checkpoint / "trainer")
+    tensors = read_tensors(checkpoint / "trainer", "")
     return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
 

@@ -67,38 +67,24 @@ def marked(mark: str) -> list[int]:
 
 
 def meshes(pids: Sequence[int]) -> list[Process]:
-    """Those that belong to a mesh, by their command line: `-m titan_rl.launch.child DIRECTORY SPAWN MESH RANK`."""
+    """Those that belong to a mesh, by their command line: `-m titan_rl.supervision.child DIRECTORY SPAWN MESH RANK`."""
     found = []
     for pid in pids:
         with contextlib.suppress(OSError, IndexError, ValueError):
             words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            place = words.index("titan_rl.launch.child")
+            place = words.index("titan_rl.supervision.child")
             found.append(Process(words[place + 3], int(words[place + 4]), pid))
     return sorted(found)
 
 
-def listening_ports(pids: Sequence[int]) -> set[int]:
-    """TCP ports on which one of these processes listens."""
-    found = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            links = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
-            found |= {port for port, inode in _listening(pid) if f"socket:[{inode}]" in links}
-    return found
-
-
-def open_ports() -> set[int]:
-    """All TCP ports of this machine on which somebody listens."""
-    return {port for port, _ in _listening(os.getpid())}
-
-
-def _listening(pid: int) -> Iterator[tuple[int, str]]:
-    """Ports and inodes on the host of a process."""
+def listening_ports(pid: int) -> Iterator[int]:
+    """TCP ports on which this process listens. Raises OSError if it has ended."""
+    links = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == "0A":
-                yield int(fields[1].rpartition(":")[2], 16), fields[9]
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in links:
+                yield int(fields[1].rpartition(":")[2], 16)
 
 
 class Attack:
@@ -278,7 +264,7 @@ class Attack:
 
     def _call_and_vanish(self, luck: float) -> Hit:
         gateway = _pick(self._ranks("gateway"), luck)
-        (port, *_) = sorted(listening_ports([gateway.pid])) or [0]
+        port = min(listening_ports(gateway.pid), default=0)
         if not port:
             raise LookupError(f"{gateway} does not listen")
         address = self._ground.hosts[0].address if self._ground.hosts else "127.0.0.1"

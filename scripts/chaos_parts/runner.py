@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from chaos_parts.faults import MARK, WHILE_SECONDS, Attack, Hit, listening_ports, marked
+from chaos_parts.faults import MARK, WHILE_SECONDS, Attack, Hit, marked
 from chaos_parts.ground import Ground, inner_pid
 from chaos_parts.schedule import ENDS_CONTROLLER, KINDS, Fault, Injected, read_log
 
@@ -49,8 +49,6 @@ class Outcome:
     ground: Ground = field(default_factory=Ground)
     controllers: list[int] = field(default_factory=list)
     """Process ids on their host, one for each start."""
-    ports: set[int] = field(default_factory=set)
-    """On which it was seen to listen."""
     finished: dict[int, float] = field(default_factory=dict)
     """When each step was finished for the first time, in seconds since the epoch."""
     moments: list[float] = field(default_factory=list)
@@ -204,8 +202,6 @@ class _Runner:
 
     def _begin(self, fault: Fault) -> None:
         """Begin a fault; some take a while to find their moment."""
-        if not self._outcome.ground.hosts:
-            self._outcome.ports |= listening_ports(self._processes())
         outcome = self._outcome
         attack = Attack(self._process.pid, outcome.mark, outcome.run, outcome.ground, self._logged)
         self._injecting = fault, self._hands.submit(attack.inject, fault)

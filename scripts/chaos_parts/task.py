@@ -31,9 +31,9 @@ from titan_rl.environments.base import (
 )
 from titan_rl.environments.copy import Copy, positions_equal
 from titan_rl.errors import TaskError
-from titan_rl.rollout.conversations import first_prompt
-from titan_rl.rollout.report import Rollout
+from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.rollout.rollouter import Generate, OpenRollout, Rollouter
+from titan_rl.rollout.trajectory import first_prompt
 from titan_rl.types import GroupRequest
 
 STALENESS = 2
@@ -181,7 +181,9 @@ def ask(endpoint: Endpoint, messages: list[dict[str, Any]]) -> dict[str, Any]:
 class TurnsOrProgram(Rollouter):
     """Plays prompts of odd index turn by turn, the others by their program."""
 
-    async def roll_out(self, group: GroupRequest, sample: int, generate: Generate, rollout: OpenRollout) -> Rollout:
+    async def roll_out(
+        self, group: GroupRequest, sample: int, generate: Generate, rollout: OpenRollout
+    ) -> RolloutRecord:
         if group.group_id % 2:
             rollout.played_by_program = False
             rollout.prompt = first_prompt(self.renderer, rollout.prompt.messages, rollout.tools)

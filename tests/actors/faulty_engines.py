@@ -6,30 +6,18 @@ import dataclasses
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from titan_rl.generation.engine import SimulatedEngine, StepOutput
+from titan_rl.generation.engine import StepOutput
+from titan_rl.generation.simulated_engine import SimulatedEngine
 from titan_rl.processes import join_world
 from titan_rl.weights.manifest import TensorShard
 
-GATE = "steps"
-"""Of a named pipe beside the model: a held engine ends a step when the test opens it."""
 FALLS_AT = 3
 """Step in which rank 1 of `falling_engine` raises, and rank 0 of `leading_engine`."""
-
-
-def held_engine(config: Any, model_path: Any, device: str) -> SimulatedEngine:
-    """Every step takes until the test lets it end, once for each."""
-
-    def wait(seconds: float) -> None:
-        with open(Path(model_path) / GATE, "rb"):  # returns when the other end is opened too
-            pass
-
-    return SimulatedEngine(vocab_size=13, seconds_per_step=1.0, sleep=wait)
 
 
 def slow_engine(config: Any, model_path: Any, device: str) -> SimulatedEngine:
@@ -63,26 +51,6 @@ falling_engine = idle_engine = _CollectiveEngine
 
 class leading_engine(_CollectiveEngine):  # noqa: N801 (named like the functions)
     falls = 0
-
-
-lonely_engine = leading_engine
-
-
-def stray_engine(config: Any, model_path: Any, device: str) -> Any:
-    """vLLM; rank 1 samples a request with another seed from its sixth step on."""
-    from titan_rl.generation.vllm.engine import VllmEngine
-
-    class StrayEngine(VllmEngine):
-        steps = 0
-
-        def step(self) -> StepOutput:
-            self.steps += 1
-            if os.environ["RANK"] == "1" and self.steps == 6:
-                seeds = self._sampling.seeds
-                seeds[next(iter(seeds))] += 1
-            return super().step()
-
-    return StrayEngine(config, model_path, device)
 
 
 def patient_engine(config: Any, model_path: Any, device: str) -> Any:

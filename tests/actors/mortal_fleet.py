@@ -13,24 +13,22 @@ from typing import Any
 import faulty_engines
 import numpy as np
 import torch
-from safetensors.torch import load_file
 
-from titan_rl.actors.generator import Generator, GeneratorMesh
+from titan_rl.actors.generator import Generator, GeneratorClient
 from titan_rl.actors.router import GeneratorRouter
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.config import RunConfig
 from titan_rl.errors import ActorFailed, MeshFailed
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.generation.engine import simulated_token
-from titan_rl.launch.hosts.facts import detect_host
-from titan_rl.launch.placement import plan
-from titan_rl.launch.provisioner import Provisioner
+from titan_rl.generation.simulated_engine import simulated_token
+from titan_rl.hosts.facts import detect_host
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.routing.config import RouterConfig
+from titan_rl.supervision.placement import plan
+from titan_rl.supervision.provisioner import Provisioner
 from titan_rl.types import Completion, GenerationRequest, PolicyVersion, SamplingParams
-from titan_rl.weights.manifest import TensorShard
-from titan_rl.weights.publisher import SharedMemoryPublisher
+from titan_rl.weights.publisher import SharedMemoryPublisher, shards_of_files
 
 SECONDS = 60.0
 PROMPT = np.array([2, 3, 4], np.int32)
@@ -70,9 +68,10 @@ class MortalFleet:
         self.provisioner = Provisioner(log_directory=str(scratch), imports=(), on_fault=self._on_fault)
         self.publisher = SharedMemoryPublisher(channel="policy", rank=0, group=None, max_live=2, directory=scratch)
         self.generators = {
-            name: GeneratorMesh(self._spawn(name), name) for name in (f"generator{index}" for index in range(count))
+            name: GeneratorClient(name, self._spawn(name), start_seconds=SECONDS)
+            for name in (f"generator{index}" for index in range(count))
         }
-        self.router = RouterClient(self._spawn("router"), seconds=SECONDS, owned=True)
+        self.router = RouterClient(*self._spawn("router"), seconds=SECONDS, replaced_within=None)
         self.pids: dict[str, int] = {}
 
     async def set_up(self) -> None:
@@ -81,10 +80,7 @@ class MortalFleet:
         await self.pull(0)
 
     async def pull(self, step: int) -> None:
-        shards = [
-            TensorShard(name=name, data=tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.ndim)
-            for name, tensor in load_file(self._model / "model.safetensors").items()
-        ]
+        shards = list(shards_of_files(self._model))
         tied = (("lm_head.weight", "model.embed_tokens.weight"),)
         version = PolicyVersion(0, step)
         await self.router.pull_model_state_dict(
@@ -111,7 +107,7 @@ class MortalFleet:
         else:
             self.generators[name].replace(mesh)
             await self._set_up(name)
-            await self.router.generator_joined(name, self.generators[name].rank0)
+            await self.router.generator_joined(name, self.generators[name].actor)
 
     async def until_all_serve(self) -> None:
         async def wait() -> None:
@@ -123,15 +119,15 @@ class MortalFleet:
     def _spawn(self, name: str) -> Any:
         mesh = self.provisioner.spawn(self._plan.mesh(name))
         if name == "router":
-            handles = {each: generator.rank0 for each, generator in self.generators.items()}
-            return mesh.spawn(name, GeneratorRouter, RouterConfig(), handles)[0]
+            handles = {each: generator.actor for each, generator in self.generators.items()}
+            return mesh.spawn(name, GeneratorRouter, RouterConfig(), handles)
         return mesh.spawn(name, Generator, name, self._config.generator, model_path=str(self._model), device="cpu")
 
     async def _set_up(self, name: str) -> None:
         if name == "router":
             (self.pids[name],) = await self.router.setup()
         else:
-            (self.pids[name],) = await self.generators[name].setup(seconds=SECONDS)
+            (self.pids[name],) = await self.generators[name].setup()
 
     def _on_fault(self, fault: ActorFailed) -> None:
         """From a thread of the provisioner."""

@@ -13,9 +13,9 @@ from spied_relay import ELEMENTS, SpiedRelay
 from support.meshes import mesh_plan
 from torch import Tensor
 
-from titan_rl.actors.relay import RelayMesh, WeightRelay
-from titan_rl.launch.provisioner import Provisioner
+from titan_rl.actors.relay import RelayClient, Relays, WeightRelay
 from titan_rl.processes import OWNER
+from titan_rl.supervision.provisioner import Provisioner
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Publication, TensorShard
 from titan_rl.weights.publisher import SharedMemoryPublisher
@@ -33,7 +33,7 @@ class RelayHosts:
         self._provisioner = Provisioner(log_directory="", imports=(), on_fault=lambda fault: None)
         self._owners: dict[str, subprocess.Popen[bytes]] = {}
         self.pids: dict[str, int] = {}
-        self.relays: dict[str, RelayMesh] = {}
+        self.relays: dict[str, RelayClient] = {}
         self._serial = 0
         self._publisher: SharedMemoryPublisher | None = None
         self._trainer = TRAINER
@@ -42,7 +42,7 @@ class RelayHosts:
         """Relays on more hosts, of which all hear."""
         for host in hosts:
             self._owners[host] = subprocess.Popen(["sleep", "1000"])
-            self.relays[host] = RelayMesh(self._spawn(host), host)
+            self.relays[host] = RelayClient(host, self._spawn(host), start_seconds=SECONDS)
         await self.tell()
 
     def spawn(self, host: str, name: str, actor: Any, *args: Any, **options: Any) -> Any:
@@ -58,9 +58,11 @@ class RelayHosts:
 
     async def tell(self) -> None:
         """Each relay of all others."""
-        relays = list(self.relays.values())
-        pids = await asyncio.gather(*(relay.setup(relays, seconds=SECONDS) for relay in relays))
+        pids = await asyncio.gather(*(relay.setup(relays=self.handles()) for relay in self.relays.values()))
         self.pids = {host: pid for host, (pid,) in zip(self.relays, pids, strict=True)}
+
+    def handles(self) -> Relays:
+        return {host: (relay.replacements, relay.actor) for host, relay in self.relays.items()}
 
     async def stop(self) -> None:
         await self._provisioner.stop_all()
@@ -70,7 +72,7 @@ class RelayHosts:
             remove_segments_of(owner.pid)
 
     async def call(self, host: str, endpoint: Any, *args: Any, **kwargs: Any) -> Any:
-        return await self.relays[host]._calls.call(SECONDS, endpoint, *args, **kwargs)
+        return await self.relays[host].ranks[0].call(SECONDS, endpoint, *args, **kwargs)
 
     async def bring(self, host: str, publication: Publication, *, again: bool = False) -> None:
         await self.call(host, WeightRelay.bring, publication, again=again)
@@ -115,7 +117,7 @@ class RelayHosts:
         return _On(self._owners[host].pid)
 
     def _spawn(self, host: str) -> Any:
-        return self.spawn(host, host, SpiedRelay, host)[0]
+        return self.spawn(host, host, SpiedRelay, host)
 
 
 class _On:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from titan_rl.actors.connection import served
-from titan_rl.actors.requests import RequestServer
 from titan_rl.errors import TitanError
+from titan_rl.rpc.connection import endpoint
+from titan_rl.rpc.requests import RequestServer
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion
 
 VERSION = PolicyVersion(0, 3)
@@ -27,7 +27,7 @@ class ScriptedRouter(RequestServer):
 
     # What a rollout worker calls.
 
-    def take(self, requests: Sequence[GenerationRequest]) -> None:
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
         self._sessions |= {request.session_id for request in requests if request.session_id is not None}
         if self._holding:
             self._held.update((request.request_id, request) for request in requests)
@@ -35,12 +35,12 @@ class ScriptedRouter(RequestServer):
         else:
             self.answer([sampled(request) for request in requests])
 
-    def give_up(self, request_ids: Sequence[str]) -> None:
+    def stop_requests(self, request_ids: Sequence[str]) -> None:
         aborted = [self._held.pop(each) for each in request_ids if each in self._held]
         self.answer([sampled(request, tokens=0) for request in aborted])
         self._notify()
 
-    @served
+    @endpoint
     async def end_sessions(self, session_ids: Sequence[str]) -> None:
         assert self._sessions >= set(session_ids), "each is ended once, after its requests"
         self._sessions -= set(session_ids)
@@ -48,29 +48,29 @@ class ScriptedRouter(RequestServer):
 
     # What a test calls.
 
-    @served
+    @endpoint
     async def hold(self) -> None:
         self._holding = True
 
-    @served
+    @endpoint
     async def let_go(self) -> None:
         self._holding = False
         held, self._held = self._held, {}
         self.answer([sampled(request) for request in held.values()])
 
-    @served
+    @endpoint
     async def fail(self, error: TitanError) -> None:
         """What is held back fails."""
         held, self._held = self._held, {}
         self.answer([], [(request_id, error) for request_id in held])
 
-    @served
+    @endpoint
     async def wait_for_requests(self, count: int) -> None:
         """Until so many are held back."""
         while len(self._held) != count:
             await self._changed.wait()
 
-    @served
+    @endpoint
     async def wait_for_sessions(self, count: int) -> None:
         """Until so many are open."""
         while len(self._sessions) != count:

@@ -7,9 +7,9 @@ import os
 from typing import Any
 
 from titan_rl.actors import relay as relaying
-from titan_rl.actors.connection import served
 from titan_rl.actors.relay import WeightRelay
 from titan_rl.processes import OWNER
+from titan_rl.rpc.connection import endpoint
 from titan_rl.weights.manifest import Publication
 
 ELEMENTS = 1_500_000
@@ -28,17 +28,17 @@ class SpiedRelay(WeightRelay):
         self._holds = asyncio.Event()
         self._frozen = False
 
-    @served
+    @endpoint
     async def open(self, publication: Publication) -> tuple[int, list[Any]]:
         token, handles = await WeightRelay.open.answer(self, publication)
         return token, [Frozen()] * len(handles) if self._frozen else handles
 
-    @served
+    @endpoint
     async def freeze(self, frozen: bool) -> None:
         """Whether to read this relay's memory takes for ever."""
         self._frozen = frozen
 
-    @served
+    @endpoint
     async def arrived(self, token: int, chunk: int) -> None:
         if chunk >= self._held_from:
             self._holds.set()
@@ -46,32 +46,32 @@ class SpiedRelay(WeightRelay):
         await WeightRelay.arrived.answer(self, token, chunk)
         self._handed += 1
 
-    @served
+    @endpoint
     async def hold(self, first: int) -> None:
         """Chunks from the first on."""
         self._held_from = first
         self._released.clear()
         self._holds.clear()
 
-    @served
+    @endpoint
     async def holds(self) -> None:
         """Returns when somebody waits for a chunk that is held back."""
         await self._holds.wait()
 
-    @served
+    @endpoint
     async def release(self) -> None:
         self._held_from = CHUNKS
         self._released.set()
 
-    @served
+    @endpoint
     async def handed(self) -> int:
         """Since the last time that it was asked."""
         handed, self._handed = self._handed, 0
         return handed
 
-    @served
-    async def be_patient(self, seconds: int) -> None:
-        relaying.PATIENCE_SECONDS = seconds
+    @endpoint
+    async def be_patient(self, seconds: int, slowest: int = 10 << 20) -> None:
+        relaying.PATIENCE_SECONDS, relaying.SLOWEST_BYTES_PER_SECOND = seconds, slowest
 
 
 class Frozen:

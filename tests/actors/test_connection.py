@@ -17,9 +17,9 @@ import monarch.actor
 import pytest
 from monarch.actor import default_bootstrap_cmd, this_host
 
-from titan_rl.actors.connection import ConnectedActor, Connection, bounded, served
-from titan_rl.actors.lifeline import Lifeline
 from titan_rl.errors import ActorFailed, ActorGone, CallTimeout, RequestError
+from titan_rl.rpc.connection import ConnectedActor, Connection, bounded, endpoint
+from titan_rl.rpc.mesh_client import MeshClient
 
 SECONDS = 60.0
 HERE = str(Path(__file__).parent)
@@ -46,31 +46,35 @@ def allocated_bytes() -> int:
 class Echo(ConnectedActor):
     """Answers, refuses, breaks, or never answers."""
 
-    @served
+    @endpoint
     async def pid(self) -> int:
         return os.getpid()
 
-    @served
+    @endpoint
     async def echo(self, value: object) -> object:
         return value
 
-    @served
+    @endpoint
     async def refuse(self) -> None:
         raise RequestError("not this one")
 
-    @served
+    @endpoint
     async def break_down(self) -> None:
         raise ValueError("seven")
 
-    @served
+    @endpoint
+    async def interrupted(self) -> None:
+        raise asyncio.CancelledError
+
+    @endpoint
     async def never(self) -> None:
         await asyncio.Event().wait()
 
-    @served
+    @endpoint
     async def allocated(self) -> int:
         return allocated_bytes()
 
-    @served
+    @endpoint
     async def count(self) -> int:
         """How often this was called."""
         self.calls = getattr(self, "calls", 0) + 1
@@ -79,15 +83,15 @@ class Echo(ConnectedActor):
     async def hidden(self) -> None:
         """No endpoint."""
 
-    @served
+    @endpoint
     async def tasks(self) -> int:
         return len(asyncio.all_tasks())
 
-    @served
+    @endpoint
     async def unpicklable(self) -> object:
         return lambda: None
 
-    @served
+    @endpoint
     async def torn(self) -> object:
         return Torn()
 
@@ -104,7 +108,7 @@ class Torn:
 
 
 class Other(ConnectedActor):
-    @served
+    @endpoint
     async def hidden(self) -> None:
         """`Echo` has no endpoint of this name."""
 
@@ -169,6 +173,8 @@ async def test_errors_say_who_was_called_and_why_it_failed(connection: Connectio
         await connection.call(SECONDS, Echo.refuse)
     with pytest.raises(ActorFailed, match="^echo.break_down of rank 0 raised ValueError: seven$"):
         await connection.call(SECONDS, Echo.break_down)
+    with pytest.raises(ActorFailed, match="^Echo.interrupted was interrupted by CancelledError"):
+        await connection.call(SECONDS, Echo.interrupted)
     with pytest.raises(ActorFailed, match="^Echo has no endpoint hidden$"):
         await connection.call(SECONDS, Other.hidden)
     with pytest.raises(CallTimeout, match="^echo.never of rank 0: no answer within 0.01 s$"):
@@ -250,16 +256,17 @@ async def test_what_is_lost_fails_at_once_and_goes_on_with_its_replacement(conne
 
 
 async def test_a_call_that_may_be_made_twice_is_made_again_when_its_actor_was_replaced(connection: Connection) -> None:
-    lifeline, actor = Lifeline(), connection._actor
-    connection.lose("a test says so")
-    waiting = asyncio.create_task(lifeline.again(lambda: connection.call(SECONDS, Echo.echo, 1)))
+    mesh = MeshClient("echo", [connection._actor])
+    mesh.lose("a test says so")
+    waiting = asyncio.create_task(mesh.retry_on_replacement(lambda: mesh.ranks[0].call(SECONDS, Echo.echo, 1)))
     await asyncio.sleep(0)
     assert not waiting.done()
-    connection.replace(actor)
-    lifeline.replaced()
+    mesh.replace(mesh.actors)
     assert await waiting == 1
     with pytest.raises(ActorFailed, match="raised ValueError: seven"):  # no reason to call it twice
-        await lifeline.again(lambda: connection.call(SECONDS, Echo.break_down))
-    connection.lose("nobody replaces it")
+        await mesh.retry_on_replacement(lambda: mesh.ranks[0].call(SECONDS, Echo.break_down))
+    await mesh.ranks[0].close()
+    unreplaced = MeshClient("echo", mesh.actors, replaced_within=0.0)
+    unreplaced.lose("nobody replaces it")
     with pytest.raises(ActorGone, match="nobody replaces it"):
-        await Lifeline(seconds=0.01).again(lambda: connection.call(SECONDS, Echo.echo, 1))
+        await unreplaced.retry_on_replacement(lambda: unreplaced.ranks[0].call(SECONDS, Echo.echo, 1))

@@ -17,17 +17,17 @@ from scripted_router import ScriptedRouter
 from support.meshes import mesh_plan
 from support.rollouts import TASKS
 
-from titan_rl.actors.connection import bounded
-from titan_rl.actors.gateway import Gateway, GatewayMesh
+from titan_rl.actors.gateway import Gateway, GatewayClient
 from titan_rl.actors.rollout_worker import RolloutWorker
 from titan_rl.actors.rollouts import Rollouts
 from titan_rl.config import RunConfig
 from titan_rl.errors import ActorGone, ConfigError, GatewayGone, RequestLost
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.launch.provisioner import Provisioner
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.rollout.config import EnvironmentConfig
+from titan_rl.rpc.connection import bounded
+from titan_rl.supervision.provisioner import Provisioner
 from titan_rl.types import GroupRequest, PolicyVersion, Purpose, SamplingParams
 
 SECONDS = 120.0
@@ -59,17 +59,17 @@ class Parts:
         settings = {"renderer": "symbols", "renderer_kwargs": {}, "max_model_len": 64}
         return self._spawn("gateway", Gateway, config, model_path=self._model_path, **settings)
 
-    async def end(self, gateway: GatewayMesh, pid: int) -> None:
+    async def end(self, gateway: GatewayClient, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
         gateway.lose("it was killed")
         await self.provisioner.stop("gateway")
 
-    async def worker(self, gateway: GatewayMesh) -> Rollouts:
+    async def worker(self, gateway: GatewayClient) -> Rollouts:
         config = RunConfig(environment=EnvironmentConfig(name=f"{TASKS / 'careless.py'}:Careless"))
         rollouts = Rollouts(workers=1, start_seconds=SECONDS, step_seconds=SECONDS)
         settings = {"mesh": "rollout0", "model_path": self._model_path, "imports": ()}
-        rollouts.workers[0].replace(self._spawn("rollout", RolloutWorker, config, **settings))
-        await rollouts.workers[0].setup(self.router, gateway.actor)
+        rollouts.workers[0].replace([self._spawn("rollout", RolloutWorker, config, **settings)])
+        await rollouts.workers[0].setup(router=self.router, gateway=gateway.actor)
         return rollouts
 
     async def route(self, endpoint: str, *args: Any) -> None:
@@ -90,8 +90,8 @@ async def parts(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Parts
 
 async def test_rollouts_under_which_a_part_died_are_lost_whatever_their_programs_made_of_it(parts: Parts) -> None:
     config = GatewayConfig(port=0, rollout_keys=True)
-    gateway = GatewayMesh(parts.gateway(config))
-    (pid,) = await gateway.setup(parts.router, seconds=SECONDS)
+    gateway = GatewayClient([parts.gateway(config)], start_seconds=SECONDS)
+    (pid,) = await gateway.setup(router=parts.router)
     url = gateway.url
     rollouts = await parts.worker(gateway)
     await parts.route("hold")
@@ -101,10 +101,10 @@ async def test_rollouts_under_which_a_part_died_are_lost_whatever_their_programs
     await parts.end(gateway, pid)
     early = asyncio.create_task(rollouts.run_group(group(2)))
     await rollouts.held()  # the worker has begun it
-    gateway.replace(parts.gateway(config))
-    await gateway.setup(parts.router, seconds=SECONDS)
+    gateway.replace([parts.gateway(config)])
+    await gateway.setup(router=parts.router)
     assert gateway.url == url
-    await rollouts.workers[0].use(parts.router, gateway.actor)
+    await rollouts.workers[0].set_peers(router=parts.router, gateway=gateway.actor)
     with pytest.raises(GatewayGone):
         await play
 
@@ -121,42 +121,24 @@ async def test_rollouts_under_which_a_part_died_are_lost_whatever_their_programs
     await rollouts.workers[0].close()
 
 
-async def test_a_gateway_that_is_told_of_its_router_again_keeps_its_open_requests(parts: Parts) -> None:
-    await parts.provisioner.stop("gateway")
-    await parts.provisioner.stop("rollout")
-    gateway = GatewayMesh(parts.gateway(GatewayConfig(port=0, rollout_keys=True)))
-    await gateway.setup(parts.router, seconds=SECONDS)
-    rollouts = await parts.worker(gateway)
-    await parts.route("hold")
-    play = asyncio.create_task(rollouts.run_group(group(3)))
-    await parts.route("wait_for_requests", PROGRAMS)
-    await gateway.use(parts.router)
-    await rollouts.workers[0].use(parts.router, gateway.actor)
-    await parts.route("let_go")
-    report = await play
-    assert report.first_error == "" and report.samples.trained_tokens == 8 * PROGRAMS
-    await rollouts.release(report.samples)
-    await rollouts.workers[0].close()
-
-
 @pytest.mark.parametrize("rollout_keys", [True, False])
 async def test_where_its_port_was_taken_a_gateway_of_rollouts_takes_another_one(
     parts: Parts, rollout_keys: bool
 ) -> None:
     config = GatewayConfig(port=0, rollout_keys=rollout_keys)
     await parts.provisioner.stop("gateway")
-    gateway = GatewayMesh(parts.gateway(config))
-    (pid,) = await gateway.setup(parts.router, seconds=SECONDS)
+    gateway = GatewayClient([parts.gateway(config)], start_seconds=SECONDS)
+    (pid,) = await gateway.setup(router=parts.router)
     url = gateway.url
     await parts.end(gateway, pid)
     with socket.create_server(("127.0.0.1", urlsplit(url).port or 0)):
-        gateway.replace(parts.gateway(config))
+        gateway.replace([parts.gateway(config)])
         if rollout_keys:
-            await gateway.setup(parts.router, seconds=SECONDS)
+            await gateway.setup(router=parts.router)
             assert gateway.url != url
         else:
             with pytest.raises(ConfigError, match="Address already in use"):
-                await gateway.setup(parts.router, seconds=SECONDS)
+                await gateway.setup(router=parts.router)
     if not rollout_keys:
-        await gateway.setup(parts.router, seconds=SECONDS)
+        await gateway.setup(router=parts.router)
         assert gateway.url == url

@@ -8,9 +8,9 @@ their way when their sender dies, which an attempt may miss on a busy machine: t
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import dataclasses
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -21,16 +21,12 @@ from typing import Any
 import pytest
 from monarch.actor import Actor, default_bootstrap_cmd, endpoint
 
-from titan_rl.actors.connection import bounded
-from titan_rl.config_registry import copy4
-from titan_rl.controller.faults import FaultBoard
-from titan_rl.errors import ActorFailed, HostLost, MeshFailed, TitanError
-from titan_rl.gateway.config import GatewayConfig
-from titan_rl.launch import child, provisioner
-from titan_rl.launch.child import MONARCH_MAIN
-from titan_rl.launch.meshes import TOO_LATE, Meshes
-from titan_rl.launch.placement import SUPERVISION_ENVIRONMENT, MeshPlan
-from titan_rl.launch.provisioner import Provisioner
+from titan_rl.errors import ActorFailed, HostLost, MeshFailed
+from titan_rl.rpc.connection import bounded
+from titan_rl.supervision import provisioner
+from titan_rl.supervision.child import MONARCH_MAIN
+from titan_rl.supervision.placement import SUPERVISION_ENVIRONMENT, Kind, MeshPlan
+from titan_rl.supervision.provisioner import Provisioner
 
 SECONDS = 60.0
 
@@ -50,25 +46,23 @@ class Named(Actor):
 
 
 class Heard:
-    """A provisioner with one mesh, and what it passed on: faults, and words about stopped processes."""
+    """A provisioner with one mesh, and the faults that it passed on."""
 
     def __init__(self, directory: Path, name: str, ranks: int = 1, **variables: str) -> None:
         self.faults: list[ActorFailed] = []
-        self.news: asyncio.Queue[ActorFailed | str] = asyncio.Queue()
+        self.news: asyncio.Queue[ActorFailed] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
         def on_fault(fault: ActorFailed) -> None:
             self.faults.append(fault)
             loop.call_soon_threadsafe(self.news.put_nowait, fault)
 
-        def on_stop(what: str) -> None:
-            loop.call_soon_threadsafe(self.news.put_nowait, what)
-
-        self.provisioner = Provisioner(log_directory=str(directory), imports=(), on_fault=on_fault, on_stop=on_stop)
+        self.provisioner = Provisioner(log_directory=str(directory), imports=(), on_fault=on_fault)
         here = Path(__file__).resolve().parent
         paths = os.pathsep.join([str(here), str(here.parents[1])])
         environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **variables}
         self.place = MeshPlan(
+            kind=Kind.ROLLOUT,
             name=name,
             hosts=("host0",) * ranks,
             env=(environment,) * ranks,
@@ -108,28 +102,27 @@ async def test_every_end_is_told_once_with_its_rank_and_its_cause(tmp_path: Path
 
 @pytest.mark.asyncio
 async def test_a_mesh_may_be_spawned_again_by_whoever_hears_of_its_fault_from_monarch(tmp_path: Path) -> None:
+    """In the context of the event loop: none can be spawned in that of Monarch's thread."""
     from support.meshes import mesh_plan  # here, because the processes import this file
 
-    again: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    board = FaultBoard()
+    lost, loop, context = asyncio.Event(), asyncio.get_running_loop(), contextvars.copy_context()
     place = mesh_plan("failing", beside=__file__)
-    hosts = Provisioner(log_directory=str(tmp_path), imports=(), on_fault=board.report)
+    hosts = Provisioner(
+        log_directory=str(tmp_path),
+        imports=(),
+        on_fault=lambda fault: loop.call_soon_threadsafe(lost.set, context=context),
+    )
 
-    async def replace() -> None:
-        await hosts.stop("failing", kill=True)
+    async def spawn() -> Any:
         (named,) = hosts.spawn(place).spawn("failing", Named)
-        again.set_result(await bounded(named.pid.call_one(), what="pid", seconds=SECONDS))
+        assert await bounded(named.pid.call_one(), what="pid", seconds=SECONDS)
+        return named
 
-    tasks = []
-    board.ready("failing", lambda fault: tasks.append(asyncio.ensure_future(replace())))
     try:
-        (named,) = hosts.spawn(place).spawn("failing", Named)
-        await bounded(named.pid.call_one(), what="pid", seconds=SECONDS)
-        named.fail.broadcast()  # an exception that nobody waits for ends the actor, and not its process
-        await asyncio.wait({again, *tasks}, timeout=SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            await task
-        assert again.result()
+        (await spawn()).fail.broadcast()  # an exception that nobody waits for ends the actor, and not its process
+        await asyncio.wait_for(lost.wait(), SECONDS)
+        await hosts.stop("failing", kill=True)
+        await spawn()
     finally:
         await hosts.stop_all()
 
@@ -138,51 +131,17 @@ async def leave(heard: Heard, rank: int, code: int) -> None:
     await heard.ranks[rank].leave.call_one(code)
 
 
-@pytest.mark.asyncio
-async def test_where_the_kernel_keeps_no_exit_status_monarch_s_words_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As before Linux 6.15, when Monarch reaps a process before anybody else has looked."""
-
-    def too_late(pidfd: int, besides_end: int) -> tuple[int, int]:
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        poll.poll()
-        raise ChildProcessError
-
-    monkeypatch.setattr(child, "_next_news", too_late)
-    monkeypatch.setattr(child, "_exit_code", lambda pidfd: None)
-    monkeypatch.setattr(provisioner, "MONARCH_SECONDS", 30.0)  # this kernel may let Monarch look less often
-    heard = Heard(tmp_path, "one")
-    try:
-        [pid] = await heard.pids()
-        os.kill(pid, signal.SIGKILL)
-        told = await heard.next()
-        assert told.startswith(f"one rank 0 (pid {pid}) ended: ") and "sig=9" in told
-    finally:
-        await heard.provisioner.stop_all()
-    assert len(heard.faults) == 1
-
-
 def test_a_process_runs_what_monarch_would_run() -> None:
     assert MONARCH_MAIN in repr(default_bootstrap_cmd())
 
 
 @pytest.mark.asyncio
-async def test_a_stopped_process_is_told_and_waited_for(tmp_path: Path) -> None:
+async def test_the_end_of_a_process_that_was_stopped_is_told(tmp_path: Path) -> None:
+    """Monarch's question to a process that dies stopped is never answered."""
     heard = Heard(tmp_path, "one")
     try:
         [pid] = await heard.pids()
-        for _ in range(2):
-            os.kill(pid, signal.SIGSTOP)
-            stopped = f"one rank 0 (pid {pid}) was stopped by SIGSTOP; waiting until it goes on"
-            assert await heard.next() == stopped
-            os.kill(pid, signal.SIGCONT)
-            assert await heard.next() == f"one rank 0 (pid {pid}) goes on"
-            assert await heard.pids() == [pid]
-        # Monarch's question to a process that dies stopped is never answered.
         os.kill(pid, signal.SIGSTOP)
-        await heard.next()
         os.kill(pid, signal.SIGKILL)
         assert "was killed by signal 9 (SIGKILL)" in await heard.next()
     finally:
@@ -196,7 +155,6 @@ async def test_after_a_stop_no_process_lives_and_none_is_missed(
     heard = Heard(tmp_path, "one", ranks=2)
     pids = await heard.pids()
     os.kill(pids[1], signal.SIGSTOP)  # it does not hear that it is to end before it goes on
-    await heard.next()
     descriptors = [os.pidfd_open(pid) for pid in pids]
     await heard.provisioner.stop_all()
     loop = asyncio.get_running_loop()
@@ -234,17 +192,6 @@ async def test_the_late_fault_of_a_stopped_mesh_is_no_news_to_anyone(tmp_path: P
         assert len(running.faults) == 1, "what nobody spawned here is Monarch's own"
     finally:
         await running.provisioner.stop_all()
-
-
-async def test_an_error_beside_the_loop_ends_the_run_instead_of_being_forgotten() -> None:
-    """The bookkeeping for a lost generator fails, here because it was never brought up."""
-    board = FaultBoard()
-    meshes = Meshes(copy4(), GatewayConfig(), faults=board)
-    for name in ("generator0", "generator1"):
-        board.ready(name, meshes.replace)
-    board.report(MeshFailed("generator0 rank 0 was killed", "generator0"))
-    with pytest.raises(TitanError, match="KeyError"):
-        await asyncio.wait_for(board.watch(asyncio.Event().wait()), timeout=60)
 
 
 PROGRAM = """
@@ -286,7 +233,7 @@ ATTEMPTS = 10
 
 
 QUIET = """
-from titan_rl.launch.process import prepare_controller
+from titan_rl.supervision.process import prepare_controller
 prepare_controller()
 from monarch.actor import this_host
 this_host().spawn_procs(per_host={"ranks": 1}).initialized.get()
@@ -339,7 +286,7 @@ async def test_a_host_that_is_lost_while_others_are_attached_is_not_taken(
                 self.lost = "host1 is lost"
                 self._on_lost(self)
 
-        async def leave(self) -> None:
+        async def detach(self) -> None:
             left.append(self.name)
 
     monkeypatch.setattr(provisioner, "AttachedHost", Attached)
@@ -347,9 +294,27 @@ async def test_a_host_that_is_lost_while_others_are_attached_is_not_taken(
     with pytest.raises(HostLost, match="host1 is lost"):
         await hosts.attach({"host1": "10.0.0.2:1", "host2": "10.0.0.3:1"}, silent_seconds=1.0)
     assert list(hosts.hosts) == ["host0"] and left == ["host1", "host2"]
-    there = MeshPlan(name="rollout0", hosts=("host1",), env=({},), devices=(None,), positions=("-",))
+    there = MeshPlan(kind=Kind.ROLLOUT, name="rollout0", hosts=("host1",), env=({},), devices=(None,), positions=("-",))
     with pytest.raises(HostLost, match="rollout0 was placed on host1, which is lost"):
         hosts.spawn(there)
+    await hosts.stop_all()
+
+
+async def test_a_host_has_a_mesh_until_its_processes_are_stopped(tmp_path: Path) -> None:
+    """Otherwise a host that leaves would be detached while its meshes are still being stopped."""
+    hosts = Provisioner(log_directory=str(tmp_path), imports=(), on_fault=lambda fault: None)
+    stopped = asyncio.Event()
+
+    async def stop(*, kill: bool = False) -> None:
+        await stopped.wait()
+
+    hosts._meshes["rollout0"] = SimpleNamespace(name="rollout0", hosts=[hosts.hosts["host0"]], stop=stop)  # type: ignore[assignment]
+    stopping = asyncio.create_task(hosts.stop("rollout0", kill=True))
+    await asyncio.sleep(0)
+    assert hosts.on("host0") == ["rollout0"]
+    stopped.set()
+    await stopping
+    assert hosts.on("host0") == []
     await hosts.stop_all()
 
 
@@ -370,7 +335,7 @@ STOPS_AT_BIRTH = """
 import os, signal, sys
 from pathlib import Path
 born = Path(__file__).with_name("born")
-if "titan_rl.launch.child" in sys.orig_argv and not born.exists():
+if "titan_rl.supervision.child" in sys.orig_argv and not born.exists():
     born.write_text(str(os.getpid()))
     {}
 """
@@ -406,7 +371,7 @@ async def test_monarch_gives_a_process_up_that_is_born_late_and_it_starts_again(
     """If this fails because Monarch hears of late births, the processes need not be started again (`TOO_LATE`)."""
     slow = Heard(tmp_path, "slow", PYTHONPATH=stops_at_birth(tmp_path / "stops", "import time; time.sleep(35)"))
     try:
-        assert TOO_LATE in await slow.provisioner.started("slow")
+        assert provisioner.TOO_LATE in await slow.provisioner.started("slow")
         await slow.provisioner.stop("slow", kill=True)
         slow.provisioner.spawn(slow.place)
         assert await slow.provisioner.started("slow") == ""

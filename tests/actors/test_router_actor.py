@@ -1,27 +1,17 @@
-"""What becomes of requests, as the router's users see it: real actors, scripted generators. About 2 s."""
+"""What becomes of requests, also when generators die and are replaced: real actors, scripted generators. About 2 s."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 
 import pytest
-from router_fleet import SECONDS, Fleet, request
-from scripted_generator import publication
+from router_fleet import SECONDS, Fleet, publication, request
 
-from titan_rl.errors import ActorFailed, GeneratorFailed, RequestError, RequestLost, RequestTimeout, WeightsError
+from titan_rl.actors.router_client import RouterClient
+from titan_rl.errors import ActorFailed, GeneratorFailed, RequestError, RequestTimeout, WeightsError
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.strategies import RoundRobin
 from titan_rl.types import FinishReason, GenerationRequest
-
-
-async def test_a_cancelled_generate_frees_its_slot(draining: Fleet) -> None:
-    call = draining.generate(request("r"))
-    await draining.live(0, 1)
-    call.cancel()
-    await asyncio.gather(call, return_exceptions=True)
-    await draining.live(0, 0)
-    await draining.in_flight(0)
 
 
 async def test_a_request_that_is_cancelled_in_the_tick_it_was_sent_frees_its_slot(draining: Fleet) -> None:
@@ -35,42 +25,6 @@ async def test_a_request_that_is_cancelled_in_the_tick_it_was_sent_frees_its_slo
     await draining.on(home, "finish", ["other"], 1)
     await other
     await draining.in_flight(0)
-
-
-async def test_a_session_waits_for_its_syncing_generator_and_stays() -> None:
-    config = RouterConfig(strategy="sticky_session", max_syncing=1, strategy_kwargs={"sync_wait_seconds": SECONDS})
-    async with Fleet(config) as fleet:
-        first = fleet.generate(request("turn0", session="s"))
-        home = await fleet.until_runs("turn0")
-        await fleet.on(home, "finish", ["turn0"], 1)
-        await first
-        await fleet.on(home, "hold_pulls")
-        pull = fleet.pull(1)
-        await fleet.on(home, "wait_for_pull")
-        second = fleet.generate(request("turn1", session="s"))
-        other = fleet.generate(request("other"))
-        await fleet.live(1 - home, 1)
-        await fleet.on(1 - home, "finish", ["other"], 1)
-        await other
-        await fleet.on(home, "release_pulls")
-        assert list(await fleet.live(home, 1)) == ["turn1"]
-        await fleet.on(home, "finish", ["turn1"], 1)
-        await second
-        await pull
-
-
-async def test_a_session_that_was_ended_is_not_kept_where_it_was() -> None:
-    async with Fleet(RouterConfig(strategy="sticky_session")) as fleet:
-        first = fleet.generate(request("turn0", session="s"))
-        home = await fleet.until_runs("turn0")
-        await fleet.on(home, "finish", ["turn0"], 1)
-        await first
-        await fleet.in_flight(0)
-        fleet.router.end_sessions(["s", "of nobody"])
-        again = fleet.generate(request("turn1", session="s"))
-        assert await fleet.until_runs("turn1") == 1 - home, "of two idle generators the other was chosen less recently"
-        await fleet.on(1 - home, "finish", ["turn1"], 1)
-        await again
 
 
 async def test_a_session_that_ends_with_a_request_in_flight_is_not_kept_afterwards() -> None:
@@ -87,15 +41,6 @@ async def test_a_session_that_ends_with_a_request_in_flight_is_not_kept_afterwar
         assert await fleet.until_runs("turn1") == 1 - home
         await fleet.on(1 - home, "finish", ["turn1"], 1)
         await again
-
-
-async def test_sampling_that_depends_on_past_output_is_refused_where_resumption_is_on(draining: Fleet) -> None:
-    with pytest.raises(RequestError, match="router.resume = false"):
-        await draining.generate(request("r", penalty=0.5))
-    async with Fleet(RouterConfig(resume=False)) as fleet:
-        call = fleet.generate(request("r", penalty=0.5))
-        await fleet.on(await fleet.until_runs("r"), "finish", ["r"], 1)
-        assert (await call).finish_reason is FinishReason.STOP
 
 
 async def test_closing_the_router_fails_what_is_open(draining: Fleet) -> None:
@@ -137,18 +82,6 @@ async def test_when_all_are_dead_for_good_requests_fail_at_once_with_the_reasons
             await fleet.router.pull_model_state_dict(publication(1))
 
 
-async def test_what_a_lost_generator_runs_goes_on_elsewhere_without_its_word() -> None:
-    async with Fleet(RouterConfig()) as fleet:
-        call = fleet.generate(request("r"))
-        lost = await fleet.until_runs("r")
-        await fleet.kill(lost)
-        attempts = list(await fleet.live(1 - lost, 1))
-        await fleet.on(1 - lost, "finish", attempts, 2)
-        assert (await call).token_ids.tolist() == [3, 4]
-        status = (await fleet.router.fleet_status())[lost]
-        assert (status.state, status.last_error, status.in_flight) == ("dead", "it was killed", 0)
-
-
 async def test_a_request_whose_time_is_over_is_stopped_and_fails_alone() -> None:
     async with Fleet(RouterConfig(request_seconds=0.05), count=3) as fleet:
         with pytest.raises(RequestTimeout, match=r"request r: not finished after 0\.05 s .*router\.request_seconds"):
@@ -159,23 +92,6 @@ async def test_a_request_whose_time_is_over_is_stopped_and_fails_alone() -> None
         statuses = await fleet.router.fleet_status()
         assert [status.state for status in statuses] == ["serving"] * 3
         assert [(status.served, status.failed) for status in statuses] == [(0, 0)] * 3
-
-
-async def test_a_request_under_which_generators_die_does_not_kill_the_whole_fleet() -> None:
-    async with Fleet(RouterConfig(request_retries=1), count=3) as fleet:
-        call = fleet.generate(request("poison"))
-        first = await fleet.until_runs("poison")
-        await fleet.on(first, "die")
-        second = await fleet.until_runs("poison~1")
-        await fleet.on(second, "die")
-        with pytest.raises(RequestLost, match=r"2 generators died under it .*router\.request_retries = 1"):
-            await call
-        (survivor,) = {0, 1, 2} - {first, second}
-        assert [state for state in await fleet.states() if state != "dead"] == ["serving"]
-        other = fleet.generate(request("other"))
-        await fleet.live(survivor, 1)
-        await fleet.on(survivor, "finish", ["other"], 1)
-        await other
 
 
 async def test_an_id_that_is_in_use_is_refused_and_is_free_again_after_an_abort() -> None:
@@ -205,11 +121,94 @@ async def test_the_length_of_an_answer_that_was_given_up_is_counted(draining: Fl
     assert (status.aborted, status.aborted_tokens) == (1, 3)
 
 
-async def test_a_malformed_request_is_refused_alone(draining: Fleet) -> None:
-    odd = [dataclasses.replace(request("r"), request_id=5), dataclasses.replace(request("p"), pinned_to=["g0"])]
-    good = draining.generate(request("good"))
-    for outcome in await asyncio.gather(*map(draining.generate, odd), return_exceptions=True):
-        assert isinstance(outcome, RequestError) and "TypeError" in str(outcome)
-    home = await draining.until_runs("good")
-    await draining.on(home, "finish", ["good"], 1)
-    assert (await good).finish_reason is FinishReason.STOP
+async def test_requests_wait_for_the_replacement_of_the_last_generator() -> None:
+    async with Fleet(RouterConfig(), count=1) as fleet:
+        calls = [fleet.generate(request("running"))]
+        await fleet.live(0, 1)
+        await fleet.kill(0)
+        calls.append(await fleet.ask("waiting"))
+        pull = fleet.pull(1)
+        assert await fleet.states() == ["dead"]
+        await fleet.replace(0)
+        assert set((await pull).reports) == {"g0"}
+        assert sorted(await fleet.live(0, 2)) == ["running~1", "waiting"]
+        await fleet.on(0, "finish", ["running~1", "waiting"], 2)
+        assert [len(each.token_ids) for each in await asyncio.gather(*calls)] == [2, 2]
+        (status,) = await fleet.router.fleet_status()
+        assert (status.state, status.served, status.failed, status.last_error) == ("serving", 2, 0, "")
+
+
+async def test_a_router_that_replaces_one_waits_for_generators_that_are_replaced_too() -> None:
+    fleet = Fleet(RouterConfig(), count=0, awaited=("g0",))
+    fleet.generators.append(None)
+    pull = fleet.pull(1)
+    await fleet.router.fleet_status()
+    assert not pull.done()
+    await fleet.replace(0)
+    await asyncio.wait_for(pull, SECONDS)
+    assert await fleet.states() == ["serving"]
+    await fleet.router.close()
+
+
+async def test_a_generator_that_dies_on_its_way_back_is_not_taken_for_the_router(draining: Fleet) -> None:
+    await draining.router.sleep("g0")
+    await draining.on(0, "hold_pulls")
+    wake_up = asyncio.create_task(draining.router.wake_up("g0"))
+    await draining.on(0, "wait_for_pull")
+    await draining.on(0, "fail_pulls", 1, True)
+    await draining.on(0, "release_pulls")
+    with pytest.raises(GeneratorFailed, match="g0 did not come back: it was killed in its pull"):
+        await asyncio.wait_for(wake_up, SECONDS)
+
+
+async def test_nothing_that_a_dead_generator_still_says_reaches_its_replacement(swapping: Fleet) -> None:
+    lost, kept = swapping.generate(request("lost")), swapping.generate(request("kept"))
+    await swapping.live(0, 1)
+    await swapping.live(1, 1)
+    await swapping.on(0, "hold_pulls")
+    pull = swapping.pull(1)
+    await swapping.on(0, "wait_for_pull")
+    await swapping.kill(0)
+    await pull  # of the other
+    before = await swapping.replace(0, hold_pulls=True)
+    await swapping.on(0, "wait_for_pull")
+    await before.finish.call_one(["lost"], 5)  # the dead one answers after all, and ends its pull
+    await before.release_pulls.call_one()
+    await before.wait_for_requests.call_one(0)
+    assert list(await swapping.live(1, 2)) == ["kept", "lost~1"]
+    assert await swapping.states() == ["syncing", "serving"]
+    assert [status.version for status in await swapping.router.fleet_status()] == ["none", "v1"]
+    await swapping.on(0, "release_pulls")
+    await swapping.until_states("serving", "serving")
+    await swapping.on(1, "finish", ["kept", "lost~1"], 2)
+    assert [len(each.token_ids) for each in await asyncio.gather(lost, kept)] == [2, 2]
+
+
+async def test_the_requests_of_a_router_before_this_one_are_forgotten_before_the_first_pull() -> None:
+    fleet = Fleet(RouterConfig(), count=1)
+    before = RouterClient(fleet.generators[0], seconds=SECONDS)
+    left = asyncio.create_task(before.generate(request("r")))
+    await fleet.live(0, 1)
+    await fleet.router.pull_model_state_dict(publication(0))
+    assert await fleet.live(0, 0) == {}
+    call = fleet.generate(request("r"))
+    await fleet.live(0, 1)
+    await fleet.on(0, "finish", ["r"], 1)
+    assert len((await call).token_ids) == 1 and len((await left).token_ids) == 0
+    await before.disconnect()
+    await fleet.router.close()
+
+
+async def test_the_requests_of_a_lost_client_are_stopped_wherever_they_are() -> None:
+    async with Fleet(RouterConfig(), count=1) as fleet:
+        running = await fleet.ask("running", who="rollout0")
+        waiting = await fleet.ask("waiting", step=1, who="rollout0")
+        other = await fleet.ask("other", who="rollout1")
+        await fleet.live(0, 2)
+        await fleet.router.client_lost("rollout0")
+        assert list(await fleet.live(0, 1)) == ["other"]
+        again = [await fleet.ask(each) for each in ("running", "waiting")]
+        await fleet.live(0, 3)
+        await fleet.on(0, "finish", ["running", "waiting", "other"], 1)
+        assert [len(each.token_ids) for each in await asyncio.gather(*again, other)] == [1, 1, 1]
+        await asyncio.gather(running, waiting)

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_fleet import SECONDS, Fleet, request
 
-from titan_rl.actors.router_client import Shown
-from titan_rl.errors import GeneratorFailed, RequestError, RequestLost
+from titan_rl.errors import GeneratorFailed, RequestLost
+from titan_rl.routing.attempts import Shown
 from titan_rl.routing.config import RouterConfig
 from titan_rl.types import Completion, FinishReason, Piece, PolicyVersion
 
@@ -64,29 +64,12 @@ def test_the_pieces_are_the_completion(arrived: tuple[Completion, list[Piece]]) 
         assert joined == getattr(whole, name).tolist()
 
 
-def test_pieces_in_order_are_handed_on_at_once_and_those_of_a_second_sampling_from_where_the_first_ended() -> None:
-    whole, shown = completion(6), Shown()
-    assert [(new.offset, new.end) for each in ((0, 2), (2, 4)) if (new := shown.add(part(whole, *each)))] == [
-        (0, 2),
-        (2, 4),
-    ]
-    assert shown.add(part(whole, 0, 3)) is None
-    again = shown.add(part(whole, 3, 6))
-    assert again is not None and (again.offset, again.end) == (4, 6)
-
-
 def test_tokens_that_are_others_than_those_that_were_streamed_are_an_error() -> None:
     for other in (completion(5, first=101), completion(2)):
         shown = Shown()
         shown.add(part(completion(5), 0, 3))
         with pytest.raises(GeneratorFailed, match="request r0: its generator was lost after 3 tokens were streamed"):
             shown.rest(other)
-
-
-def test_nothing_is_left_of_a_completion_that_was_streamed_to_its_end() -> None:
-    shown = Shown()
-    shown.add(part(completion(3), 0, 3))
-    assert shown.rest(completion(3)) is None
 
 
 Stream = AsyncGenerator[Piece | Completion, None]
@@ -169,6 +152,7 @@ async def test_a_stream_that_is_interrupted_goes_on_elsewhere_where_it_was() -> 
         pull = fleet.pull(1)
         (attempt,) = (await fleet.live(1, 1)).values()
         assert attempt.stream_from == 3 and attempt.prompt_token_ids.tolist() == [0, 1, 2, 3, 4, 5]
+        assert (attempt.sampling.max_new_tokens, attempt.seed) == (9 - 3, 7)
         await fleet.on(1, "progress", 2)
         pieces.append(await next_piece(stream))
         assert (pieces[-1].offset, pieces[-1].token_ids.tolist()) == (3, [6, 7])
@@ -199,24 +183,6 @@ async def test_what_was_streamed_survives_its_generator(swapping: Fleet) -> None
     assert len((await whole).token_ids) == 2
 
 
-async def test_where_nothing_resumes_a_lost_stream_is_sampled_again_and_each_token_comes_once() -> None:
-    async with Fleet(RouterConfig(strategy="round_robin", resume=False)) as fleet:
-        stream = fleet.stream(request("s", penalty=0.5))
-        first = sending(stream)
-        await fleet.live(0, 1)
-        await fleet.on(0, "progress", 4)
-        pieces = [await first]
-        await fleet.on(0, "die")
-        (attempt,) = (await fleet.live(1, 1)).values()
-        assert (attempt.stream_from, attempt.seed, len(attempt.prompt_token_ids)) == (0, 7, 3)
-        await fleet.on(1, "progress", 2)
-        await fleet.on(1, "progress", 5)
-        pieces.append(await next_piece(stream))
-        assert (pieces[-1].offset, pieces[-1].token_ids.tolist()) == (4, [7])
-        await fleet.on(1, "finish", [attempt.request_id], 6)
-        assert len((await to_the_end(stream, pieces)).token_ids) == 6
-
-
 async def test_a_stream_whose_tokens_cannot_be_had_again_fails_with_the_reason() -> None:
     async with Fleet(RouterConfig(strategy="round_robin", resume=False)) as fleet:
         stream = fleet.stream(request("s"))
@@ -229,26 +195,6 @@ async def test_a_stream_whose_tokens_cannot_be_had_again_fails_with_the_reason()
         await fleet.on(1, "finish", [attempt.request_id], 2)
         with pytest.raises(GeneratorFailed, match="lost after 4 tokens were streamed"):
             await anext(stream)
-
-
-async def test_a_closed_stream_frees_its_slot(swapping: Fleet) -> None:
-    stream = swapping.stream(request("s"))
-    first = sending(stream)
-    await swapping.live(0, 1)
-    await swapping.on(0, "progress", 1)
-    await first
-    await stream.aclose()
-    await swapping.live(0, 0)
-    await swapping.in_flight(0)
-
-
-async def test_a_stream_that_is_cancelled_before_its_first_token_frees_its_slot(swapping: Fleet) -> None:
-    first = sending(swapping.stream(request("s")))
-    await swapping.live(0, 1)
-    first.cancel()
-    await asyncio.gather(first, return_exceptions=True)
-    await swapping.live(0, 0)
-    await swapping.in_flight(0)
 
 
 async def test_a_stream_that_nobody_can_serve_fails_with_the_cause(swapping: Fleet) -> None:
@@ -266,14 +212,3 @@ async def test_a_stream_that_nobody_can_serve_fails_with_the_cause(swapping: Fle
         await swapping.router.generator_left_out(f"g{index}", "it was killed three times")
     with pytest.raises(GeneratorFailed, match="every generator is dead"):
         await anext(swapping.stream(request("later")))
-
-
-async def test_an_id_of_a_stream_cannot_be_used_twice(swapping: Fleet) -> None:
-    stream = swapping.stream(request("s"))
-    first = sending(stream)
-    await swapping.live(0, 1)
-    with pytest.raises(RequestError, match="request id s is in use"):
-        await anext(swapping.stream(request("s")))
-    await swapping.on(0, "progress", 1)
-    assert len((await first).token_ids) == 1
-    await stream.aclose()

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from titan_rl.chat import make_renderer
 from titan_rl.chat.chat_renderer import ChatRenderer
@@ -16,13 +16,6 @@ from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.types import FinishReason, Message, ToolCall, ToolSpec
 
 ADD = ToolSpec("add", "Adds.", {"type": "object", "properties": {"terms": {"type": "string"}}})
-CHAT_TOKENS = (
-    "<|endoftext|> <|im_start|> <|im_end|> <tool_call> </tool_call> <tool_response> </tool_response> <think> </think>"
-).split()
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -33,25 +26,8 @@ def symbols_path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def chat_path(tmp_path_factory):
-    """A byte-level tokenizer with Qwen3's special tokens and a chat template."""
-    directory = tmp_path_factory.mktemp("chat")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in CHAT_TOKENS])
-    tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    (directory / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "eos_token": "<|im_end|>",
-                "chat_template": TEMPLATE,
-            }
-        )
-    )
-    return directory
+    """Qwen3's format over bytes."""
+    return make_tiny_policy(TinyPolicyConfig(tokenizer="chat"), tmp_path_factory.mktemp("chat"))
 
 
 def plain(path) -> Tokenizer:
@@ -81,15 +57,6 @@ def test_what_was_sampled_comes_back_as_text_without_its_stop_token(symbols_path
     assert renderer.parse(sampled, FinishReason.LENGTH) == Message("assistant", "<tool>1+2</tool><pad>")
     assert renderer.parse([], FinishReason.LENGTH).content == ""
     assert renderer.parse([9999], FinishReason.LENGTH).content == "<unknown>"
-
-
-def test_a_later_turn_adds_only_its_own_symbols(symbols_path):
-    renderer = SymbolRenderer(symbols_path)
-    added = renderer.extend([2, 3], [4, 5], [Message("user", "47")])
-    assert added == renderer.render([Message("user", "47")])
-    assert renderer.extend([2], [3], [Message("tool", "47")]) == renderer.render(
-        [Message("user", "<result>47</result>")]
-    )
 
 
 def test_a_foreign_character_is_named(symbols_path):
@@ -235,3 +202,64 @@ def test_a_malformed_chat_call_is_a_call_with_a_problem(chat_path, call, word):
     assert call in parsed.raw
     without_tools = renderer.parse(sampled, FinishReason.STOP)
     assert not without_tools.tool_calls and call in without_tools.content, "what nobody could call is text"
+
+
+# Clients' conversations, with calls and their results.
+
+
+def call(**arguments):
+    return Message("assistant", "", (ToolCall("add", arguments, id="1"),))
+
+
+def test_symbols_write_a_call_and_its_result_as_the_policy_says_them(symbols_path):
+    renderer = SymbolRenderer(symbols_path)
+    history = [Message("user", "12+35="), call(terms="12+35"), Message("tool", "47", tool_call_id="1")]
+    written = renderer.render(history, [ADD])
+    assert renderer.decode(written) == "12+35=<tool>12+35</tool><result>47</result>"
+    assert written == renderer.encode("12+35=<tool>12+35</tool><result>47</result>")
+    unfinished = Message("assistant", "<tool>12")
+    assert renderer.parse(renderer.encode("<tool>12"), FinishReason.LENGTH, [], [ADD]) == unfinished
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [ToolSpec("add", "", {})],
+        [ToolSpec("add", "", {"properties": 3})],
+        [ToolSpec("add", "", {"properties": {"a": {}, "b": {}}})],
+    ],
+)
+def test_symbols_refuse_tools_that_they_cannot_write(symbols_path, tools):
+    with pytest.raises(TaskError, match="one tool with one argument"):
+        SymbolRenderer(symbols_path).render([Message("user", "1")], tools)
+    with pytest.raises(TaskError, match="with one argument"):
+        SymbolRenderer(symbols_path).render([call(a="1", b="2")], [ADD])
+
+
+def test_a_tokenizer_without_tool_symbols_refuses_tools(tmp_path):
+    plain = SymbolRenderer(make_tiny_policy(TinyPolicyConfig(symbols="01"), tmp_path))
+    with pytest.raises(TaskError, match="no symbols <tool>"):
+        plain.render([Message("user", "1")], [ADD])
+
+
+def test_a_chat_shows_its_tools_and_the_calls_and_results_so_far(chat_path):
+    chat = make_renderer("chat", chat_path)
+    history = [Message("user", "12+35?"), call(terms="12+35"), Message("tool", "47", tool_call_id="1")]
+    text = chat.decode(chat.render(history, [ADD]))
+    assert '<tool_call>\n{"name": "add", "arguments": {"terms": "12+35"}}\n</tool_call>' in text
+    assert text.endswith("<tool_response>\n47\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    said = chat.parse(
+        chat.encode('<tool_call>\n{"name": "add", "argu\n</tool_call><|im_end|>'), FinishReason.STOP, [], [ADD]
+    )
+    assert said.tool_calls[0].problem
+    assert '{"name": "add", "argu' in chat.decode(chat.render([Message("user", "?"), said], [ADD]))
+
+
+def test_text_that_no_tokenizer_can_write_is_refused(chat_path):
+    chat = make_renderer("chat", chat_path)
+    with pytest.raises(TaskError, match="not valid Unicode"):
+        chat.encode("a\ud800")
+    with pytest.raises(TaskError, match="cannot write"):
+        chat.render([Message("user", "\ud800")])
+    with pytest.raises(TaskError, match="cannot write"):
+        chat.extend([1], [2], [Message("user", "\ud800")])

@@ -5,6 +5,9 @@ import itertools
 import json
 import os
 import random
+import signal
+import time
+from pathlib import Path
 
 from titan_rl.config_registry import copy4
 from titan_rl.environments.base import Demonstration, Environment, Example, GroupReward, Message, Rubric, tool
@@ -53,6 +56,10 @@ class Checked(Environment):
         match self.wrong:
             case "example 17 raises" if index == 17:
                 raise ValueError("two lines\n" + 5000 * "x")
+            case "kills its host":
+                reaper = Path(f"/proc/{os.getppid()}/stat").read_text()
+                os.kill(int(reaper.rpartition(")")[2].split()[1]), signal.SIGKILL)
+                time.sleep(60)
             case "long":
                 return _ask(100 * "1", "1")
             case "example raises":

@@ -9,8 +9,8 @@ import pytest
 
 from titan_rl import train
 from titan_rl.config import RunConfig
-from titan_rl.launch.hosts.facts import HostFacts
-from titan_rl.launch.placement import TORCHRUN_VARIABLES
+from titan_rl.hosts.facts import HostFacts
+from titan_rl.supervision.placement import TORCHRUN_VARIABLES
 
 TASK = '''
 from titan_rl.config import RunConfig
@@ -59,7 +59,7 @@ def task(tmp_path):
 def started(monkeypatch):
     """Runs that were started, in place of starting them."""
     runs: list[tuple[RunConfig, tuple[str, ...]]] = []
-    module = types.ModuleType("titan_rl.launch.run")
+    module = types.ModuleType("titan_rl.run.run")
     module.run = lambda config, imports, resume, **_: runs.append((config, imports)) or 0
-    monkeypatch.setitem(sys.modules, "titan_rl.launch.run", module)
+    monkeypatch.setitem(sys.modules, "titan_rl.run.run", module)
     return runs

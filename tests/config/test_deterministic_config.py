@@ -11,8 +11,8 @@ from titan_rl.config import RunConfig
 from titan_rl.config_registry import copy4
 from titan_rl.errors import ConfigError
 from titan_rl.generation.config import GeneratorConfig, refuse_more_ranks
-from titan_rl.launch.hosts.facts import HostFacts
-from titan_rl.launch.placement import plan
+from titan_rl.hosts.facts import HostFacts
+from titan_rl.supervision.placement import plan
 
 HOST = HostFacts(cpus=8, cuda_devices=tuple(range(8)))
 
@@ -52,6 +52,11 @@ def test_a_linear_function_of_ones_own_does_not_go_with_it():
     config = copy4()
     with pytest.raises(ConfigError, match="not with generator.linear"):
         replace(config, deterministic=True, generator=replace(config.generator, linear="mine:linear"))
+
+
+def test_a_cache_of_older_weights_does_not_go_with_it():
+    with pytest.raises(ConfigError, match="deterministic needs generator.keep_prefix_cache = false"):
+        replace(copy4(), deterministic=True, generator=GeneratorConfig(keep_prefix_cache=True))
 
 
 def test_more_tensor_parallel_ranks_than_two_are_refused_on_cpu(capsys):

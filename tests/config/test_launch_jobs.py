@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 from titan_rl import cli
-from titan_rl.launch.jobs.job import Start
-from titan_rl.launch.jobs.kubernetes import KubernetesConfig, dns_name
-from titan_rl.launch.jobs.slurm import SlurmConfig
+from titan_rl.run.jobs import KubernetesConfig, SlurmConfig, Start, dns_name
 from titan_rl.train import VERB, resolve
 
 START = Start("cpu_smoke-20260101-120000", Path("/runs/it's here"), ("--recipe", "cpu_smoke", "--loop.steps", "7"))
@@ -31,7 +29,7 @@ def launched(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str,
     ("words", "sentence"),
     [
         (["lsf"], "there is no kind 'lsf'; there are slurm, kubernetes"),
-        (["slurm", "--nodes", "0", TRUSTED, "--"], "--nodes must be at least 1, got 0"),
+        (["slurm", "--nodes", "0", TRUSTED, "--"], "--nodes: expected an integer of at least 1"),
         (["slurm", "--nodes", "2", "--"], "--nodes 2: whoever reaches a port .* add --trusted-network"),
         (["slurm", "--nodes", "2", TRUSTED], "name a recipe"),
         (["slurm", "--node", "2", TRUSTED], "--node: there is no such setting .did you mean --nodes"),

@@ -13,23 +13,11 @@ import pytest
 
 from titan_rl import train
 from titan_rl.config import RunConfig
-from titan_rl.controller.checkpoint_files import CHECKPOINTS, checkpoints, commit, new_draft
 from titan_rl.errors import CheckpointError, ConfigError
-from titan_rl.launch.resume import (
-    CLOSE,
-    CONFIG,
-    ENDING,
-    MAY_CHANGE,
-    SUMMARY,
-    begun,
-    check_differences,
-    differences,
-    find,
-    how_to_go_on,
-    lock_run,
-    unfinished,
-)
+from titan_rl.loop.checkpoint_files import CHECKPOINTS, checkpoints, commit, new_draft
 from titan_rl.overrides import get_setting, to_toml
+from titan_rl.run.resume import CLOSE, MAY_CHANGE, begun, check_differences, differences, find, how_to_go_on, unfinished
+from titan_rl.run_directory import CONFIG, ENDING, SUMMARY, lock_run
 
 
 def config(*arguments: str) -> RunConfig:
@@ -63,6 +51,13 @@ def test_a_run_directory_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> N
     checkpoint = resume.checkpoint(pytest.fail)
     assert (resume.run, checkpoint and checkpoint.step) == (run, 4)
     assert len(checkpoints(run)) == 2
+
+
+def test_settings_that_there_are_no_more_are_left_out_of_an_older_runs_config(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    with (run / CONFIG).open("a") as file:
+        file.write("[placement.more_generators]\n\n[more_generators.large]\ncount = 2\n")
+    assert train.config_of_run(run) == config()
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path: Path) -> None:
@@ -306,7 +301,7 @@ def test_a_run_does_not_go_on_for_fewer_steps_than_it_has_done(
 ) -> None:
     run = make_run(tmp_path / "run", steps=(2, 4))
     before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
-    monkeypatch.setattr(train, "carry_out", lambda *_, **__: 0)
+    monkeypatch.setattr(train, "check_and_run", lambda *_, **__: 0)
     where = run / CHECKPOINTS / of if of else run
     assert train.main(["--resume", str(where), "--loop.steps", str(steps)]) == (2 if refused else 0)
     assert ("loop.steps = 3 is less than" in capsys.readouterr().err) == refused
@@ -317,14 +312,14 @@ FAILS = """
 import sys
 from pathlib import Path
 from titan_rl.errors import HostLost
-from titan_rl.launch.run import conduct
+from titan_rl.run.run import conduct
 from titan_rl.train import config_of_run
 
-async def work(directory, faults):
+async def work(directory, run_end):
     raise HostLost("host1 does not answer")
 
 run = Path(sys.argv[1])
-sys.exit(conduct(config_of_run(run), work, None, lambda *_: iter(()), say=print, stopping="", directory=run))
+sys.exit(conduct(config_of_run(run), work, lambda *_: iter(()), say=print, stopping="", directory=run))
 """
 
 

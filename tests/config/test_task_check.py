@@ -8,9 +8,8 @@ import pytest
 from checked_task import recipe
 
 from titan_rl.config_registry import RECIPES, load_recipe
-from titan_rl.launch.checks import Severity
-from titan_rl.launch.task_check import check_task
-from titan_rl.policy.config import PolicyConfig
+from titan_rl.run.checks import Severity
+from titan_rl.run.task_check import check_task
 
 TASK = Path(__file__).with_name("checked_task.py")
 LINES = TASK.read_text().splitlines()
@@ -52,6 +51,11 @@ WRONG = {
     "demonstration letters": ("demonstration 0: the tokenizer has no symbol 'y'", "policy.tiny.symbols"),
     "raises": ("score of train prompt 0: json.decoder.JSONDecodeError", line("return json.loads")),
     "nan": ("the policy says '1' fails", "reward nan (" + line("def nan") + ") returned nan, which is not finite"),
+    "kills its host": (
+        "environment ",
+        "a look at its prompts: its process ended: ",
+        "was killed by signal 9 (SIGKILL)",
+    ),
     "hangs": ("score of train prompt 0: did not finish within 1 s", "environment.step_seconds"),
 }
 
@@ -74,13 +78,6 @@ def test_what_is_wrong_with_a_task_is_one_sentence_that_says_where(wrong):
     (problem,) = checked(wrong)
     assert all(words in problem.sentence for words in WRONG[wrong]), problem.sentence
     assert "\n" not in problem.sentence and len(problem.sentence) < 1000 and problem.severity is Severity.ERROR
-
-
-def test_an_answer_to_a_wrong_call_that_cannot_be_written_is_refused():
-    tiny = replace(recipe().policy.tiny, special_tokens=load_recipe("tool_sum").policy.tiny.special_tokens)
-    (problem,) = checked("tool", replace(recipe(), policy=PolicyConfig(tiny=tiny)))
-    for words in ("tool_error tells the policy about a wrong call", "no symbol 'E'", "define tool_error"):
-        assert words in problem.sentence
 
 
 def test_held_out_prompts_that_chance_draws_are_refused():

@@ -11,14 +11,15 @@ import pytest
 
 from titan_rl.config import RunConfig
 from titan_rl.config_registry import copy4
-from titan_rl.controller.faults import FaultBoard, kind_of
 from titan_rl.errors import MeshFailed
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.launch import meshes as module
-from titan_rl.launch.hosts.facts import HostFacts
-from titan_rl.launch.mesh_specs import describe
-from titan_rl.launch.meshes import Meshes
-from titan_rl.launch.placement import MeshPlan
+from titan_rl.hosts.elastic import HostControl
+from titan_rl.hosts.facts import HostFacts
+from titan_rl.supervision import managed_mesh
+from titan_rl.supervision import supervisor as module
+from titan_rl.supervision.mesh_kinds import KINDS, MeshKind
+from titan_rl.supervision.placement import Kind, MeshPlan
+from titan_rl.supervision.supervisor import Supervisor
 
 
 class Processes:
@@ -33,7 +34,7 @@ class Processes:
         """Monarch's reasons of the next starts."""
         self.devices: tuple[int, ...] = ()
         """Of hosts that join."""
-        self.hosts = {host.name: SimpleNamespace(facts=host, name=host.name) for host in hosts}
+        self.hosts = {host.name: SimpleNamespace(facts=host, name=host.name, lost="") for host in hosts}
 
     async def attach(self, workers: dict[str, str], *, on_lost: Any, **_: Any) -> None:
         self.on_lost = on_lost
@@ -45,7 +46,7 @@ class Processes:
     def on(self, host: str) -> list[str]:
         return [name for name, hosts in self._on.items() if host in hosts]
 
-    async def leave(self, host: str) -> None:
+    async def detach(self, host: str) -> None:
         assert not self.on(host)
         del self.hosts[host]
 
@@ -69,37 +70,32 @@ class Processes:
 
 
 class Client:
-    """In place of every client. `asks` are the actors that the mesh calls; `held` keeps its set-up and its `use`."""
+    """In place of every client. `peers` are the actors that the mesh calls; `held` keeps its set-up."""
 
-    def __init__(self, name: str, actor: str, host: str) -> None:
-        self.name, self.actor, self.rank0, self.host = name, actor, actor, host
-        self.relay = ""
-        self.has_played = False
-        self.asks: Any = None
+    def __init__(self, name: str) -> None:
+        self.name, self.actor, self.store = name, "", ""
+        self.has_worked, self.files_left = False, ""
+        self.peers: dict[str, Any] = {}
         self.held = asyncio.Event()
         self.held.set()
         self.joined: list[tuple[str, str]] = []
-        self.drained: list[str] = []
         self.serving: int | None = None
         self.spares: list[str] = []
 
     def lose(self, reason: str) -> None: ...
 
     def replace(self, actors: Any) -> None:
-        self.actor = self.rank0 = actors[0] if isinstance(actors, list) else actors
+        (self.actor,) = actors
 
-    async def setup(self, *asks: Any) -> list[int]:
-        self.asks = asks
+    async def setup(self, **peers: Any) -> list[int]:
+        self.peers = peers
         await self.held.wait()
         return [1]
 
-    async def use(self, *asks: Any) -> None:
-        self.asks = asks
+    async def set_peers(self, **peers: Any) -> None:
+        self.peers |= peers
 
-    async def use_relay(self, relay: str) -> None:
-        self.relay = relay
-
-    async def attach_stores(self, stores: Any) -> None: ...
+    async def watch(self) -> None: ...
 
     async def pulse(self) -> list[int]:
         await asyncio.Event().wait()
@@ -114,10 +110,6 @@ class Client:
     async def resize(self, serving: int) -> None:
         self.serving = serving
 
-    async def drain(self, name: str) -> None:
-        self.drained.append(name)
-        await self.held.wait()
-
     async def fleet_status(self) -> list[Any]:
         counts = {"in_flight": 0, "version": "none"}
         return [SimpleNamespace(name=name, state="asleep", **counts) for name in self.spares]
@@ -130,60 +122,47 @@ class Client:
 
 class Run:
     def __init__(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        config: RunConfig,
-        *hosts: HostFacts,
-        serving: bool = False,
+        self, monkeypatch: pytest.MonkeyPatch, config: RunConfig, *hosts: HostFacts, serving: bool = False
     ) -> None:
-        def spec(plan: MeshPlan, meshes: Meshes) -> Any:
-            name = plan.name
-            asks = {
-                "rollout": lambda: (meshes.router.actor, meshes.gateway and meshes.gateway.actor),
-                "gateway": lambda: (meshes.router.actor,),
-            }.get(kind_of(name), tuple)
+        def client(kind: MeshKind, plan: MeshPlan) -> Any:
+            client = self.clients[plan.name] = Client(plan.name)
+            if plan.kind is Kind.ROLLOUT:
+                client.store = f"{plan.name}-store"
+            return client
 
-            def client(actors: Any) -> Client:
-                actor = actors[0] if isinstance(actors, list) else actors
-                self.clients[name] = Client(name, actor, plan.hosts[0])
-                if kind_of(name) == "generator":
-                    meshes.generators[name] = self.clients[name]  # type: ignore[assignment]
-                return self.clients[name]
-
-            return dataclasses.replace(
-                describe(plan, meshes), client=client, setup=lambda client: client.setup(*asks()), end=None
-            )
+        async def check(host: Any) -> None: ...
 
         self.clients: dict[str, Client] = {}
         self.said: list[str] = []
         self.doing: dict[str, str] = {}
-        self.faults = FaultBoard()
-        monkeypatch.setattr(module, "describe", spec)
+        for kind in KINDS.values():
+            monkeypatch.setattr(kind, "client", client)
         self.processes = Processes(*(hosts or [HostFacts(cpus=2)]))
         monkeypatch.setattr(module, "Provisioner", lambda **_: self.processes)
+        monkeypatch.setattr(managed_mesh, "LONGEST_PAUSE", 0.0)
         monkeypatch.setattr(module, "sweep_dead_segments", lambda: None)
         monkeypatch.setattr(module, "remove_segments_of", lambda pid: None)
-        self.meshes = Meshes(
-            config,
-            GatewayConfig(),
-            faults=self.faults,
-            on_mesh=self.doing.__setitem__,
-            say=self.said.append,
-            serving=serving,
+        self.meshes = Supervisor(
+            config, gateway=GatewayConfig(), on_mesh=self.doing.__setitem__, say=self.said.append, serving=serving
         )
+        self.run_end = self.meshes.run_end
+        self.hosts = HostControl(self.meshes, check)
 
     async def begin(self) -> Run:
-        await self.meshes.place()
+        await self.hosts.place()
         self.meshes.spawn()
         return self
 
     def kill(self, *names: str) -> None:
         for name in names:
-            self.faults.report(MeshFailed(f"{name} rank 0 was killed", name))
+            self.meshes.report(MeshFailed(f"{name} rank 0 was killed", name))
+
+    def generator_on(self, host: str) -> str:
+        return next(mesh.name for mesh in self.meshes.table.of(Kind.GENERATOR) if host in mesh.plan.hosts)
 
     def lose(self, host: str) -> None:
         del self.processes.hosts[host]
-        self.kill(*(mesh.name for mesh in self.meshes.placement.meshes if host in mesh.hosts))
+        self.kill(*(mesh.name for mesh in self.meshes.table.placed if host in mesh.plan.hosts))
 
     async def until(self, said: str) -> None:
         async with asyncio.timeout(5):
@@ -199,6 +178,11 @@ class Run:
 CPU = HostFacts(cpus=4), HostFacts(cpus=4, name="host1")
 
 
+def one_host(**placement: Any) -> RunConfig:
+    config = copy4()
+    return dataclasses.replace(config, placement=dataclasses.replace(config.placement, **placement))
+
+
 def two_hosts(**placement: Any) -> RunConfig:
     """The trainer is on host0; host1 has generator1 and rollout0."""
     config = copy4()
@@ -211,5 +195,5 @@ def two_hosts(**placement: Any) -> RunConfig:
 
 async def up(run: Run) -> Run:
     await run.begin()
-    await run.meshes.set_up(*run.meshes.names)
+    await run.meshes.set_up(*run.meshes.meshes)
     return run

@@ -49,17 +49,3 @@ def test_what_was_written_meanwhile_stays(tmp_path: Path) -> None:
         (tmp_path / "one").mkdir()
         (tmp_path / "one" / "thesis").write_text("mine")
     assert (tmp_path / "one" / "thesis").read_text() == "mine" and len([*tmp_path.iterdir()]) == 1
-
-
-def test_the_newest_weights_of_a_run_of_an_earlier_version_are_replaced(tmp_path: Path) -> None:
-    weights = tmp_path / "run" / "checkpoint"
-    weights.mkdir(parents=True)
-    for file in (weights / "config.json", weights / "model.safetensors", weights / "notes.md"):
-        file.write_text("1")
-    with pytest.raises(ConfigError, match="config.json and 2 more"):
-        write(weights)
-    (tmp_path / "run" / "checkpoints").mkdir()
-    with pytest.raises(ConfigError, match=r"notes\.md"):
-        write(weights)
-    file.unlink()
-    write(weights)

@@ -7,8 +7,8 @@ from pathlib import Path
 SCRIPT = """
 from monarch._src.actor.future import Future
 
-from titan_rl.launch.hosts.host import ControllersHost
-from titan_rl.processes import leave
+from titan_rl.hosts.host import ControllersHost
+from titan_rl.processes import run_and_exit
 
 
 def late(future, timeout=None):
@@ -18,12 +18,12 @@ def late(future, timeout=None):
 
 def main():
     global in_time
-    ControllersHost(log_directory="", on_end=print, on_stop=print, on_broken=print).mesh
+    ControllersHost(log_directory="", on_end=print, on_broken=print).mesh
     in_time, Future.get = Future.get, late
     return 7
 
 
-leave(main)
+run_and_exit(main)
 """
 
 

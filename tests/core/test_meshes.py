@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from types import SimpleNamespace
+from contextvars import ContextVar
+from threading import Thread
 
 import pytest
-from scripted_meshes import CPU, Run, two_hosts, up
+from scripted_meshes import CPU, Run, one_host, two_hosts, up
 
 from titan_rl.config_registry import copy4
-from titan_rl.errors import MeshFailed
-from titan_rl.launch import meshes
-from titan_rl.launch.hosts.facts import HostFacts
-from titan_rl.launch.meshes import Meshes
+from titan_rl.errors import MeshFailed, TitanError
+from titan_rl.hosts.facts import HostFacts
 
 pytestmark = pytest.mark.asyncio
 
@@ -24,36 +23,36 @@ async def test_whoever_is_still_being_set_up_when_the_router_is_replaced_asks_th
 ) -> None:
     run = await Run(monkeypatch, copy4(), serving=late == "gateway").begin()
     run.clients[late].held.clear()
-    start = asyncio.create_task(run.meshes.set_up(*run.meshes.names))
-    while run.clients[late].asks is None:
+    start = asyncio.create_task(run.meshes.set_up(*run.meshes.meshes))
+    while not run.clients[late].peers:
         await asyncio.sleep(0)
-    assert run.clients[late].asks[0] == "router.1"
+    assert run.clients[late].peers["router"] == "router.1"
     run.kill("router")
     await run.until_back("router")
     run.clients[late].held.set()
     await asyncio.wait_for(start, 5)
-    assert run.clients[late].asks[0] == "router.2"
+    assert run.clients[late].peers["router"] == "router.2"
     await run.meshes.close()
 
 
 async def test_generators_hear_of_the_relay_that_replaces_that_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
     run = await up(Run(monkeypatch, two_hosts(), *CPU))
-    there = next(name for name in ("generator0", "generator1") if run.clients[name].host == "host1")
+    there = run.generator_on("host1")
     run.kill("relay1")
     await run.until_back("relay1")
-    assert run.clients[there].relay == "relay1.2"
+    assert run.clients[there].peers["relay"] == "relay1.2"
     await run.meshes.close()
 
 
 async def test_a_generator_that_starts_while_its_relay_is_replaced_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     run = await up(Run(monkeypatch, two_hosts(), *CPU))
-    there = next(name for name in ("generator0", "generator1") if run.clients[name].host == "host1")
+    there = run.generator_on("host1")
     run.clients[there].held.clear()
     run.kill(there, "relay1")
     await run.until_back("relay1")
     run.clients[there].held.set()
     await run.until_back(there)
-    while run.clients[there].relay != "relay1.2":
+    while run.clients[there].peers["relay"] != "relay1.2":
         await asyncio.sleep(0)
     await run.meshes.close()
 
@@ -64,7 +63,7 @@ async def test_the_last_relay_hears_where_the_trainer_has_moved(monkeypatch: pyt
     run = await up(Run(monkeypatch, config, *CPU))
     run.lose("host1")
     await run.until_back("trainer", "generator1", "rollout0")
-    assert [relay.host for relay in run.clients["relay0"].asks[0]] == ["host0"]
+    assert list(run.clients["relay0"].peers["relays"]) == ["host0"]
     await run.meshes.close()
 
 
@@ -72,11 +71,11 @@ async def test_where_devices_are_lost_only_what_has_no_room_is_left_out(monkeypa
     hosts = HostFacts(cpus=4, cuda_devices=(0, 1, 2)), HostFacts(cpus=4, cuda_devices=(0, 1), name="host1")
     config = two_hosts(restarts=1, device="cuda")
     run = await up(Run(monkeypatch, config, *hosts))
-    gone = next(name for name in ("generator0", "generator1") if run.clients[name].host == "host1")
+    gone = run.generator_on("host1")
     run.lose("host1")
     await run.until(f"{gone} failed 2 times in a row and is left out")
     await run.until_back("rollout0")
-    assert run.faults.settle() is None
+    assert run.run_end.settle() is None
     await run.meshes.close()
 
 
@@ -91,22 +90,24 @@ async def test_a_start_that_hangs_delays_no_other_replacement(monkeypatch: pytes
     await run.meshes.close()
 
 
-async def test_processes_that_are_not_born_within_start_seconds_end_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = copy4()
-    config = dataclasses.replace(config, placement=dataclasses.replace(config.placement, start_seconds=0.01))
-    run = await Run(monkeypatch, config).begin()
-    run.processes.born["generator0"] = asyncio.Event()
-    with pytest.raises(MeshFailed, match=r"generator0: its processes .* within 0.01 s \(placement.start_seconds\)"):
-        await run.meshes.set_up(*run.meshes.names)
+@pytest.mark.parametrize("late", ["generator0", "relay1"])
+async def test_processes_that_are_not_born_within_start_seconds_end_the_start_for_whoever_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    run = await Run(monkeypatch, two_hosts(start_seconds=0.01), *CPU).begin()
+    run.processes.born[late] = asyncio.Event()
+    with pytest.raises(MeshFailed, match=rf"{late}: its processes .* within 0.01 s \(placement.start_seconds\)"):
+        await run.meshes.set_up(*run.meshes.meshes)
     await run.meshes.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_processes_that_monarch_has_given_up_are_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     run = await Run(monkeypatch, copy4()).begin()
     run.processes.late = ["error spawning proc mesh: statuses: Timeout(30.001001418s)=0..1"]
-    await asyncio.wait_for(run.meshes.set_up(*run.meshes.names), 5)
-    assert any("slow to start: all are started again" in line for line in run.said)
-    assert run.clients["generator0"].actor == "generator0.2"
+    await asyncio.wait_for(run.meshes.set_up(*run.meshes.meshes), 5)
+    assert any("slow to start: they are started again" in line for line in run.said)
+    assert [each.actor for each in run.clients.values() if each.actor.endswith(".2")] == ["trainer.2"]
     await run.meshes.close()
 
 
@@ -119,32 +120,101 @@ async def test_a_gateway_that_is_slow_to_start_is_started_again_before_anything_
         return "Timeout(30.001001418s)" if (name, run.clients[name].actor) == ("gateway", "gateway.1") else ""
 
     monkeypatch.setattr(run.processes, "started", started)
-    await run.meshes.set_up(*(name for name in run.meshes.names if name != "gateway"))
+    await run.meshes.set_up(*(name for name in run.meshes.meshes if name != "gateway"))
     await run.meshes.set_up("gateway")
-    assert run.clients["gateway"].asks == ("router.2",)
+    assert run.clients["gateway"].actor == "gateway.2"
     assert {*run.doing.values()} == {"ready"}
     await run.meshes.close()
 
 
-async def test_a_host_that_is_lost_again_and_again_is_awaited_by_one_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: asyncio.Queue[asyncio.Event] = asyncio.Queue()
+async def test_a_mesh_that_fails_again_and_again_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = await up(Run(monkeypatch, one_host(restarts=0)))
+    run.kill("router")
+    with pytest.raises(MeshFailed, match="router failed 1 time: router rank 0 was killed"):
+        await asyncio.wait_for(run.run_end.watch(asyncio.Event().wait()), 5)
+    await run.meshes.close()
 
-    async def rejoin(meshes: Meshes, name: str, worker: str) -> None:
-        back = asyncio.Event()
-        asked.put_nowait(back)
-        await back.wait()
 
-    monkeypatch.setattr(meshes, "rejoin", rejoin)
-    run = Run(monkeypatch, copy4())
-    run.meshes.workers["host1"] = "10.0.0.2:17000"
-    await run.meshes.join({})
-    for _ in range(2):
-        for _ in range(3):
-            run.processes.on_lost(SimpleNamespace(name="host1", lost="host1 is lost"))
-        back = await asyncio.wait_for(asked.get(), 5)
+@pytest.mark.parametrize("wait", [False, True])
+async def test_the_last_generators_are_awaited_or_end_the_run(monkeypatch: pytest.MonkeyPatch, wait: bool) -> None:
+    few = {"restarts": 0, "least_generators": 2, "too_few_generators": "wait" if wait else "end"}
+    run = await up(Run(monkeypatch, one_host(**few)))
+    run.kill("generator1")
+    if wait:
+        await run.until_back("generator1")
+        assert run.run_end.settle() is None
+    else:
+        with pytest.raises(MeshFailed, match="generator1 failed 1 time: .*; placement.least_generators is 2"):
+            await asyncio.wait_for(run.run_end.watch(asyncio.Event().wait()), 5)
+    await run.meshes.close()
+
+
+async def test_a_mesh_that_dies_before_it_is_up_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await Run(monkeypatch, copy4()).begin()
+    run.clients["generator1"].held.clear()
+    start = run.run_end.watch(run.meshes.set_up(*run.meshes.meshes))
+    run.kill("generator1")
+    with pytest.raises(MeshFailed, match="generator1 rank 0 was killed"):
+        await asyncio.wait_for(start, 5)
+    await run.meshes.close()
+
+
+async def test_a_replacement_that_dies_while_it_starts_is_logged_and_started_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = await up(Run(monkeypatch, copy4()))
+    run.clients["generator1"].held.clear()
+    run.kill("generator1", "generator1")  # its ranks, one after the other
+    while run.clients["generator1"].actor != "generator1.2":
         await asyncio.sleep(0)
-        assert asked.empty()
-        back.set()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+    run.kill("generator1")
+    run.clients["generator1"].held.set()
+    await run.until_back("generator1")
+    assert run.clients["generator1"].actor == "generator1.3" and run.run_end.settle() is None
+    assert "generator1 did not start again: generator1 rank 0 was killed" in caplog.text
+    await run.meshes.close()
+
+
+async def test_what_needs_a_mesh_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await up(Run(monkeypatch, copy4()))
+    run.clients["trainer"].held.clear()
+    waiting = asyncio.create_task(run.meshes.unless_lost("trainer", asyncio.Event().wait()))
+    await asyncio.sleep(0)
+    run.kill("trainer")
+    for work in (waiting, run.meshes.unless_lost("trainer", asyncio.Event().wait())):
+        with pytest.raises(MeshFailed, match="trainer rank 0 was killed"):
+            await work
+    await run.meshes.close()
+
+
+async def test_a_fault_from_a_thread_is_handled_in_the_context_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    whose, found = ContextVar("whose", default="the run's"), []
+    run = await up(Run(monkeypatch, copy4()))
+    spawn = run.processes.spawn
+    monkeypatch.setattr(run.processes, "spawn", lambda *a, **b: (found.append(whose.get()), spawn(*a, **b))[1])
+
+    def report() -> None:
+        whose.set("the reporter's")
+        run.kill("router")
+
+    Thread(target=report).start()
+    await run.until_back("router")
+    assert {*found} == {"the run's"}
+    await run.meshes.close()
+
+
+async def test_an_error_in_a_replacement_ends_the_run_instead_of_being_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = await up(Run(monkeypatch, copy4()))
+
+    async def stop(*_: object, **__: object) -> None:
+        raise KeyError("generator0")
+
+    monkeypatch.setattr(run.processes, "stop", stop)
+    run.kill("generator0")
+    with pytest.raises(TitanError, match="KeyError"):
+        await asyncio.wait_for(run.run_end.watch(asyncio.Event().wait()), 5)
     await run.meshes.close()

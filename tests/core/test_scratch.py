@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.launch.process import PREFIX, sweep_dead_scratch
+from titan_rl.supervision.process import PREFIX, sweep_dead_scratch
 
 PROGRAM = """
 import sys
-from titan_rl.launch.process import scratch_directory
+from titan_rl.supervision.process import scratch_directory
 (scratch_directory() / "file").touch()
 assert scratch_directory() is scratch_directory()
 print(scratch_directory(), flush=True)

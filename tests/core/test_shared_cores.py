@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from titan_rl.launch.process import prepare_controller
+from titan_rl.supervision.process import prepare_controller
 
 PROGRAM = """
 import os, subprocess, sys, threading
-from titan_rl.launch.process import prepare_controller
+from titan_rl.supervision.process import prepare_controller
 prepare_controller()
 asked = "import os; print(os.sched_getscheduler(0))"
 print(os.sched_getscheduler(0))

@@ -1,6 +1,5 @@
 """Signals are heard while the event loop sleeps, and never kill the process before its last instruction."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -11,8 +10,8 @@ import pytest
 PROGRAM = """
 import asyncio, atexit, signal, sys
 from titan_rl.errors import Stopped
-from titan_rl.launch.process import StopSignals, hold_signals
-from titan_rl.processes import leave
+from titan_rl.supervision.process import StopSignals, hold_signals
+from titan_rl.processes import run_and_exit
 
 async def run():
     heard = asyncio.Queue()
@@ -34,7 +33,7 @@ def main():
     return code
 
 atexit.register(lambda: print("atexit work done", flush=True))
-leave(main)
+run_and_exit(main)
 """
 
 
@@ -82,30 +81,11 @@ def test_a_run_under_nohup_does_not_hear_the_hang_up():
     process.communicate()
 
 
-def test_the_words_of_a_run_whose_terminal_is_gone_are_no_errors():
-    controller, terminal = os.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM],
-        stdin=subprocess.DEVNULL,
-        stdout=terminal,
-        stderr=terminal,
-        start_new_session=True,
-    )
-    os.close(terminal)
-    assert os.read(controller, 100).startswith(b"armed")
-    os.close(controller)
-    while process.poll() is None:  # two are enough, but two at once are one
-        process.send_signal(signal.SIGHUP)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0.05)
-    assert process.returncode == 128 + signal.SIGHUP
-
-
 def test_what_nobody_reads_any_more_is_dropped():
     program = """
 import os, sys
 from rich.console import Console
-from titan_rl.launch.process import lasting_output
+from titan_rl.supervision.process import lasting_output
 
 with lasting_output():
     print("begun", flush=True)
@@ -135,5 +115,5 @@ with lasting_output():
     [("lambda: 2", 2), ("lambda: sys.exit(3)", 3), ("lambda: 1 / 0", 1), ("lambda: signal.raise_signal(2)", 130)],
 )
 def test_a_command_leaves_with_its_exit_code(main, code):
-    program = f"import signal, sys; from titan_rl.processes import leave; leave({main})"
+    program = f"import signal, sys; from titan_rl.processes import run_and_exit; run_and_exit({main})"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True).returncode == code

@@ -1,4 +1,4 @@
-"""Nobody waits for processes that will never start."""
+"""Nobody waits for processes that will never start, and none outlives a stop that is given up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from titan_rl.launch.provisioner import Mesh
+from titan_rl.supervision.provisioner import SpawnedProcesses
 
 pytestmark = pytest.mark.asyncio
 
@@ -17,7 +17,7 @@ async def test_what_starts_is_waited_for_until_it_is_stopped() -> None:
     starts: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     lost: Any = SimpleNamespace(lost="it is cut off")
     processes: Any = SimpleNamespace(initialized=starts)
-    mesh = Mesh("generator1", "generator1-0", [(lost, processes, 1)])
+    mesh = SpawnedProcesses("generator1", "generator1-0", [(lost, processes, 1)])
     waiting = asyncio.ensure_future(mesh.started())
     await asyncio.sleep(0)
     assert not waiting.done()
@@ -29,5 +29,25 @@ async def test_a_start_that_fails_is_over() -> None:
     fails: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     fails.set_exception(OSError("it could not be spawned"))
     host: Any = SimpleNamespace(lost="")
-    mesh = Mesh("generator1", "generator1-0", [(host, SimpleNamespace(initialized=fails), 1)])
+    mesh = SpawnedProcesses("generator1", "generator1-0", [(host, SimpleNamespace(initialized=fails), 1)])
     assert await asyncio.wait_for(mesh.started(), 5) == "it could not be spawned"
+
+
+async def test_a_stop_that_is_given_up_ends_the_processes() -> None:
+    began, ended = asyncio.Event(), []
+
+    async def expect_ends(spawn: str, kill: bool) -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    async def end(spawn: str) -> None:
+        ended.append(spawn)
+
+    host: Any = SimpleNamespace(lost="", expect_ends=expect_ends, end=end)
+    stopping = asyncio.create_task(
+        SpawnedProcesses("generator1", "generator1-0", [(host, SimpleNamespace(), 1)]).stop(kill=True)
+    )
+    await began.wait()
+    stopping.cancel()
+    await asyncio.wait([stopping])
+    assert ended == ["generator1-0"]

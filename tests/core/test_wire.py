@@ -1,6 +1,5 @@
 """Packing is exact: what comes out is what went in, in the same order."""
 
-import dataclasses
 import pickle
 
 import numpy as np
@@ -9,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.types import (
+    SAMPLED_ARRAYS,
     Completion,
     FinishReason,
     GenerationRequest,
@@ -109,13 +109,6 @@ def test_selected_completions_are_those_at_their_places(data: st.DataObject) -> 
     assert all(same(originals[place], copy) for place, copy in zip(places, selected.unpack(), strict=True))
 
 
-def test_nothing_is_selected_from_a_damaged_message() -> None:
-    packed = pack(GenerationRequest, [asked(np.array([5, 1], np.int32))] * 2)
-    for damage in ({"columns": packed.columns[:-1]}, {"arrays": ()}, {"lengths": np.array([2, 9])}):
-        with pytest.raises(ValueError, match="items of"):
-            dataclasses.replace(packed, **damage).select([0, 1])
-
-
 def test_equal_sampling_travels_once() -> None:
     both = pack(GenerationRequest, [asked(np.array([5, 1], np.int32)) for _ in range(2)])
     first, second = pickle.loads(pickle.dumps(both)).unpack()
@@ -138,44 +131,11 @@ def asked(prompt: object) -> GenerationRequest:
 
 
 @pytest.mark.parametrize(
-    ("request_", "problem"),
-    [
-        (asked(np.array([2**32 + 5, 1])), "prompt_token_ids holds 4294967301, which is not exact as int32"),
-        (asked(np.array([2**64 - 1, 1], np.uint64)), "prompt_token_ids holds 18446744073709551615"),
-        (asked(np.array([2.0, 1.0])), "prompt_token_ids holds float64; int32 is expected"),
-        (asked(np.array([True, False])), "prompt_token_ids holds bool; int32 is expected"),
-        (asked(np.array([[2], [1]], np.int32)), "prompt_token_ids has 2 dimensions"),
-    ],
+    "prompt", [[2, 1], np.array([2, 1]), np.array([2, 1], np.float32), np.array([[2], [1]], np.int32)]
 )
-def test_what_a_message_cannot_carry_exactly_is_refused(request_: GenerationRequest, problem: str) -> None:
-    good = asked(np.array([2, 1], np.int32))
-    for together in ([request_], [good, request_], [request_, good]):
-        with pytest.raises(ValueError, match=problem):
-            pack(GenerationRequest, together)
-
-
-@given(st.lists(st.integers(-(2**63), 2**64 - 1), min_size=1, max_size=4))
-def test_a_prompt_arrives_with_its_values_or_not_at_all(ids: list[int]) -> None:
-    try:
-        packed = pack(GenerationRequest, [asked(np.array([5, 1], np.int32)), asked(np.array(ids))])
-    except ValueError:
-        assert not all(-(2**31) <= each < 2**31 for each in ids)
-    else:
-        assert packed.unpack()[1].prompt_token_ids.tolist() == ids
-
-
-def test_a_completion_whose_logprobs_would_be_rounded_is_refused() -> None:
-    completion = Completion(
-        request_id="r0",
-        token_ids=np.array([1], np.int64),
-        logprobs=np.array([-0.1]),
-        versions=np.array([0]),
-        finish_reason=FinishReason.STOP,
-    )
-    with pytest.raises(ValueError, match="logprobs holds -0.1, which is not exact as float32"):
-        pack(Completion, [completion])
-    exact = dataclasses.replace(completion, logprobs=np.array([-0.5]))
-    assert pack(Completion, [exact]).unpack()[0].logprobs.dtype == np.float32
+def test_a_prompt_that_a_message_cannot_carry_exactly_is_refused_where_the_request_is_made(prompt: object) -> None:
+    with pytest.raises(ValueError, match=r"r0: prompt_token_ids is .*; a one-dimensional array of int32 is expected"):
+        asked(prompt)
 
 
 def test_a_version_that_does_not_fit_is_not_taken_for_another_one() -> None:
@@ -184,14 +144,17 @@ def test_a_version_that_does_not_fit_is_not_taken_for_another_one() -> None:
             version.encode()
 
 
-def test_arrays_of_one_completion_have_one_length() -> None:
-    """Otherwise its neighbour in the message would get what is too much."""
-    arrays = {
-        "token_ids": np.zeros(2, np.int32),
-        "logprobs": np.zeros(2, np.float32),
-        "versions": np.zeros(2, np.int64),
-    }
-    for name, array in arrays.items():
-        with pytest.raises(ValueError, match="elements"):
-            uneven = arrays | {name: array[:1]}
-            pack(Completion, [Completion(request_id="r", finish_reason=FinishReason.STOP, **uneven)])
+@pytest.mark.parametrize("kind", [{"finish_reason": FinishReason.STOP}, {"offset": 0}])
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"logprobs": np.array([-0.1, -0.5])}, r"r: logprobs is float64 \[2\]; a one-dimensional array of float32"),
+        ({"versions": np.zeros(1, np.int64)}, "r: versions has 1 elements, and there are 2 tokens"),
+        ({"token_ids": [2, 1]}, "r: token_ids is list"),
+    ],
+)
+def test_what_was_sampled_cannot_be_made_of_other_dtypes_or_lengths(kind, wrong, problem) -> None:
+    """Otherwise a message would round it, or its neighbour in the message would get what is too much."""
+    arrays = {name: np.zeros(2, dtype) for name, dtype in SAMPLED_ARRAYS.items()}
+    with pytest.raises(ValueError, match=problem):
+        (Completion if "finish_reason" in kind else Piece)(request_id="r", **kind, **(arrays | wrong))

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from sample_examples import bits
 
-from titan_rl.actors.connection import ConnectedActor, served
 from titan_rl.actors.sample_stores import AnyHostSource, StoreKeeper
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SampleStore, prefetched
 from titan_rl.errors import SampleError
+from titan_rl.rpc.connection import ConnectedActor, endpoint
 from titan_rl.types import TrainingSample
 
 
@@ -24,36 +24,36 @@ class Keeper(StoreKeeper):
     def __init__(self, name: str, owner_pid: int) -> None:
         super().__init__(SampleStore(name, owner_pid=owner_pid))
 
-    @served
+    @endpoint
     async def put(self, samples: SampleBatch) -> SampleBatch:
         return SampleBatch.of(self._store.put(samples.samples))
 
-    @served
+    @endpoint
     async def release(self, batch: SampleBatch) -> None:
         self._store.release(batch.stored_ids[self._store.name])
 
-    @served
+    @endpoint
     async def damage(self, batch: SampleBatch, position: int) -> None:
         """Change a byte of each of these samples where they are stored."""
         for ref in batch.refs:
             file = np.memmap(ref.location, np.uint8, "r+")
             file[ref.offset + position % ref.nbytes] ^= 4
 
-    @served
+    @endpoint
     async def exposed(self) -> int:
         return len(self._exposed)
 
-    @served
+    @endpoint
     async def lose_reader(self, batch: SampleBatch) -> None:
         """A reader dies in the middle of its fetch; its bound is over."""
         _, token = await StoreKeeper.expose.answer(self, tuple(batch.stored_ids[self._store.name]))
         self._exposed[token] = (*self._exposed[token][:2], 0.0)
 
-    @served
+    @endpoint
     async def pid(self) -> int:
         return os.getpid()
 
-    @served
+    @endpoint
     async def close(self) -> None:
         self._store.close()
 
@@ -61,16 +61,16 @@ class Keeper(StoreKeeper):
 class Fetcher(ConnectedActor):
     """What a trainer rank is: it fetches in threads, in this actor's context."""
 
-    @served
+    @endpoint
     async def attach(self, stores: dict[str, Any]) -> None:
         self._source = AnyHostSource(stores)
 
-    @served
+    @endpoint
     async def bits(self, batch: SampleBatch) -> list[tuple[object, ...]]:
         """Of what was fetched, in its order. Raises SampleError."""
         return await self._run(lambda: [bits(sample) for sample in self._source.fetch(batch)])
 
-    @served
+    @endpoint
     async def bits_of_parts(self, batches: list[SampleBatch]) -> list[list[tuple[object, ...]]]:
         """The same of each batch, one fetched ahead."""
 
@@ -79,7 +79,7 @@ class Fetcher(ConnectedActor):
 
         return await self._run(parts)
 
-    @served
+    @endpoint
     async def error(self, batch: SampleBatch) -> tuple[int, int, str]:
         """Group, sample and message of the SampleError that fetching raises; zeros if none."""
 

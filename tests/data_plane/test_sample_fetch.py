@@ -2,15 +2,14 @@
 
 import os
 import pickle
-import subprocess
-import sys
+import struct
 import threading
 
 import pytest
 from sample_examples import bits, group_of, sample_of
 
-from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.data_plane.store import SampleStore, SharedMemorySource, prefetched
+from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
+from titan_rl.data_plane.store import SampleStore, SharedMemorySource, encode, prefetched, references_in, write_samples
 from titan_rl.errors import SampleError
 
 
@@ -29,7 +28,7 @@ def all_bits(samples):
     return [bits(sample) for sample in samples]
 
 
-def test_a_remote_batch_comes_in_its_order_and_outlives_its_store(store):
+def test_a_stored_batch_comes_in_its_order_and_outlives_its_store(store):
     samples = [*group_of(3, 50), sample_of(900, group_id=1), *group_of(5, 1, group_id=2)]
     batch = put(store, samples).select([8, 0, 3, 3, 1])
     fetched = SharedMemorySource().fetch(batch)
@@ -37,48 +36,9 @@ def test_a_remote_batch_comes_in_its_order_and_outlives_its_store(store):
     assert all_bits(fetched) == all_bits([samples[index] for index in (8, 0, 3, 3, 1)])
 
 
-def test_a_local_batch_comes_as_it_is():
-    local = SampleBatch.of(group_of(2, 5))
-    assert SharedMemorySource().fetch(local) is local.samples
-
-
-def test_another_process_reads_the_same_bits(store):
-    samples = [*group_of(3, 50), sample_of(900, group_id=1)]
-    batch = put(store, samples)
-    code = (
-        "import pickle, sys\n"
-        "from titan_rl.data_plane.store import SharedMemorySource\n"
-        "from sample_examples import bits\n"
-        "batch = pickle.load(sys.stdin.buffer)\n"
-        "sys.stdout.buffer.write(pickle.dumps([bits(sample) for sample in SharedMemorySource().fetch(batch)]))\n"
-        "assert not {'torch', 'monarch', 'asyncio', 'numba'} & set(sys.modules), 'heavy import'\n"
-    )
-    here = os.path.dirname(__file__)
-    answer = subprocess.run(
-        [sys.executable, "-c", code],
-        input=pickle.dumps(batch),
-        stdout=subprocess.PIPE,
-        check=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([os.path.join(here, "..", ".."), here])},
-    )
-    assert pickle.loads(answer.stdout) == all_bits(samples)
-
-
-@pytest.mark.parametrize("position", [0, 20, 60, -1])
-def test_a_damaged_byte_is_found_and_its_group_named(store, position):
-    batch = put(store, [sample_of(50, group_id=1), sample_of(50, group_id=2, sample=3), sample_of(50, group_id=4)])
-    ref = batch.refs[1]
-    with open(ref.location, "r+b") as file:
-        at = ref.offset + position % ref.nbytes
-        file.seek(at)
-        [byte] = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte ^ 4]))
-    source = SharedMemorySource()
-    with pytest.raises(SampleError, match="group 2 sample 3: .*checksum") as error:
-        source.fetch(batch)
-    assert (error.value.group_id, error.value.sample) == (2, 3)
-    assert len(source.fetch(batch.select([0, 2]))) == 2
+def test_samples_that_a_batch_takes_along_come_as_they_are():
+    made = SampleBatch.of(group_of(2, 5))
+    assert SharedMemorySource().fetch(made) is made.samples
 
 
 def test_a_missing_file_is_named_with_its_group(store):
@@ -91,8 +51,26 @@ def test_a_missing_file_is_named_with_its_group(store):
 def test_a_file_that_is_too_short_is_named_with_its_group(store):
     batch = put(store, [sample_of(50, group_id=6)])
     os.truncate(batch.refs[0].location, 100)
-    with pytest.raises(SampleError, match="group 6 sample 0: .* holds 100 of its 904 bytes"):
+    with pytest.raises(SampleError, match="group 6 sample 0: .* holds 100 of its 856 bytes"):
         SharedMemorySource().fetch(batch)
+
+
+def test_samples_of_a_checkpoint_come_bit_for_bit_also_from_one_of_the_older_form(store, tmp_path):
+    samples = [*group_of(2, 7, group_id=4), sample_of(20, group_id=5)]
+    refs = store.put(samples)
+    write_samples(tmp_path / "samples", samples)
+    read = references_in(tmp_path / "samples", SampleBatch.of(refs))
+    assert all_bits(SharedMemorySource().fetch(read)) == all_bits(samples)
+
+    headers = [
+        struct.pack("<4sHHqqqdd", b"TRLS", 1, 0, ref.length, ref.group_id, ref.sample, each.advantage, each.reward)
+        for ref, each in zip(refs, samples, strict=True)
+    ]
+    older = [header + encode([each])[0] for header, each in zip(headers, samples, strict=True)]
+    (tmp_path / "older").write_bytes(b"".join(older))
+    without = SampleBatch.of(SampleRef(*ref[:-2], 1234) for ref in refs)  # another checksum, no advantage
+    read = references_in(tmp_path / "older", without)
+    assert all_bits(SharedMemorySource().fetch(read)) == all_bits(samples)
 
 
 class Watched:
@@ -161,21 +139,6 @@ def test_closing_the_iterator_ends_its_thread():
     parts.close()
     assert not source.alive()
     assert not source.began[2].is_set()
-
-
-def test_no_batches_give_nothing_and_no_thread():
-    source = Watched()
-    assert list(prefetched(source, [])) == []
-    assert not source.threads
-
-
-def test_prefetching_real_memory_gives_every_part(store):
-    samples = group_of(40, 30)
-    batch = put(store, samples)
-    parts = [batch.select(range(*ends)) for ends in ((0, 7), (7, 7), (7, 20), (20, 40))]
-    fetched = list(prefetched(SharedMemorySource(), parts))
-    assert [len(part) for part in fetched] == [7, 0, 13, 20]
-    assert all_bits([sample for part in fetched for sample in part]) == all_bits(samples)
 
 
 def test_a_sample_error_survives_a_process_boundary_with_its_group():

@@ -1,5 +1,6 @@
-"""A store keeps bytes until they are released, once, and not longer (3 s)."""
+"""A store keeps bytes until they are released, once, and not longer; its layout gives back what it was given (4 s)."""
 
+import dataclasses
 import os
 import tempfile
 import threading
@@ -8,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from sample_examples import bits, group_of, sample_of
 
-from titan_rl.data_plane.layout import encoded_size
-from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.data_plane.store import SampleStore, SharedMemorySource
-from titan_rl.errors import ConfigError, OwnershipError, SampleStoreFull, SharedMemoryFull
+from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef, encoded_size, reference_to
+from titan_rl.data_plane.store import SampleStore, SharedMemorySource, decode, encode
+from titan_rl.errors import ConfigError, InvariantError, SampleError, SampleStoreFull, SharedMemoryFull
 from titan_rl.types import TrainingSample
 
 
@@ -107,7 +108,7 @@ def test_a_release_that_cannot_be_is_refused_by_id_and_releases_nothing(tmp_path
     store = store_in(tmp_path)
     put(store, group_of(2, 10))
     store.release([0])
-    with pytest.raises(OwnershipError, match=f"worker0: {sentence}"):
+    with pytest.raises(InvariantError, match=f"worker0: {sentence}"):
         store.release(ids)
     assert store.held().samples == 1
 
@@ -119,7 +120,7 @@ def test_reading_gives_the_bytes_of_these_samples_in_their_order(tmp_path):
     read = store.read([2, 0])
     assert read.tobytes() == content[refs[2].offset :] + content[: refs[0].nbytes]
     store.release([2])
-    with pytest.raises(OwnershipError, match="sample id 2 cannot be read: it was released before"):
+    with pytest.raises(InvariantError, match="sample id 2 cannot be read: it was released before"):
         store.read([0, 2])
 
 
@@ -179,7 +180,7 @@ def test_closing_removes_all_files_and_tells_what_was_held(tmp_path):
     assert str(report).startswith("worker0: 1 samples of group 3, 1 samples of group 4, ")
     assert list(tmp_path.iterdir()) == []
     assert store.close().samples == 0
-    with pytest.raises(OwnershipError, match="worker0 is closed"):
+    with pytest.raises(InvariantError, match="worker0 is closed"):
         put(store, [sample_of(4)])
 
 
@@ -199,3 +200,61 @@ def test_threads_store_and_release_at_once(tmp_path):
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(work, range(4)))
     assert store.close().samples == 0
+
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+
+
+@st.composite
+def any_sample(draw: st.DrawFn) -> TrainingSample:
+    """Any bits in any field."""
+    length = draw(st.integers(0, 40))
+    mask = draw(arrays.arrays(np.bool_, length))
+    mask[:1] = False
+    return TrainingSample(
+        group_id=draw(INT64),
+        sample=draw(INT64),
+        token_ids=draw(arrays.arrays(np.int32, length)),
+        loss_mask=mask,
+        logprobs=draw(arrays.arrays(np.float32, length)),
+        versions=draw(arrays.arrays(np.int64, length)),
+        advantage=draw(st.floats()),
+        reward=draw(st.floats()),
+    )
+
+
+def encoded(sample: TrainingSample) -> tuple[bytearray, SampleRef]:
+    content, (checksum,) = encode([sample])
+    return bytearray(content), reference_to(sample, checksum=checksum)
+
+
+@given(any_sample())
+@settings(deadline=None)
+def test_every_sample_comes_back_bit_for_bit(sample):
+    buffer, ref = encoded(sample)
+    assert len(buffer) == encoded_size(len(sample.token_ids)) == ref.nbytes
+    assert bits(decode(buffer, ref)) == bits(sample)
+
+
+@given(any_sample().filter(lambda sample: len(sample.token_ids)), st.data())
+@settings(deadline=None)
+def test_any_changed_byte_is_found_and_the_group_named(sample, data):
+    buffer, ref = encoded(sample)
+    buffer[data.draw(st.integers(0, len(buffer) - 1))] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(SampleError) as error:
+        decode(buffer, ref)
+    assert (error.value.group_id, error.value.sample) == (sample.group_id, sample.sample)
+    assert f"group {sample.group_id} sample {sample.sample}: " in str(error.value)
+
+
+def test_samples_follow_each_other_as_each_would_be_alone():
+    samples = [sample_of(5), sample_of(0), sample_of(12)]
+    alone = [encoded(sample) for sample in samples]
+    assert encode(samples) == (b"".join(content for content, _ in alone), [ref.checksum for _, ref in alone])
+
+
+def test_arrays_that_are_no_run_of_memory_are_stored_as_what_they_hold():
+    sample = sample_of(5)
+    names = ("token_ids", "loss_mask", "logprobs", "versions")
+    strided = dataclasses.replace(sample, **{name: np.repeat(getattr(sample, name), 2)[::2] for name in names})
+    assert not strided.token_ids.flags.c_contiguous and encoded(strided) == encoded(sample)

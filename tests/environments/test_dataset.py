@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from titan_rl.environments.base import Environment, Message, Transcript
-from titan_rl.environments.dataset import DatasetEnvironment, is_held_out
+from titan_rl.environments.base import DatasetEnvironment, Environment, Message, Transcript
+from titan_rl.environments.dataset import is_held_out
 from titan_rl.errors import ConfigError
 from titan_rl.types import FinishReason
 

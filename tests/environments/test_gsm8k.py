@@ -2,18 +2,16 @@
 
 import asyncio
 import json
-import subprocess
 import sys
 import threading
 
 import pytest
 
 from titan_rl.environments.base import Message, Transcript
-from titan_rl.environments.dataset import is_held_out
-from titan_rl.environments.gsm8k import INSTRUCTION, Gsm8k, last_box
+from titan_rl.environments.gsm8k import INSTRUCTION, Gsm8k
 from titan_rl.errors import ConfigError
-from titan_rl.sandbox.sandbox import Sandbox
-from titan_rl.sandbox.wire import Call, CallKind, Conversation, EnvironmentSetup, ExamplePrompt
+from titan_rl.isolation.pool import UserCodePool
+from titan_rl.isolation.wire import CallKind, Conversation, EnvironmentSetup, ExamplePrompt, UserCall
 from titan_rl.types import Example, FinishReason, Purpose
 
 
@@ -93,29 +91,6 @@ def test_an_answer_that_takes_for_ever_to_compare_is_wrong(task, monkeypatch):
     assert score(task, "\\boxed{9^{9^{9^{9}}}}").reward == 0.0
 
 
-def test_answers_are_checked_in_any_thread(task):
-    results = []
-    thread = threading.Thread(target=lambda: results.append(score(task, "\\boxed{1234}").reward))
-    thread.start()
-    thread.join()
-    assert results == [1.0]
-
-
-@pytest.mark.parametrize(
-    ("text", "inside"),
-    [
-        ("\\boxed{1}", "1"),
-        ("\\boxed{\\frac{1}{2}} and on", "\\frac{1}{2}"),
-        ("\\boxed{1} \\boxed {2}", "2"),
-        ("\\boxed{1} \\boxed{2", "1"),
-        ("\\boxed{", None),
-        ("{1}", None),
-    ],
-)
-def test_the_last_closed_box_counts(text, inside):
-    assert last_box(text) == inside
-
-
 # --- the files -------------------------------------------------------------------------------------------------------
 
 
@@ -139,33 +114,6 @@ def test_every_row_of_a_question_is_demonstrated_by_its_own_solution(files, tmp_
     repeated.write_text("\n".join((line(412), line(412).replace("There are", "I see"))))
     task = Gsm8k(str(repeated), files["test_file"])
     assert {task.demonstration(index).messages[0].content[:5] for index in range(task.size)} == {"There", "I see"}
-
-
-def test_the_seed_orders_the_training_problems_only(files):
-    first, again, other = (Gsm8k(**files, seed=seed) for seed in (1, 1, 2))
-    examples = [first.example(index) for index in range(60)]
-    assert examples == [again.example(index) for index in range(60)]
-    assert examples != [other.example(index) for index in range(60)]
-    assert {each.prompt for each in examples} == {other.example(index).prompt for index in range(60)}
-    assert first.held_out(7) == other.held_out(7) and len(first.held_out(7)) == 7
-    assert len(first.held_out(100)) == 20
-
-
-def test_a_question_of_the_test_file_is_never_trained_on(files, tmp_path):
-    both = tmp_path / "both.jsonl"
-    both.write_text("\n".join(line(count) for count in range(410, 415)))
-    task = Gsm8k(files["train_file"], str(both))
-    held_out = {example.prompt for example in task.held_out(100)}
-    assert len(held_out) == 5 and task.size == 55
-    assert not held_out & {task.example(index).prompt for index in range(task.size)}
-
-
-def test_without_a_test_file_some_of_the_questions_are_held_out(files):
-    task = Gsm8k(files["train_file"], instruction="")
-    held_out = {example.prompt[0].content for example in task.held_out(100)}
-    trained = {task.example(index).prompt[0].content for index in range(task.size)}
-    assert held_out and len(held_out) + len(trained) == 60 and not held_out & trained
-    assert all(map(is_held_out, held_out)) and not any(map(is_held_out, trained))
 
 
 @pytest.mark.parametrize("final", ["#### 72", "####72", "#### -72 ", "#### 7,200", "#### 0.5", "#### .5"])
@@ -200,29 +148,6 @@ def test_a_line_that_is_no_problem_is_refused_with_its_number(bad, words, tmp_pa
         Gsm8k(str(file))
 
 
-def test_a_file_that_is_not_there_or_empty_is_refused(files, tmp_path):
-    with pytest.raises(ConfigError, match="environment.kwargs.train_file: there is no file .*nowhere.jsonl"):
-        Gsm8k(str(tmp_path / "nowhere.jsonl"))
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ConfigError, match="environment.kwargs.test_file: .*empty.jsonl has no rows"):
-        Gsm8k(files["train_file"], str(tmp_path / "empty.jsonl"))
-    with pytest.raises(ConfigError, match="environment.kwargs.train_file: all rows are held out"):
-        Gsm8k(files["test_file"], files["test_file"])
-
-
-def test_parquet_holds_the_same(files, tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    rows = [json.loads(line(count)) for count in range(400, 460)]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
-    same = Gsm8k(str(tmp_path / "train.parquet"), files["test_file"])
-    task = Gsm8k(**files)
-    assert [same.example(index) for index in range(60)] == [task.example(index) for index in range(60)]
-    (tmp_path / "broken.parquet").write_text("no parquet")
-    with pytest.raises(ConfigError, match="broken.parquet: not a Parquet file"):
-        Gsm8k(str(tmp_path / "broken.parquet"))
-
-
 # --- as it is used ---------------------------------------------------------------------------------------------------
 
 
@@ -232,36 +157,33 @@ def test_the_missing_package_is_named_with_the_extra_to_install(files, monkeypat
         Gsm8k(**files)
 
 
-def test_making_the_task_loads_nothing_slow(files):
-    program = (
-        "import sys, titan_rl.environments.gsm8k as gsm8k\n"
-        "assert 'math_verify' not in sys.modules\n"
-        f"gsm8k.Gsm8k(**{files!r}).rubric()\n"
-        "print([name for name in ('torch', 'vllm', 'transformers', 'monarch') if name in sys.modules])"
-    )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"
-
-
 async def test_a_group_is_asked_and_scored_in_a_process_of_its_own(files):
     setup = EnvironmentSetup(
         name="gsm8k", kwargs=files, run_seed=3, step_seconds=60.0, start_seconds=120.0, held_out=100
     )
     task = Gsm8k(**files, seed=3)
-    process = Sandbox(setup)
+    process = UserCodePool(setup)
     info = await process.start()
     try:
         assert (info.size, info.held_out, info.multi_turn) == (60, 20, False)
         example = task.example(7)
-        assert await process.call(Call(CallKind.EXAMPLE, Purpose.TRAIN, 7)) == ExamplePrompt(
+        assert await process.call(UserCall(CallKind.EXAMPLE, Purpose.TRAIN, 7)) == ExamplePrompt(
             example.prompt, example.answer
         )
         texts = [f"\\boxed{{{example.answer}}}", "\\boxed{1}", "\\boxed{9^{9^{9^{9}}}}", ""]
         calls = [
-            Call(CallKind.SCORE, Purpose.TRAIN, 7, Conversation(said(text).messages, said(text).finish_reasons))
+            UserCall(CallKind.SCORE, Purpose.TRAIN, 7, Conversation(said(text).messages, said(text).finish_reasons))
             for text in texts
         ]
         assert [reward for reward, _ in await asyncio.gather(*map(process.call, calls))] == [1.0, 0.0, 0.0, 0.0]
         assert process.restarts == 0  # math-verify's own limits were kept
     finally:
         await process.close()
+
+
+def test_answers_are_checked_in_any_thread(task):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(score(task, "\\boxed{1234}").reward))
+    thread.start()
+    thread.join()
+    assert results == [1.0]

@@ -110,11 +110,6 @@ def test_two_functions_of_one_name_are_refused():
         Rubric(length, length)
 
 
-def test_a_rubric_without_functions_is_refused():
-    with pytest.raises(ConfigError):
-        Rubric()
-
-
 def test_a_transcript_without_a_turn_has_an_empty_unfinished_answer():
     empty = Transcript((Message("user", "hi"),), ())
     assert empty.answer == "" and not empty.stopped

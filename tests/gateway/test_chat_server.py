@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
-from titan_rl.errors import ConfigError, GeneratorFailed, RequestError
-from titan_rl.gateway.openai_client import ChatServer
+from titan_rl.errors import AbsentError, ConfigError, GeneratorFailed, RequestError
+from titan_rl.gateway.openai_client import RETRIES, ChatServer
 from titan_rl.types import FinishReason, GenerationRequest, Message, SamplingParams, ToolCall, ToolSpec
 
 ADD = ToolSpec("add", "adds", {"type": "object", "properties": {"first": {"type": "integer"}}})
@@ -41,6 +42,7 @@ def server(*answers, models=MODELS) -> Iterator[tuple[str, list]]:
             text = (told if isinstance(told, str) else json.dumps(told)).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(text) + sum(missing)))
+            self.send_header("retry-after-ms", "1")
             self.end_headers()
             self.wfile.write(text)
 
@@ -79,7 +81,7 @@ async def test_a_conversation_with_tools_travels_as_the_api_has_it_and_comes_bac
     ]
     with server(said("six", tool_calls=called('{"first": 5}'), reasoning_content="so")) as (url, asked):
         policy = ChatServer(url, api_key="secret")
-        message, reason = await policy.say(conversation, [ADD], REQUEST)
+        message, reason = await policy.next_message(conversation, [ADD], REQUEST)
     assert message == Message("assistant", "six", (ToolCall("add", {"first": 5}, id="abc"),), reasoning="so")
     assert reason is FinishReason.STOP
     path, key, body = asked[1]
@@ -98,8 +100,8 @@ async def test_a_conversation_with_tools_travels_as_the_api_has_it_and_comes_bac
 async def test_a_turn_that_was_cut_off_says_so_and_a_call_without_an_object_has_a_problem():
     with server(said("fiv", "length"), said(tool_calls=called("[5"))) as (url, _):
         policy = ChatServer(url, model="big")
-        assert await policy.say([], [], REQUEST) == (Message("assistant", "fiv"), FinishReason.LENGTH)
-        message, _ = await policy.say([], [ADD], REQUEST)
+        assert await policy.next_message([], [], REQUEST) == (Message("assistant", "fiv"), FinishReason.LENGTH)
+        message, _ = await policy.next_message([], [ADD], REQUEST)
     (call,) = message.tool_calls
     assert call.problem.startswith("the arguments of add must be a JSON object") and call.raw == "add([5)"
 
@@ -107,22 +109,22 @@ async def test_a_turn_that_was_cut_off_says_so_and_a_call_without_an_object_has_
 async def test_an_answer_in_parts_is_their_text_and_one_that_breaks_off_is_asked_for_again():
     parts = [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]
     with server((200, "{", 5), said(parts), said(5)) as (url, _):
-        policy = ChatServer(url, pauses=(0.0,))
-        assert (await policy.say((), (), REQUEST))[0] == Message("assistant", "12")
+        policy = ChatServer(url)
+        assert (await policy.next_message((), (), REQUEST))[0] == Message("assistant", "12")
         with pytest.raises(GeneratorFailed, match="answered no chat completion"):
-            await policy.say((), (), REQUEST)
+            await policy.next_message((), (), REQUEST)
 
 
 async def test_a_busy_server_is_asked_again_but_not_for_ever():
     busy = (429, {"error": {"message": "slow down"}})
     with server(busy, busy, said("at last")) as (url, asked):
-        policy = ChatServer(url, model="big", pauses=(0, 0))
-        assert (await policy.say([], [], REQUEST))[0].content == "at last"
+        policy = ChatServer(url, model="big")
+        assert (await policy.next_message([], [], REQUEST))[0].content == "at last"
         assert len(asked) == 1 + 3
-    with server(busy, busy, busy) as (url, _):
-        policy = ChatServer(url, model="big", pauses=(0, 0))
+    with server(*[busy] * (1 + RETRIES)) as (url, _):
+        policy = ChatServer(url, model="big")
         with pytest.raises(GeneratorFailed, match=r"refuses \(429\): slow down"):
-            await policy.say([], [], REQUEST)
+            await policy.next_message([], [], REQUEST)
 
 
 @pytest.mark.parametrize(
@@ -140,16 +142,22 @@ async def test_a_busy_server_is_asked_again_but_not_for_ever():
 )
 async def test_what_a_server_refuses_is_an_error_that_says_what_it_said(answer, kind, words):
     with server(answer) as (url, _):
-        policy = ChatServer(url, model="big", pauses=())
+        policy = ChatServer(url, model="big")
         with pytest.raises(kind, match=words):
-            await policy.say([], [], REQUEST)
+            await policy.next_message([], [], REQUEST)
 
 
 @pytest.mark.parametrize("answer", [(200, {"data": []}), (404, "no")])
 def test_a_server_without_a_model_is_refused_before_anything_is_played(answer):
     with server(models=answer) as (url, _):
         with pytest.raises(ConfigError):
-            ChatServer(url, pauses=())
+            ChatServer(url)
+
+
+def test_without_openais_client_one_sentence_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(AbsentError, match=r"pip install 'titan-rl\[agents\]'"):
+        ChatServer("http://127.0.0.1:9/v1")
 
 
 TOO_LONG = (400, {"error": {"message": "too long"}})
@@ -161,7 +169,7 @@ TOO_LONG = (400, {"error": {"message": "too long"}})
 )
 async def test_a_server_that_tells_its_length_is_asked_for_no_more_than_it_has(length, answers, limits):
     with server(*answers, models=(200, {"data": [{"id": "small", "max_model_len": length}]})) as (url, asked):
-        assert (await ChatServer(url).say([], [], REQUEST))[0].content == "1"
+        assert (await ChatServer(url).next_message([], [], REQUEST))[0].content == "1"
     assert [body.get("max_tokens") for _, _, body in asked[1:]] == limits
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -13,28 +14,29 @@ import httpx
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from support.gateway import MODEL, app_over, http_client, policy_of
+from support.gateway import ADD, MODEL, ScriptedFleet, app_over, http_client, policy_of, say
 
 from titan_rl.chat.renderer import SymbolRenderer
 from titan_rl.errors import ActorFailed, GeneratorFailed, RequestLost, RequestTimeout
 from titan_rl.gateway import app
 from titan_rl.gateway.callers import ApiKeys
-from titan_rl.gateway.config import GatewayConfig
+from titan_rl.gateway.config import GatewayConfig, listen
 from titan_rl.gateway.openai_protocol import ChatCompletionRequest, CompletionRequest
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
 
 
-class PlayedFleet:
-    """Fails as often as it is told to, then answers with the prompt; remembers every request id."""
+class PlayedFleet(ScriptedFleet):
+    """Fails as often as it is told to, then answers with the prompt."""
 
-    def __init__(self, errors: list[Exception]) -> None:
-        self.errors = errors
-        self.ids: list[str] = []
-        self.reason = FinishReason.LENGTH
-        self.logprob = -np.inf
+    reason = FinishReason.LENGTH
+    logprob = -np.inf
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+        self.asked: list[GenerationRequest] = []
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        self.ids.append(request.request_id)
+        self.asked.append(request)
         if self.errors:
             raise self.errors.pop()
         count = len(request.prompt_token_ids)
@@ -45,17 +47,6 @@ class PlayedFleet:
             versions=np.zeros(count, np.int64),
             finish_reason=self.reason,
         )
-
-    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
-        completion = await self.generate(request)
-        yield Piece(
-            request_id=request.request_id,
-            offset=0,
-            token_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            versions=completion.versions,
-        )
-        yield completion
 
     async def fleet_status(self) -> list[SimpleNamespace]:
         if self.errors:
@@ -84,7 +75,7 @@ async def complete(fleet: PlayedFleet, renderer: SymbolRenderer, **options) -> h
     ids=str,
 )
 async def test_a_failure_of_the_fleet_is_a_5xx_with_its_cause(renderer, error, status, stream):
-    answer = await complete(PlayedFleet([error]), renderer, stream=stream)
+    answer = await complete(PlayedFleet(error), renderer, stream=stream)
     assert answer.status_code == status
     assert str(error) in answer.json()["error"]["message"]
     assert answer.json()["error"]["type"] == "server_error"
@@ -92,13 +83,13 @@ async def test_a_failure_of_the_fleet_is_a_5xx_with_its_cause(renderer, error, s
 
 
 async def test_a_completion_that_somebody_else_aborted_is_a_503(renderer):
-    fleet = PlayedFleet([])
+    fleet = PlayedFleet()
     fleet.reason = FinishReason.ABORT
     assert (await complete(fleet, renderer)).status_code == 503
 
 
 async def test_a_failure_after_the_first_choice_is_an_event_before_the_streams_end(renderer):
-    fleet = PlayedFleet([])
+    fleet = PlayedFleet()
 
     class Second(PlayedFleet):
         async def generate(self, request: GenerationRequest) -> Completion:
@@ -106,7 +97,7 @@ async def test_a_failure_after_the_first_choice_is_an_event_before_the_streams_e
                 raise GeneratorFailed("generator0 died")
             return await fleet.generate(request)
 
-    answer = await complete(Second([]), renderer, n=2, stream=True)
+    answer = await complete(Second(), renderer, n=2, stream=True)
     assert answer.status_code == 200
     failure, end = answer.text.split("\n\n")[-3:-1]
     assert "generator0 died" in failure
@@ -121,17 +112,104 @@ async def test_a_failure_after_the_first_tokens_is_an_event_before_the_streams_e
                 await asyncio.sleep(0)  # the first tokens are on their way
                 raise GeneratorFailed("generator0 died")
 
-    answer = await complete(Half([]), renderer, stream=True)
+    answer = await complete(Half(), renderer, stream=True)
     assert answer.status_code == 200
     *told, end = [line.removeprefix("data: ") for line in answer.text.split("\n") if line]
     first, last = map(json.loads, told)
-    assert first["choices"][0]["text"] == "01"
+    assert first["choices"][0]["text"] == "0"
     assert "generator0 died" in last["error"]["message"]
     assert end == "[DONE]"
 
 
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+async def post(renderer: SymbolRenderer, path: str, body: bytes, kind: str = "application/json") -> httpx.Response:
+    async with http(PlayedFleet(), renderer) as client:
+        return await client.post(path, content=body, headers={"content-type": kind})
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "named"),
+    [
+        (CHAT, {"bogus": 1}, "bogus: is not supported"),
+        (CHAT, {"messages": []}, "messages: List should have at least 1 item after validation, not 0"),
+        (CHAT, {"messages": "hi"}, 'messages: expected a list, got "hi"'),
+        (CHAT, {"messages": [{"role": "robot", "content": "1"}]}, "messages.0.role: expected one of 'system', "),
+        (CHAT, {"messages": [{"content": "1"}]}, "messages.0.role: is missing"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": 5}]},
+            "messages.0.content: expected a string or a list, got 5",
+        ),
+        (TEXT, {"prompt": 5}, "prompt: expected a string or a list, got 5"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "content"),
+        (CHAT, {"messages": [{"role": "user", "content": "1"}], "temperature": "0.5"}, 'expected a number, got "0.5"'),
+        (CHAT, {"temperature": -1}, "temperature: expected greater than or equal to 0, got -1"),
+        (CHAT, {"temperature": 0.001}, "temperature"),
+        (CHAT, {"max_tokens": 0}, "max_tokens"),
+        (CHAT, {"max_tokens": 10**30}, "max_tokens"),
+        (CHAT, {"max_tokens": 2_000_000}, "max_model_len"),
+        (CHAT, {"n": -1}, "n:"),
+        (CHAT, {"n": 500}, "more than 128"),
+        (CHAT, {"n": True}, "n:"),
+        (CHAT, {"seed": 2**63}, "seed"),
+        (CHAT, {"top_logprobs": 3}, "top_logprobs"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"tools": [ADD, ADD]}, "one tool with one argument"),
+        (CHAT, {"messages": [{"role": "user", "content": "hello"}]}, "no symbol 'h'"),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "no symbol"),
+        (CHAT, {"model": "gpt"}, "no model 'gpt'"),
+        (TEXT, {"prompt": []}, "prompt"),
+        (TEXT, {"prompt": ["1"] * 129}, "more than 128"),
+        (TEXT, {"prompt": ""}, "empty"),
+        (TEXT, {"prompt": [-1]}, "prompt"),
+        (TEXT, {"prompt": [10**6]}, "outside of the vocabulary"),
+        (TEXT, {"prompt": [[1, 2], []]}, "prompt"),
+        (TEXT, {"stop_token_ids": [10**6]}, "stop_token_ids"),
+        (TEXT, {"logprobs": 5}, "logprobs"),
+        (TEXT, {"min_tokens": 20}, "min_new_tokens"),
+    ],
+)
+async def test_what_cannot_be_served_is_a_4xx_that_says_why(renderer, path, change, named):
+    body = {CHAT: {"messages": say("1")}, TEXT: {"prompt": "1"}}[path]
+    answer = await post(renderer, path, json.dumps({"model": MODEL, **body, **change}).encode())
+    assert answer.status_code == (404 if "model" in change else 400), answer.text
+    error = answer.json()["error"]
+    assert named in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert answer.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[1]", b"null", b"\xff\xfe", b'{"a":' * 5000, b'{"n": ' + b"9" * 5000 + b"}", b"NaN"]
+)
+async def test_what_is_no_json_object_is_a_400(renderer, body):
+    answer = await post(renderer, TEXT, body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+
+
+async def test_what_is_not_said_to_be_json_is_a_400(renderer):
+    assert (await post(renderer, TEXT, b"prompt=1", "text/plain")).status_code == 400
+
+
+async def test_a_path_or_method_that_is_not_there_is_an_error_object(renderer):
+    async with http(PlayedFleet(), renderer) as client:
+        assert (await client.get("/v1/nothing")).json()["error"]["type"] == "invalid_request_error"
+        assert (await client.get(TEXT)).status_code == 405
+
+
+async def test_a_stream_counts_its_tokens_where_it_is_asked_to(renderer):
+    whole = (await complete(PlayedFleet(), renderer, n=2)).json()
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last, _ = (await complete(PlayedFleet(), renderer, n=2, **options)).text.strip().split("\n\n")
+    usage = json.loads(last.removeprefix("data: "))["usage"]
+    assert usage == whole["usage"] == {"prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6}
+
+
 async def test_a_model_whose_name_has_a_slash_is_found(renderer):
-    app = app_over(PlayedFleet([]), policy_of(renderer, 32, "org/policy"))
+    app = app_over(PlayedFleet(), policy_of(renderer, 32, "org/policy"))
     async with http_client(app) as http:
         for name in ("org/policy", "org%2Fpolicy"):
             assert (await http.get(f"/v1/models/{name}")).json()["id"] == "org/policy"
@@ -157,7 +235,7 @@ async def test_a_text_that_cannot_fit_is_never_tokenized(renderer, body, monkeyp
     for name in ("encode", "render"):
         monkeypatch.setattr(renderer, name, lambda *given, **options: pytest.fail("a long text was tokenized"))
     path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
-    async with http(PlayedFleet([]), renderer) as client:
+    async with http(PlayedFleet(), renderer) as client:
         answer = await client.post(path, json={"model": MODEL, **body})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
 
@@ -172,7 +250,7 @@ async def test_a_body_of_wrong_entries_has_a_short_answer(renderer):
 
 
 async def test_no_depth_of_nesting_is_a_bug_of_ours(renderer):
-    async with http(PlayedFleet([]), renderer) as client:
+    async with http(PlayedFleet(), renderer) as client:
         for depth in range(900, 1010, 3):
             deep = '{"a":' * depth + "1" + "}" * depth
             call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": deep}}
@@ -182,30 +260,30 @@ async def test_no_depth_of_nesting_is_a_bug_of_ours(renderer):
 
 
 async def test_a_bug_is_an_error_object_too(renderer):
-    answer = await complete(PlayedFleet([ValueError("oops")]), renderer)
+    answer = await complete(PlayedFleet(ValueError("oops")), renderer)
     assert answer.status_code == 500
     assert answer.json()["error"]["message"] == "ValueError: oops"
 
 
 async def test_every_attempt_has_an_id_of_its_own(renderer):
-    fleet = PlayedFleet([])
+    fleet = PlayedFleet()
     for _ in range(2):
         await complete(fleet, renderer, n=2, seed=1)
-    assert len(set(fleet.ids)) == 4
+    assert len({each.request_id for each in fleet.asked}) == 4
 
 
 @pytest.mark.parametrize("logprob", [-np.inf, np.nan])
 async def test_a_logprob_that_json_cannot_say_is_a_number(renderer, logprob):
-    fleet = PlayedFleet([])
+    fleet = PlayedFleet()
     fleet.logprob = logprob
     answer = (await complete(fleet, renderer, logprobs=0)).json()
     assert answer["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0, -9999.0]
 
 
 async def test_a_fleet_without_generators_is_not_healthy(renderer):
-    async with http(PlayedFleet([]), renderer) as client:
+    async with http(PlayedFleet(), renderer) as client:
         assert (await client.get("/health")).status_code == 503
-    async with http(PlayedFleet([ActorFailed("router: gone")]), renderer) as client:
+    async with http(PlayedFleet(ActorFailed("router: gone")), renderer) as client:
         assert "router: gone" in (await client.get("/health")).json()["error"]["message"]
 
 
@@ -217,15 +295,15 @@ async def test_health_names_every_generator_and_why_it_does_not_serve(renderer):
                 SimpleNamespace(name="generator1", state="recovering", last_error=""),
             ]
 
-    async with http(Dead([]), renderer) as client:
+    async with http(Dead(), renderer) as client:
         told = (await client.get("/health")).json()["error"]["message"]
     assert told == "no generator serves: generator0 is dead: was killed; generator1 is recovering"
     policy = policy_of(renderer, 32)
-    async with http_client(app_over(Dead([]), policy, ApiKeys(policy, "secret"))) as client:
+    async with http_client(app_over(Dead(), policy, ApiKeys(policy, "secret"))) as client:
         asked = [await client.get("/health", headers=headers) for headers in ({}, {"Authorization": "Bearer secret"})]
     stranger, friend = (each.json()["error"]["message"] for each in asked)
     assert stranger == "no generator serves: generator0 is dead; generator1 is recovering" and friend == told
-    async with http_client(app_over(PlayedFleet([ActorFailed("at /secret")]), policy, ApiKeys(policy, "x"))) as client:
+    async with http_client(app_over(PlayedFleet(ActorFailed("at /secret")), policy, ApiKeys(policy, "x"))) as client:
         assert "secret" not in (await client.get("/health")).text
 
 
@@ -234,7 +312,7 @@ async def test_connections_that_send_nothing_are_cut_off_and_keep_nobody_from_be
     monkeypatch.setattr(app, "MOST_CONNECTIONS", 100)
     monkeypatch.setattr(app, "HEAD_SECONDS", 2)
     monkeypatch.setattr(app, "BODY_SECONDS", 1)
-    server = app.GatewayServer(GatewayConfig(port=0, model=MODEL), PlayedFleet([]), policy_of(renderer, 32), run_seed=0)
+    server = app.GatewayServer(GatewayConfig(port=0, model=MODEL), PlayedFleet(), policy_of(renderer, 32), run_seed=0)
     host, port = urlsplit(server.url).hostname, urlsplit(server.url).port
     try:
         silent = [await asyncio.open_connection(host, port) for _ in range(300)]
@@ -255,9 +333,43 @@ async def test_connections_that_send_nothing_are_cut_off_and_keep_nobody_from_be
             each.close()
 
 
+async def test_a_client_that_reads_nothing_is_cut_off(renderer, monkeypatch):
+    def listen_with_small_buffers(*address, **options):
+        listener = listen(*address, **options)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # those of its connections too
+        return listener
+
+    monkeypatch.setattr(app, "listen", listen_with_small_buffers)
+    monkeypatch.setattr(app, "STALLED_SECONDS", 1)
+    server = app.GatewayServer(GatewayConfig(port=0, model=MODEL), PlayedFleet(), policy_of(renderer, 32), run_seed=0)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((urlsplit(server.url).hostname, urlsplit(server.url).port))
+        client.setblocking(False)
+        try:
+            async with asyncio.timeout(60):
+                with pytest.raises(ConnectionError):
+                    while True:
+                        calls = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n" * 100
+                        await asyncio.get_running_loop().sock_sendall(client, calls)
+        finally:
+            await server.close()
+
+
+async def test_health_does_not_wait_for_a_router_that_does_not_answer(renderer, monkeypatch):
+    class Silent(PlayedFleet):
+        async def fleet_status(self) -> list[SimpleNamespace]:
+            return await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(app, "HEALTH_SECONDS", 0.1)
+    async with http(Silent(), renderer) as client:
+        answer = await client.get("/health")
+    assert answer.status_code == 503 and "did not answer" in answer.json()["error"]["message"]
+
+
 async def test_a_stranger_cannot_hold_a_connection_with_a_body(renderer):
     config = GatewayConfig(port=0, model=MODEL, api_key="secret")
-    server = app.GatewayServer(config, PlayedFleet([]), policy_of(renderer, 32), run_seed=0)
+    server = app.GatewayServer(config, PlayedFleet(), policy_of(renderer, 32), run_seed=0)
     reader, writer = await asyncio.open_connection(urlsplit(server.url).hostname, urlsplit(server.url).port)
     try:
         writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
@@ -269,7 +381,7 @@ async def test_a_stranger_cannot_hold_a_connection_with_a_body(renderer):
 
 
 async def test_every_call_is_counted_by_what_became_of_it(renderer):
-    fleet = PlayedFleet([ValueError("oops"), GeneratorFailed("x")])
+    fleet = PlayedFleet(ValueError("oops"), GeneratorFailed("x"))
     async with http(fleet, renderer) as client:
         for prompt in ("01", "01", "01", "x"):
             await client.post("/v1/completions", json={"model": MODEL, "prompt": prompt})
@@ -278,3 +390,35 @@ async def test_every_call_is_counted_by_what_became_of_it(renderer):
     for status in (200, 400, 500, 503):
         assert f'calls_total{{path="/v1/completions",status="{status}"}} 1.0' in metrics
     assert 'calls_total{path="other",status="404"} 1.0' in metrics
+
+
+KEY = "sk-right"
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        (f"Bearer {KEY}", 200),
+        (None, 401),
+        ("", 401),
+        ("Bearer", 401),
+        ("Bearer ", 401),
+        (f"Bearer {KEY[:-1]}", 401),
+        (f"Bearer {KEY}x", 401),
+        (f"Basic {KEY}", 401),
+        (KEY, 401),
+    ],
+)
+async def test_only_the_whole_key_as_a_bearers_lets_anybody_in(
+    renderer: SymbolRenderer, header: str | None, status: int
+) -> None:
+    policy = policy_of(renderer, 64)
+    async with http_client(app_over(None, policy, ApiKeys(policy, KEY))) as client:  # type: ignore[arg-type]
+        answer = await client.get("/v1/models", headers={} if header is None else {"authorization": header})
+    assert answer.status_code == status
+
+
+async def test_where_there_is_no_key_nobody_needs_one(renderer: SymbolRenderer) -> None:
+    policy = policy_of(renderer, 64)
+    async with http_client(app_over(None, policy, ApiKeys(policy))) as client:  # type: ignore[arg-type]
+        assert (await client.get("/v1/models")).status_code == 200

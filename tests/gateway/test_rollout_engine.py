@@ -16,10 +16,10 @@ from support import sampling_engine
 from support.gateway import ADD, MODEL, served, session_request
 from support.sessions import rendered_anew
 
-from titan_rl.actors.gateway import GatewayClient
+from titan_rl.actors.gateway import RolloutGatewayClient
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.rollout.token_graph import TokenGraph, branches_of
-from titan_rl.rollout.turns import RolloutRecord
+from titan_rl.rollout.samples import training_samples
+from titan_rl.rollout.trajectory import Trajectory
 from titan_rl.types import Endpoint, FinishReason
 
 ENGINE = f"{sampling_engine.__file__}:sampling_engine"
@@ -89,7 +89,7 @@ async def program(endpoint: Endpoint, number: int) -> Agent:
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory) -> Iterator[tuple[list[Agent], list[RolloutRecord], list[tuple]]]:
+def played(tmp_path_factory) -> Iterator[tuple[list[Agent], list[Trajectory], list[tuple]]]:
     file = tmp_path_factory.mktemp("sampled") / "sampled.pkl"
     file.touch()
     with pytest.MonkeyPatch.context() as patch:
@@ -102,10 +102,10 @@ def played(tmp_path_factory) -> Iterator[tuple[list[Agent], list[RolloutRecord],
     yield agents, records, sampled
 
 
-async def play() -> tuple[list[Agent], list[RolloutRecord]]:
+async def play() -> tuple[list[Agent], list[Trajectory]]:
     gateway = GatewayConfig(port=0, model=MODEL, rollout_keys=True)
     async with served(generators=1, gateway=gateway, length=LENGTH, engine=ENGINE) as up:
-        sessions = GatewayClient(up.gateway)
+        sessions = RolloutGatewayClient(up.gateway.actor)
         names = [f"session{number}" for number in range(PROGRAMS)]
         requests = [session_request(name, tokens=TOKENS, sample=number) for number, name in enumerate(names)]
         endpoints = await asyncio.gather(*map(sessions.open, requests))
@@ -157,12 +157,9 @@ def test_what_programs_were_told_is_what_is_recorded_in_their_own_session(played
 def test_every_sampled_token_is_trained_once_behind_what_it_was_sampled_behind(played):
     _, records, _ = played
     for record in records:
-        graph = TokenGraph()
-        for call in record.turns:
-            graph.add(call.prompt_token_ids, call.completion)
         trained = sorted(
             (*branch.token_ids[: place + 1].tolist(), float(branch.logprobs[place]), int(branch.versions[place]))
-            for branch in branches_of([graph])[0]
+            for branch in training_samples(0, [(0, 0.0, record.tree)], rollouts=1)
             for place in np.flatnonzero(branch.loss_mask)
         )
         assert trained == sorted(

@@ -111,7 +111,7 @@ def test_a_checkpoint_is_served_by_vllm_and_ctrl_c_leaves_nothing(tmp_path, monk
 
 async def test_a_service_outlives_its_parts_and_its_clients_hear_nothing_of_it():
     async with served(generators=2, gateway=GatewayConfig(port=0, model=MODEL, api_key=KEY)) as up:
-        ai, url = client(up, KEY), up.url
+        ai, url = client(up, KEY), up.gateway.url
         calls = []
         for mesh in ("generator0", "generator1", "router"):  # for a while nobody serves
             calls.append(asyncio.create_task(ai.chat.completions.create(model=MODEL, messages=say("12"))))
@@ -121,7 +121,7 @@ async def test_a_service_outlives_its_parts_and_its_clients_hear_nothing_of_it()
         os.kill(up.pids["gateway"][0], signal.SIGKILL)
         patient = ai.with_options(max_retries=50)  # a connection is refused until the gateway is back
         answer = await patient.chat.completions.create(model=MODEL, messages=say("34"))
-        assert answer.choices[0].message.content == "34" and up.url == url
+        assert answer.choices[0].message.content == "34" and up.gateway.url == url
 
 
 async def test_a_generator_that_dies_while_it_is_stopped_is_given_up_at_once():
@@ -150,7 +150,7 @@ async def test_what_is_not_to_be_replaced_ends_the_service(mesh):
                 pid for pid in children() if f"\0{mesh}\0".encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
             ]
             os.kill(victim, signal.SIGKILL)
-            await asyncio.wait_for(up.run(), SOON)
+            await asyncio.wait_for(up.run_end.watch(asyncio.Event().wait()), SOON)
 
 
 def children() -> list[int]:

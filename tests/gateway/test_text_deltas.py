@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from titan_rl.chat import make_renderer
 from titan_rl.chat.renderer import Renderer
-from titan_rl.gateway.calls import Call, Chat, Choice
-from titan_rl.gateway.choices import HALF, ChoiceReader, TextDeltas, TextSoFar
+from titan_rl.gateway.calls import Chat, Choice, CompletionCall
+from titan_rl.gateway.choices import HALF, ChoiceReader, StreamedText
 from titan_rl.gateway.responses import ApiError
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
@@ -62,12 +62,6 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     return make_renderer("auto", make_tiny_policy(TinyPolicyConfig(tokenizer="chat"), tmp_path_factory.mktemp("chat")))
 
 
-@pytest.fixture(scope="module")
-def symbols(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
-    policy = TinyPolicyConfig(symbols="0123456789 +", special_tokens=("<tool>", "</tool>", "<result>", "</result>"))
-    return make_renderer("auto", make_tiny_policy(policy, tmp_path_factory.mktemp("symbols")))
-
-
 def cut_at(tokens: Sequence[int], cuts: Sequence[int]) -> list[list[int]]:
     places = sorted({0, len(tokens), *(cut for cut in cuts if cut < len(tokens))})
     return [list(tokens[a:b]) for a, b in zip(places[:-1], places[1:], strict=True)]
@@ -90,15 +84,15 @@ def whole(
         versions=np.zeros(len(tokens), np.int64),
         finish_reason=FinishReason.LENGTH,
     )
-    return ChoiceReader(0, request, Call(id="c", prompts=[asked], stop=stops), renderer).read(completion)
+    return ChoiceReader(0, request, CompletionCall(id="c", prompts=[asked], stop=stops), renderer).read(completion)
 
 
 def chat_of(*, tools: bool) -> Chat:
     return Chat([Message("user", "hi")], [TOOL] if tools else [])
 
 
-def deltas_of(renderer: Renderer, prompt: list[int], stops: Sequence[str], tools: Sequence[ToolSpec]) -> TextDeltas:
-    return TextDeltas(
+def deltas_of(renderer: Renderer, prompt: list[int], stops: Sequence[str], tools: Sequence[ToolSpec]) -> StreamedText:
+    return StreamedText(
         renderer.decode,
         stops=stops,
         content=lambda tokens: renderer.parse(tokens, FinishReason.LENGTH, prompt, tools).content,
@@ -144,22 +138,10 @@ def test_what_is_streamed_of_a_text_is_that_text_also_where_it_is_no_unicode(
 ) -> None:
     tokens = [*chat.encode(text.encode("utf-8", "ignore").decode()), *token_bytes]
     expected = whole(tokens, chat, "hi", [5], stops)
-    deltas = TextDeltas(chat.decode, stops=stops)
+    deltas = StreamedText(chat.decode, stops=stops)
     given_out = "".join([deltas.add(piece) for piece in cut_at(tokens, cuts)])
     assert given_out + deltas.rest(expected.message.content) == expected.message.content
     assert expected.message.content.startswith(given_out)
-
-
-@given(
-    tokens=st.lists(st.integers(2, 17), max_size=12), cuts=st.lists(st.integers(1, 12), max_size=9), tools=st.booleans()
-)
-def test_what_is_streamed_of_symbols_is_their_content(
-    symbols: Renderer, tokens: list[int], cuts: list[int], tools: bool
-) -> None:
-    expected = whole(tokens, symbols, chat_of(tools=tools), [5])
-    deltas = deltas_of(symbols, [5], [], [TOOL] if tools else [])
-    given_out = [deltas.add(piece) for piece in cut_at(tokens, cuts)]
-    assert "".join(given_out) + deltas.rest(expected.message.content) == expected.message.content
 
 
 def streamed(renderer: Renderer, said: Sequence[str], *, stops: Sequence[str] = (), tools: bool = False) -> list[str]:
@@ -173,9 +155,9 @@ def test_words_come_at_once_and_white_space_with_the_next_one(chat: Renderer) ->
 
 def test_half_a_character_waits_for_the_other_half(chat: Renderer) -> None:
     smile = chat.encode("😀")
-    deltas = TextDeltas(chat.decode)
+    deltas = StreamedText(chat.decode)
     assert [deltas.add([token]) for token in smile] == ["", "", "", "😀"]
-    assert TextDeltas(chat.decode).add(smile[:2]) == ""
+    assert StreamedText(chat.decode).add(smile[:2]) == ""
 
 
 def test_what_may_become_a_stop_text_waits(chat: Renderer) -> None:
@@ -205,7 +187,7 @@ def test_a_long_thought_is_not_read_again_at_every_token(chat: Renderer) -> None
         reads += 1
         return chat.parse(tokens, FinishReason.LENGTH).content
 
-    deltas = TextDeltas(chat.decode, content=content)
+    deltas = StreamedText(chat.decode, content=content)
     deltas.add(chat.encode("<think>"))
     for token in chat.encode("x" * 5000):
         assert deltas.add([token]) == ""
@@ -221,7 +203,7 @@ def test_each_token_costs_the_decoding_of_a_few(chat: Renderer) -> None:
         decoded += len(tokens)
         return chat.decode(tokens)
 
-    text = TextSoFar(decode)
+    text = StreamedText(decode)
     for token in (tokens := chat.encode("é😀 word " * 200)):
         text.add([token])
     assert text.sure == "é😀 word " * 200 and not text.sure.endswith(HALF)

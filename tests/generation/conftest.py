@@ -1,19 +1,17 @@
-"""Engine loops and tiny checkpoints for the tests of generation, and the lives of generators that several look at."""
+"""Engine loops and tiny checkpoints for the tests of generation."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from loop_harness import BOUND, VOCAB, Collector, Turnstile, make_loop, make_publication
-from rank_processes import run_on_ranks
 from safetensors.numpy import load_file, save_file
 
-from titan_rl.generation.engine import SimulatedEngine
 from titan_rl.generation.engine_loop import EngineLoop
+from titan_rl.generation.simulated_engine import SimulatedEngine
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 
@@ -35,25 +33,6 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             save_file(sharper, model / "model.safetensors", metadata={"format": "pt"})
             models[f"{tying}_{letter}"] = str(model)
     return models
-
-
-@pytest.fixture(scope="session")
-def one_rank(tiny_models: dict[str, str]) -> dict[str, Any]:
-    """A generator at TP 1."""
-    return run_on_ranks("vllm_loop_scenario:lives", 1, models=tiny_models)[0]
-
-
-@pytest.fixture(scope="session")
-def two_ranks(tiny_models: dict[str, str]) -> list[dict[str, Any]]:
-    """A generator at TP 2, by rank."""
-    return run_on_ranks("vllm_loop_scenario:lives", 2, models=tiny_models)
-
-
-@pytest.fixture(scope="session", params=[1, 2], ids=["tp1", "tp2"])
-def facts(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """Of rank 0, at TP 1 and at TP 2."""
-    ranks = [request.getfixturevalue("one_rank")] if request.param == 1 else request.getfixturevalue("two_ranks")
-    return ranks[0]["first"]
 
 
 @pytest.fixture

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from titan_rl.generation.decisions import LoopDecision
-from titan_rl.generation.engine import Engine, SimulatedEngine, simulated_token
+from titan_rl.generation.engine import Engine
 from titan_rl.generation.engine_loop import EngineLoop
-from titan_rl.generation.lockstep import DecisionChannel, Lockstep, SoloChannel
+from titan_rl.generation.lockstep import DecisionChannel, Lockstep
+from titan_rl.generation.simulated_engine import SimulatedEngine, simulated_token
 from titan_rl.types import Completion, GenerationRequest, Piece, PolicyVersion, SamplingParams
 from titan_rl.weights.manifest import Manifest, Publication
 
@@ -144,8 +145,8 @@ class Collector:
         return self.errors.get(timeout=BOUND)
 
 
-class InProcessChannel:
-    """A `DecisionChannel` between threads of one process."""
+class InProcessChannel(DecisionChannel):
+    """Between threads of one process."""
 
     class Wires:
         def __init__(self, ranks: int) -> None:
@@ -156,9 +157,6 @@ class InProcessChannel:
     def __init__(self, wires: Wires, rank: int) -> None:
         self._wires = wires
         self._rank = rank
-
-    def open(self) -> None:
-        pass
 
     def send(self, decision: LoopDecision) -> None:
         for each in self._wires.queues[1:]:
@@ -174,9 +172,6 @@ class InProcessChannel:
         self._wires.barrier.wait()
         return gathered
 
-    def close(self) -> None:
-        pass
-
 
 def no_tensors(publication: Publication) -> Iterable[tuple[str, Any]]:
     return ()
@@ -191,14 +186,13 @@ def make_loop(
     *,
     engine: Callable[[], Engine] = SimulatedEngine,
     rank: int = 0,
-    world_size: int = 1,
-    burst_steps: int = 4,
+    burst_steps: int = 1,
     heartbeat_seconds: float = 5.0,
     channel: DecisionChannel | None = None,
     load: Callable[[Publication], Iterable[tuple[str, Any]]] = no_tensors,
     verify: Callable[[Publication, Engine], int] = all_well,
 ) -> EngineLoop:
-    channel = channel or SoloChannel()
+    channel = channel or DecisionChannel()
 
     def make_lockstep() -> Lockstep:
         collector.lockstep = Lockstep(engine(), rank=rank, channel=channel, load_publication=load, verify=verify)
@@ -207,10 +201,8 @@ def make_loop(
     return EngineLoop(
         make_lockstep,
         rank=rank,
-        world_size=world_size,
         burst_steps=burst_steps,
         heartbeat_seconds=heartbeat_seconds,
-        channel=channel,
         on_completions=collector.add,
         on_pieces=collector.add_pieces,
         on_fatal=collector.errors.put,
@@ -218,7 +210,7 @@ def make_loop(
 
 
 def make_ranks(
-    collectors: list[Collector], engines: list[Callable[[], Engine]], **kwargs: Any
+    collectors: list[Collector], engines: list[Callable[[], Engine]], *, burst_steps: int = 4, **kwargs: Any
 ) -> tuple[EngineLoop, EngineLoop]:
     """Rank 0 and its follower, started."""
     wires = InProcessChannel.Wires(2)
@@ -227,8 +219,8 @@ def make_ranks(
             collectors[rank],
             engine=engines[rank],
             rank=rank,
-            world_size=2,
             channel=InProcessChannel(wires, rank),
+            burst_steps=burst_steps,
             **{name: value[rank] if isinstance(value, tuple) else value for name, value in kwargs.items()},
         )
         for rank in range(2)

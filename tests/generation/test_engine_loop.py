@@ -3,11 +3,9 @@ one. About 3 s."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from loop_harness import (
     BOUND,
@@ -23,9 +21,10 @@ from loop_harness import (
 
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, RequestError
 from titan_rl.generation.decisions import LoopAction, LoopDecision
-from titan_rl.generation.engine import Engine, SimulatedEngine, StepOutput
+from titan_rl.generation.engine import Engine, StepOutput
 from titan_rl.generation.engine_loop import EngineLoop
-from titan_rl.generation.lockstep import RunningDigest, SoloChannel
+from titan_rl.generation.lockstep import DecisionChannel, RunningDigest
+from titan_rl.generation.simulated_engine import SimulatedEngine
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
 
 
@@ -40,7 +39,7 @@ def test_requests_before_the_first_pull_wait_and_are_then_served(collector: Coll
     assert completion.token_ids.tolist() == simulated_tokens(5, 3, VOCAB)
     assert completion.versions.tolist() == [4, 4, 4]
     assert completion.finish_reason is FinishReason.LENGTH
-    assert {"seconds_queued", "seconds_in_engine"} <= completion.metrics.keys()
+    assert {"generation/seconds_queued", "generation/seconds_in_engine"} <= completion.metrics.keys()
     loop.close().result(timeout=BOUND)
 
 
@@ -65,39 +64,6 @@ def test_invalid_requests_are_refused_one_by_one_and_disturb_nobody(
     collector.wait_for("good")
     assert loop.submit([make_request("good2")]) == [None]
     collector.wait_for("good2")
-
-
-def test_requests_join_while_others_decode(loop: EngineLoop, collector: Collector, turnstile: Turnstile) -> None:
-    loop.submit([make_request("first", new=4)])
-    turnstile.wait_for_step()
-    turnstile.let_through(2)
-    turnstile.wait_for_step()
-    loop.submit([make_request("second", new=1)])
-    turnstile.let_through(2)
-    (second,) = collector.wait_for("second")
-    assert len(second.token_ids) == 1
-    (first,) = collector.wait_for("first")
-    assert len(first.token_ids) == 4
-
-
-def test_the_event_loop_answers_while_the_engine_is_in_a_slow_step(
-    loop: EngineLoop, collector: Collector, turnstile: Turnstile
-) -> None:
-    loop.submit([make_request("slow", new=1)])
-    turnstile.wait_for_step()
-
-    async def ping(number: int) -> int:
-        await asyncio.sleep(0)
-        assert loop.submit([make_request(f"later{number}", new=1)]) == [None]
-        return number
-
-    async def pings() -> list[int]:
-        return await asyncio.wait_for(asyncio.gather(*(ping(number) for number in range(20))), BOUND)
-
-    assert asyncio.run(pings()) == list(range(20))
-    assert not collector.completions, "all of that happened within one step"
-    turnstile.open()
-    collector.wait_for("slow", *(f"later{number}" for number in range(20)))
 
 
 def test_an_aborted_request_comes_back_with_the_tokens_it_has(
@@ -143,6 +109,56 @@ def test_close_hands_everything_back_and_later_calls_fail_at_once(
     assert loop.close().result(timeout=BOUND) is None
 
 
+def test_a_pull_in_flight_changes_the_version_of_later_tokens_only(
+    loop: EngineLoop, collector: Collector, turnstile: Turnstile
+) -> None:
+    loop.submit([make_request("a", new=5)])
+    turnstile.wait_for_step()
+    turnstile.let_through(1)
+    turnstile.wait_for_step()
+    older, newer = loop.pull(make_publication(1)), loop.pull(make_publication(2))
+    assert not newer.cancel(), "the engine thread will resolve it in any case"
+    turnstile.let_through(1)
+    reports = [older.result(timeout=BOUND), newer.result(timeout=BOUND)]
+    assert [report.version.step for report in reports] == [2, 2]
+    assert reports[0].requests_in_flight == 1
+    turnstile.open()
+    (completion,) = collector.wait_for("a")
+    assert completion.versions.tolist() == [0, 0, 2, 2, 2]
+
+
+def test_a_wake_up_with_weights_serves_again_also_if_it_comes_while_the_engine_falls_asleep(
+    collector: Collector, turnstile: Turnstile
+) -> None:
+    falling_asleep, go_on = threading.Event(), threading.Event()
+
+    class Slow(SimulatedEngine):
+        def sleep(self) -> int:
+            falling_asleep.set()
+            assert go_on.wait(BOUND)
+            return 0
+
+    loop = make_loop(collector, engine=lambda: Slow(seconds_per_step=1.0, sleep=turnstile))
+    loop.start().result(timeout=BOUND)
+    loop.pull(make_publication(0)).result(timeout=BOUND)
+    loop.submit([make_request("flying", new=50)])
+    turnstile.wait_for_step()
+    asleep = loop.sleep()
+    turnstile.open()
+    assert falling_asleep.wait(BOUND)
+    for refused in (lambda: loop.submit([make_request("refused")]), lambda: loop.pull(make_publication(1))):
+        with pytest.raises(GeneratorNotServing):
+            refused()
+    awake = loop.wake_up(make_publication(1))
+    go_on.set()
+    assert asleep.result(timeout=BOUND) == 0, "this engine frees nothing, and says so"
+    assert collector.wait_for("flying")[0].finish_reason is FinishReason.ABORT
+    assert awake.result(timeout=BOUND).version == PolicyVersion(0, 1)
+    loop.submit([make_request("served", new=1)])
+    assert collector.wait_for("served")[0].versions.tolist() == [1]
+    loop.close().result(timeout=BOUND)
+
+
 class _Crashing(SimulatedEngine):
     def step(self) -> StepOutput:
         super().step()
@@ -175,7 +191,7 @@ def test_a_crash_fails_everything_outstanding_and_everything_later(collector: Co
 
 
 def test_a_crash_during_a_pull_fails_that_pull(collector: Collector) -> None:
-    class Broken(SoloChannel):
+    class Broken(DecisionChannel):
         def gather_failures(self, failure: str) -> list[str]:
             raise ConnectionError("peer is gone")
 
@@ -214,21 +230,6 @@ def test_nothing_is_taken_before_the_engine_is_built(collector: Collector) -> No
     closed.result(timeout=BOUND)
 
 
-def test_an_idle_loop_sends_heartbeats(collector: Collector) -> None:
-    beats = threading.Semaphore(0)
-
-    class Listening(SoloChannel):
-        def send(self, decision: LoopDecision) -> None:
-            if decision.action is LoopAction.IDLE:
-                beats.release()
-
-    loop = make_loop(collector, channel=Listening(), heartbeat_seconds=0.001)
-    loop.start().result(timeout=BOUND)
-    for _ in range(3):
-        assert beats.acquire(timeout=BOUND)
-    loop.close().result(timeout=BOUND)
-
-
 def test_the_engine_is_used_by_one_thread_only(collector: Collector) -> None:
     threads: set[int] = set()
 
@@ -251,13 +252,13 @@ def test_the_engine_is_used_by_one_thread_only(collector: Collector) -> None:
 
 
 def test_a_follower_takes_no_calls(collector: Collector) -> None:
-    class Silent(SoloChannel):
+    class Silent(DecisionChannel):
         def receive(self) -> LoopDecision:
             assert done.wait(BOUND)
             return LoopDecision(sequence=0, action=LoopAction.CLOSE, digest=RunningDigest().value)
 
     done = threading.Event()
-    loop = make_loop(collector, rank=1, world_size=2, channel=Silent())
+    loop = make_loop(collector, rank=1, channel=Silent())
     loop.start().result(timeout=BOUND)
     with pytest.raises(GeneratorFailed, match="only rank 0"):
         loop.submit([make_request("a")])
@@ -267,18 +268,6 @@ def test_a_follower_takes_no_calls(collector: Collector) -> None:
     done.set()
     closed.result(timeout=BOUND)
     assert not collector.completions
-
-
-def test_tokens_of_a_burst_of_arrivals_do_not_depend_on_the_batch(collector: Collector) -> None:
-    loop = make_loop(collector, engine=lambda: SimulatedEngine(vocab_size=VOCAB, max_num_seqs=3))
-    loop.start().result(timeout=BOUND)
-    loop.pull(make_publication(0)).result(timeout=BOUND)
-    names = [f"r{index}" for index in range(40)]
-    loop.submit([make_request(name, new=1 + index % 7, seed=index) for index, name in enumerate(names)])
-    for index, completion in enumerate(collector.wait_for(*names)):
-        expected = simulated_tokens(index, 1 + index % 7, VOCAB)
-        assert np.array_equal(completion.token_ids, expected)
-    loop.close().result(timeout=BOUND)
 
 
 def streaming(name: str, *, start: int = 0, new: int = 8, seed: int = 0) -> GenerationRequest:
@@ -358,15 +347,3 @@ def test_each_burst_hands_out_once_and_followers_nothing() -> None:
     follower.close().result(timeout=BOUND)
     assert not collectors[1].pieces
     assert collectors[0].digest == collectors[1].digest
-
-
-def test_what_was_handed_out_stays_as_it_was(collector: Collector, turnstile: Turnstile, loop: EngineLoop) -> None:
-    loop.submit([streaming("s", new=3)])
-    turnstile.wait_for_step()
-    turnstile.let_through()
-    turnstile.wait_for_step()
-    (piece,) = collector.wait_for_pieces("s", 1)
-    before = piece.token_ids.copy()
-    turnstile.let_through(2)
-    collector.wait_for("s")
-    assert np.array_equal(piece.token_ids, before)

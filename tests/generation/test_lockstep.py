@@ -6,6 +6,9 @@ import dataclasses
 import os
 import random
 import re
+import threading
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +16,12 @@ import torch.distributed as dist
 from loop_harness import BOUND, Collector, Turnstile, make_publication, make_ranks, make_request, simulated_tokens
 from rank_processes import run_on_ranks
 
-from titan_rl.errors import GeneratorFailed, GeneratorNotServing, LockstepError, WeightsError
+from titan_rl.errors import GeneratorFailed, GeneratorNotServing, InvariantError, WeightsError
 from titan_rl.generation.decisions import LoopAction, LoopDecision
-from titan_rl.generation.engine import Engine, SimulatedEngine, StepOutput
-from titan_rl.generation.lockstep import Lockstep, RunningDigest, SoloChannel
+from titan_rl.generation.engine import Engine, StepOutput
+from titan_rl.generation.lockstep import DecisionChannel, Lockstep, RunningDigest
 from titan_rl.generation.rank import GlooChannel
+from titan_rl.generation.simulated_engine import SimulatedEngine
 from titan_rl.processes import join_world
 from titan_rl.types import FinishReason, PolicyVersion
 from titan_rl.weights.manifest import Publication
@@ -74,10 +78,10 @@ def test_one_other_token_on_a_follower_is_seen_at_the_next_decision() -> None:
     leader.pull(make_publication(0)).result(timeout=BOUND)
     leader.submit([make_request("a", new=50)])
     error = collectors[1].fatal()
-    assert isinstance(error, LockstepError)
+    assert isinstance(error, InvariantError)
     assert re.search(r"rank 1 differs from rank 0 before decision \d+ ", str(error))
     assert stray.steps == 3, "nothing was computed after it"
-    with pytest.raises(GeneratorFailed, match="LockstepError"):
+    with pytest.raises(GeneratorFailed, match="InvariantError"):
         follower.close().result(timeout=BOUND)
 
 
@@ -87,7 +91,7 @@ def test_other_weights_on_a_follower_are_seen_at_the_next_decision() -> None:
         collectors, [small_engine, small_engine], heartbeat_seconds=0.001, verify=(lambda *_: 7, lambda *_: 8)
     )
     leader.pull(make_publication(0)).result(timeout=BOUND)
-    assert isinstance(collectors[1].fatal(), LockstepError)
+    assert isinstance(collectors[1].fatal(), InvariantError)
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
@@ -124,11 +128,45 @@ def test_weights_that_one_rank_cannot_read_are_served_by_none(bad_rank: int) -> 
     assert collectors[0].digest == collectors[1].digest
 
 
+def test_the_pulse_stands_still_in_a_step_and_grows_with_decisions_and_in_what_has_a_bound_of_its_own() -> None:
+    turnstile, loading, may_load = Turnstile(), threading.Semaphore(0), threading.Event()
+
+    def load(publication: Publication) -> Iterable[tuple[str, Any]]:
+        loading.release()
+        assert may_load.wait(BOUND)
+        return ()
+
+    def engine() -> Engine:
+        return SimulatedEngine(vocab_size=VOCAB, seconds_per_step=1.0, sleep=turnstile)
+
+    loops = make_ranks([Collector(), Collector()], [engine, engine], load=load, heartbeat_seconds=0.001)
+    leader, follower = loops
+    pull = leader.pull(make_publication(0))
+    for _ in loops:
+        assert loading.acquire(timeout=BOUND)
+    for loop in loops:
+        assert loop.pulse() < loop.pulse(), "it pulls"
+    may_load.set()
+    pull.result(timeout=BOUND)
+    leader.submit([make_request("a", new=1)])
+    for _ in loops:
+        turnstile.wait_for_step()
+    before = [loop.pulse() for loop in loops]
+    assert [loop.pulse() for loop in loops] == before, "both are in the step"
+    for _ in loops:
+        turnstile.open()
+    for loop, pulse in zip(loops, before, strict=True):
+        while loop.pulse() == pulse:
+            pass  # until a heartbeat
+    leader.close().result(timeout=BOUND)
+    follower.close().result(timeout=BOUND)
+
+
 def test_a_decision_out_of_turn_is_refused() -> None:
     lockstep = Lockstep(
-        SimulatedEngine(), rank=1, channel=SoloChannel(), load_publication=lambda _: [], verify=lambda *_: 0
+        SimulatedEngine(), rank=1, channel=DecisionChannel(), load_publication=lambda _: [], verify=lambda *_: 0
     )
-    with pytest.raises(LockstepError, match="rank 1 got decision 1 instead of 0"):
+    with pytest.raises(InvariantError, match="rank 1 got decision 1 instead of 0"):
         lockstep.apply(LoopDecision(sequence=1, action=LoopAction.IDLE, digest=lockstep.digest))
 
 
@@ -195,14 +233,13 @@ def exchange() -> tuple[list[LoopDecision], list[list[str]]]:
         channel.gather_failures(""),
         channel.gather_failures("" if rank == 0 else "rank 1 has no space: ü" * 200),
     ]
-    channel.close()
     dist.destroy_process_group()
     return received, failures
 
 
 def comparable(decision: LoopDecision) -> tuple[object, ...]:
     requests = [
-        (request.prompt_token_ids.tolist(), dataclasses.replace(request, prompt_token_ids=np.zeros(0)))
+        (request.prompt_token_ids.tolist(), dataclasses.replace(request, prompt_token_ids=np.zeros(0, np.int32)))
         for request in decision.admit
     ]
     return [(tokens, str(request)) for tokens, request in requests], dataclasses.replace(decision, admit=())

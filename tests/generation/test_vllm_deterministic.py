@@ -14,10 +14,16 @@ import pytest
 import torch
 from rank_processes import run_on_ranks
 from safetensors.numpy import load_file, save_file
+from torch import Tensor
 from torch.nn.functional import linear
+from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends import cpu_attn
 
 from titan_rl.errors import ConfigError
 from titan_rl.generation.config import GeneratorConfig, check_environment, generator_environment
+from titan_rl.generation.vllm.deterministic import check_rows, halved_linear, one_token_each, row_linear
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 
@@ -55,12 +61,10 @@ def policy(config: TinyPolicyConfig, directory: Path) -> str:
     return str(model)
 
 
-def run_cells(
-    model: str, ranks: int, cells: dict[str, dict[str, Any]], scenario: str = "cells"
-) -> list[dict[str, Any]]:
+def run_cells(model: str, ranks: int, cells: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     cells = {name: {**overrides, "tensor_parallel": ranks} for name, overrides in cells.items()}
     return run_on_ranks(
-        f"vllm_deterministic_scenario:{scenario}",
+        "vllm_deterministic_scenario:cells",
         ranks,
         deterministic=True,
         model=model,
@@ -81,7 +85,7 @@ def different(found: Answers, expected: Answers) -> list[str]:
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     model = policy(SMALL["tied"], tmp_path_factory.mktemp("policy"))
-    return {"model": model, **run_cells(model, 1, {"orders": {}}, "one_cell")[0]}
+    return {"model": model, **run_cells(model, 1, {"orders": {}})[0]}
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +114,6 @@ def test_two_ranks_give_what_one_gives(one: dict[str, Any], two: list[dict[str, 
     for rank in two:
         assert different(rank["two"]["together"], one["orders"]["alone"]) == []
         assert different(rank["two"]["again, from its cache"], one["orders"]["alone"]) == []
-
-
-def test_vllm_still_attends_differently_to_a_prompt_and_to_single_tokens(one: dict[str, Any]) -> None:
-    assert one["queries that tiles change"] > 0, "adapt_attention is no longer needed"
 
 
 # --- the matrix -------------------------------------------------------------------------------------------------------
@@ -157,30 +157,83 @@ def test_torch_still_multiplies_few_rows_in_another_order() -> None:
     assert max(sizes) < 16, "rows are not alike from 16 on: the padding of row_linear is too small"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-class TestProducts:
-    def test_a_row_is_the_same_in_batches_of_every_size(self, one: dict[str, Any], dtype: str) -> None:
-        assert one[dtype]["sizes that change rows"] == []
-
-    def test_columns_are_the_same_on_one_rank_and_on_two(self, one: dict[str, Any], dtype: str) -> None:
-        assert one[dtype]["split columns"]
-
-    def test_one_rank_adds_the_two_halves_that_two_ranks_would(self, one: dict[str, Any], dtype: str) -> None:
-        assert one[dtype]["sum of halves"]
-
-    def test_a_product_is_near_the_true_one(self, one: dict[str, Any], dtype: str) -> None:
-        assert one[dtype]["error"] < {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-5), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("product", [row_linear, halved_linear])
+def test_a_product_is_near_the_true_one_and_each_row_is_as_it_is_alone(product: Any, dtype: str, error: float) -> None:
+    torch.manual_seed(0)
+    kind = getattr(torch, dtype)
+    x, weight, bias = torch.randn(100, 192).to(kind), torch.randn(96, 192).to(kind), torch.randn(96).to(kind)
+    found, true = product(x, weight, bias), linear(x.double(), weight.double(), bias.double())
+    assert float((found.double() - true).abs().max() / true.abs().max()) < error
+    assert torch.equal(found, torch.cat([product(row[None], weight, bias) for row in x]))
 
 
-def test_a_cpu_whose_rows_depend_on_each_other_is_refused_by_name(one: dict[str, Any]) -> None:
-    assert one["refused rows"].startswith("deterministic = true cannot be had on this CPU: proj (torch.float32")
+def test_a_cpu_whose_rows_depend_on_each_other_is_refused_by_name() -> None:
+    layer: Any = torch.nn.Linear(192, 64, bias=False).requires_grad_(False)
+    layer.cpu_linear = lambda x, weight, bias: linear(x, weight, bias) * len(x)
+    with pytest.raises(ConfigError, match=r"deterministic = true cannot be had on this CPU: proj \(torch.float32"):
+        check_rows(torch.nn.ModuleDict({"proj": layer}))
 
 
-def test_tokens_of_several_requests_become_requests_of_one_token(one: dict[str, Any]) -> None:
-    expanded = one["expanded"]
-    assert expanded["query_start_loc"] == list(range(7))
-    assert expanded["seq_lens"] == [5, 6, 7, 3, 1, 2]
-    assert expanded["block_table"] == [[1, 2], [1, 2], [1, 2], [3, 4], [5, 6], [5, 6]]
+def test_tokens_of_several_requests_become_requests_of_one_token() -> None:
+    """Three requests: 3 tokens that end at position 7, one at 3, two from the beginning."""
+    starts = torch.tensor([0, 3, 4, 6], dtype=torch.int32)
+    each = one_token_each(
+        CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=torch.tensor([7, 3, 2], dtype=torch.int32),
+            num_reqs=3,
+            num_actual_tokens=6,
+            max_query_len=3,
+            max_seq_len=7,
+            block_table_tensor=torch.tensor([[1, 2], [3, 4], [5, 6]], dtype=torch.int32),
+            slot_mapping=torch.arange(6),
+        )
+    )
+    assert (each.num_reqs, each.max_query_len, each.query_start_loc.tolist()) == (6, 1, list(range(7)))
+    assert each.seq_lens.tolist() == [5, 6, 7, 3, 1, 2]
+    assert each.block_table_tensor.tolist() == [[1, 2], [1, 2], [1, 2], [3, 4], [5, 6], [5, 6]]
+
+
+def test_vllm_still_attends_differently_to_a_prompt_and_to_single_tokens() -> None:
+    current_platform.import_kernels()
+    assert queries_that_tiles_change() > 0, "adapt_attention is no longer needed"
+
+
+def queries_that_tiles_change(length: int = 1024, heads: int = 4, size: int = 128, block: int = 32) -> int:
+    """Tokens of one prompt for which vLLM's attention kernel gives something else than token by token."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(length, heads, size) for _ in range(3))
+    key_cache, value_cache = (torch.zeros(length // block, heads, block, size) for _ in range(2))
+    isa = cpu_attn._get_attn_isa(torch.float32, block, size, "auto")
+    ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, torch.arange(length), isa)
+
+    def attend(starts: Tensor, seq_lens: Tensor) -> Tensor:
+        count = len(seq_lens)
+        metadata = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=count,
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=size,
+            seq_lens=seq_lens,
+            dtype=torch.float32,
+            query_start_loc=starts,
+            causal=True,
+            sliding_window_size=-1,
+            isa=isa,
+            enable_kv_split=False,
+        )
+        blocks = torch.arange(length // block, dtype=torch.int32).repeat(count, 1)
+        output = torch.empty_like(query)
+        ops.cpu_attention_with_kv_cache(
+            query, key_cache, value_cache, output, starts, seq_lens, 0.1, True, None, -1, blocks, 0.0, metadata, None
+        )
+        return output
+
+    whole = attend(torch.tensor([0, length], dtype=torch.int32), torch.tensor([length], dtype=torch.int32))
+    one_by_one = attend(torch.arange(length + 1, dtype=torch.int32), torch.arange(1, length + 1, dtype=torch.int32))
+    return int((whole != one_by_one).flatten(1).any(1).sum())
 
 
 def test_another_linear_function_is_refused_in_deterministic_mode() -> None:

@@ -24,10 +24,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from titan_rl.errors import TitanError
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.generation.vllm.decode import decoder_of
 from titan_rl.generation.vllm.engine import VllmEngine
 from titan_rl.generation.vllm.imports import LEFT_OUT
-from titan_rl.generation.vllm.scheduler import DecodePlan, Sampled
+from titan_rl.generation.vllm.steps import DecodePlan, StepTokens, decoder_of
 from titan_rl.types import Completion, GenerationRequest, PolicyVersion
 
 LONG_PROMPT = tuple(2 + index * 7 % 11 for index in range(40))
@@ -56,16 +55,13 @@ def drain(engine: VllmEngine, requests: Sequence[GenerationRequest]) -> dict[str
         engine.add(request)
     done: dict[str, Completion] = {}
     while engine.has_work():
-        done |= {completion.request_id: completion for completion in engine.step().finished}
+        before = sum(len(each.tokens) for each in engine._running.values())
+        output = engine.step()
+        done |= {completion.request_id: completion for completion in output.finished}
+        after = sum(len(each.tokens) for each in engine._running.values())
+        after += sum(len(each.token_ids) for each in output.finished)
+        assert len(output.sampled) == after - before, "every token goes into the digest"
     return done
-
-
-def standard_requests(suffix: str = "") -> list[GenerationRequest]:
-    return [
-        make_request(f"greedy{suffix}", new=24, temperature=0.0),
-        make_request(f"long{suffix}", prompt=LONG_PROMPT, new=20, temperature=0.0),
-        *(make_request(f"seeded{index}{suffix}", new=24, seed=100 + index) for index in range(4)),
-    ]
 
 
 def prompt_logprobs(engine: VllmEngine, prompt: Sequence[int]) -> list[float]:
@@ -82,7 +78,12 @@ def prompt_logprobs(engine: VllmEngine, prompt: Sequence[int]) -> list[float]:
 
 
 def scores(engine: VllmEngine) -> dict[str, Any]:
-    completions = drain(engine, standard_requests())
+    requests = [
+        make_request("greedy", new=24, temperature=0.0),
+        make_request("long", prompt=LONG_PROMPT, new=20, temperature=0.0),
+        *(make_request(f"seeded{index}", new=24, seed=100 + index) for index in range(4)),
+    ]
+    completions = drain(engine, requests)
     return {
         "tokens": {name: each.token_ids.tolist() for name, each in completions.items()},
         "logprobs": {name: each.logprobs.tolist() for name, each in completions.items()},
@@ -114,11 +115,9 @@ def swap_equals_fresh(before: Path, after: Path, dtype: str, linear: str) -> dic
     engine = VllmEngine(config(dtype=dtype, linear=linear), before)
     first = scores(engine)
     engine.load_weights(tensors.items(), PolicyVersion(0, 1))
-    not_dropped = drain(engine, [make_request("stale", prompt=LONG_PROMPT, new=20, temperature=0.0)])["stale"]
     engine.drop_cache()
     swapped = scores(engine)
     facts = {"before": first, "swapped": swapped, "wrong_after_load": disagreements(engine, tensors)}
-    facts["stale_logprobs"] = not_dropped.logprobs.tolist()
     engine.close()
     engine = VllmEngine(config(dtype=dtype, linear=linear), after)
     facts["fresh"] = scores(engine)
@@ -183,11 +182,7 @@ def one_engine(model: Path, other: Path) -> dict[str, Any]:
 
     facts["served_by_vllm_alone"] = served_by_vllm_alone(engine)
 
-    together = drain(engine, standard_requests())
-    alone: dict[str, Completion] = {}
-    for request in standard_requests("-alone"):
-        alone |= drain(engine, [request])
-    facts["together"], facts["alone"] = together, alone
+    facts["one"] = drain(engine, [make_request("one", new=2)])["one"]
 
     conventions = [
         make_request("hot", new=24, seed=1, temperature=2.0),
@@ -210,17 +205,6 @@ def one_engine(model: Path, other: Path) -> dict[str, Any]:
     kept_going = completions["kept-going"]
     facts["kept_going"] = kept_going.token_ids.tolist(), kept_going.finish_reason
 
-    stop = int(together["seeded0"].token_ids[10])
-    facts["stop_token"] = stop
-    facts["stopped"] = drain(engine, [make_request("s", new=24, seed=100, stop_token_ids=(stop,))])["s"]
-
-    engine.drop_cache()
-    cold = drain(engine, [make_request("cold", prompt=LONG_PROMPT, new=2)])["cold"]
-    warm = drain(engine, [make_request("warm", prompt=LONG_PROMPT, new=2)])["warm"]
-    engine.drop_cache()
-    dropped = drain(engine, [make_request("dropped", prompt=LONG_PROMPT, new=2)])["dropped"]
-    facts["cached"] = [each.metrics["cached_tokens"] for each in (cold, warm, dropped)]
-    facts["metrics"] = warm.metrics
     for name in ("dropped", "preempted"):
         engine.add(make_request(name, new=8))
         engine.step()
@@ -228,16 +212,10 @@ def one_engine(model: Path, other: Path) -> dict[str, Any]:
             engine.drop_cache()
         else:  # as vLLM does where the cache is full
             engine.llm_engine.engine_core.reset_prefix_cache(reset_running_requests=True)
-    facts["preemptions"] = {name: each.metrics.get("preemptions") for name, each in drain(engine, []).items()}
+    facts["preemptions"] = {
+        name: each.metrics.get("generation/preemptions") for name, each in drain(engine, []).items()
+    }
 
-    for name in ("kept", "aborted"):
-        engine.add(make_request(name, new=24, seed=100))
-    for _ in range(7):
-        engine.step()
-    facts["aborted"] = engine.abort(["aborted", "unknown"])
-    engine.drop_cache()  # the one that stays recomputes its KV
-    facts["kept"] = drain(engine, [])["kept"]
-    facts["after_abort"] = drain(engine, [make_request("again", new=24, seed=100)])["again"]
     facts["slept"] = engine.sleep()
     engine.wake()
 
@@ -257,16 +235,14 @@ def one_engine(model: Path, other: Path) -> dict[str, Any]:
 
 def skipped_tensor(model: Path, other: Path) -> dict[str, Any]:
     """Untied: loads that leave out one tensor each."""
-    engine = VllmEngine(config(linear="vllm_engine_scenario:counted_linear", max_num_batched_tokens=64), model)
+    engine = VllmEngine(config(linear="vllm_engine_scenario:counted_linear"), model)
     tensors = tensors_of(other)
     facts: dict[str, Any] = {}
-    for name in ("lm_head.weight", "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight"):
+    for name in ("lm_head.weight", "model.layers.1.self_attn.k_proj.weight"):
         engine.load_weights(tensors_of(model).items(), PolicyVersion(0, 0))
         engine.load_weights([(each, tensor) for each, tensor in tensors.items() if each != name], PolicyVersion(0, 1))
         facts[name] = disagreements(engine, tensors)
-    # More prompt tokens than one step may prefill, every request seeded.
-    crowd = [make_request(f"r{index}", prompt=LONG_PROMPT[index:], new=4, seed=index) for index in range(10)]
-    facts["crowd"] = sorted(drain(engine, crowd))
+    drain(engine, [make_request("one", new=2)])
     facts["linear_calls"] = _linear_calls
     engine.close()
     return facts
@@ -339,8 +315,8 @@ def state(engine: VllmEngine) -> dict[str, Any]:
 
 
 def essence(completion: Completion) -> tuple[Any, ...]:
-    numbers = [completion.metrics[name] for name in ("prompt_tokens", "cached_tokens")]
-    preemptions = completion.metrics.get("preemptions")
+    numbers = [completion.metrics[name] for name in ("generation/prompt_tokens", "generation/cached_tokens")]
+    preemptions = completion.metrics.get("generation/preemptions")
     return (
         completion.token_ids.tolist(),
         completion.logprobs.tolist(),
@@ -384,13 +360,13 @@ def mixed_life(model: Path, other: Path, *, ours: float) -> dict[str, Any]:
             short[:] = short[0] + 1, short[1] + (plan.change is not None), short[2] + bool(plan.new_blocks)
         return plan
 
-    def stock_take(planned: SchedulerOutput, output: ModelRunnerOutput) -> Sampled:
+    def stock_collect(planned: SchedulerOutput, output: ModelRunnerOutput) -> StepTokens:
         requests = dict(scheduler.requests)
         taken = scheduler.update_from_output(planned, output)
         outputs = taken[0].outputs if taken else []
         for each in outputs:
             requests[each.request_id].prefill_stats = each.prefill_stats
-        return Sampled(
+        return StepTokens(
             [requests[each.request_id] for each in outputs],
             [each.new_token_ids[0] for each in outputs],
             [float(each.new_logprobs.logprobs[0, 0]) for each in outputs],
@@ -399,7 +375,7 @@ def mixed_life(model: Path, other: Path, *, ours: float) -> dict[str, Any]:
 
     scheduler.plan_decode = counted
     if not ours:
-        scheduler.take = stock_take
+        scheduler.collect = stock_collect
     todo = [
         make_request(
             f"r{index}",

@@ -11,19 +11,19 @@ import sys
 
 from titan_rl.config import PlacementConfig
 from titan_rl.errors import ConfigError
-from titan_rl.launch.process import prepare_controller
-from titan_rl.processes import leave
+from titan_rl.processes import run_and_exit
+from titan_rl.supervision.process import prepare_controller
 
 
 async def attach(worker: str, logs: str = "") -> None:
-    from titan_rl.launch.hosts.host import listen_for
-    from titan_rl.launch.provisioner import Provisioner
+    from titan_rl.hosts.host import listen_for
+    from titan_rl.supervision.provisioner import Provisioner
 
     def say(*what: object) -> None:
         print(*what, flush=True)
 
     listens = listen_for(PlacementConfig(hosts=(worker,)))
-    hosts = Provisioner(log_directory=logs, imports=(), spans=bool(logs), on_fault=say, on_stop=say, listens=listens)
+    hosts = Provisioner(log_directory=logs, imports=(), spans=bool(logs), on_fault=say, listens=listens)
     try:
         while True:
             await hosts.attach({"host1": worker}, silent_seconds=5, on_lost=lambda host: say("lost", host.name))
@@ -42,4 +42,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    leave(main)
+    run_and_exit(main)

@@ -75,7 +75,7 @@ def test_a_host_joins_serves_is_lost_comes_back_and_leaves(tmp_path: Path) -> No
         run.until("step ")
         assert "relay1" in run.fleet()
 
-        assert "host1 has left" in run.fleet("drain", "host1")
+        assert "host1 has left" in run.fleet("remove", "host1")
         shown = run.fleet()
         assert "host1" not in shown and "relay1" not in shown and "relay0" in shown
         run.until("step ")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.launch.hosts.agent import News, lock_worker
-from titan_rl.launch.hosts.host import ShippedLogs
-from titan_rl.launch.pulse import MOST_BYTES
+from titan_rl.hosts.agent import News, lock_worker
+from titan_rl.hosts.attached_host import ShippedLogs
+from titan_rl.supervision.pulse import MOST_BYTES
 
 
 def held(file: Path) -> int:
@@ -48,7 +48,7 @@ async def test_a_run_that_does_not_end_is_not_waited_for_longer(tmp_path: Path) 
 
 async def test_an_earlier_agent_of_the_same_run_is_killed(tmp_path: Path) -> None:
     hold = (
-        "import asyncio, sys; from pathlib import Path; from titan_rl.launch.hosts.agent import lock_worker; "
+        "import asyncio, sys; from pathlib import Path; from titan_rl.hosts.agent import lock_worker; "
         "asyncio.run(lock_worker(Path(sys.argv[1]), '/runs/mine', 60.0)); "
         "print('locked', flush=True); input()"
     )

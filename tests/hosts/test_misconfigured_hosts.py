@@ -82,28 +82,6 @@ def test_what_listens_is_no_worker(hosts: Hosts, tmp_path: Path) -> None:
     assert "takes connections and starts nothing" in said and "no `titan-rl worker`" in said
 
 
-def test_a_worker_that_serves_another_run(hosts: Hosts, tmp_path: Path) -> None:
-    used = lend(hosts[1], PORT + 2)
-    program = (
-        "import fcntl, glob, os, sys, time\n"
-        "(scratch,) = glob.glob(f'/tmp/titan_rl-{sys.argv[1]}.*')\n"
-        "fcntl.flock(lock := os.open(scratch + '/agent.lock', os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)\n"
-        "print('locked', flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    inside = [*Path(f"/proc/{used.pid}/status").read_text().split("NSpid:")[1].splitlines()[0].split()][-1]
-    other = hosts[1].run([sys.executable, "-c", program, inside], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert other.stdout.readline() == b"locked\n"
-    try:
-        said = refused(hosts, tmp_path, address=f"{hosts[1].address}:{PORT + 2}")
-    finally:
-        other.kill()
-        other.wait()
-        used.terminate()
-        used.wait()
-    assert "host1 serves another run" in said
-
-
 def test_a_port_that_is_in_use_and_an_address_that_is_not_here(hosts: Hosts) -> None:
     used = lend(hosts[1], PORT + 3)
     try:
@@ -155,12 +133,6 @@ def test_what_a_host_lacks_is_named(what: str, hosts: Hosts, tmp_path: Path) -> 
     assert f"host1 (10.77.0.2:{PORT + 4}) {expected}" in said, said[-2000:]
 
 
-def test_shared_memory_that_is_too_small_on_one_host(hosts: Hosts, tmp_path: Path) -> None:
-    small = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=64k shm /dev/shm && exec "$0" "$@"']
-    said = refused_with_worker(hosts, tmp_path, PORT + 5, small)
-    assert "host1 (10.77.0.2:17005): /dev/shm has 0 MiB free" in said
-
-
 def test_few_open_files_on_one_host(hosts: Hosts, tmp_path: Path) -> None:
     said = refused_with_worker(hosts, tmp_path, PORT + 6, ["sh", "-c", 'ulimit -n 150; exec "$0" "$@"'])
     assert "host1 (10.77.0.2:17006): a process may have 150 open files" in said
@@ -182,42 +154,6 @@ def test_what_the_command_line_alone_shows(
 ) -> None:
     assert train.main(["--recipe", "copy4", "--logging.directory", str(tmp_path), *arguments]) == 2
     assert why in capsys.readouterr().err
-
-
-def test_a_torchrun_whose_other_host_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed import TCPStore
-
-    from titan_rl.errors import ConfigError
-    from titan_rl.launch.hosts import torchrun
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0"}
-    environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    monkeypatch.setattr(torchrun, "MEET_SECONDS", 0.5)
-    with pytest.raises(ConfigError, match="rank 1 of 2 did not come"):
-        torchrun.workers(environ, 2, trusted=True)
-    assert store.get(torchrun.TRUSTED.format(0)) == b"1"
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        environ["MASTER_PORT"] = str(server.getsockname()[1])
-    with pytest.raises(ConfigError, match="rendezvous of the ranks at 127.0.0.1:"):
-        torchrun.workers(environ, 2, trusted=True)
-
-
-def test_all_ranks_of_torchrun_go_by_what_rank_0_says_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed import TCPStore
-
-    from titan_rl.errors import ConfigError
-    from titan_rl.launch.hosts import torchrun
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environ = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "1", "RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    monkeypatch.setattr(torchrun, "_store", lambda environ: store)
-    monkeypatch.setattr(torchrun, "address_towards", lambda peer: "10.77.0.2")
-    monkeypatch.setattr(torchrun, "free_port", lambda address: 17000)
-    with pytest.raises(ConfigError, match=r"cannot use 10\.77\.0\.1 without --trusted-network"):
-        torchrun.workers(environ, 2, trusted=False)
-    with pytest.raises(ConfigError, match=r"cannot use 10\.77\.0\.2 without --trusted-network"):
-        torchrun.serve_rank(environ)
 
 
 def test_ctrl_c_while_a_host_does_not_answer_ends_the_run_at_once(tmp_path: Path) -> None:

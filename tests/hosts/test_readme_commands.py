@@ -1,4 +1,4 @@
-"""launch/README.md, "From laptop to cluster": its commands train over three hosts, as written but for the addresses."""
+"""run/README.md, "From laptop to cluster": its commands train over three hosts, as written but for the addresses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-README = REPOSITORY / "titan_rl" / "launch" / "README.md"
+README = REPOSITORY / "titan_rl" / "run" / "README.md"
 BLOCK = re.compile(r"^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from tests.hosts.namespaces import Hosts, skip_reason
 from tests.hosts.workers import workers
-from titan_rl.observability.trace import TRACE
+from titan_rl.view.spans import TRACE
 
 pytestmark = [
     pytest.mark.skipif(bool(skip_reason()), reason=skip_reason() or "-"),
@@ -89,6 +89,28 @@ def test_a_disturbed_run_over_three_hosts_ends_with_the_weights_of_one_host(tmp_
         timelines = re.findall(r'"([a-z]+)\w*\.0 \(host[12],', trace)
         assert {"agent", "generator", "relay", "rollout"} <= {*timelines}
     assert weights(tmp_path) == on_one_host(tmp_path / "one", *SMALL)
+
+
+@pytest.mark.acceptance
+def test_a_trainer_whose_host_is_lost_with_its_copies_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
+    settings = (*SMALL, "--checkpoint.every", "2")
+    with Hosts(2) as hosts, workers(hosts[1:]) as addresses:
+        where = ["--hosts", *addresses, "--trusted-network", "--placement.trainer", "host1"]
+        run = hosts[0].run(
+            [*TRAIN, *settings, *where, "--logging.directory", str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        lines: list[str] = []
+        for line in run.stdout:
+            lines.append(line)
+            if line.startswith("step") and sum(each.startswith("step") for each in lines) == 2:
+                hosts[1].kill()
+        output = "".join(lines)
+        assert run.wait(60) == 0, output[-4000:]
+    assert "lost trainer: host1 " in output and "going back to the newest checkpoint: " in output, output[-4000:]
+    assert weights(tmp_path) == on_one_host(tmp_path / "one", *settings)
 
 
 @pytest.mark.acceptance

@@ -15,7 +15,7 @@ import pytest
 from namespaces import Host, Hosts, skip_reason
 
 from titan_rl.errors import ConfigError
-from titan_rl.launch.hosts.facts import TLS, transport
+from titan_rl.hosts.facts import TLS, transport
 
 needs_hosts = pytest.mark.skipif(bool(skip_reason()), reason=skip_reason() or "-")
 pytestmark = [
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-MANUAL = Path(__file__).resolve().parents[2] / "titan_rl" / "launch" / "README.md"
+MANUAL = Path(__file__).resolve().parents[2] / "titan_rl" / "run" / "README.md"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 RUN = (
     *("--recipe", "cpu_smoke", "--placement.trainer", "host0"),

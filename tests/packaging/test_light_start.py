@@ -67,6 +67,23 @@ def test_the_command_line_loads_nothing_heavy(arguments):
     assert not loaded_after(run_module("titan_rl.cli"), *arguments) & {*HEAVY}
 
 
+@pytest.mark.parametrize(
+    ("program", "absent"),
+    [
+        ("import titan_rl.generation.engine_loop, titan_rl.generation.engine", {"torch", "vllm", "monarch"}),
+        ("import titan_rl.actors.gateway, titan_rl.gateway.app", {"torch", "vllm", "torchtitan", "transformers"}),
+        ("import titan_rl.gateway.app", {"monarch"}),
+        ("import titan_rl.actors.gateway", {"fastapi", "uvicorn"}),
+        (
+            "from titan_rl.cli import main; assert main(['serve', '--host', '0.0.0.0', '--recipe', 'copy4']) == 2",
+            {"torch", "vllm", "monarch", "fastapi"},
+        ),
+    ],
+)
+def test_a_part_loads_nothing_that_it_does_not_use(program, absent):
+    assert not loaded_after(program) & absent
+
+
 def test_the_console_command_names_a_function_that_exists():
     scripts = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, function = scripts["titan-rl"].partition(":")

@@ -12,11 +12,13 @@ import re
 import shlex
 import subprocess
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from titan_rl.cli import main
 from titan_rl.config_registry import load_recipe
 from titan_rl.overrides import to_toml
 from titan_rl.policy.config import TinyPolicyConfig
@@ -29,11 +31,6 @@ READMES = sorted(
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SAVED_AS = re.compile(r"[Ss]ave this as `([\w.]+)`")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)[^)]*\)")
-RUNNERS = {
-    "titan-rl": ["-m", "titan_rl.cli"],
-    "python": [],
-    "torchrun": ["-m", "torch.distributed.run"],
-}
 DRY = {"train", "serve"}
 """Verbs whose command would start processes."""
 MODELS = re.compile(r"(runs/\S*checkpoint|\bDIR\b|/path/to/[\w.-]+)")
@@ -96,6 +93,28 @@ def run(arguments: list[str], where: Path, **variables: str) -> None:
     assert done.returncode == 0, f"{shlex.join(arguments)}\n{done.stdout}\n{done.stderr}"
 
 
+def run_verb(arguments: list[str], where: Path, **variables: str) -> None:
+    """`titan-rl …` in a fork of this process, which has imported the command line."""
+    log = where / "output.log"
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            sys.stdout, sys.stderr = (os.fdopen(each, "w", buffering=1) for each in (1, 2))
+            os.chdir(where)
+            os.environ.update({"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables})
+            sys.path[:] = [each for each in sys.path if each != str(ROOT / "tests" / "packaging")]
+            code = main(arguments)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0, f"titan-rl {shlex.join(arguments)}\n{log.read_text()}"
+
+
 def run_command(command: str, desk: Path, model: Path) -> None:
     command = MODELS.sub(str(model), command.replace("…", "x"))
     variables = {}
@@ -119,20 +138,19 @@ def run_command(command: str, desk: Path, model: Path) -> None:
         if script.suffix == ".py":
             run([str(script), "--help"], desk, **variables)
         return
-    assert program in RUNNERS, f"{command}: nobody knows how to try {program}"
-    verb = (
-        arguments[0]
-        if program == "titan-rl"
-        else next((w.rpartition(".")[2] for w in arguments if "titan_rl." in w), "")
-    )
+    if program != "titan-rl":  # python -m titan_rl.train, or torchrun … -m titan_rl.train
+        place = next((place for place, word in enumerate(arguments) if word.startswith("titan_rl.")), None)
+        assert program in ("python", "torchrun") and place, f"{command}: nobody knows how to try {program}"
+        if program == "torchrun":
+            dry = ["-m", "torch.distributed.run", *arguments, "--dry-run"]
+            return run(dry, desk, **variables)
+        arguments = [arguments[place].rpartition(".")[2], *arguments[place + 1 :]]
+    verb = arguments[0]
     if verb in ("export", "eval", "replay", "watch"):
         arguments = [verb, "--help"]  # that run has no checkpoint, and has recorded nothing
-    ends_by_itself = {"--help", "--dry-run"} & set(arguments)
-    run(
-        [*RUNNERS[program], *arguments, *(["--dry-run"] if verb in DRY and not ends_by_itself else [])],
-        desk,
-        **variables,
-    )
+    if verb in DRY and not {"--help", "--dry-run"} & {*arguments}:
+        arguments.append("--dry-run")
+    run_verb(arguments, desk, **variables)
 
 
 @pytest.mark.parametrize("readme", READMES, ids=name)

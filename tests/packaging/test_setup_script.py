@@ -163,16 +163,6 @@ def test_a_changed_lock_changes_what_is_installed_and_leaves_the_rest_alone(fini
     assert (finished.site_packages / "probe_a-1.dist-info" / "RECORD").stat().st_mtime_ns == untouched
 
 
-def test_what_an_earlier_start_installed_is_compiled_too(finished):
-    modules = [finished.site_packages / f"{name}.py" for name in ("torch", "probe_a")]
-    compiled = [Path(importlib.util.cache_from_source(str(module))) for module in modules]
-    for each in compiled:
-        each.unlink()
-    finished.write_lock(f"{LOCK}# of a later commit\n")
-    assert finished.set_up()[0] == 0
-    assert all(each.exists() for each in compiled)
-
-
 def test_without_a_stamp_the_environment_is_made_anew(finished):
     (finished.site_packages / "probe_a.py").unlink()
     (finished.site_packages / "leftover.py").touch()

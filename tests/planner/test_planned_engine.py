@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.generation.engine import SimulatedEngine
+from titan_rl.generation.simulated_engine import SimulatedEngine
 from titan_rl.planner.scenario import EngineSpeed, PlannedEngine, Sequence
 from titan_rl.types import GenerationRequest, PolicyVersion, SamplingParams
 
@@ -108,20 +108,14 @@ def test_every_request_finishes_when_the_simulated_engine_finishes_it(seed, coun
     arrivals = [(time, f"r{index}", chance.randint(1, 30)) for index, time in enumerate(times)]
     pulls = [20.0 * k + chance.uniform(0, 8) for k in range(1, chance.randint(1, 5))]
     expected = SteppedEngine(speed).run(list(arrivals), list(pulls))
-    found, engine, _ = planned(speed, arrivals, pulls)
+    found, engine, boundaries = planned(speed, arrivals, pulls)
     assert found.keys() == expected.keys()
     for request_id, (time, first_version) in expected.items():
         assert found[request_id][0] == pytest.approx(time, abs=1e-6)
         assert found[request_id][1] == first_version
     assert engine.sampled_tokens == sum(length for _, _, length in arrivals)
     assert engine.idle
-
-
-def test_a_long_answer_is_one_event():
-    speed = EngineSpeed(seconds_per_step=0.01)
-    found, _, boundaries = planned(speed, [(0.0, "a", 1_000_000)], [])
-    assert found["a"][0] == pytest.approx(10_000)
-    assert boundaries == 2
+    assert boundaries <= 2 * (count + len(pulls) + 1) + len(pulls), "however many tokens lie between, it is one event"
 
 
 def test_prefill_delays_the_step_that_a_request_joins_in():

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -90,12 +86,9 @@ def test_the_same_scenario_gives_the_same_run():
     assert first.seconds == again.seconds and first.ages == again.ages
 
 
-def test_lengths_do_not_depend_on_the_order_in_which_groups_are_asked_for():
+def test_lengths_are_a_function_of_seed_and_group():
     lengths = LogNormal(100, 1.0, most=500, seed=5)
-    assert [lengths(i, 4) for i in (3, 1, 2)] == [lengths(i, 4) for i in (1, 2, 3)][2:] + [
-        lengths(1, 4),
-        lengths(2, 4),
-    ]
+    assert [lengths(i, 4) for i in (3, 1)] == [lengths(i, 4) for i in (1, 3)][::-1]
 
 
 def test_lengths_can_be_read_from_a_file(tmp_path):
@@ -110,27 +103,3 @@ def test_a_file_that_holds_no_lengths_is_a_wrong_config(tmp_path, text):
     file.write_text(text)
     with pytest.raises(ConfigError):
         Recorded.read(file)
-
-
-def test_memory_holds_what_is_in_flight_and_not_what_has_passed():
-    """1,500 more steps are 24,000 more requests: at 10 bytes each the second run would not pass. In a process of its
-    own, because everything that other threads allocate would count."""
-    program = f"""
-import sys, tracemalloc
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from planner_examples import small
-from titan_rl.planner.simulation import simulate
-for steps in (1, 1500, 3000):  # the first fills caches
-    tracemalloc.start()
-    simulate(small(max_staleness=2, window=6, steps=steps))
-    print(tracemalloc.get_traced_memory()[1])
-    tracemalloc.stop()
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    _, half, whole = map(int, done.stdout.split())
-    assert whole < half + 200_000
-
-
-def test_trained_lengths_are_those_of_the_population():
-    result = simulate(small(lengths=LogNormal(60, 1.2, most=2000), max_staleness=2, window=8, steps=400))
-    assert result.trained_length / result.population_length == pytest.approx(1, abs=0.01)

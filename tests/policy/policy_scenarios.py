@@ -12,6 +12,7 @@ import numpy as np
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import StorageError, TrainingError
 from titan_rl.policy.config import LossConfig, OptimizerConfig, TrainerConfig
+from titan_rl.policy.token_score_recorder import TokenScoreRecorder
 from titan_rl.types import NO_VERSION, TrainingSample
 
 VOCAB = 13
@@ -70,6 +71,19 @@ def mixed_batch() -> SampleBatch:
     return SampleBatch.of(samples + group(rng, 10, 20, [0, 3, 9]))
 
 
+def batch_of(step: int) -> SampleBatch:
+    """Another batch in every step: other advantages and behaviour logprobs on the same tokens."""
+    rng = np.random.default_rng(step)
+    return SampleBatch.of(
+        replace(
+            sample,
+            advantage=float(rng.standard_normal()),
+            logprobs=np.where(sample.loss_mask, sample.logprobs + 0.1 * rng.standard_normal(), 0).astype(np.float32),
+        )
+        for sample in mixed_batch().samples
+    )
+
+
 def one_token_batch() -> SampleBatch:
     return SampleBatch.of([sample(np.random.default_rng(5), 0, 4, 1)])
 
@@ -90,9 +104,31 @@ def updater(model_path: str, config: TrainerConfig, **kwargs: Any):
     return PolicyUpdater(config, model_path=Path(model_path), **kwargs)
 
 
-def train(policy_updater: Any, batch: SampleBatch) -> dict[str, float]:
+def train(policy_updater: Any, batch: SampleBatch, kept: TokenScoreRecorder | None = None) -> dict[str, float]:
     """One step, planned as the controller plans it."""
-    return policy_updater.train_step(batch, policy_updater.plan(batch))
+    return policy_updater.train_step(batch, policy_updater.plan(batch), kept)
+
+
+def names_of(batch: SampleBatch) -> list[tuple[int, int]]:
+    return [(sample.group_id, sample.sample) for sample in batch.samples]
+
+
+def logprobs_of(policy_updater: Any, batch: SampleBatch) -> dict[tuple[int, int], np.ndarray]:
+    """Of this rank's trained tokens, before the step that this costs."""
+    kept = TokenScoreRecorder(names_of(batch))
+    train(policy_updater, batch, kept)
+    return {name: scores.logprobs for name, scores in kept.scores.items()}
+
+
+def sampled_with(batch: SampleBatch, logprobs: dict[tuple[int, int], np.ndarray], shift: float = 0.0) -> SampleBatch:
+    """The batch as if an engine had sampled it with these logprobs of the trained tokens, moved by a shift."""
+
+    def resampled(sample: TrainingSample) -> TrainingSample:
+        array = np.zeros(len(sample.token_ids), np.float32)
+        array[sample.loss_mask] = logprobs[sample.group_id, sample.sample] + np.float32(shift)
+        return replace(sample, logprobs=array)
+
+    return SampleBatch.of(map(resampled, batch.samples))
 
 
 def shards_of(policy_updater) -> list[tuple]:
@@ -120,10 +156,30 @@ def assemble(ranks: list[list[tuple]]) -> dict[str, np.ndarray]:
     return whole
 
 
+def gradients(before: list[list[tuple]], after: list[list[tuple]]) -> dict[str, np.ndarray]:
+    """Of a `REVEALING` step, from all ranks' shards."""
+    old, new = assemble(before), assemble(after)
+    return {name: gradient_of(old[name], new[name]) for name in old}
+
+
+def relative_error(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> float:
+    """The largest relative error (2-norm) of any tensor."""
+    assert got.keys() == wanted.keys()
+    return max(np.linalg.norm(got[name] - wanted[name]) / np.linalg.norm(wanted[name]) for name in wanted)
+
+
+def transformer(path: Path) -> Any:
+    """The same policy as transformers computes it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+
+
 def layout(
     model_path: str, save_to: str, data_parallel: int, tensor_parallel: int, batches: list[str]
 ) -> dict[str, Any]:
-    """One parallel layout: weights as loaded, after one step on each batch (from the start), metrics, logprobs."""
+    """One parallel layout: weights as loaded; of one step on each batch (from the start) weights, metrics, logprobs."""
     config = trainer(data_parallel, tensor_parallel, optimizer=REVEALING)
     result: dict[str, Any] = {}
     for name in batches:
@@ -131,9 +187,10 @@ def layout(
         if "loaded" not in result:
             result["loaded"] = shards_of(policy)
             result["aliases"] = policy.aliases
-            result["logprobs"] = policy.logprobs(mixed_batch())
-            result["loaded after logprobs"] = shards_of(policy)
-        result[name, "metrics"] = train(policy, BATCHES[name]())
+        batch = BATCHES[name]()
+        kept = TokenScoreRecorder(names_of(batch))
+        result[name, "metrics"] = train(policy, batch, kept)
+        result[name, "logprobs"] = {sample: scores.logprobs for sample, scores in kept.scores.items()}
         result[name, "weights"] = shards_of(policy)
     policy.save_hf(Path(save_to))
     policy.save_hf(Path(save_to))  # again, over the first
@@ -238,11 +295,6 @@ def one_rank(model_path: str, broken: dict[str, str], loss_file: str) -> dict[st
     result["steps after errors"] = policy.step + roomy.step + narrow.step
 
     batch = mixed_batch()
-    result["packed"] = roomy.logprobs(batch)
-    result["alone"] = {}
-    for index in range(len(batch)):
-        result["alone"] |= roomy.logprobs(batch.select([index]))
-
     result["loaded"] = shards_of(policy)
     for name, config in {
         "plain": trainer(1, 1, optimizer=REVEALING),
@@ -268,19 +320,6 @@ def one_rank(model_path: str, broken: dict[str, str], loss_file: str) -> dict[st
     result["lr"] = [train(policy, one_token_batch())["lr"] for _ in range(10)]
 
     policy = updater(model_path, trainer(1, 1, optimizer=OptimizerConfig(lr=1e-3)))
-    first = policy.logprobs(batch)
-    fresh = SampleBatch.of(
-        TrainingSample(
-            group_id=entry.group_id,
-            sample=entry.sample,
-            token_ids=entry.token_ids,
-            loss_mask=entry.loss_mask,
-            logprobs=np.where(entry.loss_mask, first[entry.group_id, entry.sample], 0).astype(np.float32),
-            versions=np.where(entry.loss_mask, 0, NO_VERSION).astype(np.int64),
-            advantage=entry.advantage,
-            reward=0.0,
-        )
-        for entry in batch.samples
-    )
+    fresh = sampled_with(batch, logprobs_of(updater(model_path, trainer(1, 1)), batch))
     result["on-policy"] = [train(policy, fresh), train(policy, fresh)]
     return result

@@ -75,6 +75,11 @@ def test_metrics_are_sums_over_tokens():
         (LossConfig(kwargs={"clip": 0.2}), "clip"),
         (LossConfig(kwargs={"clip_low": 1.5}), "clip_low"),
         (LossConfig(kwargs={"clip_high": -1}), "clip_high"),
+        (LossConfig(kwargs={"sequence_low": 2.0, "sequence_high": 1.0}), "sequence_low"),
+        (LossConfig(name="tis", kwargs={"cap": 0.5}), "cap"),
+        (LossConfig(name="decoupled_ppo", kwargs={"weight_cap": 1.0}), "weight_cap"),
+        (LossConfig(name="decoupled_ppo", kwargs={"clip_low": 0.2}), "clip_low"),
+        (LossConfig(name="policy_gradient", kwargs={"clip_low": 0.2}), "clip_low"),
     ],
 )
 def test_a_loss_that_cannot_be_built_is_a_config_error(config, word):

@@ -64,12 +64,12 @@ def attend(batch: MicroBatch) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     return seen.detach(), tuple(table.grad for table in tables)
 
 
-@given(st.lists(groups, min_size=1, max_size=4), st.booleans())
-@example([([0, 1, 2, 0], [[(1, True)], [(1, True), (2, True)], [(1, True)]])], False)  # answers of one token
-@example([([0, 1, 2, 0], [[], [(1, True)], [(2, False), (1, True)]])], False)  # the prompt alone is a sample
-def test_sharing_changes_no_document(described, every_token):
+@given(st.lists(groups, min_size=1, max_size=4))
+@example([([0, 1, 2, 0], [[(1, True)], [(1, True), (2, True)], [(1, True)]])])  # answers of one token
+@example([([0, 1, 2, 0], [[], [(1, True)], [(2, False), (1, True)]])])  # the prompt alone is a sample
+def test_sharing_changes_no_document(described):
     samples = samples_of(described)
-    shared, apart = (pack(samples, CPU, share=share, every_token=every_token) for share in (True, False))
+    shared, apart = (pack(samples, CPU, share=share) for share in (True, False))
     assert apart.key_rows is None and not any(run.shared for run in apart.runs)
     for name in ("targets", "behaviour_logprobs", "advantages", "samples", "versions"):
         assert torch.equal(getattr(shared, name), getattr(apart, name)), name

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from bitwise_scenarios import batch_of
-from policy_scenarios import shards_of, train, trainer, updater
+from policy_scenarios import batch_of, shards_of, train, trainer, updater
 
 from titan_rl.errors import CheckpointError, StorageError
 from titan_rl.policy import state_copies
@@ -183,7 +182,7 @@ def test_a_step_that_is_done_again_after_a_death_gives_the_same_bits(
             with pytest.raises(Death):
                 policy.copy_state(copies)
         policy, copies = policies(coefficient), copies_in(tmp_path)
-        policy.go_on_from_copy(copies, PolicyVersion(0, step))
+        policy.restore_from_copies(copies, PolicyVersion(0, step))
         assert report_of(policy, step) == expected[step]
         policy.copy_state(copies)
     for one, other in zip(shards_of(policy), shards_of(undisturbed), strict=True):

@@ -160,7 +160,6 @@ def test_making_one_imports_no_torch(tmp_path):
         ({"symbols": ""}, "symbols"),
         ({"kv_heads": 3}, "kv_heads"),
         ({"head_dim": 31}, "head_dim"),
-        ({"layers": 0}, "layers"),
     ],
 )
 def test_a_config_that_makes_no_policy_is_refused(tmp_path, change, word):

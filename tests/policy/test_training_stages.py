@@ -3,20 +3,49 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from policy_ranks import Results, Scenario, cells
-from policy_scenarios import assemble, gradient_of, mixed_batch
-from stage_scenarios import COEFFICIENT, TEMPERATURE, WARMUP, demonstrations
-from transformers import AutoModelForCausalLM
+from policy_scenarios import (
+    REVEALING,
+    assemble,
+    gradients,
+    logprobs_of,
+    mixed_batch,
+    names_of,
+    relative_error,
+    sampled_with,
+    shards_of,
+    train,
+    trainer,
+    transformer,
+    updater,
+)
+from support.ranks import Results, Scenario, cells
 
-from titan_rl.errors import TrainingError
-from titan_rl.policy.config import TinyPolicyConfig
+from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.errors import TitanError, TrainingError
+from titan_rl.policy.config import (
+    KLConfig,
+    LogprobAlarmConfig,
+    LossConfig,
+    OptimizerConfig,
+    TinyPolicyConfig,
+    WarmupConfig,
+)
+from titan_rl.policy.models.checkpoint import load_weights
 from titan_rl.policy.models.tiny import make_tiny_policy
+from titan_rl.policy.token_score_recorder import TokenScoreRecorder
+from titan_rl.types import NO_VERSION
+
+TEMPERATURE = 0.7
+COEFFICIENT = 0.5
+WARMUP = WarmupConfig(steps=6, batch=8, lr=1e-2, lr_warmup_steps=2)
 
 REFERENCE_LAYOUTS = [(1, 1), (2, 1), (1, 2)]
 LAYOUTS = [*REFERENCE_LAYOUTS, (2, 2)]
@@ -25,6 +54,121 @@ LEFT_OUT = [("reference", 1, 2), ("warm-up", 2, 1), ("warm-up", 1, 2)]
 """By CI; (2, 2) goes both ways."""
 reference_layouts = pytest.mark.parametrize("layout", cells(REFERENCE_LAYOUTS, ci=[(1, 1), (2, 1)]), ids=str)
 layouts = pytest.mark.parametrize("layout", cells(LAYOUTS, ci=[(1, 1), (2, 2)]), ids=str)
+
+
+def outcome(action: Any) -> Any:
+    try:
+        return action()
+    except TitanError as error:
+        return error
+
+
+def against_reference(
+    model_path: str, other_path: str, data_parallel: int, tensor_parallel: int, estimators: list[str]
+) -> dict[str, Any]:
+    """Steps against a frozen copy of the start, and gradients against another policy."""
+    result: dict[str, Any] = {}
+    batch = mixed_batch()
+    plain = trainer(data_parallel, tensor_parallel, kl=KLConfig(coefficient=COEFFICIENT))
+
+    free = replace(plain, optimizer=OptimizerConfig(lr=1e-4), kl=KLConfig(coefficient=1e-3))
+    policy = updater(model_path, free, temperature=TEMPERATURE)
+    before = shards_of(policy)
+    result["without a reference"] = outcome(lambda: train(policy, batch))
+    result["untouched"] = all((old[1] == new[1]).all() for old, new in zip(before, shards_of(policy), strict=True))
+    policy.freeze_reference()
+    result["steps"] = [train(policy, batch) for _ in range(4)]
+    policy.freeze_reference()
+    result["against itself"] = train(policy, batch)["reference_kl_k3"]
+
+    for estimator in estimators:
+        config = replace(
+            plain,
+            optimizer=REVEALING,
+            loss=LossConfig(name="policy_gradient"),
+            kl=KLConfig(coefficient=COEFFICIENT, estimator=estimator),
+        )
+        policy = updater(other_path, config, temperature=TEMPERATURE)
+        policy.freeze_reference()
+        load_weights(policy._policy, Path(model_path))
+        result["loaded"] = shards_of(policy)
+        result[estimator, "metrics"] = train(policy, batch)
+        result[estimator, "weights"] = shards_of(policy)
+    return result
+
+
+def demonstrations() -> SampleBatch:
+    """Samples as a warm-up gets them: nothing of them was sampled by a policy."""
+    return SampleBatch.of(
+        replace(
+            sample,
+            logprobs=np.zeros_like(sample.logprobs),
+            versions=np.full_like(sample.versions, NO_VERSION),
+            advantage=0.0,
+        )
+        for sample in mixed_batch().samples
+    )
+
+
+def warm_up(model_path: str, save_to: str, data_parallel: int, tensor_parallel: int) -> dict[str, Any]:
+    """The whole warm-up, then one RL step; the same RL step from the weights that the warm-up saved."""
+    batch = demonstrations()
+    config = trainer(data_parallel, tensor_parallel, warmup=WARMUP, optimizer=OptimizerConfig(lr=1e-3))
+    policy = updater(model_path, config, temperature=TEMPERATURE)
+    result: dict[str, Any] = {"loaded": shards_of(policy)}
+    result["steps"] = [policy.warm_up_step(batch, policy.plan(batch)) for _ in range(WARMUP.steps)]
+    result["version"] = policy.step
+    result["warmed"] = shards_of(policy)
+    policy.save_hf(Path(save_to))
+    result["first"] = train(policy, mixed_batch())
+    result["trained"] = shards_of(policy)
+    result["too late"] = outcome(lambda: policy.warm_up_step(batch, policy.plan(batch)))
+    fresh = updater(save_to, config, temperature=TEMPERATURE)
+    result["fresh first"] = train(fresh, mixed_batch())
+    result["fresh trained"] = shards_of(fresh)
+    cold = updater(model_path, trainer(data_parallel, tensor_parallel))
+    result["not configured"] = outcome(lambda: cold.warm_up_step(batch, cold.plan(batch)))
+    result["no reference configured"] = outcome(cold.freeze_reference)
+    return result
+
+
+def tied_and_uneven(model_path: str, save_to: str, adapted: bool) -> float:
+    """The largest difference between this rank's logprobs after a step and those of the checkpoint saved then."""
+    from titan_rl.policy.models.titan_adaptation import choose_device
+
+    choose_device("cpu")
+    import titan_rl.policy.models.model as model
+
+    batch = mixed_batch()
+    original = model.share_padding_of_tied_shards
+    with mock.patch.object(model, "share_padding_of_tied_shards", original if adapted else lambda module: None):
+        policy = updater(model_path, trainer(2, 2, optimizer=OptimizerConfig(lr=1e-2)))
+        train(policy, batch)
+        policy.save_hf(Path(save_to))
+        mine = logprobs_of(policy, batch)
+        saved = logprobs_of(updater(save_to, trainer(2, 2)), batch)
+    return max(float(np.abs(mine[key] - saved[key]).max()) for key in mine if mine[key].size)
+
+
+def one_rank(model_path: str) -> dict[str, Any]:
+    """The alarm, and the decoupled loss."""
+    result: dict[str, Any] = {}
+    batch = mixed_batch()
+    config = trainer(1, 1, optimizer=REVEALING, loss=LossConfig(name="decoupled_ppo", kwargs={"weight_cap": 2.0}))
+    policy = updater(model_path, config, temperature=TEMPERATURE)
+    result["loaded"] = shards_of(policy)
+    kept = TokenScoreRecorder(names_of(batch))
+    result["decoupled", "metrics"] = train(policy, batch, kept)
+    result["kept"] = kept.scores
+    result["decoupled", "weights"] = shards_of(policy)
+
+    logprobs = logprobs_of(updater(model_path, trainer(1, 1)), batch)
+    for name, shift in (("equal", 0.0), ("off", 0.2), ("far off", 0.6)):
+        policy = updater(model_path, trainer(1, 1, logprob_alarm=LogprobAlarmConfig(stop_mean=0.5)))
+        shifted = sampled_with(batch, logprobs, shift)
+        result[name] = outcome(lambda policy=policy, shifted=shifted: train(policy, shifted))
+        result[name, "weights"] = shards_of(policy)
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -44,33 +188,15 @@ def results(paths, tmp_path_factory) -> Results:
         if (data, tensor) in REFERENCE_LAYOUTS:
             estimators = [estimator for *layout, estimator in ESTIMATES if layout == [data, tensor]]
             other = {"other_path": str(paths["other"]), "estimators": estimators}
-            scenarios["reference", data, tensor] = Scenario("reference", data * tensor, start | sizes | other)
+            scenarios["reference", data, tensor] = Scenario(against_reference, data * tensor, start | sizes | other)
         saved = {"save_to": str(directory / f"warm-{data}-{tensor}")}
-        scenarios["warm-up", data, tensor] = Scenario("warm_up", data * tensor, start | sizes | saved)
+        scenarios["warm-up", data, tensor] = Scenario(warm_up, data * tensor, start | sizes | saved)
     for adapted in (True, False):
         scenarios["uneven", adapted] = Scenario(
-            "tied_and_uneven", 4, start | {"save_to": str(directory / f"uneven-{adapted}"), "adapted": adapted}
+            tied_and_uneven, 4, start | {"save_to": str(directory / f"uneven-{adapted}"), "adapted": adapted}
         )
-    scenarios["one rank"] = Scenario("one_rank", 1, start)
-    for scenario in scenarios.values():
-        scenario.module, scenario.keep_world = "stage_scenarios", True
-    by_ranks = dict(sorted(scenarios.items(), key=lambda entry: entry[1].ranks))
-    return Results(by_ranks, by_ranks.keys() - set(LEFT_OUT), directory)
-
-
-def gradients(before: list[Any], after: list[Any]) -> dict[str, np.ndarray]:
-    old, new = assemble(before), assemble(after)
-    return {name: gradient_of(old[name], new[name]) for name in old}
-
-
-def relative(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> float:
-    """The largest relative error (2-norm) of any tensor."""
-    assert got.keys() == wanted.keys()
-    return max(np.linalg.norm(got[name] - wanted[name]) / np.linalg.norm(wanted[name]) for name in wanted)
-
-
-def transformer(path: Path) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    scenarios["one rank"] = Scenario(one_rank, 1, start)
+    return Results(scenarios, scenarios.keys() - set(LEFT_OUT), directory)
 
 
 def trained_logprobs(model: torch.nn.Module, sample: Any, temperature: float = TEMPERATURE) -> torch.Tensor:
@@ -111,7 +237,7 @@ def test_the_gradient_with_a_kl_term_is_the_naive_one(results, paths, case):
         values["k3"] += ((-difference).exp() - 1 + difference).sum().item()
     (loss / batch.trained_tokens).backward()
     got = gradients([rank["loaded"] for rank in ranks], [rank[estimator, "weights"] for rank in ranks])
-    assert relative(got, gradients_of(model)) < 2e-5
+    assert relative_error(got, gradients_of(model)) < 2e-5
     for rank in ranks:
         metrics = rank[estimator, "metrics"]
         for name, value in values.items():
@@ -142,7 +268,7 @@ def test_the_warm_up_is_adamw_on_the_cross_entropy_of_the_responses(results, pat
         adamw.step()
     warmed, loaded = (assemble([rank[key] for rank in ranks]) for key in ("warmed", "loaded"))
     wanted = {name: parameter.detach().numpy() - loaded[name] for name, parameter in model.named_parameters()}
-    assert relative({name: warmed[name] - loaded[name] for name in loaded}, wanted) < 0.02
+    assert relative_error({name: warmed[name] - loaded[name] for name in loaded}, wanted) < 0.02
     assert all(rank["steps"] == ranks[0]["steps"] for rank in ranks)
 
 
@@ -192,13 +318,13 @@ def test_the_decoupled_loss_has_the_gradient_of_decoupled_ppo(results, paths):
     loss, dropped = torch.zeros(()), 0
     for sample in batch.samples:
         mask = sample.loss_mask
-        weight = np.exp(alone["scored"][sample.group_id, sample.sample][mask] - sample.logprobs[mask])
+        weight = np.exp(alone["kept"][sample.group_id, sample.sample].logprobs - sample.logprobs[mask])
         dropped += int((weight > 2.0).sum())
         weight = torch.from_numpy(np.where(weight > 2.0, 0, weight))
         loss = loss - (weight * sample.advantage * trained_logprobs(model, sample)).sum()
     (loss / batch.trained_tokens).backward()
     got = gradients([alone["loaded"]], [alone["decoupled", "weights"]])
-    assert relative(got, gradients_of(model)) < 2e-5
+    assert relative_error(got, gradients_of(model)) < 2e-5
     assert dropped
     assert alone["decoupled", "metrics"]["clip_share"] == pytest.approx(dropped / batch.trained_tokens)
 

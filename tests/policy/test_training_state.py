@@ -12,22 +12,60 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from policy_ranks import Results, Scenario, cells
-from policy_scenarios import assemble
-from training_state_scenarios import SAVED_AT
+from policy_scenarios import assemble, batch_of, shards_of, train, trainer, updater
+from support.ranks import Results, Scenario, cells
 
 from titan_rl.errors import CheckpointError, StorageError
-from titan_rl.policy.config import TinyPolicyConfig
+from titan_rl.policy.config import KLConfig, OptimizerConfig, TinyPolicyConfig, TrainerConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
-from titan_rl.policy.training_state import StateWriter, read_state, read_weights
+from titan_rl.policy.training_state import WEIGHTS, StateWriter, read_state, read_tensors
 from titan_rl.processes import join_world
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 """Data parallel, tensor parallel. 13 tokens of vocabulary are divided unevenly in each but the first."""
 OTHERS = [((2, 2), (1, 1)), ((2, 2), (2, 1)), ((2, 2), (1, 2)), ((1, 1), (2, 2))]
 """Written by the first, read by the second."""
+IN_CI = [((2, 2), (2, 2)), OTHERS[0], OTHERS[-1]]
+
+SAVED_AT, STEPS = 2, 4
 
 Outcome = dict[str, Any]
+
+
+def config(data_parallel: int, tensor_parallel: int) -> TrainerConfig:
+    rates = OptimizerConfig(lr=1e-3, warmup_steps=3, decay_ratio=0.5, min_lr_factor=0.1)
+    return trainer(data_parallel, tensor_parallel, optimizer=rates, kl=KLConfig(coefficient=0.1))
+
+
+def steps(policy: Any, first: int) -> list[dict[str, float]]:
+    reports = [train(policy, batch_of(step)) for step in range(first, STEPS)]
+    for report in reports:
+        del report["seconds"]
+    return reports
+
+
+def save(model_path: str, directory: str, data_parallel: int, tensor_parallel: int) -> dict[str, Any]:
+    """Train on while the state is being written, for the second time."""
+    policy = updater(model_path, config(data_parallel, tensor_parallel))
+    policy.freeze_reference()
+    for step in range(SAVED_AT):
+        train(policy, batch_of(step))
+        if not step:
+            policy.begin_save(Path(f"{directory}, before"))
+    before = shards_of(policy)
+    policy.begin_save(Path(directory))
+    reports = steps(policy, SAVED_AT)
+    policy.finish_save()
+    return {"saved": before, "end": shards_of(policy), "reports": reports}
+
+
+def restore(model_path: str, directory: str, data_parallel: int, tensor_parallel: int) -> dict[str, Any]:
+    policy = updater(model_path, config(data_parallel, tensor_parallel))
+    policy.restore(Path(directory), 1)
+    where = (policy.incarnation, policy.step)
+    before = shards_of(policy)
+    reports = steps(policy, SAVED_AT)
+    return {"saved": before, "end": shards_of(policy), "reports": reports, "where": where}
 
 
 @pytest.fixture(scope="module")
@@ -36,33 +74,45 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(directory: Path) -> Results:
+def ways(directory: Path) -> tuple[Results, Results]:
+    """By layout, what was saved; by the layout that saved it and the one that reads it, what was restored."""
     model = str(make_tiny_policy(TinyPolicyConfig(), directory / "policy"))
-    scenarios = {
-        (name, written, layout): Scenario(
-            name,
+
+    def scenario(function: Any, written: tuple[int, int], layout: tuple[int, int]) -> Scenario:
+        return Scenario(
+            function,
             layout[0] * layout[1],
             {
+                "directory": f"{directory}/{written}",
                 "model_path": model,
-                "directory": str(directory / f"{written}"),
                 "data_parallel": layout[0],
                 "tensor_parallel": layout[1],
             },
-            module="training_state_scenarios",
         )
-        for name, written, layout in [
-            *(("saved", layout, layout) for layout in LAYOUTS),
-            *(("restored", layout, layout) for layout in LAYOUTS),
-            *(("restored", written, layout) for written, layout in OTHERS),
-        ]
-    }
-    ci = {name for name in scenarios if set(name[1:]) <= {(1, 1), (2, 2)}} - {("restored", (1, 1), (1, 1))}
-    return Results(scenarios, ci, directory)
+
+    for name in ("saved", "restored"):
+        (directory / name).mkdir()
+    saving = {layout: scenario(save, layout, layout) for layout in LAYOUTS}
+    pairs = [*((layout, layout) for layout in LAYOUTS), *OTHERS]
+    restoring = {pair: scenario(restore, *pair) for pair in pairs}
+    return (
+        Results(saving, {(1, 1), (2, 2)}, directory / "saved"),
+        Results(restoring, IN_CI, directory / "restored"),
+    )
 
 
 def outcome(ranks: list[Outcome]) -> Outcome:
     """Rank 0's, with the weights of all."""
     return ranks[0] | {moment: assemble([rank[moment] for rank in ranks]) for moment in ("saved", "end")}
+
+
+def saved_and_restored(
+    ways: tuple[Results, Results], written: tuple[int, int], layout: tuple[int, int]
+) -> tuple[Outcome, Outcome]:
+    saved, restored = ways
+    for each in [written] if (written, layout) in IN_CI else LAYOUTS:
+        saved[each]  # what is restored together must have been saved
+    return outcome(saved[written]), outcome(restored[written, layout])
 
 
 def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
@@ -72,8 +122,8 @@ def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> Non
 
 
 @pytest.mark.parametrize("layout", cells(LAYOUTS, ci=[(2, 2)]))
-def test_the_same_layout_goes_on_bit_for_bit(found, layout):
-    saved, restored = outcome(found["saved", layout, layout]), outcome(found["restored", layout, layout])
+def test_the_same_layout_goes_on_bit_for_bit(ways, layout):
+    saved, restored = saved_and_restored(ways, layout, layout)
     assert restored["where"] == (1, SAVED_AT)
     assert_same(saved["saved"], restored["saved"])
     assert_same(saved["end"], restored["end"])
@@ -81,9 +131,9 @@ def test_the_same_layout_goes_on_bit_for_bit(found, layout):
 
 
 @pytest.mark.parametrize("layouts", cells(OTHERS, ci=[OTHERS[0], OTHERS[-1]]), ids=str)
-def test_another_layout_reads_the_same_bits_and_goes_on_closely(found, layouts):
+def test_another_layout_reads_the_same_bits_and_goes_on_closely(ways, layouts):
     written, layout = layouts
-    saved, restored = outcome(found["saved", written, written]), outcome(found["restored", written, layout])
+    saved, restored = saved_and_restored(ways, written, layout)
     assert_same(saved["saved"], restored["saved"])
     for name, end in saved["end"].items():
         moved = np.abs(end - saved["saved"][name]).max()
@@ -94,9 +144,9 @@ def test_another_layout_reads_the_same_bits_and_goes_on_closely(found, layouts):
     assert saved["reports"][-1]["lr"] == restored["reports"][-1]["lr"]
 
 
-def test_the_whole_weights_are_read_without_ranks(found, directory):
-    saved = outcome(found["saved", (2, 2), (2, 2)])["saved"]
-    assert_same(saved, {name: tensor.numpy() for name, tensor in read_weights(directory / "(2, 2)").items()})
+def test_the_whole_weights_are_read_without_ranks(ways, directory):
+    saved = outcome(ways[0][2, 2])["saved"]
+    assert_same(saved, {name: tensor.numpy() for name, tensor in read_tensors(directory / "(2, 2)", WEIGHTS).items()})
 
 
 def test_a_state_that_cannot_be_written_or_read_is_an_error_of_ours(tmp_path, monkeypatch):
@@ -136,5 +186,5 @@ def test_what_the_files_of_a_state_say_is_not_run(tmp_path):
         read_state({"model.a": torch.ones(3), "step": 1}, state)
     (state / ".metadata").write_bytes(pickle.dumps(evil))
     with pytest.raises(CheckpointError, match="refers to .*mkdir"):
-        read_weights(state)
+        read_tensors(state, "")
     assert not Path(evil.mark).exists()

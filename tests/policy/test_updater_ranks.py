@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import policy_scenarios as scenario
 import pytest
 import torch
-from policy_ranks import Results, Scenario, cells
-from policy_scenarios import BATCHES, assemble, gradient_of, mixed_batch
+from policy_scenarios import BATCHES, assemble, gradients, mixed_batch, relative_error, transformer
 from safetensors.numpy import load_file, save_file
+from support.ranks import Results, Scenario, cells
 from transformers import AutoModelForCausalLM
 
 from titan_rl.errors import ConfigError, TrainingError
@@ -93,7 +94,7 @@ def results(paths, directory) -> Results:
     scenarios: dict[Any, Scenario] = {}
     for policy, data, tensor in CASES:
         scenarios[policy, data, tensor] = Scenario(
-            "layout",
+            scenario.layout,
             data * tensor,
             {
                 "model_path": str(paths[policy]),
@@ -105,14 +106,14 @@ def results(paths, directory) -> Results:
         )
     for data, tensor in LAYOUTS[1:]:
         sizes = {"data_parallel": data, "tensor_parallel": tensor}
-        scenarios["spoilt", data, tensor] = Scenario("spoilt_batch", data * tensor, tied | sizes)
+        scenarios["spoilt", data, tensor] = Scenario(scenario.spoilt_batch, data * tensor, tied | sizes)
         if (data, tensor) != (1, 2):
-            scenarios["bfloat16", data, tensor] = Scenario("bfloat16", data * tensor, tied | sizes)
+            scenarios["bfloat16", data, tensor] = Scenario(scenario.bfloat16, data * tensor, tied | sizes)
     scenarios["one rank"] = Scenario(
-        "one_rank", 1, tied | {"broken": broken_checkpoints(paths[TIED], directory), "loss_file": str(loss_file)}
+        scenario.one_rank, 1, tied | {"broken": broken_checkpoints(paths[TIED], directory), "loss_file": str(loss_file)}
     )
-    scenarios["without plain sums"] = Scenario("without_plain_sums", 2, tied)
-    scenarios["default backend"] = Scenario("with_default_backend", 2, tied)
+    scenarios["without plain sums"] = Scenario(scenario.without_plain_sums, 2, tied)
+    scenarios["default backend"] = Scenario(scenario.with_default_backend, 2, tied)
     left_out = {(TIED, 2, 1), (TIED, 1, 2), ("spoilt", 1, 2), ("bfloat16", 2, 1)}
     return Results(scenarios, scenarios.keys() - left_out, directory)
 
@@ -122,21 +123,13 @@ def alone(results) -> dict[str, Any]:
     return results["one rank"][0]
 
 
-def gradients(ranks: list[Any], batch: str) -> dict[str, np.ndarray]:
-    before = assemble([rank["loaded"] for rank in ranks])
-    after = assemble([rank[batch, "weights"] for rank in ranks])
-    return {name: gradient_of(before[name], after[name]) for name in before}
-
-
-def relative(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> float:
-    """The largest relative error (2-norm) of any tensor."""
-    assert got.keys() == wanted.keys()
-    return max(np.linalg.norm(got[name] - wanted[name]) / np.linalg.norm(wanted[name]) for name in wanted)
+def gradients_on(ranks: list[Any], batch: str) -> dict[str, np.ndarray]:
+    return gradients([rank["loaded"] for rank in ranks], [rank[batch, "weights"] for rank in ranks])
 
 
 def reference(path: Path, batch) -> tuple[torch.nn.Module, list[torch.Tensor], list[torch.Tensor]]:
     """transformers' model, and per sample the logprobs [L - 1] and entropies of what follows each token."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    model = transformer(path)
     logprobs, entropies = [], []
     for entry in batch.samples:
         tokens = torch.from_numpy(entry.token_ids.astype(np.int64))
@@ -150,11 +143,10 @@ def reference(path: Path, batch) -> tuple[torch.nn.Module, list[torch.Tensor], l
 @every_case
 def test_every_layout_loads_exactly_the_checkpoint(results, paths, case):
     stored = load_file(paths[case[0]] / "model.safetensors")
-    for key in ("loaded", "loaded after logprobs"):
-        loaded = assemble([rank[key] for rank in results[case]])
-        assert loaded.keys() == stored.keys()
-        for name in stored:
-            np.testing.assert_array_equal(loaded[name], stored[name])
+    loaded = assemble([rank["loaded"] for rank in results[case]])
+    assert loaded.keys() == stored.keys()
+    for name in stored:
+        np.testing.assert_array_equal(loaded[name], stored[name])
 
 
 def test_a_tied_head_is_an_alias_and_not_a_shard(results):
@@ -167,7 +159,7 @@ def test_a_tied_head_is_an_alias_and_not_a_shard(results):
 @pytest.mark.parametrize("case", cells([case for case in CASES if case[1:] != (1, 1)], ci=BOTH_WAYS), ids=str)
 def test_gradients_do_not_depend_on_the_ranks(results, case):
     for batch in batches_of(case[0]):
-        error = relative(gradients(results[case], batch), gradients(results[case[0], 1, 1], batch))
+        error = relative_error(gradients_on(results[case], batch), gradients_on(results[case[0], 1, 1], batch))
         assert error < 1e-5, batch
 
 
@@ -203,7 +195,7 @@ def test_the_clipped_gradient_is_the_one_derived_by_hand(results, paths, case):
     (loss / batch.trained_tokens).backward()
     assert {(True, True, True), (False, False, True), (True, False, False), (False, True, False)} <= sides
     wanted = {name: parameter.grad.numpy().astype(np.float64) for name, parameter in model.named_parameters()}
-    assert relative(gradients(results[case], "mixed"), wanted) < 2e-5
+    assert relative_error(gradients_on(results[case], "mixed"), wanted) < 2e-5
     norm = np.sqrt(sum(np.sum(gradient**2) for gradient in wanted.values()))
     assert results[case][0]["mixed", "metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
@@ -214,12 +206,12 @@ def test_logprobs_equal_those_of_transformers(results, paths, case):
     _, wanted, _ = reference(paths[case[0]], batch)
     got: dict = {}
     for rank in results[case]:
-        got |= rank["logprobs"]
+        got |= rank["mixed", "logprobs"]
     assert len(got) == len(batch)
     for entry, logprobs in zip(batch.samples, wanted, strict=True):
         array = got[entry.group_id, entry.sample]
-        assert array.dtype == np.float32 and array[0] == 0
-        np.testing.assert_allclose(array[1:], logprobs.detach().numpy(), atol=3e-6)
+        assert array.dtype == np.float32
+        np.testing.assert_allclose(array, logprobs.detach().numpy()[entry.loss_mask[1:]], atol=3e-6)
 
 
 @every_case
@@ -319,18 +311,9 @@ def test_a_batch_that_cannot_be_trained_is_refused_before_anything_changes(alone
     assert alone["steps after errors"] == 0
 
 
-def test_packed_logprobs_equal_those_alone(alone):
-    assert alone["packed"].keys() == alone["alone"].keys()
-    for key, packed in alone["packed"].items():
-        np.testing.assert_allclose(packed, alone["alone"][key], atol=2e-6)
-
-
 @pytest.mark.parametrize("other", ["checkpointed", "one micro-batch"])
 def test_memory_settings_do_not_change_the_update(alone, other):
-    before = assemble([alone["loaded"]])
-    plain, changed = (assemble([alone[name, "weights"]]) for name in ("plain", other))
-    wanted = {name: gradient_of(before[name], plain[name]) for name in before}
-    assert relative({name: gradient_of(before[name], changed[name]) for name in before}, wanted) < 1e-5
+    assert relative_error(gradients_on([alone], other), gradients_on([alone], "plain")) < 1e-5
 
 
 def test_a_custom_loss_is_named_by_its_file(alone):

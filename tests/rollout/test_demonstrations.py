@@ -8,8 +8,7 @@ from titan_rl.environments.sort import Sort
 from titan_rl.errors import TaskError
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import EOS_ID, make_tiny_policy
-from titan_rl.rollout.samples import demonstration_sample
-from titan_rl.types import NO_VERSION, GroupRequest, Message, PolicyVersion, Purpose, SamplingParams
+from titan_rl.types import NO_VERSION, GroupRequest, PolicyVersion, Purpose, SamplingParams
 
 SHOWN = f"{TASKS / 'shown.py'}:Shown"
 
@@ -85,16 +84,3 @@ async def test_a_demonstration_that_is_too_long_is_refused_by_its_number(digits)
     async with runner(digits, SHOWN, max_model_len=8) as group_runner:
         with pytest.raises(TaskError, match="demonstration 0 has 10 tokens"):
             await group_runner.run_group(demonstrations(0, 1), nothing_is_sampled)
-
-
-async def test_a_task_without_demonstrations_says_so(digits):
-    async with runner(digits, "copy") as group_runner:
-        with pytest.raises(TaskError, match="Copy has no method `demonstration`"):
-            await group_runner.run_group(demonstrations(0, 1), nothing_is_sampled)
-
-
-def test_what_the_policy_is_to_say_is_what_it_would_have_sampled(digits):
-    renderer = SymbolRenderer(digits)
-    sample = demonstration_sample(3, 1, renderer, [Message("user", "12=")], [Message("assistant", "12")])
-    assert sample.token_ids.tolist()[3:] == renderer.say(Message("assistant", "12")) == [3, 4, EOS_ID]
-    assert (sample.group_id, sample.sample) == (3, 1)

@@ -1,21 +1,16 @@
 """What fails in a group, what that costs, and how rollouts are compared without it (12 s)."""
 
 import asyncio
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from support.rollouts import UNRULY, ScriptedPolicy, digits_but, request, runner, sample_of
 
 from titan_rl.errors import ConfigError, GeneratorFailed, RequestError
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
-from titan_rl.rollout.config import RolloutConfig
 from titan_rl.rollout.rollouter import Rollouter
-from titan_rl.types import (
-    Completion,
-    FinishReason,
-)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +29,7 @@ async def test_a_grader_that_fails_costs_its_own_group_only(model_path, how):
             group_runner.run_group(request(1, samples=2), policy), group_runner.run_group(request(2, samples=2), policy)
         )
     assert all("score of train prompt 1: " in rollout.error for rollout in bad.rollouts)
-    assert all(len(rollout.graph.completions) == 1 and rollout.messages for rollout in bad.rollouts)  # kept
+    assert all(len(each.turns) == 1 and each.messages for each in bad.trajectories)  # kept
     assert bad.samples == ()
     assert [rollout.error for rollout in good.rollouts] == ["", ""] and len(good.samples) == 2
 
@@ -43,14 +38,14 @@ async def test_a_group_reports_the_processes_that_died_since_the_last_one(model_
     policy = ScriptedPolicy(model_path)
     async with runner(model_path, f"{UNRULY}:Unruly", kwargs={"behaviour": {"1": "crash"}}) as group_runner:
         results = [await group_runner.run_group(request(group, samples=2), policy) for group in range(3)]
-    assert [result.restarts for result in results] == [0, 4, 0]
+    assert [result.restarts for result in results] == [0, 2, 0]
 
 
 async def test_a_prompt_that_cannot_be_made_fails_its_group(model_path):
     kwargs = {"behaviour": {"1": "example raise"}}
     async with runner(model_path, f"{UNRULY}:Unruly", kwargs=kwargs) as group_runner:
         result = await group_runner.run_group(request(1), ScriptedPolicy(model_path))
-    assert [("boom" in rollout.error, rollout.graph.completions) for rollout in result.rollouts] == [(True, [])] * 4
+    assert [("boom" in rollout.error, rollout.turn_count) for rollout in result.rollouts] == [(True, 0)] * 4
 
 
 async def test_a_refused_request_costs_its_rollout_and_the_others_are_compared_without_it(model_path):
@@ -118,6 +113,36 @@ async def test_a_time_limit_of_ones_own_is_not_taken_for_the_rollouts(model_path
     assert all("the rollouter raised TimeoutError" in rollout.error for rollout in result.rollouts)
 
 
+async def test_a_rollouter_that_returns_no_record_fails_its_rollouts(model_path):
+    async with runner(model_path, rollouter=f"{__file__}:Forgetful") as group_runner:
+        result = await group_runner.run_group(request(0, samples=2), ScriptedPolicy(model_path))
+    assert {each.error for each in result.rollouts} == {"the rollouter returned NoneType, expected RolloutRecord"}
+
+
+class Forgetful(Rollouter):
+    async def roll_out(self, group, sample, generate, rollout):
+        await super().roll_out(group, sample, generate, rollout)
+
+
+async def test_a_rollouter_of_an_older_version_is_told_by_name_what_to_change(model_path):
+    async with runner(model_path, rollouter=f"{__file__}:Older") as group_runner:
+        result = await group_runner.run_group(request(0, samples=2), ScriptedPolicy(model_path))
+    assert result.rollouts[0].error.startswith("Older.turns is no longer a part of Rollouter: `rollout.trajectory`")
+
+    async def complete(self, turns, prompt, generate, rollout): ...
+
+    for member in ({"turns": lambda self, request: None}, {"complete": complete}):
+        with pytest.raises(ConfigError, match=r"turns` is no longer|\.turns is no longer"):
+            type("Older", (Rollouter,), member)
+
+
+class Older(Rollouter):
+    async def roll_out(self, group, sample, generate, rollout):
+        turns = self.turns(self.request(group, sample))
+        await self.complete(turns, rollout.prompt, generate, rollout)
+        return rollout.ended(sample, "stop", score=await rollout.score())
+
+
 class Impatient(Rollouter):
     async def roll_out(self, group, sample, generate, rollout):
         raise TimeoutError("mine")
@@ -136,12 +161,6 @@ class Generous(Rollouter):
         return replace(await super().roll_out(group, sample, generate, rollout), reward=(0.0, 1.0, 2.0, 1e308)[sample])
 
 
-def test_settings_that_cannot_be_are_refused():
-    for wrong in ({"seconds": -1.0}, {"max_sampled_tokens": -1}, {"advantage_epsilon": -1e-4}):
-        with pytest.raises(ConfigError, match=f"rollout.{next(iter(wrong))}"):
-            RolloutConfig(**wrong)
-
-
 async def test_a_generator_that_fails_fails_the_group(model_path):
     def answer(a_request):
         return GeneratorFailed("engine 1 is gone") if sample_of(a_request) == 1 else "1"
@@ -150,18 +169,3 @@ async def test_a_generator_that_fails_fails_the_group(model_path):
         with pytest.raises(GeneratorFailed, match="engine 1 is gone"):
             await group_runner.run_group(request(0), ScriptedPolicy(model_path, answer))
         assert len((await group_runner.run_group(request(1), ScriptedPolicy(model_path))).samples) == 4
-
-
-async def test_an_aborted_completion_is_not_trained(model_path):
-    async def aborted(a_request):
-        return Completion(
-            request_id=a_request.request_id,
-            token_ids=np.array([3], dtype=np.int32),
-            logprobs=np.zeros(1, dtype=np.float32),
-            versions=np.zeros(1, dtype=np.int64),
-            finish_reason=FinishReason.ABORT,
-        )
-
-    async with runner(model_path) as group_runner:
-        result = await group_runner.run_group(request(0), aborted)
-    assert result.samples == () and all("aborted" in rollout.error for rollout in result.rollouts)

@@ -1,7 +1,6 @@
 """Whole groups, from a prompt's index to advantages and training samples, with a scripted policy (8 s)."""
 
 import asyncio
-import functools
 import os
 
 import pytest
@@ -10,15 +9,13 @@ from support.rollouts import EOS, TASKS, UNRULY, ScriptedPolicy, request, runner
 
 from titan_rl.chat.renderer import SymbolRenderer
 from titan_rl.errors import ConfigError, TaskError
+from titan_rl.loop.recording import choose_evaluated
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig
 from titan_rl.rollout.group_runner import GroupRunner
-from titan_rl.rollout.record import choose_evaluated, conversation, record, transcript
 from titan_rl.rollout.report import report_of
 from titan_rl.rollout.rollouter import Rollouter
-from titan_rl.sandbox.host_process import ForkedProcess
-from titan_rl.sandbox.wire import EnvironmentSetup
 from titan_rl.seeding import prompt_digest, request_seed
 from titan_rl.types import (
     NO_VERSION,
@@ -27,6 +24,7 @@ from titan_rl.types import (
     Purpose,
     SamplingParams,
 )
+from titan_rl.view.conversation import transcript
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +44,7 @@ async def test_a_group_becomes_rewards_advantages_and_samples(model_path):
         result = await group_runner.run_group(request(5), ScriptedPolicy(model_path, answer))
     assert [rollout.reward for rollout in result.rollouts] == [1.0, 0.0, 0.0, 0.0]
     assert result.rollouts[0].reward_parts == {"positions_equal": 1.0, "exact_match": 1.0}
-    assert result.rollouts[0].messages == (Message("user", prompt[0] + "="), Message("assistant", prompt[0]))
+    assert result.trajectories[0].messages == [Message("user", prompt[0] + "="), Message("assistant", prompt[0])]
     first = result.samples[0]
     assert first.token_ids.tolist() == [*(int(digit) + 2 for digit in prompt[0]), 12, *first.token_ids[:4], EOS]
     assert first.loss_mask.tolist() == [False] * 5 + [True] * 5
@@ -73,26 +71,6 @@ async def test_a_request_says_all_that_routing_and_sampling_need(model_path):
     assert {each.sampling for each in policy.requests} == {SamplingParams(max_new_tokens=6, stop_token_ids=(EOS,))}
 
 
-async def test_thirty_two_groups_cost_two_messages_to_user_code(model_path, monkeypatch):
-    patient = functools.partial(EnvironmentSetup, slow_seconds=100.0)
-    monkeypatch.setattr("titan_rl.rollout.group_runner.EnvironmentSetup", patient)
-    lists, send = [], ForkedProcess.send
-
-    def sent(process, calls):
-        lists.append(len(calls))
-        send(process, calls)
-
-    monkeypatch.setattr(ForkedProcess, "send", sent)
-    policy = ScriptedPolicy(model_path)
-    async with runner(model_path, step_seconds=400.0) as group_runner:
-        results = await asyncio.gather(
-            *(group_runner.run_group(request(index, samples=8), policy) for index in range(32))
-        )
-    assert sum(len(result.samples) for result in results) == 256
-    assert lists[0] == 32 and sum(lists) == 32 + 256  # all prompts, then all rewards
-    assert len(lists) < 32
-
-
 async def test_evaluation_plays_the_held_out_list_and_trains_nothing(model_path):
     policy = ScriptedPolicy(model_path)
     async with runner(model_path, held_out=50) as group_runner:
@@ -105,7 +83,7 @@ async def test_evaluation_plays_the_held_out_list_and_trains_nothing(model_path)
         beyond = await group_runner.run_group(request(50, purpose=Purpose.EVALUATE, samples=1), policy)
     assert all(result.samples == () for result in results)
     assert all("exact_match" in result.rollouts[0].reward_parts for result in results)
-    assert len({result.rollouts[0].messages[0] for result in results}) == 50
+    assert len({result.trajectories[0].messages[0] for result in results}) == 50
     assert {each.sampling.temperature for each in policy.requests} == {0.0}
     assert "no held-out prompt 50" in beyond.rollouts[0].error
 
@@ -114,19 +92,19 @@ async def test_a_record_of_an_evaluation_shows_what_was_asked_said_and_wanted(mo
     async def recorded(group_runner, index):
         asked = request(index, purpose=Purpose.EVALUATE, samples=1)
         result = await group_runner.run_group(asked, policy)
-        (chosen,) = choose_evaluated([report_of(asked, result, ())])
-        return record(0, chosen, conversation(result, 0, group_runner.renderer.decode, rollouts=1), {})
+        (chosen,) = choose_evaluated(0, [report_of(asked, result, ())])
+        return result.describe(chosen, group_runner.renderer.decode, count=1)
 
     policy = ScriptedPolicy(model_path, lambda a_request: "7")
     async with runner(model_path, f"{TASKS / 'double.py'}:Double", held_out=50) as group_runner:
         found = await recorded(group_runner, 3)
     (asked,) = policy.requests
-    assert [each["content"] for each in found["messages"]] == ["3=", "7"] and found["wanted"] == "6"
-    assert found["turns"][0]["seed"] == request_seed(11, Purpose.EVALUATE, 3, 0, prompt_digest(asked.prompt_token_ids))
-    (branch,) = found["branches"]
-    assert branch["texts"] == ["3", "=", "7", "<eos>"] and branch["trained"] == [0, 0, 1, 1]
-    assert branch["logprobs"] == [None, None, -0.5, -0.5] and branch["versions"] == ["", "", "v3", "v3"]
-    assert branch["trainer_logprobs"] is branch["weights"] is None
+    assert [each["content"] for each in found.messages] == ["3=", "7"] and found.wanted == "6"
+    assert found.turns[0].seed == request_seed(11, Purpose.EVALUATE, 3, 0, prompt_digest(asked.prompt_token_ids))
+    (branch,) = found.branches
+    assert branch.texts == ["3", "=", "7", "<eos>"] and branch.trained == [0, 0, 1, 1]
+    assert branch.logprobs == [None, None, -0.5, -0.5] and branch.versions == ["", "", "v3", "v3"]
+    assert branch.trainer_logprobs is branch.weights is None
     async with runner(model_path, f"{UNRULY}:Countdown", held_out=3) as group_runner:
         said = transcript(await recorded(group_runner, 2))
     assert "→ 'assistant: 7  user: 1=  assistant: 7  user: 2=  assistant: 7  user: 3='" in said
@@ -156,7 +134,7 @@ async def test_a_history_that_cannot_be_extended_is_rendered_anew_and_becomes_a_
         ([6, equals, seven, 3, equals, seven, 4, equals, seven, EOS], 2),
     ]
     reported = report_of(request(4, samples=1), result, ())
-    assert reported.rollouts[0].branches == 3 and reported.rollouts[0].turns == 3
+    assert reported.rollouts[0].branch_count == 3 and reported.rollouts[0].turn_count == 3
 
 
 async def test_branches_of_a_rollout_are_samples_with_numbers_of_their_own(model_path):
@@ -173,7 +151,7 @@ class Forking(Rollouter):
 
     async def roll_out(self, group, sample, generate, rollout):
         played = await super().roll_out(group, sample, generate, rollout)
-        await self.complete(self.turns(self.request(group, sample)), rollout.prompt, generate, rollout)
+        await self.complete(rollout.prompt, generate, rollout)
         return played
 
 
@@ -184,7 +162,7 @@ async def test_a_conversation_goes_on_from_its_exact_tokens(model_path, cls):
         result = await group_runner.run_group(request(4, samples=1), policy)
     (rollout,) = result.rollouts
     assert rollout.error == ""
-    assert [message.content for message in rollout.messages] == ["4=", "7", "1=", "7", "2=", "7", "3="]
+    assert [message.content for message in result.trajectories[0].messages] == ["4=", "7", "1=", "7", "2=", "7", "3="]
     assert rollout.reward == 3.0  # the state came back, of a class that only the task's file knows
     seven, equals = 9, 12
     assert result.samples[0].token_ids.tolist() == [6, equals, seven, EOS, 3, equals, seven, EOS, 4, equals, seven, EOS]
@@ -205,35 +183,20 @@ async def test_processes_that_die_between_turns_lose_no_conversation(model_path)
 
     async def policy(a_request):
         if a_request.request_id.split("-")[3] == "1" and not killed:
-            host = group_runner.sandbox.pid
+            host = group_runner.pool.pid
             killed.extend([host, *descendants(host)])
             os.kill(host, 9)
             for pid in killed:
                 assert await asyncio.to_thread(ends, pid)
+            while not group_runner.pool.restarts:
+                await asyncio.sleep(0)
         return await scripted(a_request)
 
     scripted = ScriptedPolicy(model_path, lambda a_request: "7")
     async with runner(model_path, f"{UNRULY}:Countdown") as group_runner:
-        result = await group_runner.run_group(request(4, samples=2), policy)
-        assert len(killed) >= 3 and group_runner.sandbox.restarts > 0  # the host, a keeper, what it keeps
-    assert [(rollout.error, rollout.reward) for rollout in result.rollouts] == [("", 3.0)] * 2
-
-
-async def test_a_conversation_is_cut_after_max_turns(model_path):
-    async with runner(model_path, f"{UNRULY}:Countdown", max_turns=2) as group_runner:
-        result = await group_runner.run_group(request(4, samples=1), ScriptedPolicy(model_path))
-    assert len(result.rollouts[0].graph.completions) == 2 and result.rollouts[0].reward == 2.0
-
-
-async def test_a_conversation_ends_where_the_model_has_no_room_left(model_path):
-    policy = ScriptedPolicy(model_path, lambda a_request: "7")
-    async with runner(model_path, f"{UNRULY}:Countdown", max_model_len=7) as group_runner:
         result = await group_runner.run_group(request(4, samples=1), policy)
-        assert [each.sampling.max_new_tokens for each in policy.requests] == [5, 1]
-        assert len(result.samples[0].token_ids) == 7 and result.rollouts[0].error == ""
-    async with runner(model_path, f"{UNRULY}:Countdown", max_model_len=2) as group_runner:
-        result = await group_runner.run_group(request(4, samples=1), policy)
-        assert "leaves no room" in result.rollouts[0].error
+        assert len(killed) >= 3 and group_runner.pool.restarts > 0  # the host, a reaper and its child
+    assert [(rollout.error, rollout.reward) for rollout in result.rollouts] == [("", 3.0)]
 
 
 async def test_a_prompt_with_a_foreign_character_is_an_error_that_names_it(model_path):
@@ -249,7 +212,7 @@ async def test_a_users_task_is_one_file(model_path):
 
     async with runner(model_path, f"{TASKS / 'double.py'}:Double", kwargs={"factor": 3}) as group_runner:
         result = await group_runner.run_group(request(7), ScriptedPolicy(model_path, answer))
-    assert result.rollouts[1].messages == (Message("user", "107="), Message("assistant", "321"))
+    assert result.trajectories[1].messages == [Message("user", "107="), Message("assistant", "321")]
     assert [rollout.reward for rollout in result.rollouts] == pytest.approx([0.05, 1.025, 0.05, 1.025])
     assert result.rollouts[1].reward_parts == {"exact_match": 1.0, "brief": 0.25}
 
@@ -275,7 +238,7 @@ async def test_a_users_rollouter_plays_its_own_way_and_its_bugs_cost_one_rollout
 
 async def test_a_rollouter_that_is_none_is_refused(model_path):
     with pytest.raises(ConfigError, match="rollout.rollouter"):
-        async with runner(model_path, rollouter="titan_rl.rollout.report:Rollout"):
+        async with runner(model_path, rollouter="titan_rl.rollout.report:GroupReport"):
             pass
 
 
@@ -284,7 +247,7 @@ async def test_the_runs_seed_reaches_an_environment_that_wants_one(model_path):
     for kwargs in ({}, {"seed": 11}, {"seed": 12}):
         async with runner(model_path, kwargs=kwargs) as group_runner:
             result = await group_runner.run_group(request(0, samples=1), ScriptedPolicy(model_path))
-            prompts.add(result.rollouts[0].messages[0])
+            prompts.add(result.trajectories[0].messages[0])
     assert len(prompts) == 2  # the run's seed is 11
 
 

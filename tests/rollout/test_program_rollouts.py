@@ -3,40 +3,49 @@
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from support.processes import ends
-from support.rollouts import TASKS, UNRULY, completion, request
+from support.rollouts import TASKS, completion, request
 from support.rollouts import runner as any_runner
 
 from titan_rl.errors import ActorFailed, ActorGone, ConfigError, GeneratorFailed
+from titan_rl.isolation.wire import CallKind, UserCall
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.rollout.config import AgentsConfig
-from titan_rl.rollout.report import report_of
-from titan_rl.rollout.turns import RolloutRecord, RolloutRequest, Turn
-from titan_rl.sandbox.wire import Call, CallKind
+from titan_rl.rollout.samples import Turn
+from titan_rl.rollout.trajectory import RolloutRequest, Trajectory
 from titan_rl.types import Endpoint, FinishReason, Message, Purpose, StopReason
 
 ASKED, ANSWERED, ADDED, ENDED = [3, 12], [4, 1], [5, 12], [6, 1]
-CONVERSATION = (Message("user", "1="), Message("assistant", "2"), Message("user", "3="), Message("assistant", "4"))
+CONVERSATION = [Message("user", "1="), Message("assistant", "2"), Message("user", "3="), Message("assistant", "4")]
 
 
-def call(prompt, sampled, *, anew=False) -> Turn:
+def call(prompt, sampled, **known) -> Turn:
     return Turn(
         prompt_token_ids=np.array(prompt, dtype=np.int32),
         completion=completion("of a program", sampled),
         message=Message("assistant", ""),
         finish_reason=FinishReason.STOP,
-        anew=anew,
+        **known,
     )
 
 
-def record(*turns, refused=None, **told) -> RolloutRecord:
-    return RolloutRecord(turns=turns, messages=CONVERSATION if turns else (), refused=refused, **told)
+def record(*turns, failure="", misread="") -> Callable[[RolloutRequest], Trajectory]:
+    """What every session of a scripted gateway has when it is closed."""
+
+    def closed(a_request: RolloutRequest) -> Trajectory:
+        trajectory = Trajectory(a_request, None, run_seed=0, max_model_len=0)
+        trajectory.turns, trajectory.finish_reasons = [*turns], [turn.finish_reason for turn in turns]
+        trajectory.failure, trajectory.misread = failure, misread
+        trajectory.close().messages = [*CONVERSATION] if turns else []
+        return trajectory
+
+    return closed
 
 
 TWO_TURNS = record(call(ASKED, ANSWERED), call(ASKED + ANSWERED + ADDED, ENDED))
@@ -50,8 +59,8 @@ def model_path(tmp_path_factory):
 class ScriptedSessions:
     """A gateway at which every session has the same record; what fails is what a test says."""
 
-    def __init__(self, told=TWO_TURNS, *, refuses=None, breaks=None):
-        self.told, self.refuses, self.breaks = told, refuses, breaks
+    def __init__(self, played=TWO_TURNS, *, refuses=None, breaks=None):
+        self.played, self.refuses, self.breaks = played, refuses, breaks
         self.requests = []
         self.closed = []
         self.most_open = 0
@@ -78,7 +87,7 @@ class ScriptedSessions:
         self.closing.set()
         await self.may_close.wait()
         self.closed.append(session_id)
-        return self.told
+        return self.played(next(each for each in self.requests if each.session_id == session_id))
 
     def all_closed_once(self) -> bool:
         return sorted(self.closed) == sorted(each.session_id for each in self.requests)
@@ -104,7 +113,8 @@ async def test_what_a_program_asked_is_trained_and_its_state_is_graded(model_pat
     sessions = ScriptedSessions()
     async with runner(model_path, sessions, max_turns=5, max_sampled_tokens=9) as group_runner:
         result = await play(group_runner, 7)
-    assert [(each.error, each.reward, each.messages) for each in result.rollouts] == [("", 1.0, CONVERSATION)] * 2
+    assert [(each.error, each.reward) for each in result.rollouts] == [("", 1.0)] * 2
+    assert [each.messages for each in result.trajectories] == [CONVERSATION] * 2
     assert [sample.token_ids.tolist() for sample in result.samples] == [ASKED + ANSWERED + ADDED + ENDED] * 2
     assert result.samples[0].loss_mask.tolist() == [False, False, True, True] * 2
     assert {(each.max_turns, each.max_sampled_tokens, each.sample) for each in sessions.requests} == {
@@ -117,36 +127,22 @@ async def test_what_a_program_asked_is_trained_and_its_state_is_graded(model_pat
 
 
 async def test_the_order_in_which_open_calls_are_answered_changes_nothing_that_is_trained(model_path):
-    first, second = call([2, 3], ANSWERED), replace(call([2, 4], ENDED), seed=1)
+    first, second = call([2, 3], ANSWERED), call([2, 4], ENDED, seed=1)
     later = call([2, 3, *ANSWERED, 5], ENDED)
     trained = []
     for turns in ((first, second, later), (second, first, later), (first, later, second)):
         async with runner(model_path, ScriptedSessions(record(*turns))) as group_runner:
             result = await play(group_runner, samples=1)
-        trained.append([each.token_ids.tolist() for each in result.samples] + [result.rollouts[0].seeds])
+        trained.append([each.token_ids.tolist() for each in result.samples])
     assert trained == trained[:1] * 3
-
-
-async def test_held_out_prompts_are_played_by_programs_too(model_path):
-    async with runner(model_path, ScriptedSessions(), held_out=2) as group_runner:
-        result = await play(group_runner, 1, samples=1, purpose=Purpose.EVALUATE)
-    assert [(rollout.error, rollout.reward) for rollout in result.rollouts] == [("", 1.0)]
-    assert result.samples == ()
 
 
 async def test_a_program_that_asks_nothing_is_graded_over_its_prompt_and_trains_nothing(model_path):
     async with runner(model_path, ScriptedSessions(record())) as group_runner:
         result = await play(group_runner, 3)
-    assert [(each.error, each.messages) for each in result.rollouts] == [("", (Message("user", "3="),))] * 2
+    assert [each.error for each in result.rollouts] == ["", ""]
+    assert [each.messages for each in result.trajectories] == [[Message("user", "3=")]] * 2
     assert result.samples == ()
-
-
-async def test_prompts_that_were_rendered_anew_are_reported(model_path):
-    sessions = ScriptedSessions(record(call(ASKED, ANSWERED), call([9], ENDED, anew=True)))
-    async with runner(model_path, sessions) as group_runner:
-        result = await play(group_runner, samples=1)
-    (reported,) = report_of(request(samples=1), result, ()).rollouts
-    assert (reported.turns, reported.branches, reported.rendered_anew) == (2, 2, 1)
 
 
 async def test_a_worker_runs_no_more_programs_at_once_than_it_may(model_path):
@@ -169,9 +165,9 @@ async def test_a_program_that_fails_costs_its_rollout_whose_turns_are_kept(model
     sessions = ScriptedSessions()
     async with runner(model_path, sessions, behaviour={"0": how}) as group_runner:
         result, other = await asyncio.gather(play(group_runner, 0), play(group_runner, 1))
-    for rollout in result.rollouts:
+    for rollout, trajectory in zip(result.rollouts, result.trajectories, strict=True):
         assert reason in rollout.error
-        assert len(rollout.graph.completions) == 2 and rollout.messages == CONVERSATION
+        assert len(trajectory.turns) == 2 and trajectory.messages == CONVERSATION
     assert result.samples == () and [rollout.error for rollout in other.rollouts] == ["", ""]
 
 
@@ -189,7 +185,7 @@ async def test_a_program_that_neither_asks_nor_returns_is_ended(model_path, hear
         sessions.idled.set()
         (rollout,) = (await playing).rollouts
         assert "its program neither asked nor returned for 17 s and was ended" in rollout.error
-        assert len(rollout.graph.completions) == 2
+        assert rollout.turn_count == 2
         assert rollout.stop_reason is StopReason.TIMEOUT
         assert await asyncio.to_thread(ends, pid)
 
@@ -215,9 +211,9 @@ async def test_a_program_past_the_rollouts_limit_is_ended_and_its_turns_are_kept
         playing = asyncio.ensure_future(play(group_runner, samples=1))
         (pid,) = await heard.numbers("burning")
         rollout_limits[0].reschedule(asyncio.get_running_loop().time())
-        (rollout,) = (await playing).rollouts
-        assert rollout.error == "was not over within rollout.seconds (4321 s)"
-        assert len(rollout.graph.completions) == 2 and rollout.messages == CONVERSATION
+        result = await playing
+        assert result.rollouts[0].error == "was not over within rollout.seconds (4321 s)"
+        assert len(result.trajectories[0].turns) == 2 and result.trajectories[0].messages == CONVERSATION
         assert await asyncio.to_thread(ends, pid)
 
 
@@ -227,41 +223,11 @@ async def test_a_rollout_that_waits_for_its_turn_loses_no_time(model_path, heard
         first = asyncio.ensure_future(play(group_runner, 0, samples=1))
         await heard.numbers("burning")
         second = asyncio.ensure_future(play(group_runner, 1, samples=1))
-        await group_runner.sandbox.call(Call(CallKind.EXAMPLE, Purpose.TRAIN, 2))  # made after the second's prompt
+        await group_runner.pool.call(UserCall(CallKind.EXAMPLE, Purpose.TRAIN, 2))  # made after the second's prompt
         assert len(rollout_limits) == 1
         rollout_limits[0].reschedule(asyncio.get_running_loop().time())
         errors = [(await each).rollouts[0].error for each in (first, second)]
         assert errors == ["was not over within rollout.seconds (4321 s)", ""] and len(rollout_limits) == 2
-
-
-async def test_a_conversation_past_the_rollouts_limit_keeps_its_turns(model_path, rollout_limits):
-    async def policy(a_request):
-        if a_request.request_id.split("-")[3] == "1":
-            rollout_limits[0].reschedule(asyncio.get_running_loop().time())
-            await asyncio.Event().wait()
-        return completion(a_request.request_id, ANSWERED)
-
-    async with any_runner(model_path, f"{UNRULY}:Countdown", seconds=4321.0) as group_runner:
-        result = await group_runner.run_group(request(4, samples=1), policy)
-    (rollout,) = result.rollouts
-    assert rollout.error == "was not over within rollout.seconds (4321 s)"
-    assert len(rollout.graph.completions) == 1
-    assert [message.content for message in rollout.messages] == ["4=", "2", "1="]
-
-
-async def test_a_cancelled_group_ends_its_programs_and_closes_their_sessions(model_path, heard):
-    sessions = ScriptedSessions()
-    async with runner(model_path, sessions, behaviour={"0": "stubborn family"}) as group_runner:
-        before = asyncio.all_tasks()
-        playing = asyncio.ensure_future(play(group_runner, samples=1))
-        family = await heard.numbers("family")
-        playing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await playing
-        assert sessions.all_closed_once() and len(sessions.closed) == 1
-        for pid in family:
-            assert await asyncio.to_thread(ends, pid)
-        assert asyncio.all_tasks() == before
 
 
 async def test_a_cancelled_group_waits_for_its_sessions_to_be_closed(model_path):
@@ -295,7 +261,7 @@ async def test_a_session_is_closed_also_when_nobody_waits_for_it_any_more(model_
         assert sessions.closed == []
         asyncio.get_running_loop().call_soon(sessions.may_close.set)
         await group_runner.close()
-        assert sessions.closed == ["s"] and kept == [TWO_TURNS]
+        assert sessions.closed == ["s"] and [len(each.turns) for each in kept] == [2]
 
 
 async def test_an_engine_that_fails_a_call_fails_the_group(model_path):
@@ -314,7 +280,7 @@ async def test_an_answer_that_the_gateway_cannot_read_costs_its_rollout_and_is_n
         result = await play(group_runner, samples=1)
     (rollout,) = result.rollouts
     assert rollout.error == "the gateway could not read an answer, which is a bug: it reads otherwise"
-    assert result.samples == () and len(rollout.graph.completions) == 1
+    assert result.samples == () and rollout.turn_count == 1
 
 
 async def test_a_gateway_that_fails_fails_the_group(model_path):
@@ -331,7 +297,7 @@ async def test_a_group_whose_programs_lose_their_host_is_lost_and_later_ones_pla
     async with runner(model_path, ScriptedSessions(), behaviour={"0": "burn"}) as group_runner:
         playing = asyncio.ensure_future(play(group_runner, samples=1))
         await heard.numbers("burning")
-        os.kill(group_runner.sandbox.pid, signal.SIGKILL)
+        os.kill(group_runner.pool.pid, signal.SIGKILL)
         with pytest.raises(ActorGone, match=r"the process that it was forked from was killed by signal 9"):
             await playing
         assert [each.error for each in (await play(group_runner, 1)).rollouts] == ["", ""]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from support.sessions import ADD, UNEXTENDABLE, Program, Renderer, prompt_of, user
 
 from titan_rl.errors import RequestError, RolloutOver, TaskError
-from titan_rl.rollout.token_graph import TokenGraph, branches_of
-from titan_rl.rollout.turns import RolloutRecord
+from titan_rl.rollout.samples import training_samples
+from titan_rl.rollout.trajectory import Trajectory
 from titan_rl.types import (
     GenerationRequest,
     Message,
@@ -105,7 +106,7 @@ def test_every_sampled_token_of_any_program_is_trained_once_behind_what_it_was_s
         for _ in range(draw(st.integers(0, len(answers)))):
             each, asked_messages, tools = answers.pop(draw(st.integers(0, len(answers) - 1)))
             if draw(st.integers(0, 6)) == 0:
-                program.turns.dropped([each.request_id])
+                program.trajectory.dropped([each.request_id])
                 continue
             sampled = draw(st.sampled_from(turns))
             stopped = sampled[-1:] in ([call_end], [stop])
@@ -117,15 +118,13 @@ def test_every_sampled_token_of_any_program_is_trained_once_behind_what_it_was_s
             if asked_messages is not None:
                 histories.append([*asked_messages, answer])
                 naive.answered.append((histories[-1], tools, *expected[-1][:2]))
-    assert_trained_once(program.turns.close(), expected)
+    assert_trained_once(program.trajectory.close(), expected)
 
 
-def assert_trained_once(record: RolloutRecord, expected: list[tuple[list[int], list[int], list[float]]]) -> None:
-    graph = TokenGraph()
-    for call in record.turns:
-        graph.add(call.prompt_token_ids, call.completion)
+def assert_trained_once(played: Trajectory, expected: list[tuple[list[int], list[int], list[float]]]) -> None:
     trained = {}
-    for branch in branches_of([graph])[0]:
+    tree = pickle.loads(pickle.dumps(played)).tree  # as it comes from the gateway
+    for branch in training_samples(0, [(0, 0.0, tree)], rollouts=1):
         for place in np.flatnonzero(branch.loss_mask):
             logprob = float(branch.logprobs[place])
             assert logprob not in trained
@@ -160,7 +159,7 @@ def test_no_program_gets_more_than_its_turns_and_tokens(renderer, data):
         for _ in range(draw(st.integers(0, len(open_calls)))):
             each = open_calls.pop(draw(st.integers(0, len(open_calls) - 1)))
             if draw(st.booleans()):
-                program.turns.dropped([each.request_id])
+                program.trajectory.dropped([each.request_id])
             else:
                 said = draw(st.integers(0, each.sampling.max_new_tokens))
                 program.answer(each, [renderer.encode("1")[0]] * said)

@@ -8,43 +8,89 @@ import re
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_token_graph import graph_of
+from msgspec import structs
+from test_samples import completion, turn_of
 
-from titan_rl.observability.conversation import draw_rollout
-from titan_rl.policy.kept_tokens import TokenScores
-from titan_rl.rollout.record import choose, conversation, record, shortest, token_texts, transcript
-from titan_rl.rollout.report import GroupReport, GroupResult, Rollout, report_of
+from titan_rl.loop.recording import choose
+from titan_rl.metrics.rollout_record import RolloutRecord, read_record, to_line
+from titan_rl.policy.token_score_recorder import TokenScores
+from titan_rl.rollout.report import (
+    GroupReport,
+    GroupResult,
+    report_of,
+    shortest,
+    token_texts,
+    with_numbers,
+    with_scores,
+)
 from titan_rl.rollout.samples import training_samples
+from titan_rl.rollout.trajectory import RolloutRequest, Trajectory
 from titan_rl.types import (
     GroupRequest,
     Message,
     PolicyVersion,
     Purpose,
     SamplingParams,
-    StopReason,
     ToolCall,
 )
+from titan_rl.view.conversation import draw_rollout, transcript
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 REWARDS = st.lists(st.lists(st.one_of(st.none(), st.floats(-2, 2)), min_size=2, max_size=4), min_size=1, max_size=5)
 """Of groups; None: the rollout failed."""
 
 
-def reported(group_id: int, rewards: list[float | None]) -> GroupReport:
-    asked = GroupRequest(
+def asked(group_id: int, samples: int, purpose: Purpose = Purpose.TRAIN) -> GroupRequest:
+    return GroupRequest(
         group_id=group_id,
-        purpose=Purpose.TRAIN,
-        samples=len(rewards),
+        purpose=purpose,
+        samples=samples,
         sampling=SamplingParams(max_new_tokens=1),
         min_version=PolicyVersion(0, 0),
     )
+
+
+def reported(group_id: int, rewards: list[float | None]) -> GroupReport:
     rollouts = tuple(
-        Rollout(sample=sample, reward=reward or 0.0, error="" if reward is not None else "it raised")
+        RolloutRecord(
+            purpose=Purpose.TRAIN,
+            group=group_id,
+            sample=sample,
+            reward=reward or 0.0,
+            error="" if reward is not None else "it raised",
+        )
         for sample, reward in enumerate(rewards)
     )
-    return report_of(asked, GroupResult(group_id=group_id, purpose=Purpose.TRAIN, rollouts=rollouts, samples=()), ())
+    result = GroupResult(group_id=group_id, purpose=Purpose.TRAIN, rollouts=rollouts, samples=())
+    return report_of(asked(group_id, len(rewards)), result, ())
+
+
+def played(group: GroupRequest, sample: int, *turns: tuple[list[int], list[int]]) -> Trajectory:
+    limits = {"session_id": "s", "max_turns": 9, "max_sampled_tokens": 0}
+    trajectory = Trajectory(RolloutRequest(group=group, sample=sample, **limits), None, run_seed=0, max_model_len=0)
+    trajectory.turns = [
+        turn_of(prompt, completion(tokens), seed=seed, advantage=0.25) for seed, (prompt, tokens) in enumerate(turns, 7)
+    ]
+    return trajectory
+
+
+def result_of(
+    group: GroupRequest, *trajectories: Trajectory, reward: float = 0.5, trained: bool = False
+) -> GroupResult:
+    each = [(one.request.sample, reward, one.tree) for one in trajectories]
+    return GroupResult(
+        group_id=group.group_id,
+        purpose=group.purpose,
+        rollouts=tuple(
+            with_numbers(RolloutRecord(purpose=group.purpose, group=group.group_id, sample=at, reward=reward), one)
+            for at, one in ((each.request.sample, each) for each in trajectories)
+        ),
+        trajectories=trajectories,
+        samples=training_samples(group.group_id, each, rollouts=group.samples) if trained else (),
+    )
 
 
 @given(REWARDS, st.integers(0, 3), st.integers(1, 50))
@@ -54,44 +100,46 @@ def test_the_best_the_worst_and_random_ones_are_chosen_and_always_the_same(
     reports = [reported(group_id, group) for group_id, group in enumerate(rewards)]
     chosen = choose(step, reports, each)
     assert chosen == choose(step, reports, each)
-    assert len({one.name for one in chosen}) == len(chosen), "one line of each"
+    assert len({(one.group, one.sample) for one in chosen}) == len(chosen), "one line of each"
+    assert all(one.step == step for one in chosen)
     graded = sorted(reward for group in rewards for reward in group if reward is not None)
     count = min(each, len(graded))
 
     def kept(why: str) -> list[float]:
-        return sorted(one.rollout.reward for one in chosen if why in one.kept)
+        return sorted(one.reward for one in chosen if why in one.kept)
 
     assert kept("best") == graded[len(graded) - count :] and kept("worst") == graded[:count]
-    assert not any(one.rollout.error for one in chosen if {"best", "worst"} & {*one.kept})
+    assert not any(one.error for one in chosen if {"best", "worst"} & {*one.kept})
     assert len(kept("random")) == min(each, sum(map(len, rewards)))
 
 
 def test_another_step_draws_other_random_rollouts() -> None:
     reports = [reported(group_id, [0.0, 1.0]) for group_id in range(50)]
-    drawn = {step: [one.name for one in choose(step, reports, 1) if "random" in one.kept] for step in range(1, 6)}
+    drawn = {step: [one.group for one in choose(step, reports, 1) if "random" in one.kept] for step in range(1, 6)}
     assert len(set(map(str, drawn.values()))) > 1
 
 
 @given(st.data())
 def test_a_record_says_what_the_samples_and_the_trainer_say(data: st.DataObject) -> None:
     turns = [([1, 2, 3], [4, 5]), ([1, 2, 3, 4, 5, 6], [7]), ([1, 9], [8, 8])][: data.draw(st.integers(1, 3))]
-    rollout = Rollout(sample=1, graph=graph_of(*turns), reward=0.5, stop_reason=StopReason.STOP, seeds=(7, 8, 9))
-    samples = training_samples(3, [rollout], [0.25], rollouts=2)
-    result = GroupResult(group_id=3, purpose=Purpose.TRAIN, rollouts=(rollout,), samples=samples)
+    group = asked(3, 2)
+    result = result_of(group, played(group, 1, *turns), trained=True)
     scores = {}
-    for sample in samples:
+    for sample in result.samples:
         count = int(sample.loss_mask.sum())
         drawn = [data.draw(st.lists(FLOATS, min_size=count, max_size=count)) for _ in range(2)]
         scores[3, sample.sample] = TokenScores(*(np.array(values, np.float32) for values in drawn))
-    (chosen,) = [each for each in choose(1, [reported(3, [None, 0.5])], 1) if "best" in each.kept]
+    (chosen,) = choose(4, [report_of(group, result, ())], 1)
 
-    said = conversation(result, 1, lambda ids: "".join(map(chr, ids)), rollouts=2)
-    line: dict[str, Any] = json.loads(json.dumps(record(4, chosen, said, scores), allow_nan=False))
+    described = result.describe(chosen, lambda ids: "".join(map(chr, ids)), count=2)
+    record = with_scores(described, scores)
+    line: dict[str, Any] = json.loads(to_line(record))
+    assert read_record(line) == record
 
     assert (line["step"], line["group"], line["sample"], line["reward"]) == (4, 3, 1, 0.5)
     assert line["advantage"] == 0.25 and [turn["seed"] for turn in line["turns"]] == [7, 8, 9][: len(turns)]
-    assert [branch["sample"] for branch in line["branches"]] == [sample.sample for sample in samples]
-    for branch, sample in zip(line["branches"], samples, strict=True):
+    assert [branch["sample"] for branch in line["branches"]] == [sample.sample for sample in result.samples]
+    for branch, sample in zip(line["branches"], result.samples, strict=True):
         mask = sample.loss_mask
         assert branch["token_ids"] == sample.token_ids.tolist()
         assert {len(values) for name, values in branch.items() if name != "sample"} == {len(mask)}
@@ -105,10 +153,24 @@ def test_a_record_says_what_the_samples_and_the_trainer_say(data: st.DataObject)
 
 
 def test_a_group_that_was_finished_before_a_resume_is_recorded_by_its_tokens() -> None:
-    samples = training_samples(3, [Rollout(sample=1, graph=graph_of(([1], [2])))], [0.25], rollouts=2)
-    result = GroupResult(group_id=3, purpose=Purpose.TRAIN, rollouts=(), samples=samples)
-    said = conversation(result, 1, str, rollouts=2)
-    assert said["messages"] == said["turns"] == [] and said["branches"][0]["token_ids"] == [1, 2]
+    group = asked(3, 2)
+    result = result_of(group, played(group, 1, ([1], [2])), trained=True)
+    restored = GroupResult(group_id=3, purpose=Purpose.TRAIN, rollouts=(), samples=result.samples)
+    described = restored.describe(result.rollouts[0], str, count=2)
+    assert described.messages == described.turns == [] and described.branches[0].token_ids == [1, 2]
+    assert (described.reward, described.advantage) == (0.5, 0.25)
+
+
+def test_a_record_of_an_older_run_is_read() -> None:
+    branch = {"sample": 1, "token_ids": [1, 2], "texts": ["a", "b"], "trained": [0, 1], "logprobs": [None, -1.0]}
+    older = {"step": 4, "purpose": "train", "group": 3, "sample": 1, "reward": None, "branches": [branch]}
+    record = read_record(older | {"reward_parts": {"right": None}, "exact_match": 0.0, "unheard": 1})
+    assert (record.turn_count, record.branch_count, record.sampled_tokens) == (0, 1, 1)
+    assert math.isnan(record.reward) and math.isnan(record.reward_parts["right"]) and record.branches[0].weights is None
+    turns = [{"request": "r", "seed": 5, "generator": "g", "finish": "stop", "tokens": 7}]
+    assert read_record(older | {"turns": turns}).sampled_tokens == 7
+    with pytest.raises(ValueError, match="group"):
+        read_record(older | {"group": "three"})
 
 
 def test_tool_calls_are_plain_and_numbers_that_json_lacks_are_text() -> None:
@@ -118,11 +180,12 @@ def test_tool_calls_are_plain_and_numbers_that_json_lacks_are_text() -> None:
         Message("assistant", "", (call,), reasoning="hm"),
         Message("tool", "4", name="add"),
     )
-    side = ((Message("user", "before"),),)
-    rollout = Rollout(sample=0, messages=messages, side_conversations=side, graph=graph_of(([1], [2])), seeds=(1,))
-    result = GroupResult(group_id=0, purpose=Purpose.EVALUATE, rollouts=(rollout,), samples=())
-    said = conversation(result, 0, str, rollouts=1)
-    assert json.loads(json.dumps(said["messages"], allow_nan=False)) == [
+    group = asked(0, 1, Purpose.EVALUATE)
+    trajectory = played(group, 0, ([1], [2]))
+    trajectory.messages, trajectory.side_conversations = [*messages], [(Message("user", "before"),)]
+    result = result_of(group, trajectory, reward=1.0)
+    record = structs.replace(result.describe(result.rollouts[0], str, count=1), kept=("right",))
+    assert json.loads(to_line(record))["messages"] == [
         {"role": "user", "content": "2+"},
         {
             "role": "assistant",
@@ -132,12 +195,10 @@ def test_tool_calls_are_plain_and_numbers_that_json_lacks_are_text() -> None:
         },
         {"role": "tool", "content": "4", "name": "add"},
     ]
-    (chosen,) = [each for each in choose(1, [reported(0, [1.0, None])], 1) if "best" in each.kept]
-    line = record(0, chosen, said, {}) | {"kept": ["right"]}
-    assert line["side_conversations"] == [[{"role": "user", "content": "before"}]]
-    drawn = draw_rollout(line).plain
+    assert record.side_conversations == [[{"role": "user", "content": "before"}]]
+    drawn = draw_rollout(record).plain
     assert re.search(r"conversation 1 of 2\nuser +before\nconversation 2 of 2 \(graded\)\nuser +2\+", drawn)
-    assert transcript(line) == "right  '2+' → 'assistant: hm add(NaN, 2)  tool: 4', reward 1.000"
+    assert transcript(record) == "right  '2+' → 'assistant: hm add(NaN, 2)  tool: 4', reward 1.000"
 
 
 @given(st.lists(st.floats(width=32)))

@@ -12,7 +12,6 @@ from titan_rl.types import (
     Message,
     Purpose,
     SamplingParams,
-    ToolCall,
 )
 
 
@@ -24,16 +23,7 @@ def test_an_answer_that_goes_on_is_the_tokens_before_it_and_not_rendered_again(r
     answer = program.answer(asked, sampled)
     follow = program.ask([user("1+1="), answer, user("+1=")])
     assert prompt_of(follow) == [*renderer.encode("1+1="), *sampled, *renderer.encode("+1=")]
-    assert rendered_anew(program.turns.close()) == 0
-
-
-def test_a_call_that_comes_back_with_other_spaces_in_its_arguments_is_the_same(renderer):
-    program = Program(renderer)
-    messages = program.says([user("1+1=")], "<tool>1+1</tool>", (ADD,))
-    assert messages[-1].tool_calls == (ToolCall("add", {"terms": "1+1"}),)
-    back = messages[-1]._replace(tool_calls=(ToolCall("add", {"terms": "1+1"}, id="made up"),))
-    asked = program.ask([messages[0], back, Message("tool", "2", tool_call_id="made up")], (ADD,))
-    assert prompt_of(asked) == renderer.encode("1+1=<tool>1+1</tool><result>2</result>")
+    assert rendered_anew(program.trajectory.close()) == 0
 
 
 @pytest.mark.parametrize(
@@ -52,14 +42,7 @@ def test_a_call_that_comes_back_with_other_spaces_in_its_arguments_is_the_same(r
 def test_counted_are_bridges_that_could_not_be_proven(renderer, change, counted):
     program = Program(renderer)
     program.says(change(program.says([user("1+1=")], "2")), "1")
-    assert rendered_anew(program.turns.close()) == counted
-
-
-def test_other_tools_than_before_are_rendered_and_counted(renderer):
-    program = Program(renderer)
-    messages = program.says([user("1+1=")], "2", (ADD,))
-    program.says([*messages, user("=")], "1")
-    assert rendered_anew(program.turns.close()) == 1
+    assert rendered_anew(program.trajectory.close()) == counted
 
 
 def test_the_choices_of_one_prompt_count_once(renderer):
@@ -67,32 +50,9 @@ def test_the_choices_of_one_prompt_count_once(renderer):
     messages = [*program.says([user("1")], "2"), user(UNEXTENDABLE)]
     for asked in program.ask(messages, choices=3):
         program.answer(asked, renderer.encode("1"))
-    record = program.turns.close()
+    record = program.trajectory.close()
     assert rendered_anew(record) == 1
     assert len(record.turns) == 4
-
-
-def test_a_conversation_that_was_rendered_anew_can_be_extended_from_then_on(renderer):
-    program = Program(renderer)
-    messages = program.says([*program.says([user("1")], "2"), user(UNEXTENDABLE)], "3")
-    before = program.turns._turns[-1]
-    follow = program.ask([*messages, user("=")])
-    sampled = before.completion.token_ids.tolist()
-    assert prompt_of(follow) == [*before.prompt_token_ids.tolist(), *sampled, *renderer.encode("=")]
-    assert rendered_anew(program.turns.close()) == 1
-
-
-def test_of_equal_answers_the_youngest_is_gone_on_from(renderer):
-    program = Program(renderer)
-    stop = renderer.stop_token_ids[0]
-    cut, ended = program.ask([user("1")], choices=2)
-    program.answer(cut, renderer.encode("2"))
-    answer = program.answer(ended, [*renderer.encode("2"), stop])
-    assert prompt_of(program.ask([user("1"), answer, user("=")])) == [
-        *renderer.encode("12"),
-        stop,
-        *renderer.encode("="),
-    ]
 
 
 # What is asked of the engines, and what is recorded.
@@ -110,8 +70,8 @@ def test_the_run_decides_how_the_policy_samples_and_the_program_where_it_ends(re
     assert [each.seed for each in (first, second)] == [
         request_seed(RUN_SEED, Purpose.TRAIN, 7, 2, one, repeat) for repeat in (1, 2)
     ]
-    assert {(each.session_id, each.min_version, each.pinned_to) for each in (first, second)} == {
-        ("s", VERSION, "generator1")
+    assert {(each.session_id, each.min_version, each.exact_version) for each in (first, second)} == {
+        ("s", VERSION, VERSION)
     }
     assert first.request_id != second.request_id
 
@@ -137,25 +97,15 @@ def test_a_prompt_that_leaves_no_room_is_refused_and_takes_no_turn(renderer):
     assert asked.sampling.max_new_tokens == 3
 
 
-def test_what_is_asked_for_and_dropped_has_used_up_a_turn(renderer):
-    program = Program(renderer, {"max_turns": 2})
-    for _ in range(2):
-        program.turns.dropped([program.ask([user("1")])[0].request_id])
-    with pytest.raises(RolloutOver, match="2 turns"):
-        program.ask([user("1")])
-    assert program.turns.close().turns == ()
-
-
 def test_the_record_has_the_conversation_of_the_last_answer_and_of_several_choices_the_first(renderer):
     program = Program(renderer)
     first, second = program.ask([user("1")], choices=2)
     (other,) = program.ask([user("5")])
     program.answer(other, renderer.encode("6"))
     answers = [program.answer(each, renderer.encode(text)) for each, text in ((second, "3"), (first, "2"))]
-    record = program.turns.close()
-    assert [call.prompt_token_ids.tolist() for call in record.turns] == [renderer.encode(text) for text in "511"]
-    assert record.messages == (user("1"), answers[1])
-    assert [turn.finish_reason for turn in record.turns] == [FinishReason.LENGTH] * 3
+    record = program.trajectory.close()
+    assert len(record.turns) == 3 and record.messages == [user("1"), answers[1]]
+    assert record.finish_reasons == [FinishReason.LENGTH] * 3
 
 
 def test_the_record_has_every_conversation_that_no_later_one_extends(renderer):
@@ -168,32 +118,38 @@ def test_the_record_has_every_conversation_that_no_later_one_extends(renderer):
     first = said(user("1"), answer="2")
     edited = said(user("3"), answer="4")
     longer = said(*first, user("5"), answer="6")
-    record = program.turns.close()
-    assert (record.side_conversations, record.messages) == ((edited,), longer)
+    record = program.trajectory.close()
+    assert (record.side_conversations, record.messages) == ([edited], [*longer])
 
 
 def test_tokens_without_messages_are_recorded_as_what_they_say(renderer):
     program = Program(renderer)
     (asked,) = program.ask_tokens(renderer.encode("1+1="))
     program.answer(asked, [*renderer.encode("2"), renderer.stop_token_ids[0]])
-    assert program.turns.close().messages == (user("1+1="), Message("assistant", "2"))
+    assert program.trajectory.close().messages == [user("1+1="), Message("assistant", "2")]
 
 
 def test_the_first_failure_is_recorded(renderer):
     program = Program(renderer)
-    program.turns.failed("generator0 died")
-    program.turns.failed("generator1 died")
-    assert program.turns.close().failure == "generator0 died"
+    program.trajectory.record_failure("generator0 died")
+    program.trajectory.record_failure("generator1 died")
+    assert program.trajectory.close().failure == "generator0 died"
 
 
 def test_a_closed_session_takes_nothing_more(renderer):
     program = Program(renderer)
     (asked,) = program.ask([user("1")])
-    record = program.turns.close()
+    record = program.trajectory.close()
     with pytest.raises(RolloutOver):
         program.ask([user("1")])
     with pytest.raises(RolloutOver):
         program.answer(asked, renderer.encode("2"))
-    program.turns.failed("later")
-    assert (record.turns, record.failure) == ((), "")
-    assert program.turns.close() == record
+    program.trajectory.record_failure("later")
+    assert (record.turns, record.failure) == ([], "")
+
+
+def test_other_tools_than_before_are_rendered_and_counted(renderer):
+    program = Program(renderer)
+    messages = program.says([user("1+1=")], "2", (ADD,))
+    program.says([*messages, user("=")], "1")
+    assert rendered_anew(program.trajectory.close()) == 1

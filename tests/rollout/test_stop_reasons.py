@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from support.rollouts import TASKS, UNRULY, Lines, ScriptedPolicy, calling_policy, completion, request, runner
 
-from titan_rl.controller.records import _shares_of_stop_reasons
 from titan_rl.errors import RequestError
+from titan_rl.loop.records import _shares_of_stop_reasons
 from titan_rl.rollout.report import report_of
 from titan_rl.types import FinishReason, StopReason
 

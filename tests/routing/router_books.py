@@ -8,15 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from titan_rl.routing.dispatcher import Assignment, Dispatcher, estimated_cost
-from titan_rl.routing.fleet import Fleet, SyncMode
-from titan_rl.routing.generator import GeneratorState
+from titan_rl.routing.health import Fleet, GeneratorState, Phase
 from titan_rl.routing.strategies import RoutingStrategy, StickySession
+from titan_rl.routing.version_plan import SyncMode, VersionPlan
 from titan_rl.types import Completion, GenerationRequest, PolicyVersion
 
 WAITING, LIVE, LEFT = "waiting", "live", "left"
 
-PAUSED = {GeneratorState.SYNCING, GeneratorState.ASLEEP, GeneratorState.PINNED}
-UNMOVED = {GeneratorState.DEAD, GeneratorState.ASLEEP, GeneratorState.PINNED}
+PAUSED = {GeneratorState.SYNCING, GeneratorState.ASLEEP}
+UNMOVED = {GeneratorState.DEAD, GeneratorState.ASLEEP}
 
 
 @dataclass(slots=True)
@@ -42,8 +42,6 @@ class Pull:
     """A caller that waits for the fleet to settle."""
 
     version: PolicyVersion
-    wakes: str = ""
-    woke: bool = False  # the pull of that generator ended, well or not
     done: bool = False
 
 
@@ -69,12 +67,19 @@ class RouterBooks:
         self.mode, self.max_syncing, self.retries, self.resume = mode, max_syncing, retries, resume
         self.sync_wait, self.max_sessions = sync_wait, max_sessions
         self.request_seconds, self.request_retries = request_seconds, request_retries
-        self.dispatcher = Dispatcher(strategy, resume=resume, seconds=request_seconds, retries=request_retries)
-        self.fleet = Fleet(strategy, mode=mode, max_syncing=max_syncing, retries=retries, serving=serving)
+        self.fleet = Fleet(strategy, serving=serving)
+        self.plan = VersionPlan(self.fleet, mode=mode, max_syncing=max_syncing, retries=retries)
+        self.dispatcher = Dispatcher(
+            strategy,
+            resume=resume,
+            seconds=request_seconds,
+            retries=request_retries,
+            is_swapping=lambda name: self.fleet[name].phase is Phase.SWAPPING,
+        )
         self.serving = serving
         self.names = [f"g{index}" for index in range(generators)]
         for name in self.names:
-            self.fleet.joined(name)
+            self.fleet.join(name)
         self.now = 0.0
         self.callers: dict[str, Caller] = {}
         self.live: dict[str, tuple[Assignment, Caller]] = {}  # by attempt id
@@ -82,10 +87,8 @@ class RouterBooks:
         self.syncs: dict[str, PolicyVersion | None] = {}  # tasks; the version once the pull itself has begun
         self.closed: set[str] = set()
         self.late: set[str] = set()  # of the syncs
-        self.failures: dict[str, int] = {}  # of pulls of the target, since it was asked for
-        self.reached: dict[str, PolicyVersion] = {}  # verified since it last fell asleep
-        self.held: dict[str, PolicyVersion] = {}  # newest ever verified
-        self.pinned: dict[str, PolicyVersion] = {}
+        self.failures: dict[str, int] = {}  # of pulls of wanted versions, since the wanted versions changed
+        self.held: dict[str, PolicyVersion] = {}  # last verified
         self.left: set[str] = set()  # stale since they served last: nobody waits for them
         self.pulls: list[Pull] = []
 
@@ -97,15 +100,25 @@ class RouterBooks:
         return any(health.state is GeneratorState.SERVING for health in self.fleet)
 
     def can_serve(self, name: str, asked: GenerationRequest) -> bool:
-        if asked.pinned_to is not None:
-            return asked.pinned_to == name and name in self.pinned
         health = self.fleet[name]
         if health.state is not GeneratorState.SERVING:
             return False
+        if asked.exact_version is not None and health.phase is Phase.SWAPPING:
+            return False
         assert health.version is not None
-        return health.version >= asked.min_version
+        return asked.allows(health.version)
 
-    def pins(self) -> dict[str, str | None]:
+    @property
+    def newest(self) -> PolicyVersion | None:
+        return self.plan.wanted[-1] if self.plan.wanted else None
+
+    @property
+    def movable(self) -> list[str]:
+        """Those that take weights, sooner or later."""
+        able = [health.name for health in self.fleet if health.state not in UNMOVED]
+        return [name for name in able if self.failures.get(name, 0) <= self.retries]
+
+    def homes(self) -> dict[str, str | None]:
         if not isinstance(self.strategy, StickySession):
             return {}
         waiting = [c.asked.session_id for c in self.callers.values() if c.place == WAITING]
@@ -123,17 +136,19 @@ class RouterBooks:
         assert all(self.fleet[name].state is GeneratorState.STALE for name in self.late)
         assert not self.dispatcher.failures(), "the router has asked for them"
         assert not self.max_syncing or len(self.closed) <= self.max_syncing
-        assert self.mode == "drain" or not self.closed, "a hot swap closes nobody"
         for health in self.fleet:
             assert health.version == self.held.get(health.name)
             assert self.failures.get(health.name, 0) <= self.retries + 1
-        pinned = {health.name: health.version for health in self.fleet if health.state is GeneratorState.PINNED}
-        assert pinned == self.pinned, "a pinned generator stays at its version"
         assert all(self.fleet[name].state is not GeneratorState.DEAD for name in self.syncs)
-        if not all(pull.done for pull in self.pulls):
-            awaited = any(health.is_awaited for health in self.fleet)
+        for _, caller in self.live.values():
+            generator = next(each.generator for each, its in self.live.values() if its is caller)
+            exact = caller.asked.exact_version
+            assert exact is None or exact == self.held[generator], "its weights changed under it"
+            assert exact is None or self.fleet[generator].phase is not Phase.SWAPPING
+        if len(self.movable) >= len(self.plan.wanted) and not all(pull.done for pull in self.pulls):
+            awaited = any(health.phase is Phase.DEAD for health in self.fleet)
             assert self.syncs or awaited, "nobody will move"
-        spares = sum(health.is_spare for health in self.fleet)
+        spares = sum(health.phase is Phase.SPARE for health in self.fleet)
         dead = sum(health.state is GeneratorState.DEAD for health in self.fleet)
         in_service = len(self.names) - spares - dead
         assert in_service == min(in_service + spares, self.serving or len(self.names)), (
@@ -147,6 +162,9 @@ class RouterBooks:
                     deadline = caller.began + self.request_seconds - caller.seconds
                     assert self.dispatcher.wake_at is not None and self.dispatcher.wake_at <= deadline
             elif caller.place == WAITING and any(self.can_serve(name, caller.asked) for name in self.names):
+                exact = caller.asked.exact_version
+                if exact and any(each.phase is Phase.SWAPPING and each.version == exact for each in self.fleet):
+                    continue  # it waits until that has changed over
                 deadline = caller.queued_at + self.sync_wait
                 assert caller.asked.session_id is not None and self.now < deadline, "it waits for nothing"
                 assert self.dispatcher.wake_at is not None and self.dispatcher.wake_at <= deadline
@@ -158,36 +176,36 @@ class RouterBooks:
 
     def check_quiet(self) -> None:
         """What must hold once nothing is under way and nothing went wrong on the last stretch."""
-        target = self.fleet.target
+        wanted = self.plan.wanted
         for health in self.fleet:
             assert self.dispatcher.load(health.name) == self.dispatcher.in_flight(health.name) == 0
-            if target is None or health.state in UNMOVED:
-                continue
-            if self.failures.get(health.name, 0) <= self.retries:
-                assert (health.state, health.version) == (GeneratorState.SERVING, target), health
-        assert target is None or self.fleet.settled(target)
-        assert all(pull.done for pull in self.pulls)
+        versions = [self.fleet[name].version for name in self.movable]
+        assert {*versions} <= {*wanted} or not wanted
+        if len(versions) >= len(wanted) > 0:
+            assert {*versions} == {*wanted}, "every wanted version is served"
+            assert all(versions.count(version) == 1 for version in wanted[:-1]), "the others serve the newest"
+            assert all(pull.done for pull in self.pulls)
         if self.anyone_serves or self.fleet.is_given_up:
-            assert all(caller.place == LEFT for caller in self.callers.values())
+            for caller in self.callers.values():
+                allowed = any(map(caller.asked.allows, wanted))  # not if an older version is wanted now
+                assert caller.place == LEFT or (not allowed and not self.fleet.is_given_up)
 
-    def check_settled(self, pull: Pull) -> None:
-        for health in self.fleet:
-            moves = health.state not in UNMOVED
-            if (
-                moves
-                and health.name not in self.late
-                and (health.name in self.syncs or self.failures.get(health.name, 0) <= self.retries)
-            ):
-                assert self.reached.get(health.name, PolicyVersion(-1, 0)) >= pull.version, "it is on its way"
-        reached = any(self.reached.get(health.name, PolicyVersion(-1, 0)) >= pull.version for health in self.fleet)
-        assert reached or not any(health.is_awaited or health.is_late for health in self.fleet), "somebody is to come"
-        if pull.wakes and self.fleet[pull.wakes].state is not GeneratorState.DEAD:
-            assert pull.woke, "a wake-up is not over before its pull"
+    def check_settled(self, version: PolicyVersion) -> None:
+        on_their_way = {pulls for name, pulls in self.syncs.items() if name not in self.late}
+        assert version not in on_their_way
+        if not any(health.state is GeneratorState.SERVING and health.version == version for health in self.fleet):
+            assert not self.movable and all(health.phase is not Phase.DEAD for health in self.fleet), (
+                "somebody is to come"
+            )
 
-    def check_pin(self, caller: Caller, name: str, pinned: str | None) -> None:
-        if not isinstance(self.strategy, StickySession) or pinned in (None, name):
+    def check_home(self, caller: Caller, name: str, home: str | None) -> None:
+        if not isinstance(self.strategy, StickySession) or home in (None, name):
             return
-        assert pinned is not None
-        assert not self.can_serve(pinned, caller.asked), "a session stays where it can be served"
-        if pinned not in self.left and self.fleet[pinned].state in PAUSED | {GeneratorState.SERVING}:
+        assert home is not None
+        assert not self.can_serve(home, caller.asked), "a session stays where it can be served"
+        if (
+            caller.asked.exact_version is None
+            and home not in self.left
+            and self.fleet[home].state in PAUSED | {GeneratorState.SERVING}
+        ):
             assert self.now >= caller.queued_at + self.sync_wait, "a session waits for its generator"

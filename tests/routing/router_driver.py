@@ -11,9 +11,9 @@ import pytest
 from router_books import LEFT, LIVE, WAITING, Caller, Pull, RouterBooks
 from routing_examples import completion
 
-from titan_rl.errors import GeneratorNotServing, RequestLost, RequestTimeout, WeightsError
+from titan_rl.errors import GeneratorNotServing, RequestLost, RequestTimeout
 from titan_rl.routing.dispatcher import Assignment
-from titan_rl.routing.generator import GeneratorState
+from titan_rl.routing.health import GeneratorState, Phase
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion
 
 NEVER = PolicyVersion(-1, 0)
@@ -31,16 +31,19 @@ class RouterDriver(RouterBooks):
             caller = self.callers[asked.request_id] = Caller(asked, WAITING)
             caller.queued_at = self.now
             entering.append(asked)
-        pins = self.pins()
-        self._took(self.dispatcher.submit(entering, self.now), pins)
+        homes = self.homes()
+        self._took(self.dispatcher.submit(entering, self.now), homes)
         self._fail_what_nobody_serves()
+        if len(self.plan.wanted) > 1:
+            self.advance()
 
     def answer(self, answers: Iterable[tuple[str, int, FinishReason]]) -> None:
         """One message from an engine: attempt id, tokens sampled (at most what is left), reason."""
-        interrupted = False
+        interrupted, generators = False, set()
         for attempt_id, sampled, reason in answers:
             assignment, caller = self.live.pop(attempt_id)
             budget = assignment.request.sampling.max_new_tokens
+            generators.add(assignment.generator)
             version = self.fleet[assignment.generator].version
             assert version is not None
             part = completion(
@@ -67,7 +70,7 @@ class RouterDriver(RouterBooks):
                     assert whole.finish_reason is reason
                 elif not caller.given_up:
                     assert whole.finish_reason is FinishReason.LENGTH
-        if interrupted:
+        if interrupted or (self.dispatcher.waiting and not all(map(self.dispatcher.in_flight, generators))):
             self.advance()
 
     def deliver(self, attempt_ids: Iterable[str]) -> None:
@@ -116,17 +119,17 @@ class RouterDriver(RouterBooks):
         """A replacement of a dead generator is up."""
         if self.fleet[name].state is not GeneratorState.DEAD:
             with pytest.raises(ValueError, match="is already in the fleet"):
-                self.fleet.joined(name)
+                self.fleet.join(name)
             return
-        self.fleet.joined(name)
-        for book in (self.failures, self.reached, self.held):
+        self.fleet.join(name)
+        for book in (self.failures, self.held):
             book.pop(name, None)
         self.left.add(name)  # it has no session's prefix: nobody waits for it
         self.advance()
 
     def leave_out(self, name: str) -> None:
         self.die(name)
-        self.fleet.left_out(name, "given up")
+        self.fleet.give_up(name, "given up")
         self.advance()
 
     def abort(self, request_id: str) -> None:
@@ -156,40 +159,44 @@ class RouterDriver(RouterBooks):
     def advance(self) -> None:
         self._reconsider()
         self._fail_what_nobody_serves()
-        served = {name for name in self.names if self.fleet[name].state is GeneratorState.SERVING}
-        started = self.fleet.startable(self.dispatcher.load)
+        served = {name: self.fleet[name].version for name in self.names if self.fleet[name].phase is Phase.SERVING}
+        started = self.plan.begin(self.dispatcher)
         for name in started:
             assert name not in self.syncs, "one pull at a time"
             self.syncs[name] = None
-            if self.fleet[name].state is GeneratorState.SYNCING and name in served:
+            if self.fleet[name].phase is Phase.DRAINING:
                 self.closed.add(name)
+                exact = any(self.live[each][1].asked.exact_version for each in self.live_on(name))
+                exact |= self.fleet[name].version in self.plan.wanted
+                assert self.mode == "drain" or exact, "a hot swap closes nobody else"
+            left = served.pop(name, None)
+            if left in self.plan.wanted and left not in served.values():
+                assert not self.live_on(name) and self.dispatcher.waiting, "the last that serves a wanted version stays"
         turns = [(self.held.get(name, NEVER), self.dispatcher.load(name)) for name in started]
         assert turns == sorted(turns), "the oldest version first, and of equals the least load"
         for pull in self.pulls:
-            if not pull.done and self.fleet.settled(pull.version):
+            counted = pull.version if pull.version in self.plan.wanted else self.plan.wanted[-1]
+            if not pull.done and self.plan.settled(counted):
                 pull.done = True
-                self.check_settled(pull)
+                self.check_settled(counted)
 
-    def pull(self, version: PolicyVersion) -> None:
-        target = self.fleet.target
-        if target is not None and version < target:
-            with pytest.raises(WeightsError, match="pull refused"):
-                self.fleet.ask(version)
-            return
-        self.fleet.ask(version)
-        self.failures = (
-            {} if version != target else {name: n for name, n in self.failures.items() if name in self.syncs}
-        )
-        self.pulls.append(Pull(version))
+    def pull(self, *versions: PolicyVersion) -> None:
+        """Exactly these are wanted, and those that open requests ask for."""
+        exact = {caller.asked.exact_version for caller in self.callers.values() if caller.place != LEFT}
+        self.plan.want({*versions, *(exact - {None})})
+        self.failures = {name: n for name, n in self.failures.items() if self.fleet[name].pulls in self.plan.wanted}
+        self.pulls.append(Pull(max(versions)))
         self.advance()
 
     def can_begin(self, name: str) -> bool:
-        return self.syncs.get(name, ...) is None and not (self.fleet.must_drain(name) and self.live_on(name))
+        return self.syncs.get(name, ...) is None and not (
+            self.fleet[name].phase is not Phase.SWAPPING and self.live_on(name)
+        )
 
     def begin_pull(self, name: str) -> None:
         """The generator is idle, or need not be: its pull begins."""
-        version = self.fleet.pulling(name)
-        assert version == self.fleet.target, "pulls coalesce to the newest"
+        version = self.plan.pulling(name)
+        assert version in self.plan.wanted
         self.syncs[name] = version
 
     def end_pull(self, name: str, outcome: str) -> None:
@@ -197,21 +204,18 @@ class RouterDriver(RouterBooks):
         version = self.syncs.pop(name)
         assert version is not None
         self.late.discard(name)
-        for pull in self.pulls:
-            pull.woke |= pull.wakes == name
         match outcome:
             case "verified":
-                self.fleet.verified(name, version)
-                assert version >= self.held.get(name, version), "weights never go back"
-                self.held[name] = self.reached[name] = version
+                self.plan.verified(name, version)
+                self.held[name] = version
                 self.failures.pop(name, None)
                 assert self.fleet[name].state is GeneratorState.SERVING, "what was verified serves"
                 self.closed.discard(name)
                 self.left.discard(name)
             case "failed":
-                self.fleet.failed(name, f"bad bytes in {version}")
+                self.plan.failed(name, f"bad bytes in {version}")
                 self.closed.discard(name)
-                if version == self.fleet.target:
+                if version in self.plan.wanted:
                     self.failures[name] = self.failures.get(name, 0) + 1
                 self.left.add(name)
                 assert self.fleet[name].reason == f"bad bytes in {version}"
@@ -221,13 +225,11 @@ class RouterDriver(RouterBooks):
 
     def is_late(self, name: str) -> None:
         """The sync takes too long, and goes on."""
-        self.fleet.late(name, "too slow")
+        self.fleet[name].late("too slow")
         assert self.fleet[name].state is GeneratorState.STALE
         self.late.add(name)
         self.left.add(name)
         self.closed.discard(name)
-        for pull in self.pulls:
-            pull.woke |= pull.wakes == name
         self.advance()
 
     def drain_deadline(self, name: str) -> None:
@@ -235,69 +237,29 @@ class RouterDriver(RouterBooks):
         self.answer([(attempt_id, 1, FinishReason.ABORT) for attempt_id in self.live_on(name)])
 
     def sleep(self, name: str) -> None:
-        state = self.fleet[name].state
-        may = state in (GeneratorState.SERVING, GeneratorState.STALE, GeneratorState.RECOVERING)
-        if not may or name in self.syncs:
+        if self.fleet[name].phase not in (Phase.SERVING, Phase.STALE, Phase.RECOVERING):
             with pytest.raises(GeneratorNotServing):
-                self.fleet.sleep(name)
+                self.fleet[name].sleep()
             return
-        self.fleet.sleep(name)
-        self.reached.pop(name, None)
+        self.fleet[name].sleep()
         self.advance()
         assert self.fleet[name].state is GeneratorState.ASLEEP
 
     def wake(self, name: str) -> None:
         health = self.fleet[name]
-        if health.state is not GeneratorState.ASLEEP or health.is_spare or self.fleet.target is None:
+        if health.phase is not Phase.ASLEEP:
             with pytest.raises(GeneratorNotServing):
-                self.fleet.wake(name)
+                health.wake()
             return
-        self.fleet.wake(name)
-        assert self.fleet[name].must_wake
+        health.wake()
         self.failures.pop(name, None)
-        self.pulls.append(Pull(self.fleet.target, wakes=name))
         self.advance()
-        assert self.fleet[name].state is GeneratorState.SYNCING
-
-    def pin(self, version: PolicyVersion) -> str | None:
-        """The pinned generator; None where there can be none."""
-        serving = [name for name in self.names if self.fleet[name].state is GeneratorState.SERVING]
-        free = [name for name in serving if self.fleet[name].version == version and name not in self.syncs]
-        if not free or len(serving) == 1:
-            with pytest.raises(GeneratorNotServing, match="cannot be pinned|can be pinned"):
-                self.fleet.pin(version, self.dispatcher.load)
-            return None
-        name = self.fleet.pin(version, self.dispatcher.load)
-        assert name in free and self.dispatcher.load(name) == min(map(self.dispatcher.load, free))
-        self.pinned[name] = version
-        self.dispatcher.pinned(name, version)
-        self.advance()
-        assert self.anyone_serves, "somebody else serves"
-        return name
-
-    def unpin(self, name: str) -> None:
-        if name not in self.pinned:
-            with pytest.raises(GeneratorNotServing, match="cannot be unpinned"):
-                self.fleet.unpin(name)
-            return
-        self.fleet.unpin(name)
-        self.dispatcher.unpinned(name)
-        del self.pinned[name]
-        self.failures.pop(name, None)
-        self.reached.pop(name, None)
-        assert self.fleet.target is not None
-        self.pulls.append(Pull(self.fleet.target, wakes=name))
-        self.advance()
-        assert self.fleet[name].state is GeneratorState.SYNCING
+        assert health.must_wake and (not self.plan.wanted or health.state is GeneratorState.SYNCING)
 
     def _dead(self, name: str) -> None:
         self.closed.discard(name)
         self.late.discard(name)
-        self.pinned.pop(name, None)
         self.syncs.pop(name, None)
-        for pull in self.pulls:
-            pull.woke |= pull.wakes == name
-        self.dispatcher.unpinned(name)
 
     # Until nothing is left to happen.
 
@@ -314,16 +276,16 @@ class RouterDriver(RouterBooks):
             self.tick(self.sync_wait)
             self.check()
             if not self.syncs and not self.live:
-                if self.fleet.target is None or self.fleet.settled(self.fleet.target):
+                dead = [health.name for health in self.fleet if health.phase is Phase.DEAD]
+                if not dead or not (self.dispatcher.waiting or not all(pull.done for pull in self.pulls)):
                     break
-                for health in list(self.fleet):
-                    if health.is_awaited:
-                        self.join(health.name)
+                for name in dead:
+                    self.join(name)
         else:
             raise AssertionError("it never becomes quiet")
         self.check_quiet()
 
-    def _took(self, assignments: list[Assignment], pins: dict[str, str | None]) -> None:
+    def _took(self, assignments: list[Assignment], homes: dict[str, str | None]) -> None:
         for assignment in assignments:
             attempt, name = assignment.request, assignment.generator
             caller = self.callers[attempt.request_id.partition("~")[0]]
@@ -337,15 +299,14 @@ class RouterDriver(RouterBooks):
             assert attempt.sampling.max_new_tokens == left > 0
             assert attempt.seed == asked.seed, "noise depends on the position too"
             if asked.session_id is not None:
-                if asked.pinned_to is None:
-                    self.check_pin(caller, name, pins.get(asked.session_id))
-                pins[asked.session_id] = name
+                self.check_home(caller, name, homes.get(asked.session_id))
+                homes[asked.session_id] = name
             caller.place, caller.began = LIVE, self.now
             self.live[attempt.request_id] = (assignment, caller)
 
     def _reconsider(self) -> None:
-        pins = self.pins()
-        self._took(self.dispatcher.reconsider(self.now), pins)
+        homes = self.homes()
+        self._took(self.dispatcher.reconsider(self.now), homes)
 
     def _queued(self, caller: Caller) -> None:
         caller.place, caller.queued_at = WAITING, self.now
@@ -367,9 +328,10 @@ class RouterDriver(RouterBooks):
     def _answered(self, caller: Caller, whole: Completion) -> None:
         assert whole.request_id == caller.asked.request_id
         assert whole.token_ids.tolist() == caller.sampled
-        assert len(whole.token_ids) == len(whole.logprobs) == len(whole.versions)
         assert len(whole.token_ids) <= caller.asked.sampling.max_new_tokens
-        assert whole.versions.tolist() == [int(v) for part in caller.segments for v in part.versions]
+        for name in ("logprobs", "versions"):
+            parts = [value for part in caller.segments for value in getattr(part, name).tolist()]
+            assert getattr(whole, name).tolist() == parts
         self._leaves(caller)
 
     def _leaves(self, caller: Caller, *, late: bool = False) -> None:
@@ -377,11 +339,7 @@ class RouterDriver(RouterBooks):
         caller.place = LEFT
 
     def _fail_what_nobody_serves(self) -> None:
-        for request_id, error in self.dispatcher.failures():
-            caller = self.callers[request_id]
-            assert "is not any more" in str(error)
-            assert caller.place == WAITING and caller.asked.pinned_to not in {None, *self.pinned}
-            self._leaves(caller)
+        assert not self.dispatcher.failures()
         if self.fleet.is_given_up:
             for request_id in self.dispatcher.drop_waiting():
                 assert self.callers[request_id].place == WAITING

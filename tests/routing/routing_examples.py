@@ -7,8 +7,7 @@ import itertools
 import numpy as np
 
 from titan_rl.routing.dispatcher import Dispatcher
-from titan_rl.routing.fleet import Fleet
-from titan_rl.routing.generator import GeneratorState
+from titan_rl.routing.health import Fleet
 from titan_rl.routing.strategies import RoutingStrategy
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion, SamplingParams
 
@@ -26,16 +25,16 @@ def request(
     at_least: PolicyVersion = V0,
     seed: int = 7,
     stop: tuple[int, ...] = (),
-    pinned_to: str | None = None,
+    exact: PolicyVersion | None = None,
 ) -> GenerationRequest:
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=np.arange(prompt, dtype=np.int32),
         sampling=SamplingParams(max_new_tokens=budget, stop_token_ids=stop),
         seed=seed,
-        min_version=at_least,
+        min_version=exact or at_least,
         session_id=session,
-        pinned_to=pinned_to,
+        exact_version=exact,
     )
 
 
@@ -62,14 +61,14 @@ def completion(
 
 def comes_to_serve(fleet: Fleet, name: str, version: PolicyVersion = V0) -> None:
     """A generator drains, pulls and serves."""
-    fleet.move(name, GeneratorState.SYNCING)
-    fleet.move(name, GeneratorState.SERVING, version=version)
+    fleet[name].sync(version)
+    fleet[name].verified(version)
 
 
 def serving(strategy: RoutingStrategy, count: int, *, resume: bool = True) -> tuple[Fleet, Dispatcher]:
     """`g0` … that all serve v0."""
     fleet = Fleet(strategy)
     for index in range(count):
-        fleet.joined(f"g{index}")
+        fleet.join(f"g{index}")
         comes_to_serve(fleet, f"g{index}")
     return fleet, Dispatcher(strategy, resume=resume)

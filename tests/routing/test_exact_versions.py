@@ -1,20 +1,18 @@
-"""Versions that are wanted at once: each is served until it is retired, and every request by exactly its version."""
+"""Versions that are wanted at once: each is served while it is wanted, and every request by exactly its version."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
 
-import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_examples import completion, request
 
 from titan_rl.routing.dispatcher import Assignment, Dispatcher
-from titan_rl.routing.fleet import Fleet
-from titan_rl.routing.generator import GeneratorState
+from titan_rl.routing.health import Fleet, GeneratorState, Phase
 from titan_rl.routing.strategies import LeastLoaded, RoundRobin, StickySession
+from titan_rl.routing.version_plan import VersionPlan
 from titan_rl.types import FinishReason, PolicyVersion
 
 
@@ -36,9 +34,10 @@ class World:
     ) -> None:
         self.rng = rng
         self.fleet = Fleet(strategy, serving=serving)
+        self.plan = VersionPlan(self.fleet)
         self.dispatcher = Dispatcher(strategy, retries=1000)
         for index in range(generators):
-            self.fleet.joined(f"g{index}")
+            self.fleet.join(f"g{index}")
         self.groups: dict[str, tuple[PolicyVersion, int]] = {}  # version, turns that are left
         self.places = places
         self.unserved: list[str] = []  # groups whose version was not served yet
@@ -49,20 +48,20 @@ class World:
         self.pulling: dict[str, PolicyVersion] = {}
         self.sent = 0
         self.changes = 0
-        self.fleet.ask(v(0))
+        self.plan.want([v(0)])
         self.advance()
 
     def advance(self) -> None:
         self.take(self.dispatcher.reconsider(0.0))
-        self.draining |= set(self.fleet.startable(self.dispatcher.load, self.dispatcher.demanded))
-        served = [group for group in self.unserved if self.fleet.is_served(self.groups[group][0])]
+        self.draining |= set(self.plan.begin(self.dispatcher))
+        served = [group for group in self.unserved if self.plan.is_served(self.groups[group][0])]
         self.unserved = [group for group in self.unserved if group not in served]
         self.queue += served
         while self.queue and len(self.holders) < self.places:
             group = self.queue.pop(0)
             self.holders.add(group)
             self.turn(group)
-            self.draining |= set(self.fleet.startable(self.dispatcher.load, self.dispatcher.demanded))
+            self.draining |= set(self.plan.begin(self.dispatcher))
 
     def take(self, assignments: list[Assignment]) -> None:
         for each in assignments:
@@ -78,7 +77,7 @@ class World:
         self.take(self.dispatcher.submit([asked], 0.0))
 
     def admit(self, step: int, count: int) -> None:
-        self.fleet.ask_beside(v(step))
+        self.plan.want([*self.plan.wanted, v(step)])
         for _ in range(count):
             self.sent += 1
             group = f"{step}-{self.sent}"
@@ -88,8 +87,7 @@ class World:
         self.advance()
 
     def retire(self) -> None:
-        for version in set(self.fleet.wanted) - {version for version, _ in self.groups.values()}:
-            self.fleet.retire(version)
+        self.plan.want({version for version, _ in self.groups.values()} or self.plan.wanted[-1:])
 
     def end_a_request(self) -> None:
         request_id = self.rng.choice(list(self.live))
@@ -111,11 +109,11 @@ class World:
     def begin_a_pull(self) -> None:
         name = self.rng.choice(sorted(each for each in self.draining if not self.dispatcher.in_flight(each)))
         self.draining.remove(name)
-        self.pulling[name] = self.fleet.pulling(name)
+        self.pulling[name] = self.plan.pulling(name)
 
     def end_a_pull(self) -> None:
         name = self.rng.choice(sorted(self.pulling))
-        self.fleet.verified(name, self.pulling.pop(name))
+        self.plan.verified(name, self.pulling.pop(name))
         self.changes += 1
         self.advance()
 
@@ -131,18 +129,18 @@ class World:
 
     def leave_out(self) -> None:
         """No replacement comes for a dead one, if another one lives or is to come."""
-        there = [health.name for health in self.fleet if not health.left_out]
-        if len(there) > 1 and (dead := [health.name for health in self.fleet if health.is_awaited]):
-            self.fleet.left_out(self.rng.choice(dead), "it was taken away")
+        there = [health.name for health in self.fleet if health.phase is not Phase.GIVEN_UP]
+        if len(there) > 1 and (dead := [health.name for health in self.fleet if health.phase is Phase.DEAD]):
+            self.fleet.give_up(self.rng.choice(dead), "it was taken away")
             self.advance()
 
     def replace(self) -> None:
-        self.fleet.joined(self.rng.choice([health.name for health in self.fleet if health.is_awaited]))
+        self.fleet.join(self.rng.choice([health.name for health in self.fleet if health.phase is Phase.DEAD]))
         self.advance()
 
     def possible(self) -> list:
         events = [self.end_a_request] * bool(self.live) + [self.end_a_pull] * bool(self.pulling)
-        events += [self.replace] * any(health.is_awaited for health in self.fleet)
+        events += [self.replace] * any(health.phase is Phase.DEAD for health in self.fleet)
         return events + [self.begin_a_pull] * any(not self.dispatcher.in_flight(each) for each in self.draining)
 
 
@@ -183,81 +181,3 @@ def test_every_request_is_served_by_its_version_in_the_end(
         assert events, f"nothing can happen any more: {world.fleet.describe()}, {world.groups}"
         rng.choice(events)()
     assert world.dispatcher.waiting == world.dispatcher.live == 0
-
-
-def serving(generators: int) -> Fleet:
-    fleet = Fleet(RoundRobin())
-    for index in range(generators):
-        fleet.joined(f"g{index}")
-    fleet.ask(v(0))
-    for name in fleet.startable(lambda name: 0):
-        fleet.verified(name, fleet.pulling(name))
-    return fleet
-
-
-def test_the_last_generator_of_a_wanted_version_stays() -> None:
-    fleet = serving(2)
-    fleet.ask_beside(v(1))
-    assert fleet.startable({"g0": 7, "g1": 3}.__getitem__) == ["g1"]
-    fleet.verified("g1", fleet.pulling("g1"))
-    assert (fleet.is_served(v(0)), fleet.is_served(v(1))) == (True, True)
-    fleet.ask_beside(v(2))
-    assert fleet.startable(lambda name: 0) == [], "each version has one generator, and 2 must wait"
-    fleet.retire(v(0))
-    assert fleet.startable(lambda name: 0) == ["g0"]
-    assert fleet.pulling("g0") == v(2)
-
-
-def test_a_generator_without_requests_goes_back_for_those_that_wait() -> None:
-    fleet = serving(1)
-    fleet.ask_beside(v(1))
-    fleet.retire(v(0))
-    assert fleet.startable(lambda name: 0) == ["g0"]
-    fleet.verified("g0", fleet.pulling("g0"))
-    fleet.ask_beside(v(0))
-    fleet.ask_beside(v(2))
-    assert fleet.startable(lambda name: 0) == [], "groups of version 1 are to be played, and nobody asks for another"
-    assert fleet.startable(lambda name: 1, {v(2)}) == [], "those of version 1 are being played"
-    assert fleet.startable(lambda name: 0, {v(2)}) == ["g0"]
-    assert fleet.pulling("g0") == v(2), "which is asked for, before the oldest"
-    fleet.verified("g0", v(2))
-    fleet.retire(v(2))
-    assert fleet.startable(lambda name: 0) == ["g0"]
-    assert fleet.pulling("g0") == v(0)
-
-
-def test_of_those_that_are_left_an_idle_one_goes_back_for_what_one_that_left_has_served() -> None:
-    fleet = serving(3)
-    for version in (1, 2):
-        fleet.ask_beside(v(version))
-        (name,) = fleet.startable(lambda name: 0)
-        fleet.verified(name, fleet.pulling(name))
-    oldest = next(each.name for each in fleet if each.version == v(0))
-    newest = next(each.name for each in fleet if each.version == v(2))
-    load = {each.name: int(each.name != newest) for each in fleet}.__getitem__
-    fleet.died(oldest, "it was killed")
-    assert fleet.startable(load, {v(0)}) == [], "its replacement will serve 0"
-    fleet.left_out(oldest, "it was taken away")
-    assert fleet.startable(load, {v(0)}) == [newest]
-    assert fleet.pulling(newest) == v(0)
-
-
-def test_a_version_is_lost_when_every_generator_failed_to_pull_it() -> None:
-    fleet = serving(1)
-    fleet.ask_beside(v(1))
-    fleet.retire(v(0))
-    for _ in range(2):
-        assert not fleet.is_lost(v(1))
-        (name,) = fleet.startable(lambda name: 0)
-        fleet.pulling(name)
-        fleet.failed(name, "a bit flipped")
-    assert fleet.is_lost(v(1))
-    assert fleet.describe() == "g0: a bit flipped"
-
-
-@pytest.mark.parametrize("version, allowed", [(4, False), (5, True), (6, False)])
-def test_a_request_allows_exactly_its_version(version: int, allowed: bool) -> None:
-    asked = replace(request("r"), min_version=v(5), exact_version=v(5))
-    assert asked.allows(v(version)) is allowed
-    assert replace(asked, exact_version=None).allows(v(version)) is (version >= 5)
-    assert np.array_equal(asked.prompt_token_ids, request("r").prompt_token_ids)

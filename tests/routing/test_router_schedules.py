@@ -16,6 +16,7 @@ from router_driver import RouterDriver
 from routing_examples import request
 
 from titan_rl.routing.config import RouterConfig
+from titan_rl.routing.health import Phase
 from titan_rl.routing.strategies import LeastLoaded, build_strategy
 from titan_rl.types import FinishReason, PolicyVersion
 
@@ -75,7 +76,7 @@ class RouterMachine(RuleBasedStateMachine):
         behind=st.integers(0, 1),
     )
     def requests_arrive(self, sessions: list[str | None], prompt: int, behind: int) -> None:
-        target = self.driver.fleet.target or PolicyVersion(0, 0)
+        target = self.driver.newest or PolicyVersion(0, 0)
         at_least = target._replace(step=max(0, target.step - behind))
         fresh = []
         for session in sessions:
@@ -89,13 +90,12 @@ class RouterMachine(RuleBasedStateMachine):
         attempts = data.draw(st.lists(st.sampled_from(list(self.driver.live)), min_size=1, max_size=3, unique=True))
         self.driver.answer([(attempt, *data.draw(ANSWERS)) for attempt in attempts])
 
-    @precondition(lambda self: self.driver.pinned)
-    @rule(data=st.data(), session=st.none() | st.sampled_from(SESSIONS))
-    def a_pinned_request_arrives(self, data: st.DataObject, session: str | None) -> None:
-        name = data.draw(st.sampled_from(sorted(self.driver.pinned)))
-        version = self.driver.pinned[name]
-        self.driver.arrive([request(f"r{self.serial}", session=session, at_least=version, pinned_to=name)])
-        self.serial += 1
+    @precondition(lambda self: self.driver.plan.wanted)
+    @rule(data=st.data(), sessions=st.lists(st.none() | st.sampled_from(SESSIONS), min_size=1, max_size=3))
+    def requests_for_an_exact_version_arrive(self, data: st.DataObject, sessions: list[str | None]) -> None:
+        version = data.draw(st.sampled_from(self.driver.plan.wanted))
+        self.driver.arrive([request(f"r{self.serial + i}", session=s, exact=version) for i, s in enumerate(sessions)])
+        self.serial += len(sessions)
 
     @precondition(lambda self: self.driver.live)
     @rule(data=st.data())
@@ -124,17 +124,19 @@ class RouterMachine(RuleBasedStateMachine):
 
     # Weights.
 
-    @rule(change=st.sampled_from(["newer", "newer", "same", "older", "incarnation"]))
-    def a_pull_is_asked_for(self, change: str) -> None:
-        incarnation, step = self.driver.fleet.target or (0, 1)
+    @rule(change=st.sampled_from(["newer", "newer", "same", "older", "incarnation"]), beside=st.booleans())
+    def other_versions_are_wanted(self, change: str, beside: bool) -> None:
+        """The newest version is another one; the newest before stays beside it, or does not."""
+        before = self.driver.newest
+        incarnation, step = before or (0, 1)
         match change:
             case "newer":
                 step += 1
             case "older":
-                step -= 1
+                step = max(0, step - 1)
             case "incarnation":
                 incarnation, step = incarnation + 1, max(0, step - 2)
-        self.driver.pull(PolicyVersion(incarnation, step))
+        self.driver.pull(PolicyVersion(incarnation, step), *([before] if beside and before else []))
 
     @precondition(lambda self: any(map(self.driver.can_begin, self.driver.syncs)))
     @rule(data=st.data())
@@ -179,16 +181,6 @@ class RouterMachine(RuleBasedStateMachine):
     def a_generator_is_woken(self, data: st.DataObject) -> None:
         self.driver.wake(data.draw(st.sampled_from(self.driver.names)))
 
-    @precondition(lambda self: self.driver.fleet.target is not None)
-    @rule(behind=st.sampled_from([0, 0, 0, 1]))
-    def a_generator_is_pinned(self, behind: int) -> None:
-        version = self.driver.fleet.target
-        self.driver.pin(version._replace(step=max(0, version.step - behind)))
-
-    @rule(data=st.data())
-    def a_pin_ends(self, data: st.DataObject) -> None:
-        self.driver.unpin(data.draw(st.sampled_from(self.driver.names)))
-
     @precondition(lambda self: self.driver.live)
     @rule(data=st.data())
     def a_generator_with_requests_dies(self, data: st.DataObject) -> None:
@@ -203,10 +195,10 @@ class RouterMachine(RuleBasedStateMachine):
     def a_replacement_joins(self, data: st.DataObject) -> None:
         self.driver.join(data.draw(st.sampled_from(self.driver.names)))
 
-    @precondition(lambda self: any(health.is_awaited for health in self.driver.fleet))
+    @precondition(lambda self: any(health.phase is Phase.DEAD for health in self.driver.fleet))
     @rule(data=st.data())
     def a_dead_generator_is_left_out(self, data: st.DataObject) -> None:
-        dead = [health.name for health in self.driver.fleet if health.is_awaited]
+        dead = [health.name for health in self.driver.fleet if health.phase is Phase.DEAD]
         self.driver.leave_out(data.draw(st.sampled_from(dead)))
 
     @rule()

@@ -12,9 +12,8 @@ from routing_examples import V0, V1, comes_to_serve, completion, request, servin
 from titan_rl.errors import ConfigError
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Assignment, Dispatcher
-from titan_rl.routing.fleet import Fleet
-from titan_rl.routing.generator import GeneratorState
-from titan_rl.routing.strategies import StickySession, Wait, build_strategy
+from titan_rl.routing.health import Fleet
+from titan_rl.routing.strategies import StickySession, build_strategy
 from titan_rl.types import FinishReason
 
 WAIT_SECONDS = 5.0
@@ -39,54 +38,11 @@ def where(assignments: list[Assignment]) -> list[str]:
     return [assignment.generator for assignment in assignments]
 
 
-@given(others=st.lists(st.tuples(st.none() | st.sampled_from(["a", "b"]), st.integers(1, 500)), max_size=30))
-def test_a_session_stays_under_any_load(others: list[tuple[str | None, int]]) -> None:
-    _, _, dispatcher = sticky_fleet(3)
-    home = turn(dispatcher, "first", "mine", budget=1000)
-    for index, (session, prompt) in enumerate(others):
-        turn(dispatcher, f"other{index}", session, prompt=prompt)
-        assert turn(dispatcher, f"mine{index}", "mine", prompt=100) == home
-
-
-def test_a_session_stays_over_its_turns_while_others_serve_less() -> None:
-    _, _, dispatcher = sticky_fleet(2)
-    home = turn(dispatcher, "m0", "mine")
-    finish(dispatcher, "m0")
-    assert turn(dispatcher, "busy", "other") != home
-    for index in range(1, 5):
-        assert turn(dispatcher, f"m{index}", "mine") == home
-
-
-def test_new_sessions_and_requests_without_one_go_by_the_fallback() -> None:
-    _, _, dispatcher = sticky_fleet(3, fallback="round_robin")
-    sessions = ["a", None, "b", "c", None, "d"]
-    homes = [turn(dispatcher, f"r{index}", session) for index, session in enumerate(sessions)]
-    assert homes == ["g0", "g1", "g2", "g0", "g1", "g2"]
-
-
-def test_the_fallback_sees_the_load_that_sessions_bring() -> None:
-    _, _, dispatcher = sticky_fleet(2)
-    home = turn(dispatcher, "m0", "mine", budget=1000)
-    assert {turn(dispatcher, f"r{index}", None) for index in range(5)} == {"g0", "g1"} - {home}
-
-
-def test_a_session_waits_for_its_syncing_generator_and_gets_it() -> None:
-    _, fleet, dispatcher = sticky_fleet(2)
-    home = turn(dispatcher, "m0", "mine")
-    finish(dispatcher, "m0")
-    fleet.move(home, GeneratorState.SYNCING)
-    assert dispatcher.submit([request("m1", session="mine")], 10.0) == []
-    assert dispatcher.wake_at == 10.0 + WAIT_SECONDS
-    assert dispatcher.reconsider(14.9) == []
-    fleet.move(home, GeneratorState.SERVING, version=V1)
-    assert where(dispatcher.reconsider(14.9)) == [home]
-
-
 def test_a_session_that_waited_long_enough_is_pinned_anew_and_stays() -> None:
     strategy, fleet, dispatcher = sticky_fleet(2)
     home = turn(dispatcher, "m0", "mine")
     finish(dispatcher, "m0")
-    fleet.move(home, GeneratorState.SYNCING)
+    fleet[home].sync(V1)
     dispatcher.submit([request("m1", session="mine"), request("m2", session="mine")], 10.0)
     dispatcher.submit([request("m3", session="mine")], 12.0)
     assert dispatcher.wake_at == 15.0, "the earliest of all waits"
@@ -94,18 +50,8 @@ def test_a_session_that_waited_long_enough_is_pinned_anew_and_stays() -> None:
     (new_home,) = set(where(dispatcher.reconsider(15.0)))
     assert new_home != home
     assert dispatcher.waiting == 0, "its other requests need not wait any more: the session serves elsewhere now"
-    fleet.move(home, GeneratorState.SERVING, version=V1)
+    fleet[home].verified(V1)
     assert turn(dispatcher, "m4", "mine", now=20.0) == new_home == strategy.generator_of("mine")
-
-
-def test_a_session_whose_wait_is_over_still_takes_its_generator_when_nobody_else_serves() -> None:
-    _, fleet, dispatcher = sticky_fleet(1)
-    turn(dispatcher, "m0", "mine")
-    fleet.move("g0", GeneratorState.SYNCING)
-    dispatcher.submit([request("m1", session="mine")], 0.0)
-    assert dispatcher.reconsider(WAIT_SECONDS) == [] and dispatcher.wake_at is None
-    fleet.move("g0", GeneratorState.SERVING, version=V1)
-    assert where(dispatcher.reconsider(60.0)) == ["g0"]
 
 
 def test_a_session_waits_while_its_generator_serves_an_older_version_than_it_asks_for() -> None:
@@ -118,13 +64,6 @@ def test_a_session_waits_while_its_generator_serves_an_older_version_than_it_ask
     assert turn(dispatcher, "m2", "mine", at_least=V0) == other
 
 
-def test_a_session_does_not_wait_where_waiting_is_switched_off() -> None:
-    _, fleet, dispatcher = sticky_fleet(2, sync_wait_seconds=0)
-    home = turn(dispatcher, "m0", "mine")
-    fleet.move(home, GeneratorState.SYNCING)
-    assert turn(dispatcher, "m1", "mine") != home
-
-
 @pytest.mark.parametrize("event", ["stale", "stale after serving", "stale and tried again", "dead"])
 def test_a_session_is_pinned_anew_at_once_when_its_generator_is_gone(event: str) -> None:
     _, fleet, dispatcher = sticky_fleet(2)
@@ -132,28 +71,18 @@ def test_a_session_is_pinned_anew_at_once_when_its_generator_is_gone(event: str)
     if event == "dead":
         fleet.died(home, "killed")
     else:
-        if event == "stale":
-            fleet.move(home, GeneratorState.SYNCING)
-        fleet.move(home, GeneratorState.STALE, reason="bad bytes")
+        fleet[home].sync(V1, swap=event != "stale")
+        fleet[home].failed("bad bytes")
         if event == "stale and tried again":
-            fleet.move(home, GeneratorState.SYNCING)
+            fleet[home].sync(V1)
     new_home = turn(dispatcher, "m1", "mine")
     assert new_home != home
     if event == "stale and tried again":
-        fleet.move(home, GeneratorState.SERVING, version=V1)
+        fleet[home].verified(V1)
     elif event != "dead":
         comes_to_serve(fleet, home, V1)
     finish(dispatcher, "m0")
     assert turn(dispatcher, "m2", "mine") == new_home, "the end of an earlier request does not bring it back"
-
-
-def test_a_session_that_waits_moves_at_once_when_its_generator_fails() -> None:
-    _, fleet, dispatcher = sticky_fleet(2)
-    home = turn(dispatcher, "m0", "mine")
-    fleet.move(home, GeneratorState.SYNCING)
-    dispatcher.submit([request("m1", session="mine")], 0.0)
-    fleet.move(home, GeneratorState.STALE, reason="bad bytes")
-    assert where(dispatcher.reconsider(0.1)) != [home] and dispatcher.waiting == 0
 
 
 @given(data=st.data(), bound=st.integers(1, 4))
@@ -186,24 +115,6 @@ def test_sessions_without_live_requests_are_forgotten_least_recently_used_first(
             assert strategy.generator_of(remembered) == expected
 
 
-def test_a_session_with_live_requests_is_never_forgotten() -> None:
-    strategy, _, dispatcher = sticky_fleet(2, max_sessions=1)
-    homes = {f"s{index}": turn(dispatcher, f"r{index}", f"s{index}") for index in range(50)}
-    assert {session: strategy.generator_of(session) for session in homes} == homes
-    for index in range(50):
-        finish(dispatcher, f"r{index}")
-    assert strategy.sessions == 1 and strategy.generator_of("s49") == homes["s49"]
-
-
-def test_an_ended_session_is_forgotten() -> None:
-    strategy, _, dispatcher = sticky_fleet(2)
-    turn(dispatcher, "m0", "mine")
-    finish(dispatcher, "m0")
-    strategy.end_session("mine")
-    strategy.end_session("nobody knows this one")
-    assert strategy.generator_of("mine") is None and strategy.sessions == 0
-
-
 def test_an_ended_session_with_live_requests_is_forgotten_after_the_last() -> None:
     strategy, _, dispatcher = sticky_fleet(2)
     home = turn(dispatcher, "m0", "mine")
@@ -213,14 +124,6 @@ def test_an_ended_session_with_live_requests_is_forgotten_after_the_last() -> No
     assert strategy.generator_of("mine") == home
     finish(dispatcher, "m1")
     assert strategy.generator_of("mine") is None and strategy.sessions == 0
-
-
-def test_a_wait_says_until_when() -> None:
-    strategy, fleet, dispatcher = sticky_fleet(2)
-    home = turn(dispatcher, "m0", "mine")
-    fleet.move(home, GeneratorState.SYNCING)
-    asked = request("m1", session="mine")
-    assert strategy.choose(asked, now=3.0, waiting_since=1.0) == Wait(1.0 + WAIT_SECONDS)
 
 
 def test_the_config_names_the_fallback_and_the_bounds() -> None:

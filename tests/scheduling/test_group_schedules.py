@@ -17,7 +17,8 @@ from hypothesis.stateful import (
 )
 from support.saved import saved_and_read
 
-from titan_rl.scheduling.group import GroupState
+from titan_rl.scheduling.config import StalenessLimits
+from titan_rl.scheduling.group import GroupState, Outcome
 from titan_rl.scheduling.group_buffer import GroupBuffer
 from titan_rl.types import PolicyVersion
 
@@ -42,7 +43,7 @@ class Schedules(RuleBasedStateMachine):
     @initialize(p=st.integers(1, 4), s=st.integers(0, 3), w=st.integers(1, 9))
     def begin(self, p: int, s: int, w: int) -> None:
         self.p, self.s, self.w = p, s, w
-        self.buffer = GroupBuffer(groups_per_step=p, max_staleness=s, window=w)
+        self.buffer = GroupBuffer(StalenessLimits(groups_per_step=p, max_staleness=s, window=w))
         self.twin = self.copy()
         self.books: dict[int, Book] = {}
         self.trainer = self.published = 0
@@ -142,10 +143,7 @@ class Schedules(RuleBasedStateMachine):
         if publish:
             self.publish_newest()
 
-    @rule(data=st.data(), what=st.sampled_from(["lost", "filtered", "failed"]))
-    def mishap(self, data: st.DataObject, what: str) -> None:
-        {"lost": self.lose, "filtered": self.filter, "failed": self.fail}[what](data)
-
+    @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
         if (group_id := self.choose(data, "running", "finished", "taken")) is not None:
             self.break_batch_of(group_id)
@@ -154,17 +152,12 @@ class Schedules(RuleBasedStateMachine):
             book.state, book.oldest, book.attempt = "waiting", None, book.attempt + 1
             assert (group.attempt, group.min_version.step, group.oldest) == (book.attempt, book.admitted_at, None)
 
-    def filter(self, data: st.DataObject) -> None:
-        if (group_id := self.choose(data, "running", "finished", "taken")) is not None:
-            self.break_batch_of(group_id)
-            self.both("filtered", group_id)
-            self.books[group_id].state = "filtered"
-
-    def fail(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), outcome=st.sampled_from([Outcome.FILTERED, Outcome.FAILED]))
+    def drop(self, data: st.DataObject, outcome: Outcome) -> None:
         if (group_id := self.choose(data, "waiting", "running", "finished", "taken")) is not None:
             self.break_batch_of(group_id)
-            self.both("failed", group_id)
-            self.books[group_id].state = "failed"
+            self.both("drop", group_id, outcome)
+            self.books[group_id].state = outcome.value
 
     def break_batch_of(self, group_id: int) -> None:
         if group_id in self.batch:
@@ -246,15 +239,6 @@ class Schedules(RuleBasedStateMachine):
     @invariant()
     def at_most_w_minus_1_younger_groups_are_trained_before_any_group(self) -> None:
         assert all(len(book.overtaken_by) < self.w for book in self.books.values())
-
-    @invariant()
-    def every_prompt_is_known_by_its_id(self) -> None:
-        prompts = self.buffer.prompts
-        assert list(prompts.pending()) == self.ids(*GroupState)
-        assert prompts.low_water == min(self.ids(*GroupState), default=len(self.books))
-        for group_id in range(prompts.low_water, len(self.books)):
-            state = self.books[group_id].state
-            assert prompts.outcome(group_id) == (state if state in ENDED else None)
 
     @invariant()
     def the_twin_is_the_same(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from support.saved import saved_and_read
 
 from titan_rl.errors import ConfigError
-from titan_rl.scheduling.group import GroupState
+from titan_rl.scheduling.config import StalenessLimits
+from titan_rl.scheduling.group import GroupState, Outcome
 from titan_rl.scheduling.group_buffer import GroupBuffer
 from titan_rl.types import PolicyVersion
 
@@ -36,7 +38,7 @@ class Run:
     decided: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.buffer = GroupBuffer(groups_per_step=self.p, max_staleness=self.s, deterministic=True)
+        self.buffer = GroupBuffer(StalenessLimits(groups_per_step=self.p, max_staleness=self.s, deterministic=True))
         self.admit()
 
     def outcome(self, group_id: int) -> str:
@@ -56,16 +58,19 @@ class Run:
         if self.outcome(group_id) == TRAINABLE:
             self.buffer.finish(group_id, self.buffer[group_id].min_version)
         else:
-            getattr(self.buffer, self.outcome(group_id))(group_id)
+            self.buffer.drop(group_id, Outcome(self.outcome(group_id)))
         while (each := self.buffer.decide()) is not None:
             self.decided.append(each)
             self.admit()
 
     def running(self) -> list[int]:
-        return [each for each in self.versions if each in self.buffer and self.state(each) is GroupState.RUNNING]
+        return [each for each in self.versions if self.state(each) is GroupState.RUNNING]
 
-    def state(self, group_id: int) -> GroupState:
-        return self.buffer[group_id].state
+    def state(self, group_id: int) -> GroupState | None:
+        """None: it has ended."""
+        with suppress(KeyError):
+            return self.buffer[group_id].state
+        return None
 
     def train(self) -> None:
         batch = self.buffer.batch
@@ -123,7 +128,7 @@ def interleaved(p: int, s: int, steps: int, outcomes: list[str], rng: random.Ran
             run.buffer.go_on_from(PolicyVersion(before.incarnation + 1, before.step))
             run.publish()
         elif losses < 20:
-            played = [each for each in run.versions if each in buffer and run.state(each) is not GroupState.WAITING]
+            played = [each for each in run.versions if run.state(each) not in (GroupState.WAITING, None)]
             if played:
                 losses += 1
                 lost = buffer.lost(rng.choice(played))
@@ -171,4 +176,4 @@ def test_a_filtered_groups_slot_is_free_when_those_before_it_are_decided() -> No
 
 def test_a_window_and_logical_time_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match="window must be 1, got 3"):
-        GroupBuffer(groups_per_step=1, window=3, deterministic=True)
+        StalenessLimits(groups_per_step=1, window=3, deterministic=True)

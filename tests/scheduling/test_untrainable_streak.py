@@ -30,6 +30,17 @@ def test_every_reason_is_counted_most_frequent_first():
         streak.untrainable(8, Untrainable.EMPTY)
 
 
+@pytest.mark.parametrize("other", [None, Untrainable.EQUAL_REWARDS])
+def test_only_groups_that_are_all_solved_end_a_run_well(other: Untrainable | None):
+    streak = UntrainableStreak(groups_per_step=1, batches=2)
+    assert not streak.untrainable(0, other or Untrainable.SOLVED)
+    if other is None:
+        assert streak.untrainable(1, Untrainable.SOLVED)
+    else:
+        with pytest.raises(NothingToTrain, match="1 all rewards equal .*; 1 solved"):
+            streak.untrainable(1, Untrainable.SOLVED)
+
+
 def test_one_group_that_teaches_something_starts_the_count_again():
     streak = UntrainableStreak(groups_per_step=3, batches=1)
     for group_id in range(0, 30, 3):

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,9 +23,10 @@ SECONDS = 60.0
 
 def chromium() -> str:
     """Its program; skips the test where it is missing."""
-    program = shutil.which("chromium") or shutil.which("google-chrome")
+    beside_python = str(Path(sys.executable).parent)  # where scripts/chromium.py puts it
+    program = shutil.which("chromium", path=beside_python) or shutil.which("chromium") or shutil.which("google-chrome")
     if program is None:
-        pytest.skip("headless Chromium is missing: apt-get install chromium")
+        pytest.skip("headless Chromium is missing: scripts/chromium.py, or apt-get install chromium")
     return program
 
 
@@ -138,6 +141,7 @@ def opened(profile: Path) -> Iterator[Page]:
             f"--user-data-dir={profile}",
             "about:blank",
         ],
+        env={**os.environ, "LC_ALL": "en_US.UTF-8"},  # of the language POSIX no number can be formatted
         stderr=subprocess.PIPE,
         text=True,
     )

@@ -12,14 +12,14 @@ from pathlib import Path
 import httpx
 
 from support.gateway import MODEL, until_idle
-from titan_rl.launch.start import Serving
+from titan_rl.supervision.supervisor import Supervisor
 
 EXAMPLES = 40
 """Per operation."""
 SECONDS = 400
 
 
-async def fuzz(up: Serving, directory: Path, key: str = "", *, phases: str = "examples,coverage,fuzzing") -> str:
+async def fuzz(up: Supervisor, directory: Path, key: str = "", *, phases: str = "examples,coverage,fuzzing") -> str:
     """No request is a server error or leaves work behind, and some get through. Returns the metrics afterwards.
 
     Args:
@@ -27,14 +27,14 @@ async def fuzz(up: Serving, directory: Path, key: str = "", *, phases: str = "ex
         phases: of schemathesis; the coverage of every bound of the schema takes a minute.
     """
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with httpx.AsyncClient(base_url=up.url, headers=headers) as http:
+    async with httpx.AsyncClient(base_url=up.gateway.url, headers=headers) as http:
         description = (await http.get("/openapi.json")).json()
         for name in ("ChatCompletionRequest", "CompletionRequest"):  # with another model a request gets no further
             description["components"]["schemas"][name]["properties"]["model"] = {"type": "string", "enum": [MODEL]}
         file = directory / "openapi.json"
         file.write_text(json.dumps(description))
         command = [
-            *(sys.executable, "-m", "schemathesis.cli", "run", str(file), "--url", up.url),
+            *(sys.executable, "-m", "schemathesis.cli", "run", str(file), "--url", up.gateway.url),
             *("--checks", "not_a_server_error", "--mode", "all", "--phases", phases),
             *(word for name, value in headers.items() for word in ("--header", f"{name}: {value}")),
             *("--max-examples", str(EXAMPLES), "--seed", "6", "--request-timeout", str(SECONDS)),

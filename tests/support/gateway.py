@@ -22,9 +22,10 @@ from titan_rl.gateway.callers import ApiKeys
 from titan_rl.gateway.calls import Fleet, ServedPolicy
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.launch.start import Serving, serve
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig, TrainerConfig
-from titan_rl.rollout.turns import RolloutRequest
+from titan_rl.rollout.trajectory import RolloutRequest
+from titan_rl.run.start import bring_up
+from titan_rl.supervision.supervisor import Supervisor
 from titan_rl.types import (
     Completion,
     FinishReason,
@@ -60,7 +61,7 @@ async def served(
     length: int = LENGTH,
     engine: str = ENGINE,
     placement: PlacementConfig | None = None,
-) -> AsyncIterator[Serving]:
+) -> AsyncIterator[Supervisor]:
     config = RunConfig(
         policy=PolicyConfig(
             tiny=TinyPolicyConfig(symbols=SYMBOLS, special_tokens=TOOL_SYMBOLS, max_length=length, seed=5)
@@ -69,12 +70,12 @@ async def served(
         trainer=TrainerConfig(max_tokens_per_microbatch=length),
         placement=placement or PlacementConfig(),
     )
-    async with serve(config, gateway or GatewayConfig(port=0, model=MODEL)) as up:
+    async with bring_up(config, gateway or GatewayConfig(port=0, model=MODEL)) as up:
         yield up
 
 
-def client(up: Serving, key: str = "none") -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=f"{up.url}/v1", api_key=key)
+def client(up: Supervisor, key: str = "none") -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{up.gateway.url}/v1", api_key=key)
 
 
 def say(text: str) -> list[Any]:
@@ -82,18 +83,18 @@ def say(text: str) -> list[Any]:
     return [{"role": "user", "content": f"+{text}"}]
 
 
-async def until_idle(up: Serving) -> None:
+async def until_idle(up: Supervisor) -> None:
     """Returns when no generator runs a request; each look is an answer of the router."""
     while await in_flight(up):
         pass
 
 
-async def until_busy(up: Serving, requests: int) -> None:
+async def until_busy(up: Supervisor, requests: int) -> None:
     while await in_flight(up) < requests:
         pass
 
 
-async def in_flight(up: Serving) -> int:
+async def in_flight(up: Supervisor) -> int:
     return sum(member.in_flight for member in await up.router.fleet_status())
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.generation.engine import SimulatedEngine, StepOutput
+from titan_rl.generation.engine import StepOutput
+from titan_rl.generation.simulated_engine import SimulatedEngine
 from titan_rl.types import FinishReason, GenerationRequest, Piece
 
 ECHO = "+"
@@ -46,9 +47,9 @@ class ObedientEngine(SimulatedEngine):
             self._requests[request.request_id] = request
         super().add(request)
 
-    def take_pieces(self) -> list[Piece]:
+    def new_pieces(self) -> list[Piece]:
         pieces = []
-        for piece in super().take_pieces():
+        for piece in super().new_pieces():
             request = self._requests.get(piece.request_id)
             if request is not None:
                 tokens = request.prompt_token_ids[1 + piece.offset : 1 + piece.end].astype(np.int32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from titan_rl.launch.placement import MeshPlan
+from titan_rl.supervision.placement import Kind, MeshPlan
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -15,6 +15,7 @@ def mesh_plan(name: str, ranks: int = 1, *, beside: str) -> MeshPlan:
     paths = [str(Path(beside).resolve().parent), str(TESTS), str(TESTS.parent)]
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     return MeshPlan(
+        kind=Kind.ROLLOUT,
         name=name,
         hosts=("host0",) * ranks,
         env=(environment,) * ranks,

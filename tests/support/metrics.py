@@ -5,8 +5,8 @@ from pathlib import Path
 
 import tomli
 
-from titan_rl.observability.metric_table import METRICS, metric_of
-from titan_rl.observability.metrics import GROUPS
+from titan_rl.metrics.metric_table import METRICS, metric_of
+from titan_rl.metrics.writer import GROUPS
 
 
 def assert_metrics_are_known(run: Path) -> None:

@@ -3,8 +3,10 @@
 import asyncio
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+from msgspec import structs
 
 from titan_rl.chat.renderer import SymbolRenderer
 from titan_rl.errors import RequestError
@@ -134,11 +136,12 @@ def calling_policy(directory) -> Path:
 
 
 async def play(model_path, *texts, cls="Calling", name="", max_new_tokens=20, **kwargs):
-    """One rollout of these turns, its sample if any, and what was asked of the policy."""
+    """One rollout of these turns with its messages, its sample if any, and what was asked of the policy."""
     policy = Lines(model_path, *texts)
     async with runner(model_path, name or f"{TASKS / 'calling.py'}:{cls}", **kwargs) as group_runner:
         result = await group_runner.run_group(request(5, samples=1, max_new_tokens=max_new_tokens), policy)
-    return result.rollouts[0], result.samples, policy.requests
+    rollout = SimpleNamespace(**structs.asdict(result.rollouts[0]) | {"messages": result.trajectories[0].messages})
+    return rollout, result.samples, policy.requests
 
 
 def text_of(model_path, token_ids) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from titan_rl.chat.renderer import SymbolRenderer
 from titan_rl.errors import TaskError
-from titan_rl.rollout.turns import RolloutRecord, RolloutRequest, Turns
+from titan_rl.rollout.trajectory import RolloutRequest, Trajectory
 from titan_rl.types import (
     Completion,
     FinishReason,
@@ -52,7 +52,7 @@ def request(**options) -> RolloutRequest:
         samples=4,
         sampling=SamplingParams(max_new_tokens=50, temperature=0.7),
         min_version=VERSION,
-        pinned_to="generator1",
+        exact_version=VERSION,
     )
     return RolloutRequest(
         **{"session_id": "s", "group": group, "sample": 2, "max_turns": 1000, "max_sampled_tokens": 0, **options}
@@ -67,20 +67,20 @@ class Program:
     options: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.turns = Turns(request(**self.options), self.renderer, run_seed=RUN_SEED, max_model_len=LENGTH)
+        self.trajectory = Trajectory(request(**self.options), self.renderer, run_seed=RUN_SEED, max_model_len=LENGTH)
         self._calls = itertools.count()
         self._logprobs = itertools.count(1)
 
     def ask(self, messages, tools=(), *, choices=1, wanted=None) -> list[GenerationRequest]:
-        prompt = self.turns.prompt_of_chat(messages, tools)
+        prompt = self.trajectory.prompt_of_chat(messages, tools)
         return self._ask(prompt, choices, wanted)
 
     def ask_tokens(self, tokens, *, choices=1, wanted=None) -> list[GenerationRequest]:
-        return self._ask(self.turns.prompt_of_tokens(tokens), choices, wanted)
+        return self._ask(self.trajectory.prompt_of_tokens(tokens), choices, wanted)
 
     def _ask(self, prompt, choices, wanted):
         wanted = wanted or SamplingParams(max_new_tokens=40)
-        return self.turns.ask(f"call{next(self._calls)}", [(prompt, wanted)], choices=choices)
+        return self.trajectory.ask(f"call{next(self._calls)}", [(prompt, wanted)], choices=choices)
 
     def sampled(self, asked: GenerationRequest, tokens: list[int], *, stopped: bool) -> Completion:
         return Completion(
@@ -97,7 +97,7 @@ class Program:
         completion = self.sampled(asked, tokens, stopped=stopped)
         parsed = self.renderer.parse(tokens, completion.finish_reason, asked.prompt_token_ids, tools)
         message = parsed._replace(tool_calls=tuple(call for call in parsed.tool_calls if not call.problem))
-        self.turns.answered(completion, message, stopped=stopped)
+        self.trajectory.answered(completion, message, stopped=stopped)
         return message
 
     def says(self, messages, text: str, tools=()) -> list[Message]:
@@ -117,6 +117,6 @@ def prompt_of(asked: list[GenerationRequest]) -> list[int]:
     return asked[0].prompt_token_ids.tolist()
 
 
-def rendered_anew(record: RolloutRecord) -> int:
+def rendered_anew(trajectory: Trajectory) -> int:
     """Prompts that continue a sampled turn but were rendered anew."""
-    return sum(turn.anew for turn in record.turns)
+    return sum(turn.rendered_anew for turn in trajectory.turns)

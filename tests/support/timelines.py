@@ -6,41 +6,44 @@ import gzip
 import json
 from pathlib import Path
 
-from titan_rl.observability.bubbles import accounts
-from titan_rl.observability.spans import read_spans
-from titan_rl.observability.trace import TRACE
+from titan_rl.view.spans import TRACE, Process, read_processes
+from titan_rl.view.timelines import accounts
 
 NAMED_SHARE = 0.99
+CLOCKS = 0.001
+"""Seconds that the times of day of two processes may differ by."""
 DIFFERENCE = 0.02
 """Largest difference of an idle share between timeline and metrics."""
 
 
 def assert_timeline_is_whole(run: Path) -> None:
     """Every process names what it does, the trace holds all of it, and idle shares are those of the metrics."""
-    lives = read_spans(run)
-    assert {"controller.0", "trainer.0", "generator0.0", "router.0", "rollout0.0"} <= {life.process for life in lives}
-    controller = next(life for life in lives if life.mesh == "controller")
-    for life in lives:
-        assert life.named_share >= NAMED_SHARE, life.process
-        assert life.began >= controller.began and life.ended <= controller.ended, life.process
-    assert {"forward", "backward", "optimizer", "publish"} <= names(lives, "trainer")
-    assert {"build", "prefill", "decode", "pull", "verify", "wait"} <= names(lives, "generator0")
-    assert {"environment", "grader", "rollout"} <= names(lives, "rollout0")
+    processes = read_processes(run)
+    ranks = {(process.mesh, process.rank) for process in processes}
+    assert {(mesh, 0) for mesh in ("controller", "trainer", "generator0", "router", "rollout0")} <= ranks
+    controller = next(process for process in processes if process.mesh == "controller")
+    for process in processes:
+        named, seconds = sum(span.seconds for span in process.main), process.ended - process.began
+        assert named >= NAMED_SHARE * seconds, process.mesh
+        assert process.began >= controller.began - CLOCKS and process.ended <= controller.ended + CLOCKS, process.mesh
+    assert {"forward", "backward", "optimizer", "publish"} <= names(processes, "trainer")
+    assert {"build", "prefill", "decode", "pull", "verify", "wait"} <= names(processes, "generator0")
+    assert {"environment", "grader", "rollout"} <= names(processes, "rollout0")
 
-    trace = json.loads(gzip.decompress((run / TRACE).read_bytes()))["traceEvents"]
-    spans = sum(len(life.main) + len(life.others) for life in lives)
+    trace = json.loads(gzip.decompress((run / TRACE).read_bytes()))
+    spans = sum(len(process.main) + len(process.others) for process in processes)
     assert sum(event["ph"] == "X" for event in trace) == spans
 
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     told = [idle for line in lines if (idle := {key[5:]: line[key] for key in line if key.startswith("idle/")})]
     assert told
-    looks = [span.began + span.seconds / 2 for span in controller.others if span.lane == "look"][: len(told) + 1]
-    seconds = [after - before for before, after in zip(looks, looks[1:], strict=False)]
-    for account in accounts(lives, (looks[0], looks[-1])):
+    polls = [span.began + span.seconds / 2 for span in controller.others if span.lane == "poll"][: len(told) + 1]
+    seconds = [after - before for before, after in zip(polls, polls[1:], strict=False)]
+    for account in accounts(processes, (polls[0], polls[-1])):
         if account.mesh in told[0]:
             shares = (idle[account.mesh] * lasted for idle, lasted in zip(told, seconds, strict=True))
             assert abs(sum(shares) / sum(seconds) - account.idle) <= DIFFERENCE, account
 
 
-def names(lives: list, mesh: str) -> set[str]:
-    return {span.name for life in lives if life.mesh == mesh for span in (*life.main, *life.others)}
+def names(processes: list[Process], mesh: str) -> set[str]:
+    return {span.name for process in processes if process.mesh == mesh for span in (*process.main, *process.others)}

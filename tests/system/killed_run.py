@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from titan_rl.processes import leave
+from titan_rl.processes import run_and_exit
 
 BETWEEN_SIGNALS = 0.3
 """Seconds; two that come at once are one."""
@@ -30,35 +31,35 @@ POINTS: dict[str, tuple[str, str, float | None]] = {
     "after a finish": ("titan_rl.scheduling.group_buffer:GroupBuffer.finish", "after", None),
     "after a decision": ("titan_rl.scheduling.group_buffer:GroupBuffer.decide", "after", None),
     "mid-batch": ("titan_rl.scheduling.group_buffer:GroupBuffer.take", "after", None),
-    "mid-step": ("titan_rl.actors.trainer_client:Trainer.train_step", "while", 0.03),
+    "mid-step": ("titan_rl.actors.trainer_client:TrainerClient.train_step", "while", 0.03),
     "after a step": ("titan_rl.scheduling.group_buffer:GroupBuffer.trained", "after", None),
     "before a release": ("titan_rl.actors.rollouts:Rollouts.release", "before", None),
-    "before the numbers": ("titan_rl.observability.metrics:MetricsWriter.write", "before", None),
-    "after the numbers": ("titan_rl.observability.metrics:MetricsWriter.write", "after", None),
-    "mid-publication": ("titan_rl.actors.trainer_client:Trainer.push_model_state_dict", "while", 0.003),
-    "mid-pull": ("titan_rl.actors.router_client:RouterClient.serve_beside", "while", 0.02),
+    "before the numbers": ("titan_rl.metrics.writer:MetricsWriter.write", "before", None),
+    "after the numbers": ("titan_rl.metrics.writer:MetricsWriter.write", "after", None),
+    "mid-publication": ("titan_rl.actors.trainer_client:TrainerClient.push_model_state_dict", "while", 0.003),
+    "mid-pull": ("titan_rl.actors.router_client:RouterClient.pull_model_state_dict", "while", 0.02),
     "mid-evaluation": ("titan_rl.actors.rollouts:Rollouts.run_groups", "while", 0.03),
-    "before a cut": ("titan_rl.controller.checkpoint_files:new_draft", "before", None),
-    "mid-cut": ("titan_rl.actors.trainer_client:Trainer.begin_checkpoint", "while", 0.01),
-    "mid-checkpoint": ("titan_rl.actors.trainer_client:Trainer.finish_checkpoint", "while", 0.01),
-    "before the manifest": ("titan_rl.controller.checkpoint_files:commit", "before", None),
+    "before a cut": ("titan_rl.loop.checkpoint_files:new_draft", "before", None),
+    "mid-cut": ("titan_rl.actors.trainer_client:TrainerClient.begin_checkpoint", "while", 0.01),
+    "mid-checkpoint": ("titan_rl.actors.trainer_client:TrainerClient.finish_checkpoint", "while", 0.01),
+    "before the manifest": ("titan_rl.loop.checkpoint_files:commit", "before", None),
     "before the rename": ("os:rename", "before", None),
     "between rename and sync": ("os:rename", "after", None),
-    "before older ones are removed": ("titan_rl.controller.checkpoint_files:prune", "before", None),
-    "after a checkpoint": ("titan_rl.controller.checkpoint_files:prune", "after", None),
+    "before older ones are removed": ("titan_rl.loop.checkpoint_files:prune", "before", None),
+    "after a checkpoint": ("titan_rl.loop.checkpoint_files:prune", "after", None),
 }
 """Name → (function, when, seconds into it)."""
 
 PHASES: dict[str, tuple[str, str, float | None]] = {
-    "config check": ("titan_rl.launch.task_check:check_task", "before", None),
-    "spawn": ("titan_rl.launch.meshes:Meshes.spawn", "before", None),
-    "mid-spawn": ("titan_rl.launch.meshes:Meshes.spawn", "after", None),
-    "set-up": ("titan_rl.launch.meshes:Meshes.set_up", "while", 2.0),
-    "warm-up": ("titan_rl.actors.trainer_client:Trainer.warm_up_step", "while", 0.01),
+    "config check": ("titan_rl.run.task_check:check_task", "before", None),
+    "spawn": ("titan_rl.supervision.supervisor:Supervisor.spawn", "before", None),
+    "mid-spawn": ("titan_rl.supervision.supervisor:Supervisor.spawn", "after", None),
+    "set-up": ("titan_rl.supervision.supervisor:Supervisor.set_up", "while", 2.0),
+    "warm-up": ("titan_rl.actors.trainer_client:TrainerClient.warm_up_step", "while", 0.01),
     "first pull": ("titan_rl.actors.router_client:RouterClient.pull_model_state_dict", "while", 0.01),
-    "final save": ("titan_rl.actors.trainer_client:Trainer.save", "while", 0.005),
-    "closing": ("titan_rl.launch.meshes:Meshes.close", "while", 0.01),
-    "restore": ("titan_rl.actors.trainer_client:Trainer.restore", "while", 0.01),
+    "final save": ("titan_rl.actors.trainer_client:TrainerClient.save", "while", 0.005),
+    "closing": ("titan_rl.supervision.supervisor:Supervisor.close", "while", 0.01),
+    "restore": ("titan_rl.actors.trainer_client:TrainerClient.restore", "while", 0.01),
 }
 """Of a run that is stopped by a signal, besides some of `POINTS`."""
 
@@ -118,17 +119,21 @@ def _deadly(function: Callable[..., Any], when: str, seconds: float | None, turn
     return deadly_too
 
 
-def main(point: str, turn: int, arguments: list[str]) -> int:
-    import importlib
-
-    target, when, seconds = (POINTS | PHASES)[point]
-    module_name, _, path = target.partition(":")
+def owner_of(target: str) -> tuple[Any, str]:
+    """The class or module of a function, and the function's name there."""
+    module, _, path = target.partition(":")
     *owners, name = path.split(".")
-    owner = functools.reduce(getattr, owners, importlib.import_module(module_name))
+    return functools.reduce(getattr, owners, importlib.import_module(module)), name
+
+
+def main(point: str, turn: int, arguments: list[str]) -> int:
+    target, when, seconds = (POINTS | PHASES)[point]
+    owner, name = owner_of(target)
     deadly = _deadly(getattr(owner, name), when, seconds, turn)
     setattr(owner, name, deadly)
     for module in list(sys.modules.values()):  # those that have imported it by name
-        if getattr(module, "__name__", "").startswith("titan_rl") and name in vars(module) and not owners:
+        ours = getattr(module, "__name__", "").startswith("titan_rl")
+        if ours and not isinstance(owner, type) and name in vars(module):
             setattr(module, name, deadly)
     from titan_rl.train import main as train
 
@@ -136,4 +141,4 @@ def main(point: str, turn: int, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(functools.partial(main, sys.argv[1], int(sys.argv[2]), sys.argv[3:]))
+    run_and_exit(functools.partial(main, sys.argv[1], int(sys.argv[2]), sys.argv[3:]))

@@ -90,7 +90,7 @@ def process_of(run: int, mesh: str, rank: int = 0) -> int:
     """Its id, by its command line."""
     for pid in descendants(run):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if b"titan_rl.launch.child" in words and words[-3:-1] == [mesh.encode(), str(rank).encode()]:
+        if b"titan_rl.supervision.child" in words and words[-3:-1] == [mesh.encode(), str(rank).encode()]:
             return pid
     raise AssertionError(f"no process of {mesh} rank {rank}")
 

@@ -1,4 +1,4 @@
-"""A short disturbed run and its undisturbed twin, as scripts/chaos.py makes them; about 3 minutes on two free cores."""
+"""A short disturbed run and its undisturbed twin, as scripts/chaos.py makes them; about 90 s on two free cores."""
 
 from __future__ import annotations
 
@@ -9,18 +9,10 @@ import sys
 import pytest
 from leftovers import REPOSITORY
 
-KINDS = (
-    "controller killed",
-    "gateway killed",
-    "generator killed",
-    "publication damaged",
-    "rollout worker killed",
-    "router killed",
-    "sample damaged",
-    "trainer rank killed",
-)
+KINDS = ("controller killed", "rollout worker killed", "router killed", "trainer rank killed")
+"""Other tests in CI kill generators and gateways, and damage publications and samples."""
 SMALL = (
-    *("--seed", "1", "--minutes", "1.8", "--every", "5", "--deterministic"),
+    *("--seed", "1", "--minutes", "1.6", "--every", "7", "--deterministic"),  # 40 steps, of which late faults need 28
     *(word for kind in KINDS for word in ("--only", kind)),
     *("--generator.engine", "simulated", "--generator.count", "2", "--environment.kwargs.every", "13"),
     *("--loop.groups-per-step", "4", "--rollout.samples-per-group", "4"),
@@ -34,5 +26,5 @@ def test_a_disturbed_run_comes_out_as_if_nothing_was() -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures["bitwise_equal"] is True and figures["lost"] == 0
-    # on busy cores the run may be over before the last ones, and a publication may be read before it can be damaged
-    assert figures["faults"] >= len(KINDS) // 2
+    happened = {line.strip().partition("  ")[0] for line in done.stdout.splitlines()}
+    assert happened >= {*KINDS}

@@ -17,9 +17,9 @@ import pytest_asyncio
 from titan_rl import config_registry
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SharedMemorySource
-from titan_rl.launch.start import start
-from titan_rl.policy.kept_tokens import KeptTokens
+from titan_rl.policy.token_score_recorder import TokenScoreRecorder
 from titan_rl.rollout.report import GroupReport
+from titan_rl.run.start import start
 from titan_rl.types import PolicyVersion, TrainingSample
 
 TOLERANCE = 2e-5
@@ -69,7 +69,7 @@ async def flow() -> AsyncIterator[Flow]:
             batch = SampleBatch.concat(report.samples for report in reports)
             samples = source.fetch(batch)
             names = [(sample.group_id, sample.sample) for sample in samples]
-            at_version, after_update = KeptTokens(names), KeptTokens(names)
+            at_version, after_update = TokenScoreRecorder(names), TokenScoreRecorder(names)
             metrics = await system.trainer.train_step(batch, at_version)
             await system.trainer.train_step(batch, after_update)
             held = await system.rollouts.release(batch)
@@ -129,7 +129,7 @@ async def test_the_mask_covers_exactly_what_the_engine_sampled(flow: Flow) -> No
 
 async def test_the_controller_saw_references_and_the_stores_are_empty(flow: Flow) -> None:
     for step in flow.steps:
-        assert {report.samples.is_local for report in step.reports} == {False}
+        assert {report.samples.samples for report in step.reports} == {None}
         assert step.held == 0
 
 

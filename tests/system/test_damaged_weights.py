@@ -1,4 +1,4 @@
-"""A real run whose publications are damaged in shared memory before anybody reads them. Two engines; about 60 s."""
+"""A real run whose publications are damaged in shared memory before anybody reads them (15 s; simulated engines)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rich.console import Console
 
 from titan_rl.config import EvaluationConfig, RunConfig
 from titan_rl.config_registry import copy4
-from titan_rl.controller.loop import TrainingLoop
-from titan_rl.controller.system import System
-from titan_rl.launch.start import start
-from titan_rl.observability.display.progress import RunDisplay
-from titan_rl.observability.metrics import MetricsWriter
+from titan_rl.loop.loop import TrainingLoop
+from titan_rl.loop.system import System
+from titan_rl.metrics.writer import MetricsWriter
+from titan_rl.run.start import start
+from titan_rl.view.display import RunDisplay
 from titan_rl.weights.manifest import Publication
 from titan_rl.weights.segment_files import segment_at
 
@@ -30,7 +30,7 @@ def small() -> RunConfig:
         loop=dataclasses.replace(recipe.loop, steps=STEPS, groups_per_step=4),
         rollout=dataclasses.replace(recipe.rollout, samples_per_group=4),
         evaluation=EvaluationConfig(every=0, prompts=10),
-        generator=dataclasses.replace(recipe.generator, count=2),
+        generator=dataclasses.replace(recipe.generator, count=2, engine="simulated"),
     )
 
 
@@ -64,7 +64,7 @@ def damaging(system: System, *names: str) -> list[str]:
 async def test_weights_that_every_generator_refuses_are_published_again(tmp_path: Path, caplog: Any) -> None:
     said = io.StringIO()
     display = RunDisplay(steps=STEPS, live=False, console=Console(file=said, width=1000))
-    with caplog.at_level(logging.WARNING, "titan_rl.controller"):
+    with caplog.at_level(logging.WARNING, "titan_rl.loop"):
         async with start(small(), log_directory=tmp_path / "logs") as system:
             published = damaging(system, "policy v1")
             loop = TrainingLoop(system, display=display, metrics=MetricsWriter(tmp_path, tensorboard=False))

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from titan_rl.commands.replay import difference, difference_of_numbers, facts
-from titan_rl.observability.recorder import ROLLOUTS, read_rollouts
+from titan_rl.metrics.rollout_record import ROLLOUTS, read_record, read_records
+from titan_rl.playing.replay import difference, difference_of_numbers, facts
 
 DELAYS = Path(__file__).with_name("delays.py")
 STEPS, STALENESS = 6, 2
@@ -60,8 +60,8 @@ def train(directory: Path, **settings: Any) -> Outcome:
     # An evaluation goes on beside training, so its line may come before or after those of steps.
     lines.sort(key=lambda line: (line["step"], "evaluation/reward" in line))
     steps = [{key: value for key, value in line.items() if key in exactly or key.startswith(kept)} for line in lines]
-    records = sorted(read_rollouts(run / ROLLOUTS), key=lambda record: (record["purpose"], record["step"]))
-    rollouts = [(record["group"], record["sample"], *record["kept"], *facts(record)) for record in records]
+    records = sorted(read_records(run / ROLLOUTS), key=lambda record: (record.purpose, record.step))
+    rollouts = [(record.group, record.sample, *record.kept, *facts(record)) for record in records]
     return Outcome({name: tensor.tobytes() for name, tensor in weights.items()}, steps, rollouts)
 
 
@@ -90,7 +90,8 @@ def test_a_tampered_recording_is_found_where_the_true_one_is_replayed_bit_for_bi
     one: Outcome, directory: Path, tmp_path: Path
 ) -> None:
     (run,) = directory.iterdir()
-    true = [record for record in read_rollouts(run / ROLLOUTS) if record["purpose"] == "train" and record["step"] == 2]
+    lines = map(json.loads, (run / ROLLOUTS).read_text().splitlines())
+    true = [line for line in lines if line["purpose"] == "train" and line["step"] == 2]
     tampered = json.loads(json.dumps(true))
     weights = tampered[-1]["branches"][0]["weights"]
     weights[-1] = float(np.nextafter(np.float32(weights[-1]), np.float32(1)))  # one bit of one token
@@ -102,23 +103,14 @@ def test_a_tampered_recording_is_found_where_the_true_one_is_replayed_bit_for_bi
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
     what = f"group {true[-1]['group']}, sample {true[-1]['sample']}, loss weight of token {len(weights) - 1} "
     assert done.stdout.splitlines()[-1].startswith(f"not the same: step 2, {what}"), done.stdout[-500:]
-    replayed = [*read_rollouts(kept / ROLLOUTS)]
-    assert difference(true, replayed) == "" and {record["step"] for record in replayed} == {2}
+    replayed = [*read_records(kept / ROLLOUTS)]
+    assert difference([*map(read_record, true)], replayed) == "" and {record.step for record in replayed} == {2}
     numbers = [[*map(json.loads, (each / "metrics.jsonl").read_text().splitlines())] for each in (run, kept)]
     before, again = ([line for line in lines if line["step"] == 2 and "train/loss" in line] for lines in numbers)
     assert difference_of_numbers(before[0], again[0]) == ""
     assert (copy / "summary.json").read_bytes() == (run / "summary.json").read_bytes()
 
 
-def test_generators_of_two_kinds_train_bitwise_what_one_trains(one: Outcome, tmp_path: Path) -> None:
-    other = {"tensor_parallel": 2, "max_num_seqs": 5, "block_size": 64, "prefix_caching": "false"}
-    kinds = {f"more_generators.other.{name}": value for name, value in other.items()}
-    assert train(tmp_path, generator__count=1, generator__engine=f"{DELAYS}:slow_pulls", **kinds) == one
-    logs = {log.name for log in tmp_path.glob("*/logs/generator*")}
-    assert logs == {"generator0.log", "generator1-rank0.log", "generator1-rank1.log"}
-
-
-@pytest.mark.acceptance
 def test_two_generators_train_bitwise_what_one_trains(one: Outcome, tmp_path: Path) -> None:
     assert train(tmp_path, generator__count=2, generator__engine=f"{DELAYS}:slow_pulls") == one
 

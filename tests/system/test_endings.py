@@ -5,19 +5,17 @@ Each run is real and small (one generator), and interrupted in another phase.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 from leftovers import assert_nothing_is_left, ending, finish, process_of, start_run, wait_for_line
 
-from titan_rl.commands.runs import State, list_runs
+from titan_rl.run.runs import State, list_runs
 
 SMALL = ("--recipe", "copy4", "--generator.count", "1", "--loop.groups-per-step", "4", "--evaluation.prompts", "20")
 ENDLESS = (*SMALL, "--loop.steps", "100000")
@@ -64,17 +62,9 @@ def saved_step(output: str, runs: Path) -> int:
     return int(line.split()[4])
 
 
-def signal_until_it_ends(run: subprocess.Popen[str], number: signal.Signals) -> None:
-    """As somebody who keeps pressing Ctrl-C."""
-    while run.poll() is None:
-        run.send_signal(number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            run.wait(0.1)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, FULL(signal.SIGHUP)], ids=lambda number: number.name)
 def test_one_signal_after_a_step_saves_the_weights_and_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    run = start_run(*ENDLESS, runs=tmp_path)
+    run = start_run(*ENDLESS, *SIMULATED, runs=tmp_path)
     wait_for_line(run, "step ")
     run.send_signal(signal.SIGUSR1)
     told = wait_for_line(run, "4 more processes answer")
@@ -92,29 +82,15 @@ def test_one_signal_after_a_step_saves_the_weights_and_leaves_nothing(tmp_path: 
 
 
 def check_what_every_process_answered(told: str, logs: Path) -> None:
-    """Who was asked with SIGUSR1: what each task waits for, since when, and the stacks."""
+    """Who was asked with SIGUSR1: where each task is, and the stacks."""
     assert told.endswith(f"{logs}\n")
     answers = {log.stem: log.read_text() for log in logs.iterdir()}
     assert set(answers) == {"controller", "trainer", "generator0", "router", "rollout0"}
     for name, answer in answers.items():
         assert f"{name} " in answer and re.search(r"\(pid \d+\) has \d+ tasks; its threads: MainThread", answer)
         assert "(most recent call first):" in answer and re.search(r"^task .* at ", answer, re.MULTILINE)
-    controller = answers["controller"]
-    assert re.search(r"^task TrainingLoop._\w+ at .* s in \w+ \(", controller, re.MULTILINE), "a span"
+    assert re.search(r"^task TrainingLoop._\w+ at loop.py:\d+", answers["controller"], re.MULTILINE)
     assert "trainer_0 0x" in answers["trainer"] and "engine-loop-0 0x" in answers["generator0"], "their threads"
-
-
-@pytest.mark.parametrize("phase", [FULL("run directory"), "4 groups per step", FULL("held-out"), FULL("step ")])
-def test_however_often_and_early_ctrl_c_is_pressed_the_clean_up_is_complete(tmp_path: Path, phase: str) -> None:
-    run = start_run(*ENDLESS, runs=tmp_path)
-    wait_for_line(run, phase)
-    signal_until_it_ends(run, signal.SIGINT)
-    output = finish(run)
-    assert run.returncode == 130, output
-    assert "Traceback" not in output and "FATAL" not in output
-    assert_nothing_is_left(run)
-    (directory,) = tmp_path.iterdir()
-    assert phase != "step " or (directory / "metrics.jsonl").read_text().count("train/loss") >= 1
 
 
 @pytest.mark.acceptance  # in CI: a generator that is not to be replaced, and scripted runs whose trainer died

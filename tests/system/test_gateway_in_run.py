@@ -14,7 +14,6 @@ from pathlib import Path
 import openai
 import pytest
 from leftovers import (
-    REPOSITORY,
     assert_nothing_is_left,
     finish,
     listening_addresses_of,
@@ -24,11 +23,11 @@ from leftovers import (
 
 from tests.support.chromium import opened
 from tests.support.metrics import assert_metrics_are_known
-from titan_rl.actors.gateway import GatewayClient
+from titan_rl.actors.gateway import RolloutGatewayClient
 from titan_rl.config_registry import copy4
 from titan_rl.errors import ActorGone
-from titan_rl.launch.start import start
-from titan_rl.rollout.turns import RolloutRequest
+from titan_rl.rollout.trajectory import RolloutRequest
+from titan_rl.run.start import bring_up
 from titan_rl.types import PolicyVersion
 
 SMALLER = (
@@ -44,8 +43,7 @@ SMALLER = (
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a whole asynchronous run that listened to nothing but the host itself."""
     runs = tmp_path_factory.mktemp("runs")
-    config = REPOSITORY / "rl_configs" / "tool_sum_openai.toml"
-    run = start_run("--config", str(config), *SMALLER, runs=runs)
+    run = start_run("--recipe", "tool_sum_openai", *SMALLER, runs=runs)
     wait_for_line(run, "held-out")
     addresses = listening_addresses_of(run.pid)
     assert addresses and all(address.is_loopback for address in addresses)
@@ -99,10 +97,11 @@ async def test_programs_play_in_a_run_whose_weights_they_sample_also_after_its_g
         generator=dataclasses.replace(recipe.generator, count=1, engine="simulated"),
     )
     said: asyncio.Queue[str] = asyncio.Queue()
-    async with start(config, log_directory=tmp_path / "logs", say=said.put_nowait) as system:
+    async with bring_up(config, log_directory=tmp_path / "logs", say=said.put_nowait) as meshes:
+        system = meshes.system()
         assert system.gateway is not None
         await system.router.pull_model_state_dict(await system.trainer.push_model_state_dict())
-        sessions = GatewayClient(system.gateway.actor)
+        sessions = RolloutGatewayClient(system.gateway.actor)
         group = system.train_group(3, PolicyVersion(0, 0))
         request = RolloutRequest(session_id="s", group=group, sample=1, max_turns=2, max_sampled_tokens=0)
         endpoint = await sessions.open(request)
@@ -115,10 +114,10 @@ async def test_programs_play_in_a_run_whose_weights_they_sample_also_after_its_g
         assert set(call.completion.versions.tolist()) == {PolicyVersion(0, 0).encode()}
 
         lost = await sessions.open(dataclasses.replace(request, session_id="lost"))
-        os.kill(system.pids["gateway"][0], signal.SIGKILL)
+        os.kill(meshes.pids["gateway"][0], signal.SIGKILL)
         while not (await said.get()).startswith("gateway is back"):
             pass
-        sessions.replace(system.gateway.actor)
+        sessions.replace([system.gateway.actor])
         with pytest.raises(ActorGone, match="rollout lost was lost with its gateway"):
             await sessions.close("lost")
         again = await sessions.open(request)

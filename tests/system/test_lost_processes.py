@@ -20,7 +20,7 @@ from leftovers import (
     wait_until_gone,
 )
 
-from titan_rl.launch.process import sweep_dead_scratch
+from titan_rl.supervision.process import sweep_dead_scratch
 from titan_rl.weights.segment_files import sweep_dead_segments
 
 SMALL = ("--recipe", "copy4", "--generator.count", "1", "--loop.groups-per-step", "4", "--evaluation.prompts", "20")
@@ -70,6 +70,21 @@ def test_whatever_dies_is_named_and_replaced_and_the_run_goes_on(
         assert [left for left in os.listdir(temporary) if not left.startswith("torchinductor_")] == []
 
 
+def test_a_run_that_waits_for_generators_outlives_hangs_and_deaths_beyond_its_restarts(tmp_path: Path) -> None:
+    waits = ("--placement.restarts", "0", "--placement.too-few-generators", "wait", "--placement.hang-seconds", "5")
+    run = start_run(*ENDLESS, "--generator.engine", "simulated", *waits, runs=tmp_path)
+    for number, said in ((signal.SIGSTOP, "no progress for 5 s"), *2 * [(signal.SIGKILL, "killed by signal 9")]):
+        wait_for_line(run, "step ")
+        os.kill(process_of(run.pid, "generator0"), number)
+        assert said in wait_for_line(run, "lost generator0: ")
+        wait_for_line(run, "generator0 is back after ")
+    wait_for_line(run, "step ")
+    os.kill(run.pid, signal.SIGINT)
+    output = finish(run)
+    assert run.returncode == 130, output
+    assert_nothing_is_left(run)
+
+
 @pytest.mark.parametrize("victim", ["generator0", pytest.param("rollout0", marks=FULL)])
 def test_what_is_not_to_be_replaced_ends_the_run_by_its_name_and_the_weights_are_saved(
     tmp_path: Path, victim: str
@@ -106,10 +121,8 @@ def test_a_run_waits_for_a_stopped_generator(tmp_path: Path) -> None:
     wait_for_line(run, "step ")
     pid = process_of(run.pid, "generator0")
     os.kill(pid, signal.SIGSTOP)
-    assert "waiting until it goes on" in wait_for_line(run, f"generator0 rank 0 (pid {pid}) was stopped by SIGSTOP")
     time.sleep(LONGER_THAN_MONARCH_WAITS)
     os.kill(pid, signal.SIGCONT)
-    wait_for_line(run, f"generator0 rank 0 (pid {pid}) goes on")
     for _ in range(2):
         wait_for_line(run, "step ")
     os.kill(run.pid, signal.SIGINT)

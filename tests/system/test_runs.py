@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from leftovers import REPOSITORY, RUN_SECONDS, assert_nothing_is_left, finish, start_run
 
 from tests.support.metrics import assert_metrics_are_known
@@ -95,6 +96,7 @@ import json, numpy as np
 from pathlib import Path
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.policy.config import TrainerConfig
+from titan_rl.policy.token_score_recorder import TokenScoreRecorder
 from titan_rl.policy.updater import PolicyUpdater
 from titan_rl.types import TrainingSample
 import os
@@ -105,7 +107,9 @@ updater = PolicyUpdater(
 tokens = np.array([6, 12, 9], np.int32)
 sample = TrainingSample(group_id=0, sample=0, token_ids=tokens, loss_mask=np.array([False, True, True]),
     logprobs=np.zeros(3, np.float32), versions=np.zeros(3, np.int64), advantage=0.0, reward=0.0)
-print(updater.logprobs(SampleBatch.of([sample]))[0, 0][1:].tolist())
+batch, recorder = SampleBatch.of([sample]), TokenScoreRecorder([(0, 0)])
+updater.train_step(batch, updater.plan(batch), recorder)
+print(recorder.scores[0, 0].logprobs.tolist())
 """
     ours = json.loads(python(program))
     assert np.allclose(ours, theirs, atol=1e-6)
@@ -133,8 +137,8 @@ def test_the_minimal_loop_runs() -> None:
 
 
 def steps_of(name: str, *arguments: str, runs: Path, learned: bool = True) -> list[dict[str, Any]]:
-    """What each step of the run of `rl_configs/NAME.toml` measured."""
-    run = start_run("--config", str(REPOSITORY / "rl_configs" / f"{name}.toml"), *arguments, runs=runs)
+    """What each step of the run of a recipe measured."""
+    run = start_run("--recipe", name, *arguments, runs=runs)
     output = finish(run)
     assert run.returncode == (0 if learned else 1), output
     assert ("missed its target" in output) is not learned, output
@@ -167,3 +171,28 @@ def test_words_are_spelled_backward_for_a_verifier_of_reasoning_gym_and_two_step
     for step in steps:
         assert step["rollout/failed"] == step["reward/verifier_failed"] == 0
         assert 0 <= step["reward/exact_match"] <= step["reward/verified"] == step["rollout/reward_mean"] <= 1
+
+
+def test_the_quick_start_learns(tmp_path: Path) -> None:
+    command = ["scripts/quickstart.sh", "--logging.directory", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True, timeout=550)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    summary = json.loads((run_directory(tmp_path) / "summary.json").read_text())
+    assert summary["exact_match_before"] < 0.1 < 0.95 <= summary["exact_match_after"]
+
+
+@pytest.mark.parametrize("recipe", ["copy4_2x2", "copy4_trainer_tp2", "sort5", "tool_sum"])
+def test_a_recipe_of_the_manual_starts(tmp_path: Path, recipe: str) -> None:
+    """Those that no other test starts, for one small step."""
+    file = REPOSITORY / "rl_configs" / f"{recipe}.toml"
+    chosen = ("--config", str(file)) if file.exists() else ("--recipe", recipe)
+    smaller = ("--loop.steps", "1", "--loop.groups-per-step", "2", "--evaluation.prompts", "8")
+    warmed = recipe in ("sort5", "tool_sum")
+    warmup = ("--trainer.warmup.steps", "2", "--trainer.warmup.lr-warmup-steps", "1") if warmed else ()
+    one_rank = recipe != "copy4_2x2"  # a simulated engine has no other
+    cheap = (*("--generator.engine", "simulated") * one_rank, "--evaluation.target-exact-match", "0")
+    run = start_run(*chosen, *smaller, *warmup, *cheap, runs=tmp_path)
+    output = finish(run)
+    assert run.returncode == 0, output
+    assert "the run is done after step 1" in output
+    assert_nothing_is_left(run)

@@ -1,4 +1,4 @@
-"""Real runs that lose a sample, or forget one. One with a real engine, one with a simulated one; about 30 s."""
+"""Real runs that lose a sample, or forget one, with simulated engines; about 20 s."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rich.console import Console
 
 from titan_rl.config import EvaluationConfig, RunConfig
 from titan_rl.config_registry import copy4
-from titan_rl.controller.loop import TrainingLoop
-from titan_rl.controller.system import System
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
 from titan_rl.data_plane.store import HeldReport
-from titan_rl.errors import SamplesLeaked
-from titan_rl.launch.start import start
-from titan_rl.observability.display.progress import RunDisplay
-from titan_rl.observability.metrics import MetricsWriter
+from titan_rl.errors import InvariantError
+from titan_rl.loop.loop import TrainingLoop
+from titan_rl.loop.system import System
+from titan_rl.metrics.writer import MetricsWriter
+from titan_rl.run.start import start
 from titan_rl.types import GroupKey, GroupRequest
+from titan_rl.view.display import RunDisplay
 
 STEPS, GROUPS, SAMPLES = 3, 4, 4
 VICTIM = 5
@@ -92,7 +92,7 @@ def forget(system: System, victim: int) -> None:
 
 
 async def test_a_damaged_sample_costs_its_group_one_more_play_and_the_run_nothing(tmp_path: Path) -> None:
-    async with start(small("vllm", max_staleness=1), log_directory=tmp_path / "logs") as system:
+    async with start(small("simulated", max_staleness=1), log_directory=tmp_path / "logs") as system:
         batches, keys = lose(system, VICTIM), plays_of(system)
         loop, said = make_loop(system, tmp_path)
         summary = await loop.run()
@@ -122,7 +122,7 @@ async def test_a_sample_that_nobody_releases_ends_the_run_with_its_name(tmp_path
         loop, _ = make_loop(system, tmp_path)
         (store,) = system.rollouts.stores
         await loop.run()
-        with pytest.raises(SamplesLeaked) as error:
+        with pytest.raises(InvariantError) as error:
             await loop.end(failed=False)
     assert f"{store}: {SAMPLES} samples of group {VICTIM}, " in str(error.value)
     assert str(error.value).count("samples of group") == 1

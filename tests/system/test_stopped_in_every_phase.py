@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
+from killed_run import PHASES as PLACES
+from killed_run import POINTS, owner_of
 from leftovers import assert_nothing_is_left, ending, finish, process_of, start_run, wait_for_line
 
 KILLED_RUN = str(Path(__file__).with_name("killed_run.py"))
@@ -36,6 +38,12 @@ LATE = ("closing", "final save")
 """The result may have been decided before."""
 SAMPLE = {("set-up", TWICE), ("mid-checkpoint", ONCE)}
 """Of CI; the others belong to the acceptance list."""
+
+
+@pytest.mark.parametrize("target", sorted({target for target, _, _ in (POINTS | PLACES).values()}))
+def test_a_run_can_be_killed_or_stopped_at_every_point_that_is_named(target: str) -> None:
+    owner, name = owner_of(target)
+    assert callable(getattr(owner, name))
 
 
 @pytest.fixture(scope="module")

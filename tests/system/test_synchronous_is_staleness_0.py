@@ -17,16 +17,16 @@ from rich.console import Console
 
 from titan_rl.config import EvaluationConfig, RunConfig
 from titan_rl.config_registry import copy4
-from titan_rl.controller.loop import TrainingLoop
-from titan_rl.controller.recording import Recorder
-from titan_rl.controller.system import System
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SharedMemorySource
-from titan_rl.launch.start import start
-from titan_rl.observability.display.progress import RunDisplay
-from titan_rl.observability.metrics import MetricsWriter
-from titan_rl.observability.recorder import ROLLOUTS, RolloutWriter, read_rollouts
+from titan_rl.loop.loop import TrainingLoop
+from titan_rl.loop.recording import Recorder
+from titan_rl.loop.system import System
+from titan_rl.metrics.rollout_record import ROLLOUTS, RolloutWriter, read_records
+from titan_rl.metrics.writer import MetricsWriter
+from titan_rl.run.start import start
 from titan_rl.types import NO_VERSION, PolicyVersion, TrainingSample
+from titan_rl.view.display import RunDisplay
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "minimal_loop.py"
 
@@ -104,10 +104,10 @@ async def by_loop(config: RunConfig, directory: Path) -> Outcome:
         loop = TrainingLoop(system, display=display, metrics=metrics, recorder=recorder)
         await loop.run()
         await recorder.settled()
-        recorded = [line["step"] for line in read_rollouts(directory / ROLLOUTS) if "best" in line["kept"]]
+        recorded = [each.step for each in read_records(directory / ROLLOUTS) if "best" in each.kept]
         assert recorded == [*range(1, config.loop.steps + 1)]
         await loop.end(failed=False)
-        return Outcome(steps[:], *await weights_of(system, directory), loop.ledger.buffer.prompts.next_index)
+        return Outcome(steps[:], *await weights_of(system, directory), loop.ledger.buffer.counts.admitted)
 
 
 async def weights_of(system: System, directory: Path) -> tuple[bytes, bytes]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from leftovers import assert_nothing_is_left, ending, finish, shared_memory_of, start_run, wait_for_line
 
-from titan_rl.launch.process import PREFIX
+from titan_rl.supervision.process import PREFIX
 
 SMALL = ("--recipe", "copy4", "--generator.count", "1", "--loop.groups-per-step", "4", "--evaluation.prompts", "20")
 ENDLESS = (*SMALL, "--loop.steps", "100000", "--evaluation.every", "0")

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from titan_rl.errors import WeightsError
 from titan_rl.weights import fingerprint as module
-from titan_rl.weights.fingerprint import BLOCK, combined_fingerprint, odd_key, shard_fingerprint, signed, unsigned
+from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint
+from titan_rl.weights.fingerprint_keys import BLOCK, odd_key, signed, unsigned
 from titan_rl.weights.manifest import Manifest, TensorEntry
 
 MODULUS = 1 << 64
@@ -97,20 +98,6 @@ def test_the_boxes_of_any_cover_sum_to_the_whole(
     assert total % MODULUS == whole(tensor)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_row_shards_of_a_trainer_and_column_shards_of_an_engine_agree(dtype: torch.dtype) -> None:
-    tensor = random_bits((1001, 515), dtype, seed=0)
-    rows = sum(
-        shard_fingerprint(part, tensor.shape, (first, 0))
-        for first, part in zip((0, 501), tensor.split(501), strict=True)
-    )
-    columns = sum(
-        shard_fingerprint(part.contiguous(), tensor.shape, (0, first))
-        for first, part in zip((0, 258), tensor.split(258, dim=1), strict=True)
-    )
-    assert rows % MODULUS == columns % MODULUS == whole(tensor)
-
-
 @ANY_TIME
 @given(
     shape=st.lists(st.integers(1, 9), max_size=4).map(tuple),
@@ -157,70 +144,9 @@ def test_changes_that_cancel_in_sums_and_moments_are_seen() -> None:
     assert whole(before) != whole(after)
 
 
-@ANY_TIME
-@given(data=st.data(), size=st.integers(4, 5000), dtype=DTYPES, constant=st.booleans(), seed=st.integers(0, 2**32))
-def test_small_changes_of_a_few_elements_are_seen(
-    data: st.DataObject, size: int, dtype: torch.dtype, constant: bool, seed: int
-) -> None:
-    """A few bits up or down, as by a step of an optimizer, or another sign."""
-    before = torch.ones(size).to(dtype) if constant else random_bits((size,), dtype, seed)
-    at = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=4, unique=True))
-    step = st.one_of(st.integers(-4, 4), st.sampled_from([1 << 15, -1 << 15, 1 << 8 * dtype.itemsize - 1]))
-    changes = data.draw(st.lists(step.filter(bool), min_size=len(at), max_size=len(at)))
-    after = before.clone()
-    for index, change in zip(at, changes, strict=True):
-        bits = int(after.view(BITS[dtype])[index])
-        after.view(BITS[dtype])[index] = _wrapped(bits + change, 8 * dtype.itemsize)
-    assume(not torch.equal(before.view(BITS[dtype]), after.view(BITS[dtype])))
-    assert whole(before) != whole(after)
-
-
-def _wrapped(value: int, bits: int) -> int:
-    return (value + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)
-
-
-@ANY_TIME
-@given(
-    data=st.data(), columns=st.sampled_from([1, 7, 64, BLOCK // 2, BLOCK, 2 * BLOCK]), dtype=DTYPES,
-    seed=st.integers(0, 2**32), equal_sums=st.booleans(),
-)  # fmt: skip
-def test_rows_in_another_order_are_seen(
-    data: st.DataObject, columns: int, dtype: torch.dtype, seed: int, equal_sums: bool
-) -> None:
-    before = random_bits((5, columns), dtype, seed)
-    if equal_sums:  # every row holds the same elements
-        before = torch.stack([before[0].roll(row) for row in range(5)])
-    after = before[list(data.draw(st.permutations(range(5))))]
-    assume(not torch.equal(before.view(BITS[dtype]), after.view(BITS[dtype])))
-    assert whole(before) != whole(after)
-
-
-def test_no_step_of_an_optimizer_over_a_norm_goes_unseen() -> None:
-    torch.manual_seed(0)
-    exact = torch.ones(128, requires_grad=True)
-    optimizer = torch.optim.AdamW([exact], lr=1e-3)
-    served, changed = exact.detach().bfloat16(), 0
-    for _ in range(10_000):
-        exact.grad = torch.randn(128)
-        optimizer.step()
-        before, served = served, exact.detach().bfloat16()
-        if not torch.equal(before, served):
-            changed += 1
-            assert whole(before) != whole(served), f"change {changed}"
-    assert changed > 9000
-
-
 def test_keys_are_those_of_splitmix64() -> None:
     numbers = [*range(2 * BLOCK), (1 << 40) + 1]
     assert odd_key(torch.tensor(numbers)).tolist() == [signed(key_by_definition(number)) for number in numbers]
-
-
-def test_constant_tensors_of_any_size_and_value_differ() -> None:
-    sizes = [1, 2, 128, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 64 * BLOCK]
-    values = [1.0, -1.0, 2.0, 0.5, -0.0, float("inf"), float("nan"), 2.0**-120]
-    seen = {whole(torch.full((size,), value, dtype=torch.bfloat16)) for size in sizes for value in values}
-    assert len(seen) == len(sizes) * len(values)
-    assert all(min(number, MODULUS - number) > 1 << 32 for number in seen), "all 64 bits are used"
 
 
 def test_negative_zero_and_nan_payloads_are_bits() -> None:

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +15,6 @@ from weight_examples import Engine, copied, publish, publisher_in, same_bytes, w
 from titan_rl.errors import ConfigError, WeightsError
 from titan_rl.processes import OWNER
 from titan_rl.types import PolicyVersion
-from titan_rl.weights import publisher as publishing
-from titan_rl.weights.config import WeightsConfig
 from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint
 from titan_rl.weights.manifest import TensorShard
 from titan_rl.weights.puller import SharedMemoryReader, verify
@@ -53,13 +50,6 @@ def test_entries_lie_in_order_of_name_at_aligned_offsets_without_overlap(directo
     assert manifest.nbytes >= end
 
 
-def test_views_are_of_the_segment_itself(directory: Path) -> None:
-    publisher, reader = publisher_in(directory), SharedMemoryReader()
-    publication = publisher.publish(V1, whole_shards(weights(1)), dtype=torch.float32)
-    first, second = dict(reader.tensors(publication)), dict(reader.tensors(publication))
-    assert all(first[name].data_ptr() == second[name].data_ptr() for name in first)
-
-
 def test_an_alias_is_named_in_the_manifest_and_not_read_twice(directory: Path) -> None:
     publisher, reader = publisher_in(directory), SharedMemoryReader()
     aliases = (("lm_head.weight", "model.embed_tokens.weight"),)
@@ -86,69 +76,6 @@ def test_segments_are_recycled_and_readers_keep_their_mapping(directory: Path) -
             publisher.release(PolicyVersion(0, step - 1))
     assert len(list(directory.iterdir())) == 2
     assert [len(seen) for seen in addresses.values()] == [1, 1]
-
-
-def test_a_live_version_is_not_published_again(directory: Path) -> None:
-    publisher, reader = publisher_in(directory), SharedMemoryReader()
-    publication = publisher.publish(V1, whole_shards(weights(1)), dtype=torch.float32)
-    with pytest.raises(WeightsError, match="published already"):
-        publisher.publish(V1, whole_shards(weights(2)), dtype=torch.float32)
-    assert same_bytes(copied(reader.tensors(publication)), weights(1))
-
-
-def test_a_writer_that_dies_half_way_harms_no_live_publication(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Died(BaseException):
-        pass
-
-    calls = 0
-
-    def dying(*args: object) -> int:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise Died
-        return shard_fingerprint(*args)  # type: ignore[arg-type]
-
-    publisher, reader = publisher_in(directory), SharedMemoryReader()
-    first = publisher.publish(V1, whole_shards(weights(1)), dtype=torch.float32)
-    monkeypatch.setattr(publishing, "shard_fingerprint", dying)
-    with pytest.raises(Died):
-        publisher.publish(V2, whole_shards(weights(2)), dtype=torch.float32)
-    monkeypatch.undo()
-    assert calls == 2
-    assert same_bytes(copied(reader.tensors(first)), weights(1))
-    with pytest.raises(WeightsError, match="live are v1"):
-        publisher.release(V2)
-    second = publisher.publish(V2, whole_shards(weights(2)), dtype=torch.float32)
-    assert same_bytes(copied(reader.tensors(second)), weights(2))
-
-
-def test_a_reader_at_work_is_not_disturbed_by_the_next_publications(directory: Path) -> None:
-    publisher, reader = publisher_in(directory, max_live=3), SharedMemoryReader()
-    held = publisher.publish(V1, whole_shards(weights(1)), dtype=torch.float32)
-    stop = threading.Event()
-    disturbed: list[str] = []
-    rounds = 0
-
-    def read() -> None:
-        nonlocal rounds
-        expected = weights(1)
-        while not stop.is_set() or not rounds:
-            for name, tensor in reader.tensors(held):
-                if not torch.equal(tensor, expected[name]):
-                    disturbed.append(name)
-            rounds += 1
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    for step in range(2, 30):
-        publisher.publish(PolicyVersion(0, step), whole_shards(weights(step)), dtype=torch.float32)
-        publisher.release(PolicyVersion(0, step))
-    stop.set()
-    thread.join()
-    assert rounds and not disturbed
 
 
 def test_a_larger_publication_gets_a_larger_segment_and_readers_follow(directory: Path) -> None:
@@ -184,8 +111,6 @@ def test_a_successor_releases_what_the_publisher_before_left_live_and_reuses_all
     for publication, seed in ((v1, 1), (v2, 2), (v3, 3)):
         assert same_bytes(copied(reader.tensors(publication)), weights(seed))
     publisher.release(V1)
-    with pytest.raises(WeightsError, match="v1 cannot be released: live are v2, v3"):
-        publisher.release(V1)
     v4 = publisher.publish(PolicyVersion(0, 4), whole_shards(weights(4)), dtype=torch.float32)
     assert same_bytes(copied(reader.tensors(v4)), weights(4))
     assert same_bytes(copied(reader.tensors(v2)), weights(2))
@@ -244,21 +169,15 @@ def test_closing_removes_the_files_and_ends_publishing_while_views_stay_valid(di
         reader.tensors(publication)
 
 
-def test_a_reader_refuses_a_file_shorter_than_its_manifest_says(directory: Path) -> None:
-    publication = publisher_in(directory).publish(V1, whole_shards(weights(1)), dtype=torch.float32)
-    os.truncate(segment_at(publication.location), 4096)
-    with pytest.raises(WeightsError, match="holds 4096 bytes"):
-        SharedMemoryReader().tensors(publication)
-
-
-@pytest.mark.parametrize("left", [0, 100])
-def test_a_file_that_was_cut_short_after_it_was_mapped_is_an_error_and_kills_nobody(directory: Path, left: int) -> None:
+@pytest.mark.parametrize(("left", "reason"), [(0, "is gone"), (4096, "holds 4096 bytes")])
+def test_a_file_that_was_cut_short_is_an_error_and_kills_nobody(directory: Path, left: int, reason: str) -> None:
     publication = publisher_in(directory).publish(V1, whole_shards(weights(0)), dtype=torch.float32)
-    reader = SharedMemoryReader()
-    copied(reader.tensors(publication))
+    had_mapped_it, new = SharedMemoryReader(), SharedMemoryReader()
+    copied(had_mapped_it.tensors(publication))
     os.truncate(segment_at(publication.location), left)
-    with pytest.raises(WeightsError, match="policy v1"):
-        copied(reader.tensors(publication))
+    for reader in (had_mapped_it, new):
+        with pytest.raises(WeightsError, match=f"policy v1.* {reason}"):
+            reader.tensors(publication)
 
 
 def test_sweeping_removes_the_files_of_dead_owners_only(directory: Path) -> None:
@@ -307,10 +226,6 @@ def test_two_channels_know_nothing_of_each_other(directory: Path) -> None:
         assert same_bytes(copied(reader.tensors(kept)), weights(100))
         if step > 1:
             policy.release(PolicyVersion(0, step - 1))
-    publish(reference, 2, weights(101))
-    with pytest.raises(WeightsError, match=r"publishing reference v3: .* max_live is 2; release one of v1, v2"):
-        publish(reference, 3, weights(102))
-    publish(policy, 4, weights(4))
     policy.close()
     assert same_bytes(copied(reader.tensors(kept)), weights(100))
 
@@ -319,6 +234,8 @@ def test_a_channel_holds_max_live_versions_and_names_them(directory: Path) -> No
     publisher, reader = publisher_in(directory), SharedMemoryReader()
     first = publish(publisher, 1, weights(1))
     publish(publisher, 2, weights(2))
+    with pytest.raises(WeightsError, match="published already"):
+        publish(publisher, 1, weights(2))
     with pytest.raises(WeightsError, match=r"publishing policy v3: no free segment, max_live is 2; .* v1, v2"):
         publish(publisher, 3, weights(3))
     assert same_bytes(copied(reader.tensors(first)), weights(1))
@@ -327,19 +244,6 @@ def test_a_channel_holds_max_live_versions_and_names_them(directory: Path) -> No
     assert same_bytes(copied(reader.tensors(third)), weights(3))
     with pytest.raises(WeightsError, match="v1 cannot be released: live are v2, v3"):
         publisher.release(V1)
-
-
-def test_a_byte_that_is_damaged_on_the_way_is_found(directory: Path) -> None:
-    publication, engine = publish(publisher_in(directory), 1, weights(1)), Engine()
-    (entry,) = (entry for entry in publication.manifest.entries if entry.name == "big")
-    with open(segment_at(publication.location), "r+b") as file:
-        file.seek(entry.offset + 77)
-        byte = file.read(1)[0]
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 1]))
-    engine.load(SharedMemoryReader().tensors(publication))
-    with pytest.raises(WeightsError, match="policy v1 is not what the engine computes with: big is not what was pub"):
-        verify(publication, engine.served_shards(), None)
 
 
 def test_what_was_damaged_on_its_way_is_read_anew(directory: Path) -> None:
@@ -354,8 +258,3 @@ def test_what_was_damaged_on_its_way_is_read_anew(directory: Path) -> None:
     assert again.manifest == first.manifest
     engine.load(reader.tensors(again))
     assert verify(again, engine.served_shards(), None) == combined_fingerprint(again.manifest)
-
-
-def test_too_few_live_versions_are_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="weights.max_live must be at least 2"):
-        WeightsConfig(max_live=0)

@@ -1,22 +1,62 @@
-"""A trainer over several hosts leaves the same publication on each of them (8 s)."""
+"""A trainer over several hosts leaves the same publication on each of them. The hosts are ranks that differ in the
+owner of their files (8 s)."""
 
 import os
-import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from trainer_hosts import VERSIONS
-from weight_examples import SHAPES, copied, same_bytes, weights
+import torch.distributed as dist
+from support.ranks import Scenario, run_scenarios
+from torch import Tensor
+from weight_examples import ALIASES, SHAPES, copied, same_bytes, weights
 
-from titan_rl.processes import OWNER
-from titan_rl.weights.manifest import Publication
+from titan_rl.processes import OWNER, join_world
+from titan_rl.types import PolicyVersion
+from titan_rl.weights import publisher as publishing
+from titan_rl.weights.manifest import Publication, TensorShard
+from titan_rl.weights.publisher import SharedMemoryPublisher
 from titan_rl.weights.puller import SharedMemoryReader
 from titan_rl.weights.segment_files import segment_at
 
 OWNERS = {"one": "101", "two": "102", "three": "103"}
+VERSIONS = 3
+"""The third one is in the slot of the first."""
+
+
+def shards(rank: int, ranks: int, tensors: dict[str, Tensor]) -> list[TensorShard]:
+    """Rows or columns in turn; scalars, and what has too few rows, are one rank's."""
+    found = []
+    for number, (name, tensor) in enumerate(tensors.items()):
+        dim = number % tensor.dim() if tensor.dim() else 0
+        chunks = tensor.chunk(ranks, dim) if tensor.dim() and tensor.shape[dim] >= ranks else (tensor,)
+        mine = (rank - number) % ranks
+        if mine < len(chunks):
+            offset = [0] * tensor.dim()
+            if tensor.dim():
+                offset[dim] = sum(chunk.shape[dim] for chunk in chunks[:mine])
+            shape = tuple(tensor.shape)
+            found.append(TensorShard(name=name, data=chunks[mine], global_shape=shape, offset=tuple(offset)))
+    return found
+
+
+def publish_on(hosts: tuple[str, ...], directory: Path) -> list[Publication]:
+    """What the rank on each of these hosts publishes."""
+    join_world("gloo")
+    rank = dist.get_rank()
+    os.environ[OWNER] = OWNERS[hosts[rank]]
+    publishing._PIECE_BYTES = 100_000  # boxes that are cut
+    publisher = SharedMemoryPublisher(
+        channel="hosts", rank=rank, group=dist.group.WORLD, max_live=2, hosts=hosts, directory=directory
+    )
+    published = []
+    for step in range(1, VERSIONS + 1):
+        if step > 2:
+            publisher.release(PolicyVersion(0, step - 2))
+        parts = shards(rank, len(hosts), weights(step, SHAPES))
+        dtype = torch.bfloat16 if step == 2 else torch.float32
+        published.append(publisher.publish(PolicyVersion(0, step), parts, dtype=dtype, aliases=ALIASES))
+    return published
 
 
 @pytest.mark.parametrize(
@@ -25,14 +65,8 @@ OWNERS = {"one": "101", "two": "102", "three": "103"}
 def test_every_host_of_the_trainer_ends_with_the_whole_publication(
     hosts: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    places = [argument for host in hosts for argument in (host, OWNERS[host])]
-    command = [sys.executable, str(Path(__file__).with_name("trainer_hosts.py")), str(tmp_path), *places]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    published: list[list[Publication]] = [
-        pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(len(hosts))
-    ]
+    scenario = Scenario(publish_on, len(hosts), {"hosts": hosts, "directory": tmp_path})
+    (published,) = run_scenarios([scenario], tmp_path)
     assert all(ours == published[0] for ours in published)
     assert published[0][0].location == published[0][2].location
     assert published[0][0].hosts == tuple(dict.fromkeys(hosts))

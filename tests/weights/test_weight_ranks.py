@@ -1,16 +1,28 @@
-"""Two real ranks on gloo publish and verify; both processes are started once (8 s on busy cores)."""
+"""Two real ranks on gloo publish and verify; one dies at it. Both are started once (8 s on busy cores)."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from weight_scenarios import EMBEDDING, HEAD, NORM, ROW_CUT, SHAPES, policy
+from rank_scenarios import (
+    BY_COLUMNS,
+    CUT_SHAPES,
+    NORM,
+    V2,
+    a_writer_that_dies,
+    in_world,
+    parallelism_pairs,
+    policy,
+    two_writers,
+    verified_engines,
+    writers_that_fail,
+)
+from support.ranks import Scenario, run_scenarios
+from weight_examples import ALIASES, EMBEDDING, HEAD, copied, publisher_in, same_bytes, whole_shards
 
-from titan_rl.processes import OWNER, RENDEZVOUS
+from titan_rl.types import PolicyVersion
 from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint
 from titan_rl.weights.puller import SharedMemoryReader
 
@@ -19,34 +31,22 @@ Results = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """By rank, what the scenarios returned. Both ranks have ended."""
-    directory = tmp_path_factory.mktemp("segments")
-    (directory / "pairs").mkdir()
-    output = tmp_path_factory.mktemp("results") / "rank"
-    root = Path(__file__).resolve().parents[2]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", RENDEZVOUS: str(directory / "rendezvous")}
-    environment |= {"WORLD_SIZE": "2", "PYTHONPATH": str(root), OWNER: str(os.getpid())}
-    command = [sys.executable, str(Path(__file__).with_name("weight_scenarios.py")), str(directory), str(output)]
-    processes = [
-        subprocess.Popen(
-            command, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in range(2)
+    """By rank, what the scenarios returned; what the second rank did in the last one nobody knows."""
+    arguments = {"directory": tmp_path_factory.mktemp("segments"), "owner": os.getpid()}
+    functions = (two_writers, writers_that_fail, verified_engines, parallelism_pairs, a_writer_that_dies)
+    scenarios = [Scenario(in_world, 2, {"scenario": function} | arguments) for function in functions]
+    scenarios[-1].killed = (1,)
+    found = run_scenarios(scenarios, tmp_path_factory.mktemp("results"))
+    return [
+        {function.__name__: ranks[rank] for function, ranks in zip(functions, found, strict=True)} for rank in (0, 1)
     ]
-    try:
-        texts = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(texts)
-    return [torch.load(f"{output}.{rank}", weights_only=False) for rank in range(2)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_third_process_reads_exactly_what_two_ranks_wrote(results: Results, dtype: str) -> None:
     publication = results[0]["two_writers"][dtype]
     read = dict(SharedMemoryReader().tensors(publication))
-    assert set(read) == set(SHAPES)
+    assert set(read) == set(CUT_SHAPES)
     for entry in publication.manifest.entries:
         expected = policy(1)[entry.name].to(getattr(torch, dtype))
         assert torch.equal(read[entry.name], expected), entry.name
@@ -62,9 +62,9 @@ def test_all_ranks_get_the_same_publication(results: Results) -> None:
     [
         ("raising", "publishing failing v2: rank 1: RuntimeError: out of luck"),
         ("unwritable", "publishing failing v2: rank 1: "),
-        ("incomplete", f"the ranks' shards hold 14 of 28 elements of {ROW_CUT}"),
-        ("other shape", f"{NORM} is (4,) on rank 1 and (3,) on a lower one"),
-        ("other version", "the ranks disagree"),
+        ("incomplete", f"the ranks' shards hold 21 of 35 elements of {BY_COLUMNS}"),
+        ("other_shape", f"{NORM} is (8,) on rank 1 and (7,) on a lower one"),
+        ("other_version", "the ranks disagree"),
     ],
 )
 def test_what_one_rank_cannot_publish_is_an_error_on_both(results: Results, failure: str, sentence: str) -> None:
@@ -75,7 +75,7 @@ def test_what_one_rank_cannot_publish_is_an_error_on_both(results: Results, fail
 def test_failed_publications_leave_the_live_one_and_the_next_one_whole(results: Results) -> None:
     for result in results:
         failed = result["writers_that_fail"]
-        assert failed["intact"] == failed["after"] == dict.fromkeys(sorted(SHAPES), True)
+        assert failed["intact"] and failed["after"]
         assert failed["left"] == []
 
 
@@ -87,7 +87,7 @@ def test_a_sharded_engine_is_verified_to_the_same_number_on_both_ranks(results: 
 @pytest.mark.parametrize(
     "damage, sentence",
     [
-        ("column shard", f"{ROW_CUT} is not what was published"),
+        ("column shard", f"{BY_COLUMNS} is not what was published"),
         ("head", f"{HEAD} is not what was published"),
         ("counted norm", f"{NORM} is not what was published"),
         ("replicated norm", f"the replica of {NORM} is not what was published (rank 1)"),
@@ -111,3 +111,18 @@ def test_a_replicated_part_is_compared_with_the_one_that_counts(results: Results
 def test_any_parallelism_reads_the_bytes_of_any_other(results: Results, writers: str, readers: str) -> None:
     for result in results:
         assert result["parallelism_pairs"][f"{writers} → {readers}"]
+
+
+def test_the_survivor_of_a_writer_that_dies_gets_an_error_and_the_version_before_is_whole(results: Results) -> None:
+    survivor = results[0]["a_writer_that_dies"]
+    assert survivor["error"]
+    assert same_bytes(copied(SharedMemoryReader().tensors(survivor["first"])), policy(1))
+
+
+def test_a_trainer_that_starts_again_after_a_death_publishes(results: Results) -> None:
+    directory = Path(results[0]["a_writer_that_dies"]["first"].location).parent
+    publisher = publisher_in(directory, channel="dying", max_live=3)
+    for version in (V2, PolicyVersion(1, 1)):
+        again = publisher.publish(version, whole_shards(policy(2)), dtype=torch.float32, aliases=ALIASES)
+        assert same_bytes(copied(SharedMemoryReader().tensors(again)), policy(2))
+    publisher.close()

@@ -1,4 +1,4 @@
-"""`Gateway`: the HTTP server in front of a router, in its own process. `GatewayClient`: its handle in rollout workers.
+"""`Gateway`: the HTTP server in front of a router, in its own process. `RolloutGatewayClient`: its handle in workers.
 
 The process loads neither torch nor vLLM. Its only TCP port speaks HTTP and JSON. Pickles travel only on Monarch's
 channels, which HTTP clients cannot reach.
@@ -7,25 +7,25 @@ channels, which HTTP clients cannot reach.
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable
-from contextlib import suppress
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
-from titan_rl.actors.connection import ConnectedActor, Connection, served
-from titan_rl.actors.lifeline import Lifeline
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.errors import ActorFailed, ActorGone, ConfigError, GatewayGone, RequestLost, RolloutOver
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.observability.timeline import Pulse, timeline
-from titan_rl.rollout.turns import RolloutRecord, RolloutRequest
+from titan_rl.metrics.timeline import timeline
+from titan_rl.rollout.trajectory import RolloutRequest, Trajectory
+from titan_rl.rpc.connection import ConnectedActor, RemoteMethod, endpoint
+from titan_rl.rpc.mesh_client import MeshClient
 from titan_rl.types import Endpoint
 
 if TYPE_CHECKING:
     from titan_rl.gateway.app import GatewayServer
     from titan_rl.gateway.callers import RolloutKeys
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 STATUS_SECONDS = 20.0
@@ -33,7 +33,7 @@ STATUS_SECONDS = 20.0
 
 
 class Gateway(ConnectedActor):
-    """Endpoints: `setup`, `use`, `serve`, `open_rollout`, `idle`, `close_rollout`, `close`."""
+    """`open_rollout`, `idle` and `close_rollout` are the methods of `RolloutGateway`."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Gateway(ConnectedActor):
         self._fleet: RouterClient | None = None
         self._server: GatewayServer | None = None
 
-    @served
+    @endpoint
     async def setup(self, router: Any, port: int) -> tuple[int, str]:
         """Listen. Returns this process's id and the URL, without `/v1`.
 
@@ -80,7 +80,7 @@ class Gateway(ConnectedActor):
         name, settings = self._renderer
         renderer = make_renderer(name, self._model_path, settings)
         policy = ServedPolicy(name=self._config.model, renderer=renderer, max_model_len=self._max_model_len)
-        self._fleet = fleet = RouterClient(router, seconds=STATUS_SECONDS, who="gateway", owned=True)
+        self._fleet = fleet = RouterClient(router, seconds=STATUS_SECONDS, who="gateway", replaced_within=None)
         timeline.follow(lambda: "generators" if fleet.waits else "programs")
         config = replace(self._config, port=port or self._config.port)
         try:
@@ -91,13 +91,13 @@ class Gateway(ConnectedActor):
             self._server = GatewayServer(replace(config, port=0), self._fleet, policy, run_seed=self._run_seed)
         return os.getpid(), self._server.url
 
-    @served
-    async def use(self, router: Any) -> None:
-        """Ask this router from now on."""
+    @endpoint
+    async def set_peers(self, router: Any) -> None:
+        """Open requests are sent again to this router."""
         if self._fleet is not None:
-            self._fleet.replace(router)
+            self._fleet.replace([router])
 
-    @served
+    @endpoint
     async def serve(self) -> None:
         """Return when the server was closed. An open call of this endpoint is the failure channel.
 
@@ -108,25 +108,22 @@ class Gateway(ConnectedActor):
             raise ActorFailed("the gateway was called before setup")
         await self._server.ended()
 
-    @served
+    @endpoint
     async def open_rollout(self, request: RolloutRequest) -> Endpoint:
-        """See `RolloutGateway`."""
         return await self._rollout_keys().open(request)
 
-    @served
+    @endpoint
     async def idle(self, session_id: str, seconds: float) -> None:
-        """See `RolloutGateway`; the call stays open until the rollout is idle."""
         await self._rollout_keys().idle(session_id, seconds)
 
-    @served
-    async def close_rollout(self, session_id: str) -> RolloutRecord:
-        """See `RolloutGateway`."""
-        record = await self._rollout_keys().close(session_id)
+    @endpoint
+    async def close_rollout(self, session_id: str) -> Trajectory:
+        trajectory = await self._rollout_keys().close(session_id)
         if self._fleet is not None:
             self._fleet.end_sessions([session_id])
-        return record
+        return trajectory
 
-    @served
+    @endpoint
     async def close(self) -> None:
         """Refuse new calls, end all rollouts and abort open calls; their clients get an error."""
         if self._server is not None:
@@ -140,54 +137,31 @@ class Gateway(ConnectedActor):
         return self._server.rollout_keys
 
 
-class GatewayMesh:
-    """The gateway, or the one that replaces it, as its owner sees it."""
+class GatewayClient(MeshClient):
+    """The gateway as its owner sees it."""
 
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
-        """Handle of the actor, for rollout workers."""
+    actor_class = Gateway
+
+    def __init__(self, actors: Sequence[Any] = (), *, start_seconds: float) -> None:
+        super().__init__("gateway", actors, start_seconds=start_seconds)
         self.url = ""
         """Without `/v1`; known after `setup`."""
-        self._asks: Any = None  # a router
-        self._calls = Connection(self.actor, what="gateway.{}")
 
-    def replace(self, actor: Any) -> None:
-        """From now on this gateway is called."""
-        self.actor = actor
-        self._calls.replace(actor)
-
-    def lose(self, reason: str) -> None:
-        """The gateway is gone or will be killed, with the sessions of its rollouts."""
-        self._calls.lose(reason)
-
-    async def setup(self, router: Any, *, seconds: float) -> list[int]:
-        """Start to listen, where the gateway before listened; returns the process id."""
-        self._asks = router
-        pid, self.url = await self._calls.call(seconds, Gateway.setup, router, urlsplit(self.url).port or 0)
-        return [pid]
-
-    async def use(self, router: Any) -> None:
-        """Let the gateway ask this router from now on, if it does not already: it would send its open requests again.
-        One that is gone is told nothing: its successor hears of it in `setup`. One that hangs will be gone."""
-        if router is not self._asks:
-            self._asks = router
-            with suppress(ActorGone):
-                await self._calls.call(None, Gateway.use, router)
-
-    async def end(self) -> None:
+    async def watch(self) -> None:
         """Wait until the gateway is closed. Raises ActorFailed if it ends by itself or its process is gone."""
-        await self._calls.call(None, Gateway.serve)
-
-    async def pulse(self) -> list[Pulse]:
-        """How often the gateway has answered. The caller sets the time limit."""
-        return [await self._calls.call(None, Gateway.pulse)]
+        await self.ranks[0].call(None, Gateway.serve)
 
     async def close(self) -> None:
-        """Refuse new calls. The caller sets the time limit."""
-        await self._calls.call(None, Gateway.close)
+        await self.ranks[0].call(None, Gateway.close)
+
+    async def _set_up(self, peers: dict[str, Any]) -> list[int]:
+        """Listen where the gateway before listened."""
+        port = urlsplit(self.url).port or 0
+        pid, self.url = await self.ranks[0].call(self.start_seconds, Gateway.setup, port=port, **peers)
+        return [pid]
 
 
-class GatewayClient:
+class RolloutGatewayClient:
     """`RolloutGateway` by calls to a `Gateway` actor, or to the one that replaces it.
 
     Sessions end with their gateway: `idle` and `close` then raise GatewayGone. `close` raises ActorGone if too many
@@ -195,28 +169,28 @@ class GatewayClient:
     replacement, so no call has a bound of its own.
     """
 
-    def __init__(self, gateway: Any, *, owned: bool = False) -> None:
+    def __init__(self, gateway: Any, *, replaced_within: float | None = 0.0) -> None:
         """
         Args:
             gateway: handle of the actor.
-            owned: `open` waits for the replacement of an actor that is gone: somebody replaces it, or ends this client.
+            replaced_within: how long `open` waits for another one when it is gone, as in `MeshClient`.
         """
-        self._calls = Connection(gateway, what="gateway.{}")
-        self._lifeline = Lifeline(seconds=None if owned else 0.0)
+        self._gateway = MeshClient("gateway", [gateway], replaced_within=replaced_within)
 
-    def replace(self, gateway: Any) -> None:
-        """From now on this actor is called."""
-        self._calls.replace(gateway)
-        self._lifeline.replaced()
+    def replace(self, actors: Sequence[Any]) -> None:
+        self._gateway.replace(actors)
 
     async def open(self, request: RolloutRequest) -> Endpoint:
-        return await self._lifeline.again(lambda: self._calls.call(None, Gateway.open_rollout, request))
+        return await self._gateway.retry_on_replacement(lambda: self._call(Gateway.open_rollout, request))
 
     async def idle(self, session_id: str, seconds: float) -> None:
-        await self._of_session(session_id, self._calls.call(None, Gateway.idle, session_id, seconds))
+        await self._of_session(session_id, self._call(Gateway.idle, session_id, seconds))
 
-    async def close(self, session_id: str) -> RolloutRecord:
-        return await self._of_session(session_id, self._calls.call(None, Gateway.close_rollout, session_id))
+    async def close(self, session_id: str) -> Trajectory:
+        return await self._of_session(session_id, self._call(Gateway.close_rollout, session_id))
+
+    async def _call(self, endpoint: RemoteMethod[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._gateway.ranks[0].call(None, endpoint, *args, **kwargs)
 
     async def _of_session(self, session_id: str, call: Awaitable[T]) -> T:
         try:

@@ -1,4 +1,4 @@
-"""`Generator`: one tensor-parallel rank of a generator mesh, and `GeneratorMesh`, the handle of all its ranks.
+"""`Generator`: one tensor-parallel rank of a generator mesh, and `GeneratorClient`, the handle of all its ranks.
 
 All engine work happens in the loop's one thread. This actor only moves messages, so it answers within milliseconds
 however long an engine step takes. Rank 0 takes requests and pulls; the other ranks follow its broadcast decisions.
@@ -21,14 +21,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from titan_rl.actors.connection import ConnectedActor, Connection, served
-from titan_rl.actors.lifeline import Lifeline
 from titan_rl.actors.relay import WeightRelay
-from titan_rl.actors.requests import RequestServer
 from titan_rl.errors import ActorGone, GeneratorFailed, TitanError, WeightsError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.engine_loop import EngineLoop
-from titan_rl.observability.timeline import Pulse
+from titan_rl.metrics.timeline import Pulse
+from titan_rl.rpc.connection import ConnectedActor, Connection, endpoint
+from titan_rl.rpc.mesh_client import MeshClient
+from titan_rl.rpc.requests import RequestServer
 from titan_rl.types import Completion, GenerationRequest, Piece
 from titan_rl.weights.manifest import Publication, PullReport
 
@@ -36,8 +36,7 @@ FATAL_EXIT_CODE = 70
 """Exit code of a rank whose generator failed (EX_SOFTWARE)."""
 
 FAREWELL_SECONDS = 1.0
-"""How long a failed rank stays alive. Monarch sends in the background and cannot be asked to flush: if the process
-ended at once, the router would hear of an exit code and not of its cause."""
+"""How long a failed rank stays alive: Monarch sends in the background, and the router is to hear of the cause."""
 
 RELAY_SECONDS = 60.0
 """How long a pull waits for another relay when that of its host is gone."""
@@ -48,14 +47,9 @@ _log = logging.getLogger(__name__)
 
 
 class Generator(RequestServer):
-    """One rank. Endpoints of rank 0: `generate_many`, `abort`, `pull_model_state_dict`, `sleep`, `wake_up`; of every
-    rank: `setup`, `use_relay`, `pulse`, `close`."""
+    """One rank. Requests, `pull_model_state_dict`, `sleep` and `wake_up` go to rank 0; `EngineLoop` documents them."""
 
-    def __init__(self, mesh: str, config: GeneratorConfig, *, model_path: str, device: str, relay: Any = None) -> None:
-        """
-        Args:
-            relay: handle of the `WeightRelay` of this host. None: publications are here without one.
-        """
+    def __init__(self, mesh: str, config: GeneratorConfig, *, model_path: str, device: str) -> None:
         super().__init__()
         self._name = mesh
         self._config = config
@@ -63,8 +57,7 @@ class Generator(RequestServer):
         self._device = device
         self._rank = int(os.environ["RANK"])
         self._rank0: Connection | None = None
-        self._relay = None if relay is None else _relay(relay)
-        self._relays = Lifeline(seconds=RELAY_SECONDS)
+        self._relay: MeshClient | None = None
         self._refused: Publication | None = None  # what came to this host is not what was published
         self._loop: EngineLoop | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
@@ -72,19 +65,19 @@ class Generator(RequestServer):
         self._failed = asyncio.Event()  # set with it
         self._exiting: asyncio.Task[None] | None = None  # kept, so that the task is not collected
 
-    @served
-    async def setup(self, rank0: Any) -> int:
-        """Build the engine and start its loop. Nothing is served before the first verified pull.
+    @endpoint
+    async def setup(self, rank0: Any, relay: Any = None) -> int:
+        """Build the engine and start its loop; returns this process's id. Nothing is served before the first verified
+        pull.
 
         Args:
             rank0: handle of this generator's rank 0, where a follower reports its failure.
-
-        Returns:
-            This process's id.
+            relay: handle of the `WeightRelay` of this host. None: publications are here without one.
         """
         from titan_rl.generation.rank import make_engine_loop
 
         self._rank0 = Connection(rank0, what=f"{self._name}.{{}} of rank 0")
+        await Generator.set_peers.answer(self, relay)
         self._event_loop = asyncio.get_running_loop()
         self._loop = make_engine_loop(
             self._config,
@@ -99,78 +92,53 @@ class Generator(RequestServer):
         _log.info("%s rank %d is ready after %.1f s", self._name, self._rank, time.monotonic() - started)
         return os.getpid()
 
-    def take(self, requests: Sequence[GenerationRequest]) -> None:
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
         try:
             verdicts: list[TitanError | None] = list(self._running().submit(requests))
         except GeneratorFailed as error:
             verdicts = [self._named(error)] * len(requests)
         self.answer([], [(r.request_id, error) for r, error in zip(requests, verdicts, strict=True) if error])
 
-    def give_up(self, request_ids: Sequence[str]) -> None:
+    def stop_requests(self, request_ids: Sequence[str]) -> None:
         with contextlib.suppress(GeneratorFailed):  # a failed generator has already answered its requests
             self._running().abort(request_ids)
 
-    @served
-    async def pull_model_state_dict(self, publication: Publication, *, go_back: bool = False) -> PullReport:
-        """Load these weights between two engine steps, verify them, serve them.
-
-        Args:
-            go_back: they may be older than those before: groups of an exact version are played again.
-
-        Raises:
-            WeightsError: the engine does not compute with what was published; it serves nothing now.
-        """
-        report = await self._pulled(publication, lambda: self._running().pull(publication, go_back=go_back))
+    @endpoint
+    async def pull_model_state_dict(self, publication: Publication) -> PullReport:
+        """The weights may be older than those before: groups of an exact version are played again."""
+        report = await self._pulled(publication, lambda: self._running().pull(publication, go_back=True))
         _log.info("serving %s: %s", report.version, report)
         return report
 
-    @served
+    @endpoint
     async def sleep(self) -> int:
-        """Stop serving and free as much memory as the engine can. Requests in flight come back aborted.
-
-        Returns:
-            The bytes that rank 0 freed; 0 on CPU, where vLLM can free nothing.
-
-        Raises:
-            GeneratorNotServing: a wake-up is under way.
-        """
         return await self._outcome(self._running().sleep())
 
-    @served
+    @endpoint
     async def wake_up(self, publication: Publication) -> PullReport:
-        """Allocate the memory again, load these weights, verify them, serve them. The only way out of sleep.
-
-        Raises:
-            GeneratorNotServing: it is falling asleep.
-            WeightsError: the engine does not compute with what was published; it serves nothing now.
-        """
         report = await self._pulled(publication, lambda: self._running().wake_up(publication))
         _log.info("awake, serving %s: %s", report.version, report)
         return report
 
-    @served
-    async def use_relay(self, relay: Any) -> None:
-        """Call this relay from now on; the one before, if there was one, is gone."""
-        if self._relay is None:
-            self._relay = _relay(relay)
-        self._relay.replace(relay)
-        self._relays.replaced()
+    @endpoint
+    async def set_peers(self, relay: Any) -> None:
+        if self._relay is not None:
+            self._relay.replace([relay])
+        elif relay is not None:
+            self._relay = MeshClient("the relay of this host", [relay], replaced_within=RELAY_SECONDS)
 
-    @served
+    @endpoint
     async def pulse(self) -> Pulse:
-        """The progress of the engine loop, of whatever rank."""
         alive = await ConnectedActor.pulse.answer(self)
         return alive if self._loop is None else alive._replace(progress=self._loop.pulse())
 
-    @served
+    @endpoint
     async def fail(self, reason: str) -> None:
-        """End this process, and with it the generator. Called on rank 0 with the cause: by a follower that is about to
-        end, by the router if the engine thread is stuck."""
+        """End this process, and with it the generator: a follower is about to end, or the engine thread is stuck."""
         self._fail(GeneratorFailed(reason))
 
-    @served
+    @endpoint
     async def close(self) -> None:
-        """End the loop. Rank 0's decision ends it on all ranks; other ranks wait for that decision."""
         if self._loop is not None and self._failure is None:
             await self._outcome(self._loop.close())
         error = GeneratorFailed(f"{self._name} was closed")
@@ -183,7 +151,9 @@ class Generator(RequestServer):
         if (relay := self._relay) is not None:
             again = publication == self._refused
             try:
-                await self._relays.again(lambda: relay.call(None, WeightRelay.bring, publication, again=again))
+                await relay.retry_on_replacement(
+                    lambda: relay.ranks[0].call(None, WeightRelay.bring, publication, again=again)
+                )
             except ActorGone as gone:  # which a caller would take for the end of this generator
                 raise WeightsError(f"{publication.channel} {publication.version} did not come: {gone}") from gone
         seconds = time.monotonic() - asked_at
@@ -202,10 +172,8 @@ class Generator(RequestServer):
         return self._loop
 
     async def _outcome(self, future: Future[T]) -> T:
-        """The loop's answer. Raises the cause if the generator fails first.
-
-        A caller that goes away must not cancel the future, because the engine thread will still resolve it.
-        """
+        """The loop's answer. Raises the cause if the generator fails first. A caller that goes away must not cancel the
+        future, because the engine thread will still resolve it."""
         answer = asyncio.wrap_future(future)
         failed = asyncio.get_running_loop().create_task(self._failed.wait())
         first: set[asyncio.Future[Any]] = {answer, failed}
@@ -237,7 +205,7 @@ class Generator(RequestServer):
     def _sampled(self, pieces: list[Piece]) -> None:
         """From the engine thread."""
         assert self._event_loop is not None
-        self._event_loop.call_soon_threadsafe(self.hand_out, pieces)
+        self._event_loop.call_soon_threadsafe(self.send_pieces, pieces)
 
     def _loop_ended(self, error: BaseException) -> None:
         """From the engine thread, once: the loop is over."""
@@ -270,47 +238,14 @@ class Generator(RequestServer):
             os._exit(FATAL_EXIT_CODE)
 
 
-def _relay(actor: Any) -> Connection:
-    return Connection(actor, what="{} of this host's relay")
+class GeneratorClient(MeshClient):
+    """All ranks of one generator as one object. Rank 0 takes requests and pulls."""
 
-
-class GeneratorMesh:
-    """All ranks of one generator as one object. Belongs to one event loop."""
-
-    def __init__(self, actors: Sequence[Any], name: str) -> None:
-        """
-        Args:
-            actors: handle of each rank.
-        """
-        self.rank0 = actors[0]
-        """Handle of the rank that takes requests and pulls, for the router."""
-        self.ranks = [Connection(actor, what=f"{name}.{{}} of rank {rank}") for rank, actor in enumerate(actors)]
-
-    async def setup(self, *, seconds: float) -> list[int]:
-        """Build the engine on every rank; returns their process ids. The first rank that fails ends the wait, while the
-        others still wait for it."""
-        return await asyncio.gather(*(rank.call(seconds, Generator.setup, self.rank0) for rank in self.ranks))
-
-    async def use_relay(self, relay: Any) -> None:
-        """Let every rank ask this relay. One that is gone is told nothing: its successor is made with it."""
-        with contextlib.suppress(ActorGone):
-            await asyncio.gather(*(rank.call(None, Generator.use_relay, relay) for rank in self.ranks))
-
-    def lose(self, reason: str) -> None:
-        """A process of it is gone, and with it the generator."""
-        for rank in self.ranks:
-            rank.lose(reason)
-
-    def replace(self, actors: Sequence[Any]) -> None:
-        """From now on these are its ranks. `setup` follows."""
-        self.rank0 = actors[0]
-        for connection, actor in zip(self.ranks, actors, strict=True):
-            connection.replace(actor)
-
-    async def pulse(self) -> list[Pulse]:
-        """See `Generator.pulse`; of every rank. The caller sets the time limit."""
-        return await asyncio.gather(*(rank.call(None, Generator.pulse) for rank in self.ranks))
+    actor_class = Generator
 
     async def close(self) -> None:
-        """End the engine loop on every rank. The caller sets the time limit."""
-        await asyncio.gather(*(rank.call(None, Generator.close) for rank in self.ranks))
+        """End the engine loop on every rank."""
+        await self.call_all(None, Generator.close)
+
+    async def _set_up(self, peers: dict[str, Any]) -> list[int]:
+        return await self.call_all(self.start_seconds, Generator.setup, self.actor, **peers)

@@ -17,23 +17,21 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from titan_rl.actors.connection import served
-from titan_rl.actors.gateway import GatewayClient
+from titan_rl.actors.gateway import RolloutGatewayClient
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.actors.sample_stores import StoreKeeper
 from titan_rl.config import RunConfig
-from titan_rl.data_plane.layout import encoded_size
-from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
+from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef, encoded_size
 from titan_rl.data_plane.store import HeldReport, SampleStore, SharedMemorySource
 from titan_rl.errors import ActorFailed, ActorGone, GroupStopped, RequestLost, SharedMemoryFull
-from titan_rl.observability.activity import activity
-from titan_rl.observability.timeline import timeline
-from titan_rl.policy.kept_tokens import SampleName
+from titan_rl.isolation.wire import TaskInfo
+from titan_rl.metrics.activity import activity
+from titan_rl.metrics.rollout_record import RolloutRecord
+from titan_rl.metrics.timeline import timeline
 from titan_rl.processes import owner_pid
 from titan_rl.rollout.group_runner import GroupRunner
-from titan_rl.rollout.record import Record, conversation
 from titan_rl.rollout.report import GroupReport, GroupResult, report_of
-from titan_rl.sandbox.wire import TaskInfo
+from titan_rl.rpc.connection import endpoint
 from titan_rl.types import Completion, GenerationRequest, GroupRequest, Purpose
 
 _log = logging.getLogger(__name__)
@@ -47,21 +45,11 @@ _AWAY_FROM_LOOP = 1 << 20
 
 
 class RolloutWorker(StoreKeeper):
-    """Endpoints: `setup`, `use`, `run_group`, `stop_groups`, `conversations`, `release`, `take_over`, `held`, `expose`,
-    `withdraw`, `close`."""
+    """The endpoints are the calls of `Rollouts`, which documents them."""
 
     def __init__(self, config: RunConfig, *, mesh: str, model_path: str, imports: tuple[str, ...]) -> None:
-        """
-        Args:
-            mesh: name of the worker's mesh.
-        """
-        super().__init__(
-            SampleStore(
-                f"{mesh}.{os.getpid()}",
-                owner_pid=owner_pid(),
-                max_bytes=config.data_plane.store_mib << 20,
-            )
-        )
+        max_bytes = config.data_plane.store_mib << 20
+        super().__init__(SampleStore(f"{mesh}.{os.getpid()}", owner_pid=owner_pid(), max_bytes=max_bytes))
         self._config = config
         self._mesh = mesh
         self._runner = GroupRunner(
@@ -75,45 +63,36 @@ class RolloutWorker(StoreKeeper):
             imports=imports,
         )
         self._router: RouterClient | None = None
-        self._gateway: GatewayClient | None = None
+        self._gateway: RolloutGatewayClient | None = None
         self._playing: set[asyncio.Task[GroupResult]] = set()
         self._trained: dict[int, GroupResult] = {}  # by id of each stored sample
         self._evaluated: dict[int, GroupResult] = {}  # by group id
 
-    @served
-    async def setup(self, router: Any, gateway: Any) -> tuple[int, str, TaskInfo]:
+    @endpoint
+    async def setup(self, router: Any, gateway: Any = None) -> tuple[int, str, TaskInfo]:
         """Start the child process that runs user code.
-
-        Args:
-            router: handle of the `GeneratorRouter`.
-            gateway: handle of the `Gateway`; None: there is none.
 
         Returns:
             This process's id, the name of its store, and what the environment says about itself.
         """
         placement = self._config.placement
-        self._router = RouterClient(router, seconds=placement.start_seconds, who=self._mesh, owned=True)
+        self._router = RouterClient(router, seconds=placement.start_seconds, who=self._mesh, replaced_within=None)
         timeline.follow(self._waits_for)
         if gateway is not None:
-            self._gateway = GatewayClient(gateway, owned=True)
+            self._gateway = RolloutGatewayClient(gateway, replaced_within=None)
         return os.getpid(), self._store.name, await self._runner.start(self._gateway)
 
-    @served
-    async def use(self, router: Any, gateway: Any) -> None:
-        """Ask these actors from now on. None: the one before."""
+    @endpoint
+    async def set_peers(self, router: Any = None, gateway: Any = None) -> None:
+        """None: the one before is still there."""
         if router is not None and self._router is not None:
-            self._router.replace(router)
+            self._router.replace([router])
         if gateway is not None and self._gateway is not None:
-            self._gateway.replace(gateway)
+            self._gateway.replace([gateway])
 
-    @served
+    @endpoint
     async def run_group(self, request: GroupRequest) -> GroupReport:
-        """Play one group. It starts before the first await, so that a `stop_groups` right behind this call stops it.
-
-        Raises:
-            GroupStopped: `stop_groups` ended it.
-            TitanError: another error ended it. None of its samples are stored.
-        """
+        """It starts before the first await, so that a `stop_groups` right behind this call stops it."""
         task = self._begin(request)
         with activity("rollout", group=request.group_id, attempt=request.attempt, purpose=request.purpose):
             try:
@@ -121,47 +100,40 @@ class RolloutWorker(StoreKeeper):
             except asyncio.CancelledError:
                 raise GroupStopped(f"{request} was stopped") from None
 
-    @served
+    @endpoint
     async def stop_groups(self) -> None:
-        """Stop every running group. Each is reported as stopped, unless its last rollout had already ended."""
         for task in self._playing:
             task.cancel()
 
-    @served
-    async def conversations(self, purpose: Purpose, wanted: tuple[tuple[int, int], ...]) -> dict[SampleName, Record]:
-        """What was said in rollouts, by (group id, number): those that are known here. They are looked up before the
-        first await, so that a `release` right behind this call comes after it.
+    @endpoint
+    async def describe(self, purpose: Purpose, wanted: tuple[tuple[int, RolloutRecord], ...]) -> list[RolloutRecord]:
+        """Those that are known here. They are looked up before the first await, so that a `release` right behind this
+        call comes after it.
 
         Args:
-            wanted: the id of any sample of the group, or, of an evaluation, the group's id; number of the rollout.
+            wanted: the id of any sample of the group, or, of an evaluation, the group's id; and the rollout in numbers.
         """
         evaluated = purpose is Purpose.EVALUATE
         known = self._evaluated if evaluated else self._trained
-        found = [(known[key], sample) for key, sample in wanted if key in known]
+        found = [(known[key], rollout) for key, rollout in wanted if key in known]
         if evaluated:
             self._evaluated.clear()
-        rollouts = 1 if evaluated else self._config.rollout.samples_per_group
+        count = 1 if evaluated else self._config.rollout.samples_per_group
         decode = self._runner.renderer.decode
+        return await asyncio.to_thread(
+            lambda: [result.describe(rollout, decode, count=count) for result, rollout in found]
+        )
 
-        def build() -> dict[SampleName, Record]:
-            return {
-                (result.group_id, sample): conversation(result, sample, decode, rollouts=rollouts)
-                for result, sample in found
-            }
-
-        return await asyncio.to_thread(build)
-
-    @served
+    @endpoint
     async def release(self, ids: tuple[int, ...]) -> HeldReport:
-        """Free samples for their owner. Returns what the store still holds."""
         self._store.release(ids)
         for sample_id in ids:
             self._trained.pop(sample_id, None)
         return self._store.held()
 
-    @served
+    @endpoint
     async def take_over(self, samples: SampleBatch) -> SampleBatch:
-        """Store copies of one group's samples that lie in files; returns references to them. The caller owns them."""
+        """Of one group."""
 
         def copy() -> SampleBatch:
             taken = SharedMemorySource().fetch(samples)
@@ -172,14 +144,12 @@ class RolloutWorker(StoreKeeper):
 
         return await asyncio.to_thread(copy)
 
-    @served
+    @endpoint
     async def held(self) -> HeldReport:
-        """What the store holds now."""
         return self._store.held()
 
-    @served
+    @endpoint
     async def close(self) -> None:
-        """End the child process; remove the store."""
         await self._runner.close()
         if self._router is not None:
             await self._router.disconnect()
@@ -190,7 +160,7 @@ class RolloutWorker(StoreKeeper):
         """For whom all that is played here waits."""
         if self._router is not None and self._router.waits:
             return "generators"
-        if self._runner.sandbox.busy:
+        if self._runner.pool.busy:
             return "environment"
         return "programs" if self._playing else "slots"
 

@@ -1,4 +1,4 @@
-"""`Rollouts`: all rollout workers and their stores as one object. `RolloutMesh`: one of them.
+"""`Rollouts`: all rollout workers and their stores as one object. `RolloutWorkerClient`: one of them.
 
     run_group(request) ──▶ the living worker with the fewest groups ──▶ GroupReport
     release of a batch ──▶ the stores that hold it, by id
@@ -14,21 +14,19 @@ import asyncio
 import dataclasses
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
 
-from titan_rl.actors.connection import Connection, ServedMethod
-from titan_rl.actors.lifeline import Lifeline
 from titan_rl.actors.rollout_worker import RolloutWorker
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport, SharedMemorySource, channel_of
 from titan_rl.errors import ActorFailed, ActorGone, GatewayGone, TaskError, TitanError
-from titan_rl.observability.timeline import Pulse
-from titan_rl.policy.kept_tokens import SampleName
-from titan_rl.rollout.record import Chosen, Record
+from titan_rl.isolation.wire import TaskInfo
+from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.rollout.report import GroupReport, unplayed
-from titan_rl.sandbox.wire import TaskInfo
+from titan_rl.rpc.connection import RemoteMethod
+from titan_rl.rpc.mesh_client import MeshClient
 from titan_rl.scheduling.suspects import GUILTY, Suspects
 from titan_rl.types import GroupKey, GroupRequest, Purpose
 
@@ -38,19 +36,13 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-class RolloutMesh:
-    """One worker, or the one that replaces it, as the controller sees it. A worker that is lost takes the samples of
-    its store along."""
+class RolloutWorkerClient(MeshClient):
+    """One worker as the controller sees it. A worker that is lost takes the samples of its store along."""
+
+    actor_class = RolloutWorker
 
     def __init__(self, name: str, rollouts: Rollouts) -> None:
-        """
-        Args:
-            name: of the worker's mesh.
-            rollouts: told when the worker is lost, and when one is ready.
-        """
-        self.name = name
-        self.actor: Any = None
-        """Handle of the worker."""
+        super().__init__(name, start_seconds=rollouts.start_seconds)
         self.store = ""
         """Name of its store; empty while there is no worker that plays."""
         self.playing: dict[GroupKey, asyncio.Task[GroupReport]] = {}
@@ -58,53 +50,19 @@ class RolloutMesh:
         """Groups that it was given."""
         self.one_suspect = asyncio.Lock()
         """Held while a group that may end the worker is played."""
-        self.has_played = False
-        """Whether this worker has played a group to its end: its start did not fail."""
         self._rollouts = rollouts
-        self._asks: tuple[Any, Any] = (None, None)  # router and gateway
-        self.channel = ""
-        """Of the files that the worker before has left."""
         self._releases: set[asyncio.Task[Any]] = set()
-        self._calls = Connection(None, what=f"{name}.{{}}", on_lost=self._gone)
-        self._calls.lose("it was not started")
 
-    def replace(self, actor: Any) -> None:
-        """From now on this one worker is called. It plays once it is set up."""
-        self._gone("it was replaced")
-        self.actor, self.has_played = actor, False
-        self._calls.replace(self.actor)
+    def replace(self, actors: Sequence[Any]) -> None:
+        self._on_lost("it was replaced")
+        super().replace(actors)
 
     def lose(self, reason: str) -> None:
-        """The worker is gone or will be killed: its groups fail with `ActorGone`, and its samples are lost."""
-        self._calls.lose(reason)
-        self._gone(reason)
-
-    async def setup(self, router: Any, gateway: Any = None) -> list[int]:
-        """Start the worker; returns its process id. The files of the worker before it are removed, so that one must be
-        dead.
-
-        Args:
-            router: handle of the `GeneratorRouter`.
-            gateway: handle of the `Gateway`; None: there is none.
-        """
-        self._asks = (router, gateway)
-        call = self._calls.call(self._rollouts.start_seconds, RolloutWorker.setup, router, gateway)
-        pid, self.store, info = await call
-        self._rollouts.ready(info)
-        return [pid]
-
-    async def use(self, router: Any, gateway: Any = None) -> None:
-        """Let the worker ask these actors from now on; only those that it does not ask already are changed. A worker
-        that is gone is told nothing: its successor hears of them in `setup`."""
-        before, self._asks = self._asks, (router, gateway)
-        changed = [new if new is not old else None for new, old in zip(self._asks, before, strict=True)]
-        if any(changed):
-            with suppress(ActorGone):
-                await self._call(RolloutWorker.use, *changed)
+        super().lose(reason)
+        self._on_lost(reason)
 
     async def run_group(self, request: GroupRequest) -> GroupReport:
-        """See `Rollouts.run_group`."""
-        call = self._calls.call(None, RolloutWorker.run_group, request)
+        call = self.ranks[0].call(None, RolloutWorker.run_group, request)
         play = self.playing[request.key] = asyncio.get_running_loop().create_task(call)
         store = self.store
         try:
@@ -118,44 +76,24 @@ class RolloutMesh:
             del self.playing[request.key]
         if store != self.store:
             raise ActorGone(f"{request}: {self.name} was lost with its samples")
-        self.has_played = True
+        self.has_worked = True
         return report
 
-    async def stop_groups(self) -> None:
-        """See `Rollouts.stop_groups`."""
-        await self._call(RolloutWorker.stop_groups)
-
-    async def conversations(self, purpose: Purpose, wanted: tuple[tuple[int, int], ...]) -> dict[SampleName, Record]:
-        """See `Rollouts.conversations`."""
-        return await self._call(RolloutWorker.conversations, purpose, wanted)
-
-    async def release(self, ids: tuple[int, ...]) -> HeldReport:
-        """Free samples of the store; returns what it still holds."""
-        return await self._call(RolloutWorker.release, ids)
-
-    async def take_over(self, samples: SampleBatch) -> SampleBatch:
-        """Store samples that lie in files; returns references to them."""
-        return await self._call(RolloutWorker.take_over, samples)
-
-    async def held(self) -> HeldReport:
-        """What the store holds now."""
-        return await self._call(RolloutWorker.held)
-
-    async def pulse(self) -> list[Pulse]:
-        """How often the worker has answered. The caller sets the time limit."""
-        return [await self._calls.call(None, RolloutWorker.pulse)]
-
     async def close(self) -> None:
-        """End the worker's child processes and remove its store. `remove_segments_of` removes the files of a worker
-        that is gone."""
+        """End the worker's child processes and remove its store."""
         for play in self.playing.values():
             play.cancel()
         self.store = ""  # from now on its samples are not lost, but over
-        await self._calls.call(self._rollouts.start_seconds, RolloutWorker.close)
+        await self.ranks[0].call(self.start_seconds, RolloutWorker.close)
 
-    def _gone(self, reason: str) -> None:
+    async def _set_up(self, peers: dict[str, Any]) -> list[int]:
+        pid, self.store, info = await self.ranks[0].call(self.start_seconds, RolloutWorker.setup, **peers)
+        self._rollouts.ready(info)
+        return [pid]
+
+    def _on_lost(self, reason: str) -> None:
         if self.store:
-            self.channel, self.store = channel_of(self.store), ""
+            self.files_left, self.store = channel_of(self.store), ""
             self._rollouts.on_lost(f"{self.name} is gone with the samples that it held: {reason}")
 
     def _disown(self, play: asyncio.Task[GroupReport]) -> None:
@@ -165,8 +103,9 @@ class RolloutMesh:
             self._releases.add(release)
             release.add_done_callback(self._releases.discard)
 
-    async def _call(self, endpoint: ServedMethod[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._calls.call(self._rollouts.step_seconds, endpoint, *args, **kwargs)
+    async def call(self, endpoint: RemoteMethod[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the worker, for at most `step_seconds`."""
+        return await self.ranks[0].call(self._rollouts.step_seconds, endpoint, *args, **kwargs)
 
 
 class Rollouts:
@@ -176,18 +115,18 @@ class Rollouts:
     def __init__(self, *, workers: int, start_seconds: float, step_seconds: float) -> None:
         """
         Args:
-            start_seconds: how long a worker may take to start.
-            step_seconds: how long any other call may take.
+            start_seconds: bound on `setup` and `close` of a worker.
+            step_seconds: bound on any other call.
         """
         self.start_seconds = start_seconds
         self.step_seconds = step_seconds
-        self.workers = [RolloutMesh(f"rollout{number}", self) for number in range(workers)]
+        self.workers = [RolloutWorkerClient(f"rollout{number}", self) for number in range(workers)]
         """Each is given its actor by `replace`."""
         self.held_out = 0
         """Number of held-out prompts, at most what the config asks for; known once a worker is set up."""
         self.on_lost: Callable[[str], None] = lambda reason: None
         """Called when samples are lost, because their worker is; `holds` says which."""
-        self._lifeline = Lifeline()
+        self._worker_ready = asyncio.Event()
         self._suspects = Suspects()
 
     @property
@@ -202,7 +141,7 @@ class Rollouts:
     def ready(self, info: TaskInfo) -> None:
         """A worker was set up."""
         self.held_out = info.held_out
-        self._lifeline.replaced()
+        self._worker_ready.set()
 
     async def run_group(self, request: GroupRequest) -> GroupReport:
         """Play one group. The caller owns the samples of the returned report. The report of a group that ends what
@@ -255,35 +194,42 @@ class Rollouts:
 
     async def stop_groups(self) -> None:
         """Stop all running groups: each `run_group` raises `GroupStopped`, or returns if its group had ended."""
-        await self._all(RolloutMesh.stop_groups, self._living)
+        await self._all(RolloutWorker.stop_groups, dict.fromkeys(self.stores, ()))
 
-    async def conversations(self, purpose: Purpose, chosen: Sequence[Chosen]) -> dict[SampleName, Record]:
-        """What was said in these rollouts, by name, as far as their workers know: of training until the samples are
-        released, of an evaluation until the first call. Never raises a TitanError."""
-        if purpose is Purpose.EVALUATE:
-            wanted = {worker.store: [each.name for each in chosen] for worker in self._living}
+    async def describe(self, chosen: Sequence[RolloutRecord], reports: Sequence[GroupReport]) -> list[RolloutRecord]:
+        """These rollouts with their texts and tokens, in their order, as far as their workers know: of training until
+        the samples are released, of an evaluation until the first call. Never raises a TitanError.
+
+        Args:
+            chosen: all of training, or all of one evaluation.
+            reports: of their groups.
+        """
+        if not chosen:
+            return []
+        purpose = chosen[0].purpose
+        wanted: dict[str, list[tuple[int, RolloutRecord]]] = {}
+        if purpose is Purpose.EVALUATE:  # whichever worker has played it
+            wanted = {worker.store: [(each.group, each) for each in chosen] for worker in self._living}
         else:
-            wanted = {}
+            samples = {report.group_id: report.samples.refs for report in reports}
             for each in chosen:
-                ref = each.report.samples.refs[0]  # any sample of its group
-                wanted.setdefault(ref.store, []).append((ref.sample_id, each.rollout.sample))
+                ref = samples[each.group][0]  # any sample of its group
+                wanted.setdefault(ref.store, []).append((ref.sample_id, each))
         try:
-            found = await self._all(
-                lambda worker: worker.conversations(purpose, tuple(wanted[worker.store])),
-                [worker for worker in self._living if worker.store in wanted],
+            known = await self._all(
+                RolloutWorker.describe, {store: (purpose, tuple(its)) for store, its in wanted.items()}
             )
         except TitanError as error:
             _log.warning("rollouts cannot be shown: %s", error)
-            return {}
-        return {name: said for known in found for name, said in known.items()}
+            return []
+        found = {(each.group, each.sample): each for its in known for each in its}
+        names = [(each.group, each.sample) for each in chosen]
+        return [found[name] for name in names if name in found]
 
     async def release(self, batch: SampleBatch) -> list[HeldReport]:
         """Free a batch's samples; call it once per batch. Returns what their stores still hold. The samples of a
         worker that is gone are free already."""
-        ids = batch.stored_ids
-        return await self._all(
-            lambda worker: worker.release(ids[worker.store]), [each for each in self._living if each.store in ids]
-        )
+        return await self._all(RolloutWorker.release, {store: (ids,) for store, ids in batch.stored_ids.items()})
 
     async def take_over(self, reports: Iterable[GroupReport]) -> list[GroupReport]:
         """Store the samples of reported groups that lie in files. The caller owns those of the returned reports.
@@ -292,27 +238,27 @@ class Rollouts:
             SampleError: one is missing or damaged.
         """
 
-        async def take(number: int, report: GroupReport) -> GroupReport:
+        async def store(number: int, report: GroupReport) -> GroupReport:
             # here, because a worker's host need not see the files
             read = SampleBatch.of(await asyncio.to_thread(SharedMemorySource().fetch, report.samples))
             while True:
                 living = await self._alive()
                 with suppress(ActorGone):
-                    samples = await living[number % len(living)].take_over(read)
+                    samples = await living[number % len(living)].call(RolloutWorker.take_over, read)
                     return dataclasses.replace(report, samples=samples)
 
-        return await asyncio.gather(*itertools.starmap(take, enumerate(reports)))
+        return await asyncio.gather(*itertools.starmap(store, enumerate(reports)))
 
     async def held(self) -> list[HeldReport]:
         """What every store holds now."""
-        return await self._all(RolloutMesh.held, self._living)
+        return await self._all(RolloutWorker.held, dict.fromkeys(self.stores, ()))
 
     @property
-    def _living(self) -> list[RolloutMesh]:
+    def _living(self) -> list[RolloutWorkerClient]:
         return [worker for worker in self.workers if worker.store]
 
     @asynccontextmanager
-    async def _player(self, group: tuple[Purpose, int]) -> AsyncIterator[RolloutMesh]:
+    async def _player(self, group: tuple[Purpose, int]) -> AsyncIterator[RolloutWorkerClient]:
         """The living worker with the fewest groups, for a suspect one at which no other suspect is played."""
         while True:
             worker = min(await self._alive(), key=lambda worker: len(worker.playing))
@@ -320,24 +266,23 @@ class Rollouts:
                 yield worker
                 return
             async with worker.one_suspect:
-                worker.has_played = True  # if it dies now, that says nothing about its start
+                worker.has_worked = True  # if it dies now, that says nothing about its start
                 if worker.store:  # it did not die meanwhile
                     yield worker
                     return
 
-    async def _alive(self) -> list[RolloutMesh]:
+    async def _alive(self) -> list[RolloutWorkerClient]:
         """The workers that live; if there is none, waits for one."""
+        while not (living := self._living):
+            self._worker_ready.clear()
+            await self._worker_ready.wait()
+        return living
 
-        async def living() -> list[RolloutMesh]:
-            if not self._living:
-                raise ActorGone("no rollout worker lives")
-            return self._living
-
-        return await self._lifeline.again(living)
-
-    async def _all(self, ask: Callable[[RolloutMesh], Awaitable[T]], workers: Iterable[RolloutMesh]) -> list[T]:
-        """The answers of those that do not die meanwhile."""
-        outcomes = await asyncio.gather(*map(ask, workers), return_exceptions=True)
+    async def _all(self, endpoint: RemoteMethod[..., T], arguments: Mapping[str, tuple[Any, ...]]) -> list[T]:
+        """The answers of the workers with these stores, called with these arguments, that do not die meanwhile."""
+        called = [worker for worker in self._living if worker.store in arguments]
+        calls = (worker.call(endpoint, *arguments[worker.store]) for worker in called)
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, ActorGone):
                 raise outcome

@@ -1,10 +1,13 @@
 """`GeneratorRouter`: the one actor in front of all generators.
 
-A thin shell: `Dispatcher` decides which generator serves which request, `Fleet` decides which generator takes new
-weights when, and this class makes the calls and waits. `RequestRouter` is its side of requests, here is the fleet's.
+A thin shell: `Dispatcher` decides which generator serves which request, `Fleet` who is there, and `WeightSync` changes
+the weights.
 
-Is woken by messages and the end of a pull. Slowness never means that a generator is dead. Nobody waits for a late pull;
-its generator serves again once the pull succeeds. One that is late for `ENDLESS_PULLS` is told to end, and is replaced.
+- Every accepted request is answered once: whole, stitched from several attempts, interrupted, or failed with the cause.
+  If a generator dies or goes stale, its requests continue on another one from the tokens they have. When all are dead,
+  they wait for a replacement, and fail with the reasons once none is to come.
+- A generator that joins takes the place of a dead one of its name; nothing that the dead one still says reaches it.
+- Every change of who may serve ends with a call of `_advance`.
 """
 
 from __future__ import annotations
@@ -12,33 +15,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
-from titan_rl.actors.connection import served
 from titan_rl.actors.generator import Generator
-from titan_rl.actors.request_router import RequestRouter, RoutedGenerator
-from titan_rl.actors.requests import is_gone
-from titan_rl.errors import ActorGone, CallTimeout, GeneratorFailed, TitanError, WeightsError
-from titan_rl.observability.activity import activity
-from titan_rl.observability.timeline import timeline
+from titan_rl.actors.weight_sync import RoutedGenerator, WeightSync
+from titan_rl.errors import ActorFailed, ActorGone, GeneratorFailed, RequestError, TitanError
+from titan_rl.metrics.timeline import timeline
 from titan_rl.routing.config import RouterConfig
-from titan_rl.routing.generator import GeneratorState, GeneratorStatus
-from titan_rl.types import PolicyVersion
+from titan_rl.routing.dispatcher import Assignment, Dispatcher
+from titan_rl.routing.health import Fleet, GeneratorState, GeneratorStatus, Phase
+from titan_rl.routing.strategies import build_strategy
+from titan_rl.rpc.connection import endpoint
+from titan_rl.rpc.requests import Failures, RequestServer, is_gone
+from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import FleetPull, Publication, PullReport
-
-ENDLESS_PULLS = 5
-"""A pull that has taken so many times `router.pull_seconds` will not end: a rank of the generator is stuck in it."""
+from titan_rl.wire import Packed
 
 _log = logging.getLogger(__name__)
 
 
-class GeneratorRouter(RequestRouter):
-    """Endpoints: those of `RequestRouter`, `setup`, `pull_model_state_dict`, `serve_beside`, `retire`, `start_over`,
-    `sleep`, `wake_up`, `pin`, `unpin`, `fleet_status`, `generator_joined`, `generator_lost`, `generator_left_out`,
-    `resize`, `drain`, `close`."""
+class GeneratorRouter(RequestServer):
+    """The endpoints are the calls of `RouterClient`, which documents them."""
 
     def __init__(
         self,
@@ -46,290 +45,280 @@ class GeneratorRouter(RequestRouter):
         generators: dict[str, Any],
         serving: int | None = None,
         awaited: Collection[str] = (),
-        others: Mapping[str, float] | None = None,
     ) -> None:
-        """See `RequestRouter`."""
-        super().__init__(config, generators, serving, awaited, others)
-        self._publications: dict[PolicyVersion, Publication] = {}  # of the versions that are wanted
-        self._syncs: set[asyncio.Task[None]] = set()
+        """
+        Args:
+            generators: name → handle of rank 0 of that generator. They may have served another router before.
+            serving: generators in service; the others are spares. None: all are.
+            awaited: names of further ones that are being replaced and will join.
+        """
+        super().__init__()
+        self._config = config
+        self._strategy = build_strategy(config)
+        self._fleet = Fleet(self._strategy, serving=serving)
+        self._dispatcher = Dispatcher(
+            self._strategy,
+            resume=config.resume,
+            seconds=config.request_seconds,
+            retries=config.request_retries,
+            is_swapping=lambda name: self._fleet[name].phase is Phase.SWAPPING,
+        )
+        self._generators: dict[str, RoutedGenerator] = {}
+        self._sync = WeightSync(
+            config,
+            self._fleet,
+            self._dispatcher,
+            self._generators,
+            until=self._until,
+            changed=self._advance,
+            died=self._died,
+            run=self._run,
+        )
+        for name, rank0 in generators.items():
+            self._join(name, rank0)
+        for name in awaited:
+            self._fleet.expect(name)
+        self._timer: asyncio.TimerHandle | None = None
+        self._changed = asyncio.Event()  # set at the next change of what `_until` may wait for
+        self._ended: TitanError | None = None  # why the router accepts nothing any more
+
+    # Requests.
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        if self._ended is not None:
+            self.answer([], [(request.request_id, self._ended) for request in requests])
+        else:
+            self._run(self._accept, requests)
+
+    def stop_requests(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            outcome = self._dispatcher.abort(request_id)
+            if isinstance(outcome, Assignment):
+                self._abort([outcome])
+            elif outcome is not None:
+                self.answer([outcome])
+
+    @endpoint
+    async def end_sessions(self, session_ids: Sequence[str]) -> None:
+        for session_id in session_ids:
+            self._strategy.end_session(session_id)
+
+    def _accept(self, requests: Sequence[GenerationRequest]) -> None:
+        refusals = {request.request_id: self._dispatcher.refusal(request) for request in requests}
+        self.answer([], [(request_id, why) for request_id, why in refusals.items() if why is not None])
+        accepted = [request for request in requests if refusals[request.request_id] is None]
+        self._send(self._dispatcher.submit(accepted, self._now()))
+        if self._dispatcher.waiting and self._sync.several_versions:
+            self._advance()  # a generator that has nothing to do may serve another one
+
+    def _send(self, assignments: list[Assignment]) -> None:
+        for each in assignments:
+            self._generators[each.generator].send((each.request,))
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if (at := self._dispatcher.wake_at) is not None:
+            self._timer = asyncio.get_running_loop().call_at(at, self._run, self._on_timer)
+        failures = self._dispatcher.failures()
+        if self._fleet.is_given_up:
+            error = GeneratorFailed(f"every generator is dead ({self._fleet.describe()})")
+            failures += [(request_id, error) for request_id in self._dispatcher.drop_waiting()]
+        self.answer([], failures)
+
+    def _abort(self, assignments: list[Assignment]) -> None:
+        for each in assignments:
+            self._generators[each.generator].abort([each.request.request_id])
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._abort(self._dispatcher.overdue(self._now()))
+        self._send(self._dispatcher.reconsider(self._now()))
+
+    def _on_pieces(self, pieces: list[Piece]) -> None:
+        self.send_pieces([shown for piece in pieces if (shown := self._dispatcher.shown(piece)) is not None])
+
+    def _route(self, generator: RoutedGenerator, completions: Packed[Completion], failures: Failures) -> None:
+        """Route the answers of one message from a generator, or the failures after its death. A completion that needs
+        no other attempt goes on as it is."""
+        now = self._now()
+        whole: list[int] = []
+        parts: list[int] = []
+        ends = zip(completions.request_ids, completions.column("finish_reason"), strict=True)
+        for place, (attempt_id, reason) in enumerate(ends):
+            (whole if self._dispatcher.ended_whole(attempt_id, reason) else parts).append(place)
+        answers: list[Completion] = []
+        errors: list[tuple[str, TitanError]] = []
+        for part in completions.select(parts).unpack():
+            if (answer := self._dispatcher.completed(part.request_id, part, now)) is not None:
+                answers.append(answer)
+        for attempt_id, error in failures:
+            generator.failed += 1
+            if isinstance(error, RequestError):
+                if (request_id := self._dispatcher.ended(attempt_id)) is not None:
+                    errors.append((request_id, error))
+                continue
+            died = str(error) if is_gone(error) else ""
+            if (rest := self._dispatcher.lost(attempt_id, now, died=died)) is not None:
+                answers.append(rest)
+        aborted = [len(each.token_ids) for each in answers if each.finish_reason is FinishReason.ABORT]
+        generator.aborted += len(aborted)
+        generator.aborted_tokens += sum(aborted)
+        generator.served += self.answer(completions.select(whole))
+        generator.served += self.answer(answers, errors + self._dispatcher.failures())
+        if (fatal := next((error for _, error in failures if is_gone(error)), None)) is not None:
+            self._died(generator, fatal)
+        if parts or failures or (self._dispatcher.waiting and not self._dispatcher.in_flight(generator.name)):
+            self._advance()  # requests may wait for another attempt, or for a version that an idle generator may serve
+        else:
+            self._notify()  # a drain may be waiting for the last request
 
     # Weights.
 
-    @served
-    async def pull_model_state_dict(self, publication: Publication) -> FleetPull:
-        """Bring every generator to this publication or a newer one, each on its own schedule.
-
-        Returns when no generator is still on its way. Overlapping calls all get the newest publication.
-
-        Raises:
-            WeightsError: the publication is older than one requested before.
+    @endpoint
+    async def setup(self, wanted: Sequence[Publication] = ()) -> int:
         """
-        version, fleet = publication.version, self._fleet
-        fleet.ask(version)
-        self._publications = {version: publication}
-        self._advance()
-        await self._until(lambda: fleet.settled(version))
-        reports = {
-            name: outcome
-            for name, generator in self._generators.items()
-            if isinstance(outcome := generator.outcome, PullReport)
-            and outcome.version >= version
-            and not fleet[name].is_out_of_service
-        }
-        others = (each for each in fleet if each.name not in reports)
-        failures = {each.name: each.reason or f"it is {'a spare' if each.is_spare else each.state}" for each in others}
-        return FleetPull(version=version, reports=reports, failures=failures)
-
-    @served
-    async def setup(self, wanted: Sequence[Publication]) -> int:
-        """Let generators serve these versions, which a router before this one was asked for, without waiting for it.
-        Returns this process's id."""
-        timeline.follow(lambda: "generators" if self._asked_by else "rollouts")
-        for publication in wanted:
-            self._want_beside(publication)
+        Args:
+            wanted: the versions that a router before this one was asked for. This does not wait until they are served.
+        """
+        timeline.follow(lambda: "generators" if self._clients else "rollouts")
+        self._sync.want(wanted, served=True)
         self._advance()
         return os.getpid()
 
-    @served
-    async def serve_beside(self, publication: Publication) -> None:
-        """Let some generator serve exactly this version until `retire`, beside the versions that are served already.
-        Returns when one does, or when the version is retired.
-
-        Raises:
-            WeightsError: no generator can; says why.
-        """
-        version, fleet = publication.version, self._fleet
-        self._want_beside(publication)
+    @endpoint
+    async def pull_model_state_dict(self, wanted: Sequence[Publication], version: PolicyVersion) -> FleetPull:
+        """Returns also when nobody will serve `version`."""
+        self._sync.want(wanted)
         self._advance()
-        await self._until(lambda: version not in fleet.wanted or fleet.is_served(version) or fleet.is_lost(version))
-        if version in fleet.wanted and not fleet.is_served(version):
-            raise WeightsError(f"{version} is served by nobody: {fleet.describe()}")
+        await self._until(lambda: self._sync.is_settled(version))
+        return self._sync.report(version)
 
-    @served
-    async def retire(self, version: PolicyVersion) -> None:
-        """No request will ask for exactly this version any more."""
-        self._fleet.retire(version)
-        kept = (*self._fleet.wanted, self._fleet.target)
-        self._publications = {each: it for each, it in self._publications.items() if each in kept}
-        self._advance()
+    @endpoint
+    async def until_unavailable(self) -> str:
+        await self._until(lambda: self._sync.unavailable is not None)
+        return f"{self._sync.unavailable} is served by nobody any more: {self._fleet.describe()}"
 
-    @served
-    async def start_over(self) -> None:
-        """The versions that were requested are of no use any more; the next ones may be older."""
-        self._fleet.start_over()
-
-    @served
+    @endpoint
     async def sleep(self, name: str) -> int:
-        """Take a generator out of service until `wake_up`. Its requests continue elsewhere. Returns the bytes freed."""
-        self._fleet.sleep(name)
+        self._fleet[name].sleep()
         self._advance()
         try:
-            return await self._generators[name].client.connection.call(None, Generator.sleep)
+            return await self._generators[name].connection.call(None, Generator.sleep)
         except ActorGone as error:  # which a caller would take for the end of this router
             raise GeneratorFailed(f"{name} did not fall asleep: {error}") from error
 
-    @served
+    @endpoint
     async def wake_up(self, name: str) -> PullReport:
-        """Bring a sleeping generator back, through a verified pull of the newest publication."""
-        self._fleet.wake(name)
-        return await self._back(name)
+        return await self._sync.wake_up(name)
 
-    @served
-    async def pin(self, version: PolicyVersion) -> str:
-        """Reserve a generator until `unpin`: it stays at exactly this version and serves only requests with its name in
-        `pinned_to`. See `Fleet.pin`. Returns its name."""
-        name = self._fleet.pin(version, self._dispatcher.load)
-        self._dispatcher.pinned(name, version)
-        self._advance()
-        return name
+    # Generators.
 
-    @served
-    async def unpin(self, name: str) -> PullReport:
-        """End a pin: the generator finishes its requests, pulls the newest publication and serves everybody again.
-        Requests that still wait for it fail."""
-        self._fleet.unpin(name)
-        self._dispatcher.unpinned(name)
-        return await self._back(name)
-
-    def _want_beside(self, publication: Publication) -> None:
-        self._fleet.ask_beside(publication.version)
-        self._publications[publication.version] = publication
-
-    async def _back(self, name: str) -> PullReport:
-        """Wait until a returning generator serves the newest publication."""
-        assert (newest := self._fleet.target) is not None
-        generator, health = self._generators[name], self._fleet[name]
-        generator.outcome = None
-        self._advance()
-        await self._until(lambda: self._fleet.settled(newest) or health.state is GeneratorState.DEAD)
-        outcome = generator.outcome
-        if outcome is None:
-            raise GeneratorFailed(f"{name} did not come back: {health.reason or health.state}")
-        if isinstance(outcome, ActorGone):  # which a caller would take for the end of this router
-            raise GeneratorFailed(f"{name} did not come back: {outcome}")
-        if isinstance(outcome, TitanError):
-            raise outcome
-        return outcome
-
-    def _advance(self) -> None:
-        """Requests first, so that a generator that was just verified serves those that wait however fast versions
-        follow each other; then the changes of weights that can begin."""
-        super()._advance()
-        if self._ended is not None:
-            return
-        for name in self._fleet.startable(self._dispatcher.load, self._dispatcher.demanded):
-            generator = self._generators[name]
-            task = generator.sync = asyncio.get_running_loop().create_task(self._sync(generator))
-            self._syncs.add(task)
-            task.add_done_callback(self._synced)
-
-    def _synced(self, task: asyncio.Task[None]) -> None:
-        self._syncs.discard(task)
-        if not task.cancelled():
-            self._or_end(task.result)
-
-    async def _sync(self, generator: RoutedGenerator) -> None:
-        """Change the weights of one generator: drain it, pull, let it serve again. Cancelled when it dies."""
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        name = generator.name
-        drain, pull = self._config.drain_seconds, self._config.pull_seconds
-        # The drain counts too, because a stopped process never finishes it.
-        late = loop.call_later(drain + pull, self._or_end, self._is_late, generator)
-        endless = loop.call_later(drain + ENDLESS_PULLS * pull, self._or_end, self._is_stuck, generator)
-        try:
-            if self._fleet.must_drain(name):
-                with activity("drain", generator=name):
-                    await self._drained(generator, drain)
-            late.cancel()
-            late = loop.call_later(pull, self._or_end, self._is_late, generator)
-            publication = self._publications[self._fleet.pulling(name)]
-            waited = loop.time() - started
-            call = generator.client.connection.call
-            if self._fleet[name].sync_from is GeneratorState.RECOVERING:
-                await call(None, Generator.reset)  # a router before this one may have left requests there
-            with activity("pull", generator=name, version=publication.version):
-                if self._fleet[name].must_wake:
-                    report = await call(None, Generator.wake_up, publication)
-                else:
-                    back = self._fleet.goes_back(name)
-                    report = await call(None, Generator.pull_model_state_dict, publication, go_back=back)
-            self._fleet.verified(name, report.version)
-            generator.outcome = replace(report, seconds_waited=waited + report.seconds_waited)
-        except Exception as why:  # whatever fails here concerns this generator only
-            error = why if isinstance(why, TitanError) else WeightsError(f"{type(why).__name__}: {why}")
-            _log.warning("%s did not take new weights: %s", name, error, exc_info=None if error is why else why)
-            generator.outcome = error
-            if is_gone(error):
-                self._died(generator, error)
-            else:
-                self._fleet.failed(name, str(error))
-        finally:
-            late.cancel()
-            endless.cancel()
-        self._advance()
-
-    async def _drained(self, generator: RoutedGenerator, seconds: float) -> None:
-        """Wait until the generator is idle. Requests that still run after `seconds` are moved to other generators."""
-        name = generator.name
-        try:
-            async with asyncio.timeout(seconds):
-                await self._until(lambda: not self._dispatcher.in_flight(name))
-        except TimeoutError:
-            stragglers = self._dispatcher.live_on(name)
-            _log.info("%s did not drain in %g s: %d go on elsewhere", name, seconds, len(stragglers))
-            generator.client.abort(stragglers)
-            await self._until(lambda: not self._dispatcher.in_flight(name))
-
-    def _is_late(self, generator: RoutedGenerator) -> None:
-        name = generator.name
-        if self._generators[name] is not generator:
-            return
-        limit = f"router.pull_seconds ({self._config.pull_seconds:g})"
-        error = CallTimeout(f"{name} takes new weights for longer than {limit}; it serves nothing until it has them")
-        _log.warning("%s", error)
-        generator.outcome = error
-        self._fleet.late(name, str(error))
-        self._advance()
-
-    def _is_stuck(self, generator: RoutedGenerator) -> None:
-        limit = f"{ENDLESS_PULLS} times router.pull_seconds ({self._config.pull_seconds:g})"
-        reason = f"{generator.name} takes new weights for longer than {limit}: it ends, to be replaced"
-        _log.warning("%s", reason)
-        generator.client.connection.tell(Generator.fail, reason)
-
-    # The fleet.
-
-    @served
+    @endpoint
     async def fleet_status(self) -> list[GeneratorStatus]:
-        """Every generator as the router sees it."""
-        load, in_flight = self._dispatcher.load, self._dispatcher.in_flight
-        return [
-            self._fleet[name].status(
-                load(name),
-                in_flight(name),
-                generator.served,
-                generator.failed,
-                generator.aborted,
-                generator.aborted_tokens,
-            )
-            for name, generator in self._generators.items()
-        ]
+        return [self._status(generator) for generator in self._generators.values()]
 
-    @served
-    async def generator_lost(self, name: str, reason: str) -> None:
-        """Mark a generator as dead: the kernel told the controller that one of its processes ended. Its requests
-        continue elsewhere at once. Without this, a call to the dead process may notice late or never. A generator that
-        died before this router was there may be unknown."""
-        if name in self._generators:
-            self._died(self._generators[name], GeneratorFailed(reason))
-
-    @served
+    @endpoint
     async def generator_joined(self, name: str, rank0: Any) -> None:
-        """A generator is set up: a new one, or one in the place of a dead one.
-
-        Args:
-            rank0: handle of its rank 0.
-        """
-        await GeneratorRouter.generator_lost.answer(self, name, "it was replaced")
+        self._lost(name, "it was replaced")
         self._join(name, rank0)
         self._advance()
 
-    @served
+    @endpoint
+    async def generator_lost(self, name: str, reason: str) -> None:
+        """The generator may be unknown: dead before this router was there."""
+        self._lost(name, reason)
+
+    @endpoint
+    async def generator_left_out(self, name: str, reason: str) -> None:
+        self._lost(name, reason)
+        self._fleet.give_up(name, reason)
+        self._advance()
+
+    @endpoint
     async def resize(self, serving: int) -> None:
-        """So many generators are to be in service from now on; the others are spares."""
         self._fleet.resize(serving)
         self._advance()
 
-    @served
-    async def drain(self, name: str) -> None:
-        """Give a generator nothing new, because it will be taken away. Returns when it has nothing left; what runs
-        longer than `router.drain_seconds` goes on elsewhere."""
-        if name not in self._generators:
-            return
-        generator, health, config = self._generators[name], self._fleet[name], self._config
-        self._fleet.leaves(name)
-        with suppress(TimeoutError):  # whoever waits for it longer will hear that it is gone
-            async with asyncio.timeout(config.drain_seconds + config.pull_seconds):
-                await self._until(lambda: not health.is_syncing and health.state is not GeneratorState.PINNED)
-        if health.state in (GeneratorState.SERVING, GeneratorState.RECOVERING) and not health.is_syncing:
-            self._fleet.sleep(name)
-            self._advance()
-            await self._drained(generator, config.drain_seconds)
-
-    @served
-    async def generator_left_out(self, name: str, reason: str) -> None:
-        """A generator is dead and will not be replaced. When all are left out, requests fail."""
-        await GeneratorRouter.generator_lost.answer(self, name, reason)
-        self._fleet.left_out(name, reason)
-        self._advance()
-
-    @served
+    @endpoint
     async def close(self) -> None:
         """Send nothing more. Open requests fail, and the generators stop them."""
         self._end(GeneratorFailed("the router was closed"))
-        for task in self._syncs:
-            task.cancel()
-        await asyncio.gather(*self._syncs, return_exceptions=True)
+        await self._sync.stop()
         for generator in self._generators.values():
-            await generator.client.disconnect()
+            await generator.disconnect()
+
+    def _status(self, generator: RoutedGenerator) -> GeneratorStatus:
+        name, health = generator.name, self._fleet[generator.name]
+        return GeneratorStatus(
+            name=name,
+            state=health.state.value,
+            version=str(health.version) if health.version is not None else "none",
+            load=self._dispatcher.load(name),
+            in_flight=self._dispatcher.in_flight(name),
+            served=generator.served,
+            failed=generator.failed,
+            aborted=generator.aborted,
+            aborted_tokens=generator.aborted_tokens,
+            last_error=health.reason,
+        )
+
+    def _join(self, name: str, rank0: Any) -> None:
+        self._fleet.join(name)
+        route = partial(self._run, self._route)
+        self._generators[name] = RoutedGenerator(name, rank0, on_answers=route, on_pieces=self._on_pieces)
+
+    def _lost(self, name: str, reason: str) -> None:
+        if name in self._generators:
+            self._died(self._generators[name], GeneratorFailed(reason))
+
+    def _died(self, generator: RoutedGenerator, error: TitanError) -> None:
+        """A generator is dead, whoever noticed it. Its requests continue elsewhere, and nobody waits for its pull. Only
+        the first report counts; one that comes after its replacement does not concern that."""
+        name = generator.name
+        if self._generators[name] is not generator or self._fleet[name].state is GeneratorState.DEAD:
+            return
+        self._fleet.died(name, str(error))
+        if generator.sync is not None:
+            generator.sync.cancel()
+        generator.lose(str(error))
+        self._advance()
+
+    # What happens next.
+
+    def _advance(self) -> None:
+        """Assign the requests that wait, then begin the changes of weights that can begin. In this order, so that a
+        generator that was just verified serves those that wait however fast versions follow each other."""
+        if self._ended is not None:
+            return
+        self._send(self._dispatcher.reconsider(self._now()))
+        self._notify()
+        self._sync.begin()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            await self._changed.wait()
+            if self._ended is not None:
+                raise self._ended
+
+    def _end(self, error: TitanError) -> None:
+        """Fail open requests now and later ones as they come."""
+        self._ended = error
+        if self._timer is not None:
+            self._timer.cancel()
+        self.answer([], [(request_id, error) for request_id in self.live()])
+        self._notify()
+
+    def _run(self, work: Callable[..., None], *args: Any) -> None:
+        """If this work fails, its bookkeeping stops in the middle and requests might wait for ever: the router ends."""
+        try:
+            work(*args)
+        except Exception as error:
+            _log.exception("the router itself failed")
+            self._end(ActorFailed(f"router: {type(error).__name__}: {error}"))
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

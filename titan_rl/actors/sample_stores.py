@@ -21,11 +21,10 @@ from typing import Any
 import numpy as np
 from monarch.rdma import RDMABuffer
 
-from titan_rl.actors.connection import ConnectedActor, Connection, served
-from titan_rl.data_plane.layout import decode
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.data_plane.store import SampleStore, SharedMemorySource
+from titan_rl.data_plane.store import SampleStore, SharedMemorySource, decode
 from titan_rl.errors import CallTimeout, SampleError
+from titan_rl.rpc.connection import ConnectedActor, Connection, endpoint
 from titan_rl.types import TrainingSample
 
 PATIENCE_SECONDS = 10
@@ -47,7 +46,7 @@ class StoreKeeper(ConnectedActor):
         self._exposed: dict[int, tuple[RDMABuffer, np.ndarray, float]] = {}
         self._tokens = itertools.count()
 
-    @served
+    @endpoint
     async def expose(self, ids: tuple[int, ...]) -> tuple[RDMABuffer, int]:
         """Make stored samples readable from other hosts until `withdraw`, or until nobody can be reading them any more.
 
@@ -65,7 +64,7 @@ class StoreKeeper(ConnectedActor):
         self._exposed[token] = await asyncio.to_thread(register)  # Monarch refuses it in an event loop
         return self._exposed[token][0], token
 
-    @served
+    @endpoint
     async def withdraw(self, token: int) -> None:
         """The reader is done with an exposed buffer."""
         await self._drop(token)
@@ -93,8 +92,8 @@ class AnyHostSource:
         self._silent_until: dict[str, float] = {}  # by store that did not answer
 
     def fetch(self, batch: SampleBatch) -> tuple[TrainingSample, ...]:
-        """See `SampleSource`. Must not be called in an event loop."""
-        if batch.is_local:
+        """Must not be called in an event loop."""
+        if batch.samples is not None:
             return batch.samples
         positions: dict[str, list[int]] = {}
         for position, ref in enumerate(batch.refs):
@@ -121,9 +120,7 @@ class AnyHostSource:
             reason = f"store {store} could not be read: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise SampleError(reason, batch.refs[0].group_id, batch.refs[0].sample) from error
         samples = {
-            sample_id: decode(
-                content[end - ref.nbytes : end].data, ref.checksum, group_id=ref.group_id, sample=ref.sample
-            )
+            sample_id: decode(content[end - ref.nbytes : end].data, ref)
             for (sample_id, ref), end in zip(distinct.items(), ends, strict=True)
         }
         return [samples[ref.sample_id] for ref in batch.refs]

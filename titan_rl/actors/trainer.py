@@ -1,4 +1,4 @@
-"""`PolicyTrainer`: one rank of the trainer mesh. `trainer_client.Trainer` drives all ranks together.
+"""`PolicyTrainer`: one rank of the trainer mesh. `trainer_client.TrainerClient` drives all ranks together.
 
 Every call to the mesh carries a sequence number. A rank runs its calls one at a time in one thread, in the order of
 their numbers. So all ranks enter their collectives in the same order, even if messages overtake each other.
@@ -15,16 +15,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from titan_rl.actors.connection import ConnectedActor, ServedMethod, served
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import write_samples
 from titan_rl.errors import CheckpointError, StorageError, TrainingError
-from titan_rl.observability.activity import activity
-from titan_rl.observability.timeline import timeline
+from titan_rl.metrics.activity import activity
+from titan_rl.metrics.timeline import timeline
 from titan_rl.policy.config import TrainerConfig
-from titan_rl.policy.kept_tokens import KeptTokens, SampleName, TokenScores
 from titan_rl.policy.packing import PackingPlan
+from titan_rl.policy.token_score_recorder import SampleName, TokenScoreRecorder, TokenScores
 from titan_rl.processes import HOST, RENDEZVOUS, open_rendezvous, owner_pid
+from titan_rl.rpc.connection import ConnectedActor, RemoteMethod, endpoint
 from titan_rl.types import PolicyVersion, TrainingSample
 from titan_rl.weights.config import WeightsConfig
 from titan_rl.weights.manifest import Publication, TensorShard
@@ -78,7 +78,7 @@ class CallQueue:
         return await running
 
 
-def in_order(method: Callable[Concatenate[Any, P], T]) -> ServedMethod[Concatenate[int, P], T]:
+def in_order(method: Callable[Concatenate[Any, P], T]) -> RemoteMethod[Concatenate[int, P], T]:
     """An endpoint of `PolicyTrainer` that runs in its `CallQueue`; callers put the call's number first."""
 
     async def answer(self: PolicyTrainer, sequence: int, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -92,11 +92,12 @@ def in_order(method: Callable[Concatenate[Any, P], T]) -> ServedMethod[Concatena
         return await self.calls.run(sequence, work)
 
     answer.__name__, answer.__qualname__, answer.__doc__ = method.__name__, method.__qualname__, method.__doc__
-    return served(answer)
+    return endpoint(answer)
 
 
 class PolicyTrainer(ConnectedActor):
-    """One rank: a `PolicyUpdater` and a publisher of its weights. The endpoints are what `Trainer` calls."""
+    """One rank: a `PolicyUpdater` and a publisher of its weights. The endpoints are the calls of `TrainerClient`, which
+    documents them."""
 
     def __init__(
         self,
@@ -137,9 +138,8 @@ class PolicyTrainer(ConnectedActor):
         self._copied: tuple[TrainingSample, ...] = ()  # for the checkpoint that is being written
         self.calls = CallQueue(rank=self._rank)
 
-    @served
+    @endpoint
     async def open_rendezvous(self) -> str:
-        """See `processes.open_rendezvous`."""
         return await asyncio.to_thread(open_rendezvous)
 
     @in_order
@@ -181,9 +181,12 @@ class PolicyTrainer(ConnectedActor):
         _log.info("trainer rank %d is ready after %.1f s", self._rank, time.monotonic() - started)
         return os.getpid()
 
-    @served
-    async def attach_stores(self, sequence: int, stores: dict[str, tuple[str, Any]]) -> None:
-        """Fetch samples from these stores: by name, the host and the handle of the worker."""
+    @endpoint
+    async def set_peers(self, sequence: int, stores: dict[str, tuple[str, Any]]) -> None:
+        """
+        Args:
+            stores: by name, the host of a store and the handle of its rollout worker.
+        """
         from titan_rl.actors.sample_stores import AnyHostSource
 
         here = os.environ.get(HOST)
@@ -199,12 +202,11 @@ class PolicyTrainer(ConnectedActor):
 
     @in_order
     def warm_up_step(self, batch: SampleBatch, plan: PackingPlan) -> dict[str, float]:
-        """See `PolicyUpdater.warm_up_step`."""
         return self._ready().warm_up_step(batch, plan)
 
     @in_order
     def freeze_reference(self) -> str:
-        """See `PolicyUpdater.freeze_reference`; returns why no copies of the state are kept from now on."""
+        """Returns why no copies of the state are kept from now on; empty if they are."""
         if self._config.kl.coefficient:
             self._ready().freeze_reference()
         return self._copy(reference=True)
@@ -213,51 +215,44 @@ class PolicyTrainer(ConnectedActor):
     def train_step(
         self, batch: SampleBatch, plan: PackingPlan, names: frozenset[SampleName]
     ) -> tuple[dict[str, float], dict[SampleName, TokenScores]]:
-        """See `PolicyUpdater.train_step`; returns also the scores of this rank's samples among those that are named."""
-        kept = KeptTokens(names)
-        metrics = self._ready().train_step(batch, plan, kept)
+        """Returns also the scores of this rank's samples among those that are named."""
+        recorder = TokenScoreRecorder(names)
+        metrics = self._ready().train_step(batch, plan, recorder)
         self._copy()
         _log.info("step %d: %s", self._ready().step, {name: round(value, 6) for name, value in metrics.items()})
-        return metrics, kept.scores
+        return metrics, recorder.scores
 
     @in_order
     def go_on(self, version: PolicyVersion) -> None:
-        """See `PolicyUpdater.go_on_from_copy`."""
         if self._copies is None:
             raise CheckpointError("checkpoint.in_memory is off")
-        self._ready().go_on_from_copy(self._copies, version)
+        self._ready().restore_from_copies(self._copies, version)
 
     @in_order
     def push_model_state_dict(self) -> Publication:
-        """Publish the current weights; returns when they can be pulled."""
         updater = self._ready()
         return self._publish(PolicyVersion(updater.incarnation, updater.step), updater.local_shards())
 
     @in_order
     def release(self, version: PolicyVersion) -> None:
-        """Free a publication that nobody needs any more."""
         self._ready()
         assert self._publisher is not None
         self._publisher.release(version)
 
     @in_order
     def save(self, directory: str) -> int:
-        """Write the current weights as a Hugging Face checkpoint; returns their step."""
         self._ready().save_hf(Path(directory))
         return self._ready().step
 
     @in_order
     def begin_checkpoint(self, directory: str, step: int, samples: SampleBatch) -> None:
-        """Copy in memory all that a checkpoint keeps; see `Trainer.begin_checkpoint`."""
         if (mine := self._ready().step) != step:
             raise TrainingError(f"no checkpoint of step {step}: the trainer is at step {mine}")
         self._ready().begin_save(Path(directory, STATE))
         self._copied = self._ready().samples.fetch(samples) if self._rank == 0 else ()
 
-    @served
+    @endpoint
     async def finish_checkpoint(self, directory: str, publications: tuple[Publication, ...]) -> None:
-        """Write it, beside other calls; see `Trainer.finish_checkpoint`."""
-
         from titan_rl.weights.puller import save_publication
 
         def write() -> None:
@@ -275,7 +270,7 @@ class PolicyTrainer(ConnectedActor):
 
     @in_order
     def restore(self, directory: str, incarnation: int) -> tuple[int, str]:
-        """See `Trainer.restore`; returns the step, and why no copies of the state are kept from now on."""
+        """Returns the step, and why no copies of the state are kept from now on."""
         updater = self._ready()
         if directory:
             updater.restore(Path(directory, STATE), incarnation)
@@ -287,7 +282,6 @@ class PolicyTrainer(ConnectedActor):
 
     @in_order
     def publish_again(self, directory: str, version: PolicyVersion) -> Publication:
-        """Publish an older version that a checkpoint kept."""
         from titan_rl.weights.publisher import shards_of_files
 
         return self._publish(version, shards_of_files(Path(directory, str(version))) if self._rank == 0 else ())

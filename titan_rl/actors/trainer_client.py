@@ -1,4 +1,4 @@
-"""`Trainer`: the handle that drives all ranks of the trainer mesh together, and those that replace them.
+"""`TrainerClient`: the handle that drives all ranks of the trainer mesh together, and those that replace them.
 
     rank dies ─▶ lose ─▶ mesh is spawned again ─▶ replace ─▶ setup: the policy is built, the copy of `version` is read
                   └ calls in flight wait … ─────────────────────────────────────────────▶ … and are made again
@@ -18,15 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from titan_rl.actors.connection import Connection, ServedMethod
-from titan_rl.actors.lifeline import Lifeline
 from titan_rl.actors.trainer import PolicyTrainer
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import ActorFailed, ActorGone, CallTimeout, CheckpointError, TrainerStateLost
-from titan_rl.observability.timeline import Pulse
 from titan_rl.policy.config import TrainerConfig
-from titan_rl.policy.kept_tokens import KeptTokens
 from titan_rl.policy.packing import PackingPlan, plan_packing
+from titan_rl.policy.token_score_recorder import TokenScoreRecorder
+from titan_rl.rpc.connection import RemoteMethod
+from titan_rl.rpc.mesh_client import MeshClient
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Publication
 
@@ -43,13 +42,13 @@ NEWS_SECONDS = 1.0
 once."""
 
 
-class Trainer:
-    """All ranks of the trainer mesh as one object. Belongs to one event loop."""
+class TrainerClient(MeshClient):
+    """All ranks of the trainer mesh as one object."""
 
     def __init__(
         self,
-        actors: Sequence[Any],
         config: TrainerConfig,
+        actors: Sequence[Any] = (),
         *,
         start_seconds: float,
         step_seconds: float,
@@ -59,7 +58,6 @@ class Trainer:
     ) -> None:
         """
         Args:
-            actors: handle of each rank.
             start_seconds: bound on `setup` and `restore`.
             step_seconds: bound on any other call.
             host_seconds: how long the loss of a rank's host may go unnoticed.
@@ -67,9 +65,8 @@ class Trainer:
                 use any more: they must be ended and replaced.
             say: told once if there is no room for copies of the state.
         """
+        super().__init__("trainer", actors, start_seconds=start_seconds)
         self._config = config
-        self._ranks = [Connection(actor, what=f"trainer.{{}} of rank {rank}") for rank, actor in enumerate(actors)]
-        self._start_seconds = start_seconds
         self._step_seconds = step_seconds
         self._news_seconds = host_seconds + NEWS_SECONDS
         self._on_hung = on_hung
@@ -77,8 +74,6 @@ class Trainer:
         self._sequence = 0
         self._gone = ""  # why there are no ranks to call
         self._lost = asyncio.Event()
-        self._lifeline = Lifeline()
-        self._stores: dict[str, tuple[str, Any]] | None = None
         self._published: dict[PolicyVersion, Publication] = {}
         self._serials = itertools.count(1)
         self.version = PolicyVersion(0, 0)
@@ -87,62 +82,50 @@ class Trainer:
         self._state_lost = ""
         self.on_state_lost: Callable[[], None] = lambda: None
         """Called when there are ranks again, and no state. From then on `require_state` raises."""
-        self.pids: list[int] = []
-        """Process ids of the ranks, known after `setup`."""
 
     def lose(self, reason: str) -> None:
-        """The ranks are gone. Calls in flight, and new ones, wait until they are replaced."""
         self._gone = reason or "the trainer is gone"
-        for rank in self._ranks:
-            rank.lose(self._gone)
+        super().lose(self._gone)
         self._lost.set()
 
     def replace(self, actors: Sequence[Any]) -> None:
-        """From now on these ranks are called, once they are set up."""
-        for rank, actor in zip(self._ranks, actors, strict=True):
-            rank.replace(actor)
+        self._gone = self._gone or "the trainer is being set up"  # ranks may die before anybody says that they are lost
+        super().replace(actors)
         self._sequence = 0
         self._lost.clear()
 
-    async def setup(self) -> list[int]:
-        """Build the policy on every rank, and bring it to where the ranks before were; returns their process ids."""
+    async def _set_up(self, peers: dict[str, Any]) -> list[int]:
+        """Build the policy on every rank, and bring it to where the ranks before were."""
         adopted, setup = tuple(self._published.values()), PolicyTrainer.setup
-        place = await self._ranks[0].call(self._start_seconds, PolicyTrainer.open_rendezvous)
-        self.pids = await self._all(self._call(self._start_seconds, setup, self.version.incarnation, adopted, place))
-        if self._stores is not None:
-            await self._all(self._call(self._step_seconds, PolicyTrainer.attach_stores, self._stores))
+        place = await self.ranks[0].call(self.start_seconds, PolicyTrainer.open_rendezvous)
+        pids = await self._all(self._call(self.start_seconds, setup, self.version.incarnation, adopted, place))
+        if peers:
+            await self._all(self._set_peers)
         self._state_lost = ""
         if not self._as_loaded:
             try:
-                await self._all(self._call(self._start_seconds, PolicyTrainer.go_on, self.version))
+                await self._all(self._call(self.start_seconds, PolicyTrainer.go_on, self.version))
             except CheckpointError as error:
                 why = f"no copy of {self.version} is usable: {error}"
                 self._state_lost = f"the trainer's state is lost: {why}{'' if self.version.step else WARM_UP}"
                 self.on_state_lost()
         self._gone = ""
-        self._lifeline.replaced()
+        self._retry_now()
         for publication in adopted:
             if publication.version not in self._published:
                 await self.release(publication)
-        return self.pids
+        return pids
 
     def require_state(self) -> None:
         """Raises TrainerStateLost if a call that needs the state would."""
         if self._state_lost:
             raise TrainerStateLost(self._state_lost)
 
-    async def attach_stores(self, stores: dict[str, tuple[str, Any]]) -> None:
-        """Let every rank fetch samples from these stores: by name, the host and the handle of the worker."""
-        self._stores = stores
-        await self._again(self._call(self._step_seconds, PolicyTrainer.attach_stores, stores), needs_state=False)
-
-    async def train_step(self, batch: SampleBatch, kept: KeptTokens | None = None) -> dict[str, float]:
-        """Train one optimizer step on the batch.
-
-        The packing is planned here, from lengths alone. Each rank gets references to its own samples and fetches them.
+    async def train_step(self, batch: SampleBatch, recorder: TokenScoreRecorder | None = None) -> dict[str, float]:
+        """Train one optimizer step. The packing is planned here, from lengths alone; each rank fetches its own samples.
 
         Args:
-            kept: collects the scores of the samples that it names.
+            recorder: collects the scores of the samples that it names.
 
         Returns:
             Plain numbers, the same on every rank: loss, grad_norm, lr, entropy, clip_share, trained_tokens, …
@@ -152,23 +135,16 @@ class Trainer:
             TrainingError: NaN or inf; the weights are untouched.
             TrainerStateLost: the ranks died, and with them the state.
         """
-        kept = kept or KeptTokens()
-        answers = await self._step(PolicyTrainer.train_step, batch, kept.names)
+        recorder = recorder or TokenScoreRecorder()
+        answers = await self._step(PolicyTrainer.train_step, batch, recorder.names)
         for _, scores in answers:
-            kept.update(scores)
+            recorder.update(scores)
         self.version, self._as_loaded = PolicyVersion(self.version.incarnation, self.version.step + 1), False
         return answers[0][0]
 
     async def warm_up_step(self, batch: SampleBatch) -> dict[str, float]:
-        """Train one supervised step on demonstrations, before the first RL step. It does not count as a version.
-
-        Returns:
-            Plain numbers, the same on every rank: loss, grad_norm, lr, trained_tokens, tokens, imbalance.
-
-        Raises:
-            SamplesLost, TrainingError, TrainerStateLost: as `train_step`. There is no copy in memory
-                before the end of the warm-up.
-        """
+        """Train one supervised step on demonstrations, before the first RL step. It does not count as a version, and
+        there is no copy in memory before the end of the warm-up. Otherwise as `train_step`."""
         answers = await self._step(PolicyTrainer.warm_up_step, batch)
         self._as_loaded = False
         return answers[0]
@@ -200,9 +176,7 @@ class Trainer:
 
         Raises:
             TrainingError: the trainer is at another step: nobody heard how the last one ended.
-            SampleError: a sample is missing or damaged.
-            StorageError: nothing can be written there.
-            ActorGone: the trainer died; it will be replaced.
+            SampleError, StorageError, ActorGone: a sample or the directory cannot be had, or the trainer died.
         """
         await self._once(self._call(self._step_seconds, PolicyTrainer.begin_checkpoint, str(directory), step, samples))
 
@@ -213,9 +187,7 @@ class Trainer:
             StorageError, WeightsError, ActorGone: it could not be written.
         """
         endpoint = PolicyTrainer.finish_checkpoint
-        await asyncio.gather(
-            *(rank.call(self._step_seconds, endpoint, str(directory), publications) for rank in self._ranks)
-        )
+        await self.call_all(self._step_seconds, endpoint, str(directory), publications)
 
     async def restore(self, directory: Path | None, incarnation: int) -> None:
         """Go on as this incarnation from the state in `directory`, which any layout of ranks has written. None: from
@@ -230,7 +202,7 @@ class Trainer:
             self.lose("the run starts over")
             self._on_hung("trainer: the run starts over, with new ranks")
         answers = await self._again(
-            self._call(self._start_seconds, PolicyTrainer.restore, str(directory or ""), incarnation)
+            self._call(self.start_seconds, PolicyTrainer.restore, str(directory or ""), incarnation)
         )
         self.version, self._as_loaded = PolicyVersion(incarnation, answers[0][0]), directory is None
         self._tell(max(why for _, why in answers))
@@ -241,22 +213,25 @@ class Trainer:
             await self._again(self._call(self._step_seconds, PolicyTrainer.publish_again, str(directory), version))
         )
 
-    async def pulse(self) -> list[Pulse]:
-        """Per rank, how often it has answered, whatever it computes. The caller sets the time limit."""
-        return await asyncio.gather(*(rank.call(None, PolicyTrainer.pulse) for rank in self._ranks))
-
     async def close(self) -> None:
         await self._all(self._call(self._step_seconds, PolicyTrainer.close))
 
+    async def _send_peers(self, peers: dict[str, Any]) -> None:
+        # waits for ranks that are being set up: they may have got the peers before
+        await self._again(self._set_peers, needs_state=False)
+
+    def _set_peers(self, rank: int, sequence: int) -> Coroutine[Any, Any, None]:
+        """The peers of now: those of a call that is made again may be gone."""
+        return self.ranks[rank].call(self._step_seconds, PolicyTrainer.set_peers, sequence, **self._peers)
+
     async def _step(
         self,
-        endpoint: ServedMethod[Concatenate[int, SampleBatch, PackingPlan, P], T],
+        endpoint: RemoteMethod[Concatenate[int, SampleBatch, PackingPlan, P], T],
         batch: SampleBatch,
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> list[T]:
-        """Call each rank with its own samples and their plan. Tensor-parallel ranks, which are neighbours, get the same
-        samples."""
+        """Call each rank with its own samples and their plan; neighbours, which are tensor-parallel, with the same."""
         plan = plan_packing(
             batch.lengths,
             batch.group_ids,
@@ -269,19 +244,19 @@ class Trainer:
         def call(rank: int, sequence: int) -> Coroutine[Any, Any, T]:
             positions, share = shares[rank]
             mine = batch.select(positions)
-            return self._ranks[rank].call(self._step_seconds, endpoint, sequence, mine, share, *args, **kwargs)
+            return self.ranks[rank].call(self._step_seconds, endpoint, sequence, mine, share, *args, **kwargs)
 
         return await self._again(call)
 
     def _call(
-        self, seconds: float, endpoint: ServedMethod[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs
+        self, seconds: float | None, endpoint: RemoteMethod[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> RankCall[T]:
         """The same call for every rank."""
-        return lambda rank, sequence: self._ranks[rank].call(seconds, endpoint, sequence, *args, **kwargs)
+        return lambda rank, sequence: self.ranks[rank].call(seconds, endpoint, sequence, *args, **kwargs)
 
     async def _again(self, call: RankCall[T], *, needs_state: bool = True) -> list[T]:
         """`_once`, and again whenever the ranks are replaced before they have answered."""
-        return await self._lifeline.again(lambda: self._once(call, needs_state=needs_state))
+        return await self.retry_on_replacement(lambda: self._once(call, needs_state=needs_state))
 
     async def _once(self, call: RankCall[T], *, needs_state: bool = True) -> list[T]:
         """Call every rank, if they are there, and have the state if that is needed.
@@ -315,7 +290,7 @@ class Trainer:
         that have it would wait for the others, and are replaced."""
         calls: list[Coroutine[Any, Any, T]] = []
         try:
-            for rank in range(len(self._ranks)):
+            for rank in range(len(self.ranks)):
                 calls.append(call(rank, self._sequence))
         except Exception as error:
             for sent in calls:

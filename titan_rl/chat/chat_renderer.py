@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from titan_rl.chat.renderer import load_tokenizer, read_json, read_stop_token_ids
+from titan_rl.chat.renderer import Messages, Tokens, Tools, load_tokenizer, read_json, read_stop_token_ids
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.types import FinishReason, Message, ToolCall, ToolSpec
 
@@ -57,16 +57,10 @@ class ChatRenderer:
         self.longest_token = max(map(len, tokenizer.get_vocab()))  # of byte-level ones in bytes, never less
         self.stop_token_ids = tuple(self._renderer.get_stop_token_ids())
 
-    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+    def render(self, messages: Messages, tools: Tools = ()) -> list[int]:
         return self._render(messages, tools, add_generation_prompt=True)
 
-    def extend(
-        self,
-        prompt: Sequence[int],
-        completion: Sequence[int],
-        messages: Sequence[Message],
-        tools: Sequence[ToolSpec] = (),
-    ) -> list[int]:
+    def extend(self, prompt: Tokens, completion: Tokens, messages: Messages, tools: Tools = ()) -> list[int]:
         before = [*prompt, *completion]
         with _writing():
             rendered = self._renderer.bridge_to_next_turn(
@@ -80,11 +74,7 @@ class ChatRenderer:
         return list(rendered.token_ids[len(before) :])
 
     def parse(
-        self,
-        completion: Sequence[int],
-        finish_reason: FinishReason,
-        prompt: Iterable[int] = (),
-        tools: Sequence[ToolSpec] = (),
+        self, completion: Tokens, finish_reason: FinishReason, prompt: Iterable[int] = (), tools: Tools = ()
     ) -> Message:
         parsed = self._renderer.parse_response(
             list(completion), tools=_declared(tools), prompt_ids=[int(token_id) for token_id in prompt]
@@ -110,9 +100,7 @@ class ChatRenderer:
             )
         return said
 
-    def _render(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, add_generation_prompt: bool
-    ) -> list[int]:
+    def _render(self, messages: Messages, tools: Tools, *, add_generation_prompt: bool) -> list[int]:
         with _writing():
             return list(
                 self._renderer.render_ids(
@@ -128,7 +116,7 @@ class ChatRenderer:
                 raise TaskError(f"the text is not valid Unicode ({error.reason}) at {error.start}") from error
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Tokens) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
 
@@ -140,7 +128,7 @@ def _writing() -> Iterator[None]:
         raise TaskError(f"this chat format cannot write the messages: {type(error).__name__}: {error}") from error
 
 
-def _as_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _as_dicts(messages: Messages) -> list[dict[str, Any]]:
     """Messages as chat templates expect them: arguments of calls as objects, empty fields left out."""
     return [
         _present(
@@ -164,7 +152,7 @@ def _present(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value}
 
 
-def _declared(tools: Sequence[ToolSpec]) -> list[dict[str, Any]] | None:
+def _declared(tools: Tools) -> list[dict[str, Any]] | None:
     return [tool._asdict() for tool in tools] or None
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 
+from titan_rl.chat.renderer import Messages, Tokens, Tools
 from titan_rl.types import FinishReason, Message, ToolSpec
 
 END = 0
@@ -31,24 +32,14 @@ class MessageRenderer:
     def __init__(self) -> None:
         self._said: dict[int, Message | tuple[ToolSpec, ...]] = {END: ()}
 
-    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+    def render(self, messages: Messages, tools: Tools = ()) -> list[int]:
         return [self._id(tuple(tools)), *map(self._id, messages)]
 
-    def extend(
-        self,
-        prompt: Sequence[int],
-        completion: Sequence[int],
-        messages: Sequence[Message],
-        tools: Sequence[ToolSpec] = (),
-    ) -> list[int]:
+    def extend(self, prompt: Tokens, completion: Tokens, messages: Messages, tools: Tools = ()) -> list[int]:
         return [self._id(message) for message in messages]
 
     def parse(
-        self,
-        completion: Sequence[int],
-        finish_reason: FinishReason,
-        prompt: Iterable[int] = (),
-        tools: Sequence[ToolSpec] = (),
+        self, completion: Tokens, finish_reason: FinishReason, prompt: Iterable[int] = (), tools: Tools = ()
     ) -> Message:
         return next(iter(self.messages(completion)), Message("assistant", ""))._replace(role="assistant")
 
@@ -58,7 +49,7 @@ class MessageRenderer:
     def encode(self, text: str) -> list[int]:
         return [self._id(Message("user", text))]
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Tokens) -> str:
         return "".join(message.content for message in self.messages(token_ids))
 
     def messages(self, token_ids: Iterable[int]) -> list[Message]:

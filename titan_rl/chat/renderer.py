@@ -20,6 +20,10 @@ from titan_rl.types import FinishReason, Message, ToolCall, ToolSpec
 CALL, CALL_END, RESULT, RESULT_END = "<tool>", "</tool>", "<result>", "</result>"
 """Symbols for tool calls and their answers."""
 
+Tokens = Sequence[int]
+Messages = Sequence[Message]
+Tools = Sequence[ToolSpec]
+
 SHOWN = 40
 """Characters that an error shows on either side of an unknown symbol."""
 
@@ -35,7 +39,7 @@ class Renderer(Protocol):
     longest_token: int
     """Characters of the longest token."""
 
-    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+    def render(self, messages: Messages, tools: Tools = ()) -> list[int]:
         """The tokens of a first prompt, up to where the policy's turn begins.
 
         Args:
@@ -45,13 +49,7 @@ class Renderer(Protocol):
             TaskError: the messages or tools cannot be written in this tokenizer.
         """
 
-    def extend(
-        self,
-        prompt: Sequence[int],
-        completion: Sequence[int],
-        messages: Sequence[Message],
-        tools: Sequence[ToolSpec] = (),
-    ) -> list[int]:
+    def extend(self, prompt: Tokens, completion: Tokens, messages: Messages, tools: Tools = ()) -> list[int]:
         """The tokens that `messages` add to `prompt + completion`, up to where the policy's next turn begins.
 
         Raises:
@@ -59,11 +57,7 @@ class Renderer(Protocol):
         """
 
     def parse(
-        self,
-        completion: Sequence[int],
-        finish_reason: FinishReason,
-        prompt: Iterable[int] = (),
-        tools: Sequence[ToolSpec] = (),
+        self, completion: Tokens, finish_reason: FinishReason, prompt: Iterable[int] = (), tools: Tools = ()
     ) -> Message:
         """The policy's turn as a message of role "assistant". Tool calls become `tool_calls`; one that cannot be read
         has a `problem`. Without `tools`, calls stay text."""
@@ -78,7 +72,7 @@ class Renderer(Protocol):
     def encode(self, text: str) -> list[int]:
         """The tokens of plain text. Raises TaskError if the tokenizer cannot write it."""
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Tokens) -> str:
         """The text of tokens, special ones included."""
 
 
@@ -111,26 +105,16 @@ class SymbolRenderer:
         self.longest_token = len(longest_first[0])
         self._symbol = re.compile("|".join(map(re.escape, longest_first)) + "|(.)", re.DOTALL)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+    def render(self, messages: Messages, tools: Tools = ()) -> list[int]:
         if tools:
             self._only_argument(tools)  # only checked: symbols cannot describe a tool to the policy
         return [token_id for message in messages for token_id in self._tokens_of(message)]
 
-    def extend(
-        self,
-        prompt: Sequence[int],
-        completion: Sequence[int],
-        messages: Sequence[Message],
-        tools: Sequence[ToolSpec] = (),
-    ) -> list[int]:
+    def extend(self, prompt: Tokens, completion: Tokens, messages: Messages, tools: Tools = ()) -> list[int]:
         return self.render(messages, tools)
 
     def parse(
-        self,
-        completion: Sequence[int],
-        finish_reason: FinishReason,
-        prompt: Iterable[int] = (),
-        tools: Sequence[ToolSpec] = (),
+        self, completion: Tokens, finish_reason: FinishReason, prompt: Iterable[int] = (), tools: Tools = ()
     ) -> Message:
         ended_by_call = finish_reason is FinishReason.STOP and completion[-1] == self._call_end
         kept = ended_by_call or finish_reason is not FinishReason.STOP
@@ -148,7 +132,7 @@ class SymbolRenderer:
         token_ids = self.encode(self._text_of(message))
         return token_ids if message.tool_calls else [*token_ids, self.stop_token_ids[0]]
 
-    def _only_argument(self, tools: Sequence[ToolSpec]) -> tuple[str, str]:
+    def _only_argument(self, tools: Tools) -> tuple[str, str]:
         """Names of the only tool and of its only argument."""
         if self._call_end is None:
             raise TaskError(f"this tokenizer has no symbols {CALL} and {CALL_END} to call tools with")
@@ -169,7 +153,7 @@ class SymbolRenderer:
             return f"{RESULT}{message.content}{RESULT_END}"
         return message.content + "".join(map(_written, message.tool_calls))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Tokens) -> str:
         # padded embeddings have ids outside the vocabulary
         return "".join([self._tokens.get(token_id, "<unknown>") for token_id in token_ids])
 

@@ -5,24 +5,33 @@ A reference says where a sample is and holds every number that a decision needs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from titan_rl.data_plane.layout import encoded_size
 from titan_rl.types import NO_VERSION, TrainingSample
+
+_TOKEN_BYTES = 17  # token id, logprob, version and a byte of the mask
+_ALIGNMENT = 8  # of the size of an encoded sample, and so of the beginning of the next one
+
+
+def encoded_size(length: int) -> int:
+    """Bytes of a sample of `length` tokens, as a store writes it."""
+    return -(-length * _TOKEN_BYTES // _ALIGNMENT) * _ALIGNMENT
 
 
 class SampleRef(NamedTuple):
     """One sample in one store.
 
     It names that sample for ever: `(store, sample_id)` is never used again, neither after a release nor for another
-    attempt at the same group. A tuple, because it pickles to fewer than 100 bytes, whatever the sample's length.
+    attempt at the same group. A tuple, because it pickles to about 100 bytes, whatever the sample's length.
     """
 
     store: str
+    """Empty: the sample is in no store, but in its batch."""
     sample_id: int
     """Counted from 0 by the store."""
     group_id: int
@@ -39,105 +48,108 @@ class SampleRef(NamedTuple):
     offset: int
     """Bytes from the beginning of the file."""
     checksum: int
-    """Of its bytes, as `layout.checksum_of` counts."""
+    """Of its bytes."""
+    advantage: float = math.nan
+    """NaN in older checkpoints, whose file of samples holds it."""
 
     @property
     def nbytes(self) -> int:
         return encoded_size(self.length)
 
 
+def reference_to(
+    sample: TrainingSample,
+    *,
+    store: str = "",
+    sample_id: int = 0,
+    location: str = "",
+    offset: int = 0,
+    checksum: int = 0,
+) -> SampleRef:
+    """The reference to a sample that lies there."""
+    versions = sample.versions[sample.loss_mask]
+    return SampleRef(
+        store=store,
+        sample_id=sample_id,
+        group_id=sample.group_id,
+        sample=sample.sample,
+        length=len(sample.token_ids),
+        trained_tokens=len(versions),
+        reward=sample.reward,
+        oldest_version=int(np.minimum.reduce(versions)) if len(versions) else NO_VERSION,
+        location=location,
+        offset=offset,
+        checksum=checksum,
+        advantage=sample.advantage,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
-    """Samples, or references to samples, in a fixed order; make one with `of`.
+    """References to samples in a fixed order; make one with `of`.
 
-    Every operation returns a new batch and copies no tokens. Every number is the same for samples and for references to
-    them. A batch of references never reads a token by itself: a `SampleSource` fetches its samples.
+    Every operation returns a new batch and copies no tokens. A `SampleSource` fetches the samples. A batch that a
+    script made of samples takes them along; no store holds those.
     """
 
-    items: tuple[TrainingSample, ...] | tuple[SampleRef, ...]
+    refs: tuple[SampleRef, ...]
+    samples: tuple[TrainingSample, ...] | None = None
+    """Of a batch that was made of samples, one per reference. None: they are in stores."""
 
     @staticmethod
     def of(items: Iterable[TrainingSample] | Iterable[SampleRef]) -> SampleBatch:
-        """All of one kind. Raises ValueError if they are not."""
-        batch = SampleBatch(tuple(items))  # type: ignore[arg-type]
-        if len({type(item) for item in batch.items}) > 1:
-            raise ValueError("samples and references to samples cannot be one batch: fetch the references first")
-        return batch
+        """A batch of samples, or of references to samples."""
+        samples = tuple(items)
+        if samples and isinstance(samples[0], TrainingSample):
+            return SampleBatch(tuple(map(reference_to, samples)), samples)  # type: ignore[arg-type]
+        return SampleBatch(samples)  # type: ignore[arg-type]
 
     @staticmethod
     def concat(batches: Iterable[SampleBatch]) -> SampleBatch:
-        """One batch after the other."""
-        return SampleBatch.of(item for batch in batches for item in batch.items)  # type: ignore[arg-type]
+        """One batch after the other. Raises ValueError if some take their samples along and others do not."""
+        parts = [batch for batch in batches if len(batch)]
+        refs = tuple(ref for batch in parts for ref in batch.refs)
+        along = [batch.samples for batch in parts if batch.samples is not None]
+        if not along:
+            return SampleBatch(refs)
+        if len(along) < len(parts):
+            raise ValueError(
+                "samples and references to stored samples cannot be one batch: fetch the stored ones first"
+            )
+        return SampleBatch(refs, tuple(sample for samples in along for sample in samples))
 
     def select(self, indices: Iterable[int]) -> SampleBatch:
         """The samples at these positions, in this order; a position may come twice."""
-        return SampleBatch(tuple(self.items[index] for index in indices))  # type: ignore[arg-type]
+        chosen = tuple(indices)
+        samples = None if self.samples is None else tuple(self.samples[index] for index in chosen)
+        return SampleBatch(tuple(self.refs[index] for index in chosen), samples)
 
     def __len__(self) -> int:
-        return len(self.items)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the batch holds samples and not references; True for an empty batch."""
-        return not any(isinstance(item, SampleRef) for item in self.items[:1])
-
-    @property
-    def samples(self) -> tuple[TrainingSample, ...]:
-        """Raises ValueError for a batch of references."""
-        if not self.is_local:
-            raise ValueError(f"these are references to {len(self)} samples: fetch them from a SampleSource")
-        return self.items  # type: ignore[return-value]
-
-    @property
-    def refs(self) -> tuple[SampleRef, ...]:
-        """Raises ValueError for a batch of samples."""
-        if self.items and self.is_local:
-            raise ValueError(f"these {len(self)} samples are in no store: there are no references")
-        return self.items  # type: ignore[return-value]
+        return len(self.refs)
 
     @property
     def stored_ids(self) -> dict[str, tuple[int, ...]]:
-        """Ids by store, each id once, in the batch's order: what to release. Empty for samples."""
+        """Ids by store, each id once, in the batch's order: what to release."""
         ids: dict[str, dict[int, None]] = {}
-        for ref in () if self.is_local else self.refs:
+        for ref in self.refs if self.samples is None else ():
             ids.setdefault(ref.store, {})[ref.sample_id] = None
         return {store: tuple(distinct) for store, distinct in ids.items()}
 
     @property
     def group_ids(self) -> list[int]:
-        return [item.group_id for item in self.items]
+        return [ref.group_id for ref in self.refs]
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each sample, prompt included."""
-        return [item.length if isinstance(item, SampleRef) else len(item.token_ids) for item in self.items]
+        return [ref.length for ref in self.refs]
 
     @property
     def trained_tokens(self) -> int:
         """Tokens in the loss, over all samples."""
-        return sum(
-            item.trained_tokens if isinstance(item, SampleRef) else int(np.count_nonzero(item.loss_mask))
-            for item in self.items
-        )
-
-    @property
-    def rewards(self) -> list[float]:
-        return [item.reward for item in self.items]
+        return sum(ref.trained_tokens for ref in self.refs)
 
     @property
     def oldest_versions(self) -> list[int]:
         """Of each sample, the smallest encoded version among its trained tokens; NO_VERSION where none is trained."""
-        return [
-            item.oldest_version if isinstance(item, SampleRef) else oldest_version(trained_versions(item))
-            for item in self.items
-        ]
-
-
-def trained_versions(sample: TrainingSample) -> np.ndarray:
-    """[trained tokens] int64, their encoded versions."""
-    return sample.versions[sample.loss_mask]
-
-
-def oldest_version(versions: np.ndarray) -> int:
-    """Smallest encoded version; NO_VERSION where there is none."""
-    return int(np.minimum.reduce(versions)) if len(versions) else NO_VERSION
+        return [ref.oldest_version for ref in self.refs]

@@ -1,32 +1,7 @@
 """What a task is: prompts by index, a rubric, and answers to the policy where a task has several turns.
 
-A new task needs one file: a subclass of `Environment` and its reward functions, all importable from here.
-
-    from titan_rl.environments.base import Environment, Example, Message, Rubric, tool
-
-    @tool
-    def multiply(first: int, second: int) -> str:
-        'The product of two numbers.'
-        return str(first * second)
-
-    def right(example, transcript):
-        return {"right": transcript.answer == example.answer, "turns": len(transcript.finish_reasons)}
-
-    class Double(Environment):
-        def example(self, index):
-            return self._ask(1000 + index)
-
-        def held_out(self, count):
-            return [self._ask(number) for number in range(min(count, 1000))]
-
-        def tools(self):
-            return [multiply]
-
-        def rubric(self):
-            return Rubric(right)
-
-        def _ask(self, number):
-            return Example(prompt=(Message("user", f"2*{number}="),), answer=str(2 * number))
+A new task needs one file: a subclass of `Environment` and its reward functions, all importable from here. The README
+begins with one.
 
 What must hold, because calls run in several processes, each of which may be killed and started anew at any time:
 
@@ -38,17 +13,23 @@ What must hold, because calls run in several processes, each of which may be kil
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from titan_rl.environments.rubric import GroupReward, Reward, Rubric, Transcript
+from titan_rl.environments.dataset import HELD_OUT_SHARE, Rows, is_held_out, prompt_messages, read_rows
+from titan_rl.environments.rubric import GroupReward, Reward, RewardFunction, Rubric, Transcript
 from titan_rl.environments.tools import Tool, ToolError, tool
-from titan_rl.errors import TaskError
+from titan_rl.errors import ConfigError, TaskError
+from titan_rl.importing import import_name
+from titan_rl.seeding import derive_seed
 from titan_rl.types import Endpoint, Example, Message, ToolCall
 
 __all__ = [
+    "DatasetEnvironment",
     "Demonstration",
     "Endpoint",
     "Environment",
@@ -110,11 +91,15 @@ class Environment(ABC):
 
             Riddles = Environment.from_examples("riddles.jsonl", right, prompt="question", answer="answer")
 
-        Options are those of `dataset.DatasetEnvironment`. A tenth of the prompts is held out, by their text.
+        Options are those of `DatasetEnvironment`. A tenth of the prompts is held out, by their text.
         """
-        from titan_rl.environments.dataset import make_task
+        path = rows if isinstance(rows, (str, Path)) else list(rows)
 
-        return make_task(rows, reward, **options)
+        class DatasetTask(DatasetEnvironment):
+            def __init__(self, seed: int = 0):
+                super().__init__(path, reward, seed=seed, **options)
+
+        return DatasetTask
 
     @abstractmethod
     def example(self, index: int) -> Example:
@@ -163,3 +148,88 @@ class Environment(ABC):
         """Demonstration number `index` (>= 0): always the same one, and never of a held-out prompt. Asked for only when
         `trainer.warmup.steps` is not 0."""
         raise TaskError(f"{type(self).__name__} has no method `demonstration`, and trainer.warmup asks for it")
+
+
+class DatasetEnvironment(Environment):
+    """Rows of a data set as a task: a column is the prompt, a column the answer, a function the reward. In a recipe or
+    TOML file, without any code but the reward's:
+
+        [environment]
+        name = "dataset"
+        [environment.kwargs]
+        path = "riddles.jsonl"
+        reward = "riddles.py:right"
+
+    Args:
+        path: the rows. A relative file name starts at the TOML file that holds it, else at the working directory.
+        reward: a reward function, a `Reward`, a `Rubric`, or the name of one (`file.py:function`, `pkg.mod:function`).
+        prompt: column of the prompt, a text (a user's message) or a list of `{"role": …, "content": …}`.
+        answer: column of what the reward finds as `example.answer`; empty: the whole row.
+        system: text of a system message before every prompt; empty: none.
+        test_path: rows to evaluate on; empty: a tenth of the rows.
+        seed: decides the order of the training prompts, not which ones are held out.
+
+    Raises:
+        ConfigError: a file or a row cannot be read, or no row is left to train on.
+    """
+
+    stream = "dataset"
+    """Seed namespace of the order of the rows."""
+    settings = ("path", "test_path")
+    """Arguments that hold the rows, for messages."""
+
+    def __init__(
+        self,
+        path: Rows,
+        reward: str | RewardFunction | Reward | Rubric,
+        prompt: str = "prompt",
+        answer: str = "answer",
+        system: str = "",
+        test_path: Rows = "",
+        seed: int = 0,
+    ):
+        rewards = import_name(reward) if isinstance(reward, str) else reward
+        self._rubric = rewards if isinstance(rewards, Rubric) else Rubric(rewards)
+        self._columns = (prompt, answer)
+        self._system = (Message("system", system),) if system else ()
+        rows = list(self._examples(self.settings[0], path))
+        if by_text := isinstance(test_path, (str, Path)) and not str(test_path):
+            test = [(text, example) for text, example in rows if is_held_out(text)]
+        else:
+            test = list(self._examples(self.settings[1], test_path))
+        tested = {text for text, _ in test}
+        self._test = [example for _, example in test]
+        self._train = [example for text, example in rows if text not in tested]
+        self.size = len(self._train)
+        where, left_out = f"environment.kwargs.{self.settings[0]}", len(rows) - self.size
+        repeats = len(rows) - len({text for text, _ in rows})
+        repeated = f"{repeats} of {len(rows)} rows repeat the prompt of an earlier row"
+        if not self._train:
+            raise ConfigError(f"{where}: all rows are held out" + f"; {repeated}" * (repeats > 0))
+        if left_out and not by_text:
+            self.warning = f"{where}: prompts of {self.settings[1]} are in {left_out} of {len(rows)} rows: not trained"
+        elif repeats * HELD_OUT_SHARE > len(rows):
+            self.warning = f"{where}: {repeated}"
+        random.Random(derive_seed(self.stream, seed)).shuffle(self._train)
+
+    def example(self, index: int) -> Example:
+        return self._train[index % len(self._train)]
+
+    def held_out(self, count: int) -> list[Example]:
+        examples = list(self._test)
+        if len(examples) > count:
+            examples = random.Random(derive_seed(f"{self.stream} held out")).sample(examples, count)
+        return examples
+
+    def rubric(self) -> Rubric:
+        return self._rubric
+
+    def _examples(self, setting: str, rows: Rows) -> Iterator[tuple[str, Example]]:
+        """Each example, behind the text that decides whether it is held out."""
+        prompt, answer = self._columns
+        for where, row in read_rows(f"environment.kwargs.{setting}", rows):
+            if not isinstance(row, Mapping) or any(name and name not in row for name in (prompt, answer)):
+                raise ConfigError(f"{where}: expected an object with {' and '.join(filter(None, (prompt, answer)))}")
+            messages = prompt_messages(where, row[prompt])
+            content = "\n".join(message.content for message in messages)
+            yield content, Example(prompt=(*self._system, *messages), answer=row[answer] if answer else dict(row))

@@ -30,7 +30,7 @@ def positions_equal(example: Example, transcript: Transcript) -> float:
 
 
 def exact_match(example: Example, transcript: Transcript) -> float:
-    """1 when the answer is the digits, ended by the policy itself."""
+    """1 when the answer is the right text, ended by the policy itself."""
     return float(transcript.stopped and transcript.answer == example.answer)
 
 

@@ -14,10 +14,10 @@ import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from titan_rl.environments.base import Demonstration, Example, Message, Reward, Transcript
-from titan_rl.environments.dataset import DatasetEnvironment, Rows, read_rows
+from titan_rl.environments.base import DatasetEnvironment, Demonstration, Example, Message, Reward, Transcript
+from titan_rl.environments.dataset import Rows, read_rows
 from titan_rl.errors import AbsentError, ConfigError
 
 INSTRUCTION = "Think step by step, and put the final answer, a number, in \\boxed{}."
@@ -30,16 +30,6 @@ LAST_CHARACTERS = 500
 _FINAL = re.compile(r"####[ \t]*(-?[\d,]*\.?\d+)[ \t]*$")
 _CALCULATION = re.compile(r"<<[^<>]*>>")
 """Notes in the worked solutions, such as `<<48/2=24>>`."""
-
-
-class Problem(NamedTuple):
-    """One line of a file."""
-
-    question: str
-    solution: str
-    """How the number is found, without notes."""
-    number: str
-    """Such as "72", "-3" or "0.5"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +78,18 @@ class Gsm8k(DatasetEnvironment):
 
     def _examples(self, setting: str, rows: Rows) -> Iterator[tuple[str, Example]]:
         for where, row in read_rows(f"environment.kwargs.{setting}", rows):
-            problem = _problem(where, row)
-            text = "\n\n".join(filter(None, (problem.question, self.instruction)))
-            solution = f"{problem.solution}\n\\boxed{{{problem.number}}}"
-            yield problem.question, Solved(prompt=(Message("user", text),), answer=problem.number, solution=solution)
+            if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("question", "answer")):
+                raise ConfigError(f"{where}: expected an object with the texts `question` and `answer`")
+            question, answer = row["question"].strip(), row["answer"].strip()
+            if not question:
+                raise ConfigError(f"{where}: the question is empty")
+            found = _FINAL.search(answer)
+            if found is None:
+                raise ConfigError(f"{where}: the answer does not end in `#### N` with a number N: …{answer[-40:]!r}")
+            number = found[1].replace(",", "")
+            text = "\n\n".join(filter(None, (question, self.instruction)))
+            solution = f"{_CALCULATION.sub('', answer[: found.start()]).strip()}\n\\boxed{{{number}}}"
+            yield question, Solved(prompt=(Message("user", text),), answer=number, solution=solution)
 
 
 def _limit() -> int | None:
@@ -108,19 +106,6 @@ def last_box(text: str) -> str | None:
             if not depth:
                 return text[start:position]
     return None
-
-
-def _problem(where: str, row: Any) -> Problem:
-    if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("question", "answer")):
-        raise ConfigError(f"{where}: expected an object with the texts `question` and `answer`")
-    if not row["question"].strip():
-        raise ConfigError(f"{where}: the question is empty")
-    answer = row["answer"].strip()
-    found = _FINAL.search(answer)
-    if found is None:
-        raise ConfigError(f"{where}: the answer does not end in `#### N` with a number N: …{answer[-40:]!r}")
-    solution = _CALCULATION.sub("", answer[: found.start()]).strip()
-    return Problem(row["question"].strip(), solution, found[1].replace(",", ""))
 
 
 def import_math_verify() -> Any:

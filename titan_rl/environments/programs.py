@@ -11,21 +11,21 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
 import runpy
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from titan_rl.errors import ConfigError, TaskError
+from titan_rl.errors import TaskError
 from titan_rl.importing import describe
 from titan_rl.processes import ending_in_words
 from titan_rl.types import Endpoint
@@ -104,7 +104,9 @@ def run_command(
     """
     name = os.fspath(command[0])
     try:
-        with _memory_file(stdin) as given:
+        with tempfile.TemporaryFile() as given:  # a pipe could fill up while nobody reads what the program prints
+            given.write(stdin.encode())
+            given.seek(0)
             process = subprocess.Popen(
                 list(command),
                 stdin=given,
@@ -116,47 +118,14 @@ def run_command(
     except OSError as error:
         raise TaskError(f"{name} cannot be started: {error}") from error
     with process, ThreadPoolExecutor(max_workers=2) as readers:
-        output, said = readers.map(_read, (process.stdout, process.stderr))
-    complaint = said.decode(errors="replace")
+        output, errors = readers.map(_read, (process.stdout, process.stderr))
+    complaint = errors.decode(errors="replace")
     sys.stderr.write(complaint)
-    if max(len(output), len(said)) > LONGEST_OUTPUT:
+    if max(len(output), len(errors)) > LONGEST_OUTPUT:
         raise TaskError(f"{name} printed more than {LONGEST_OUTPUT:,} bytes")
     if process.returncode != 0:
         raise TaskError(f"{name} {ending_in_words(process.returncode)}{_tail(complaint, 'it said')}")
     return output.decode(errors="replace")
-
-
-def import_openai() -> None:
-    """Import OpenAI's client and ask with it once, for the constructor of an environment whose programs use it.
-
-    The package imports its parts and builds its schemas when they are first used, which takes five times as long as a
-    whole rollout of a short script. One answer is made up in this process, one connection is refused.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        import openai
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"this environment's programs need the package openai ({error}): install it with `pip install "
-            "'titan-rl[agents]'`"
-        ) from error
-    library = openai.DefaultHttpxClient.__bases__[0].__module__.partition(".")[0]  # httpx or its successor
-    httpx: Any = importlib.import_module(library)
-    choice = {"index": 0, "message": {"role": "assistant", "content": "Hello"}, "finish_reason": "stop"}
-    answer = {"id": "none", "object": "chat.completion", "created": 0, "model": "none", "choices": [choice]}
-    tools: Any = [{"type": "function", "function": {"name": "none", "parameters": {"type": "object"}}}]
-    answering = httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(200, json=answer)))
-    refused = httpx.Client(trust_env=False)  # whatever proxy there is: nobody listens at port 0
-    for http_client in (answering, refused):
-        with (
-            openai.OpenAI(
-                base_url="http://127.0.0.1:0", api_key="none", max_retries=0, http_client=http_client
-            ) as client,
-            suppress(openai.APIConnectionError),
-        ):
-            client.chat.completions.create(model="none", messages=[{"role": "user", "content": "Hello"}], tools=tools)
 
 
 def _read(stream: IO[bytes] | None) -> bytes:
@@ -171,19 +140,6 @@ def _variables(endpoint: Endpoint) -> dict[str, str]:
     spared = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     no_proxy = ",".join(filter(None, (spared, urlsplit(endpoint.base_url).hostname)))
     return {**endpoint.environ(), "NO_PROXY": no_proxy, "no_proxy": no_proxy}
-
-
-@contextmanager
-def _memory_file(content: str) -> Iterator[int]:
-    """The descriptor of a file in memory, at its beginning."""
-    file = os.memfd_create("standard stream", os.MFD_CLOEXEC)
-    try:
-        with open(file, "wb", closefd=False) as stream:
-            stream.write(content.encode())
-        os.lseek(file, 0, os.SEEK_SET)
-        yield file
-    finally:
-        os.close(file)
 
 
 def _tail(output: str, introduction: str) -> str:

@@ -16,11 +16,10 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from titan_rl.errors import ConfigError, TaskError
-from titan_rl.types import Example, FinishReason, Message
+from titan_rl.types import EXACT_MATCH, Example, FinishReason, Message
 
 T = TypeVar("T")
 
@@ -60,10 +59,6 @@ LARGEST_REWARD = 1e30
 soon overflow, and loggers store float32."""
 
 
-EXACT_MATCH = "exact_match"
-"""Name of the score that counts as exact match."""
-
-
 class Score(NamedTuple):
     """What a rubric says about one conversation."""
 
@@ -93,9 +88,9 @@ class Reward:
     def scores(self, returned: object) -> tuple[float, dict[str, float]]:
         """The score that is trained, and all scores by name."""
         if not isinstance(returned, Mapping):
-            number = _number(self._returned, returned)
+            number = _number(self, returned)
             return number, {self.label: number}
-        parts = {str(name): _number(partial(self._returned, f" {name} ="), each) for name, each in returned.items()}
+        parts = {str(name): _number(self, each, f" {name} =") for name, each in returned.items()}
         key = self.key or (self.label if self.label in parts else "reward")
         if key not in parts:
             raise TaskError(
@@ -103,9 +98,6 @@ class Reward:
                 'Reward(function, key="…") names the one that is trained'
             )
         return parts[key], parts
-
-    def _returned(self, what: str = "") -> str:
-        return f"{_described(self)} returned{what}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +169,8 @@ class Rubric:
         return run_plain(self.score_async(example, transcript))
 
     async def score_async(self, example: Example, transcript: Transcript) -> Score:
-        """The score: one function after the other, those that are `async def` awaited.
-
-        Raises:
-            TaskError: a function returned something else than numbers up to `LARGEST_REWARD`, or a name twice.
-            Exception: whatever a reward function raises.
-        """
+        """The score: one function after the other, those that are `async def` awaited. Raises TaskError where one
+        returned something else than numbers up to `LARGEST_REWARD`, or a name twice."""
         trained: list[float] = []
         parts: dict[str, float] = {}
         for reward in self.rewards:
@@ -197,23 +185,18 @@ class Rubric:
         return Score(_weighted_sum(self.rewards, trained), parts)
 
     async def score_group_async(self, example: Example, transcripts: Sequence[Transcript]) -> list[Score]:
-        """What the group rewards add to each transcript's score.
-
-        Raises:
-            TaskError: a function returned something else than one number up to `LARGEST_REWARD` per transcript.
-            Exception: whatever a reward function raises.
-        """
+        """What the group rewards add to each transcript's score. Raises TaskError where one returned something else
+        than one number up to `LARGEST_REWARD` per transcript."""
         columns: list[list[float]] = []
         for reward in self.group_rewards:
             given = reward.function(example, transcripts)
             values = await given if inspect.isawaitable(given) else given
-            whose = f"group {_described(reward)} returned"
             try:
-                column = [_number(partial(str, whose), number) for number in values]
+                column = [_number(reward, number) for number in values]
             except TypeError:
-                raise TaskError(f"{whose} {values!r}, which is no sequence of numbers") from None
+                raise TaskError(f"{_described(reward)} returned {values!r}, which is no sequence of numbers") from None
             if len(column) != len(transcripts):
-                raise TaskError(f"{whose} {len(column)} values for {len(transcripts)} rollouts")
+                raise TaskError(f"{_described(reward)} returned {len(column)} values for {len(transcripts)} rollouts")
             columns.append(column)
         labels = [reward.label for reward in self.group_rewards]
         return [
@@ -224,24 +207,37 @@ class Rubric:
 
 def _weighted_sum(rewards: Sequence[Reward | GroupReward], numbers: Sequence[float]) -> float:
     total = sum([reward.weight * number for reward, number in zip(rewards, numbers, strict=True)])
-    return _number(lambda: f"the weighted sum of {', '.join(reward.label for reward in rewards)} is", total)
+    if problem := _problem_of(total):
+        raise TaskError(f"the weighted sum of {', '.join(reward.label for reward in rewards)} is {problem}")
+    return total
 
 
-def _number(whose: Callable[[], str], value: object) -> float:
-    """The value as a score; `whose` says in an error whose it is."""
+def _number(reward: Reward | GroupReward, value: object, where: str = "") -> float:
+    """A returned value as a score.
+
+    Args:
+        where: in what was returned, for messages.
+    """
+    number = 0.0
     if isinstance(value, (str, bytes)):
-        raise TaskError(f"{whose()} {value!r}, which is text and not a number: return float(…) of it")
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise TaskError(f"{whose()} {value!r}, which is not a number") from None
-    except OverflowError:  # an integer of more than 308 digits
-        number = math.inf
-    if not math.isfinite(number):
-        raise TaskError(f"{whose()} {number}, which is not finite")
-    if abs(number) > LARGEST_REWARD:
-        raise TaskError(f"{whose()} {number:g}, which is beyond {LARGEST_REWARD:g}; scale it")
+        problem = f"{value!r}, which is text and not a number: return float(…) of it"
+    else:
+        try:
+            number = float(value)  # type: ignore[arg-type]
+            problem = _problem_of(number)
+        except (TypeError, ValueError):
+            problem = f"{value!r}, which is not a number"
+        except OverflowError:  # an integer of more than 308 digits
+            problem = "inf, which is not finite"
+    if problem:
+        raise TaskError(f"{_described(reward)} returned{where} {problem}")
     return number
+
+
+def _problem_of(number: float) -> str:
+    if not math.isfinite(number):
+        return f"{number}, which is not finite"
+    return f"{number:g}, which is beyond {LARGEST_REWARD:g}; scale it" if abs(number) > LARGEST_REWARD else ""
 
 
 def _name_of(function: Callable[..., object]) -> str:
@@ -252,4 +248,5 @@ def _described(reward: Reward | GroupReward) -> str:
     """The reward's name, and where its function begins."""
     function = inspect.unwrap(getattr(reward.function, "__func__", reward.function))
     code = getattr(function, "__code__", None)
-    return f"reward {reward.label}" + (f" ({code.co_filename}:{code.co_firstlineno})" if code else "")
+    group = "group " if isinstance(reward, GroupReward) else ""
+    return f"{group}reward {reward.label}" + (f" ({code.co_filename}:{code.co_firstlineno})" if code else "")

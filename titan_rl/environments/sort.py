@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import random
 
-from titan_rl.environments.base import Demonstration, Environment, Example, Message, Rubric, Transcript
+from titan_rl.environments.base import Demonstration, Environment, Example, Message, Rubric
+from titan_rl.environments.copy import exact_match
 from titan_rl.environments.dataset import held_out_texts, training_text
 from titan_rl.errors import ConfigError
 from titan_rl.seeding import derive_seed
 
 LETTERS = "abcdefghij"
-
-
-def exact_match(example: Example, transcript: Transcript) -> float:
-    """1 when the answer is the letters in order, ended by the policy itself."""
-    return float(transcript.stopped and transcript.answer == example.answer)
 
 
 class Sort(Environment):

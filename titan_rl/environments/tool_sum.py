@@ -32,7 +32,7 @@ from titan_rl.environments.base import (
     tool,
 )
 from titan_rl.environments.dataset import is_held_out
-from titan_rl.environments.programs import import_openai, run_script
+from titan_rl.environments.programs import run_script
 from titan_rl.errors import ConfigError
 from titan_rl.seeding import derive_seed
 
@@ -124,7 +124,13 @@ class ToolSumOpenAI(ToolSum):
 
     def __init__(self, tool_share: float = 0.25, seed: int = 0):
         super().__init__(tool_share, seed)
-        import_openai()
+        try:
+            import openai.resources.chat.completions  # noqa: F401  here, so that no rollout waits for it
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"this environment's programs need the package openai ({error}): install it with `pip install "
+                "'titan-rl[agents]'`"
+            ) from error
 
     def play(self, example: Example, endpoint: Endpoint) -> str:
         return run_script(SCRIPT, example.prompt[0].content, endpoint=endpoint)

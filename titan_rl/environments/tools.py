@@ -90,13 +90,7 @@ class Toolbox:
         self.asynchronous = any(is_asynchronous(each.function) for each in tools)
 
     async def answer(self, call: ToolCall) -> str:
-        """The answer to a call.
-
-        Raises:
-            ToolError: the call cannot be made, or the tool refuses.
-            TaskError: the tool returned no text.
-            Exception: whatever the function raises.
-        """
+        """The answer to a call. Raises ToolError if it cannot be made, or as `Tool.answer`."""
         if call.problem:
             raise ToolError(call.problem)
         if call.name not in self._tools:

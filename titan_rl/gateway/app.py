@@ -1,20 +1,19 @@
 """The HTTP app and its server: any program that speaks one of the dialects can talk to the policy.
 
-    key → caller → body → Call (dialect) → prompts → engines → choices (sampling) → body or events (dialect)
+    key → caller → body → call (dialect) → prompts → engines → choices (sampling) → body or events (dialect)
 
 - A call ends its engine work: answered, refused, failed, or aborted because its client hung up. It is cancelled then,
   whatever it waits for.
 - Nothing that a client sends is a 500: a 4xx says what is wrong with it before anything is sent to an engine.
 
-A dialect is two modules: the bodies that it takes and the `Call` that each one is (`openai_protocol`), and how deltas,
-choices and errors are written (`openai_routes`).
+A dialect is two modules: the bodies that it takes and the `CompletionCall` that each is (`openai_protocol`), and how
+deltas, choices and errors are written (`openai_routes`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import Callable
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -26,14 +25,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from titan_rl.errors import ActorFailed, TitanError
-from titan_rl.gateway.callers import CALLER, ApiKeys, Caller, RolloutKeys, unless
+from titan_rl.gateway.callers import CALLER, ApiKeys, Caller, RolloutKeys, cancel_when
 from titan_rl.gateway.calls import Fleet, ServedPolicy
 from titan_rl.gateway.config import GatewayConfig, listen
 from titan_rl.gateway.openai_routes import error_object, routes
 from titan_rl.gateway.responses import ApiError, JsonResponse, api_error
 from titan_rl.gateway.sampling import GatewayMetrics, Sampler
-from titan_rl.observability.activity import activity
-from titan_rl.routing.generator import GeneratorState
+from titan_rl.metrics.activity import activity
+from titan_rl.routing.health import GeneratorState
 
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 BACKLOG = 2048
@@ -47,6 +46,10 @@ HEAD_SECONDS = 10
 cut off."""
 BODY_SECONDS = 120
 """A call may take so long to send its body; then it is answered 408."""
+STALLED_SECONDS = 120
+"""A client may leave what it is sent unread so long. Then it is cut off: nobody is at its other end."""
+HEALTH_SECONDS = 10
+"""`/health` waits so long for the router; then it answers 503, as load balancers do not wait for long."""
 MOST_CONNECTIONS = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 """With more, the oldest that has no call open is cut off, or the new one where all have. Without a limit, connections
 could use up this process's descriptors."""
@@ -73,7 +76,11 @@ def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: A
         """200 while a generator serves. Only callers with a key are told why none does: that names paths and hosts."""
         known = keys.caller(request.headers.get("authorization", "")) is not None
         try:
-            members = await unless(fleet.fleet_status(), request.scope[CALLER].ended)
+            async with asyncio.timeout(HEALTH_SECONDS):
+                members = await cancel_when(fleet.fleet_status(), request.scope[CALLER].ended)
+        except TimeoutError:
+            problem = f"the router did not answer within {HEALTH_SECONDS} s"
+            raise ApiError(503, problem, code="engine_unavailable") from None
         except ActorFailed:
             if known:
                 raise
@@ -90,7 +97,7 @@ def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: A
     @app.get("/metrics")
     async def prometheus(request: Request) -> Response:
         """Counters and gauges for Prometheus."""
-        members = await unless(fleet.fleet_status(), request.scope[CALLER].ended)
+        members = await cancel_when(fleet.fleet_status(), request.scope[CALLER].ended)
         return Response(metrics.exposition(members), media_type=PROMETHEUS_TEXT)
 
     async def refused(request: Request, error: Exception) -> Response:
@@ -104,15 +111,14 @@ def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: A
         metrics=metrics,
         paths=frozenset(path for route in app.routes if (path := getattr(route, "path", "")) and "{" not in path),
         max_body_bytes=config.max_body_bytes,
-        refusal=refusal,
     )
     return app
 
 
 def refusal(error: Exception) -> Response:
     """Every answer that is no success."""
-    told = api_error(error)
-    return JsonResponse(error_object(told), status_code=told.status, headers=told.headers)
+    shown = api_error(error)
+    return JsonResponse(error_object(shown), status_code=shown.status, headers=shown.headers)
 
 
 class GatewayServer:
@@ -172,9 +178,11 @@ class GatewayServer:
 
 
 class BoundedConnection(H11Protocol):
-    """uvicorn's, which waits for ever for a head that does not come, and counts no connections without a call."""
+    """uvicorn's, which waits for ever for a head that does not come and for a client that does not read, and counts no
+    connections without a call."""
 
-    _cut_off: asyncio.TimerHandle | None = None
+    _until_head: asyncio.TimerHandle | None = None
+    _until_read: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -188,10 +196,20 @@ class BoundedConnection(H11Protocol):
         super().data_received(data)
         self._watch()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._until_read = self.loop.call_later(STALLED_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._until_read is not None:
+            self._until_read.cancel()
+
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
-        if self._cut_off is not None:
-            self._cut_off.cancel()
+        for timer in (self._until_head, self._until_read):
+            if timer is not None:
+                timer.cancel()
 
     @property
     def waits(self) -> bool:
@@ -200,11 +218,11 @@ class BoundedConnection(H11Protocol):
 
     def _watch(self) -> None:
         """Limit the time to the end of a head that is on its way."""
-        if not self.waits and self._cut_off is not None:
-            self._cut_off.cancel()
-            self._cut_off = None
-        elif self.waits and self._cut_off is None:
-            self._cut_off = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
+        if not self.waits and self._until_head is not None:
+            self._until_head.cancel()
+            self._until_head = None
+        elif self.waits and self._until_head is None:
+            self._until_head = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
 
 
 class ClientGone(Exception):
@@ -222,19 +240,16 @@ class CallMiddleware:
         metrics: GatewayMetrics,
         paths: frozenset[str],
         max_body_bytes: int,
-        refusal: Callable[[Exception], Response],
     ) -> None:
         """
         Args:
             paths: those of the app; calls of any other are counted together.
-            refusal: the answer to a call that does not reach the app.
         """
         self._app = app
         self._keys = keys
         self._metrics = metrics
         self._paths = paths
         self._max_body_bytes = max_body_bytes
-        self._refusal = refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -268,7 +283,7 @@ class CallMiddleware:
                 try:
                     async with asyncio.timeout(BODY_SECONDS):
                         wanted = scope["path"] not in OPEN_PATHS  # strangers could hold connections with endless bodies
-                        body = await unless(self._body(receive), caller.ended) if wanted else b""
+                        body = await cancel_when(self._body(receive), caller.ended) if wanted else b""
                 except TimeoutError:
                     problem = f"the request body did not arrive within {BODY_SECONDS} s"
                     raise ApiError(408, problem, headers={"Connection": "close"}) from None
@@ -278,11 +293,11 @@ class CallMiddleware:
 
                 gone = asyncio.ensure_future(_hung_up(receive))
                 try:
-                    await unless(self._app({**scope, CALLER: caller}, whole_body, send), gone)
+                    await cancel_when(self._app({**scope, CALLER: caller}, whole_body, send), gone)
                 finally:
                     gone.cancel()
         except (ApiError, TitanError) as error:
-            await self._refusal(error)(scope, receive, send)
+            await refusal(error)(scope, receive, send)
 
     def _caller(self, scope: Scope) -> Caller:
         if scope["path"] in OPEN_PATHS:

@@ -4,8 +4,8 @@ There are two kinds of keys: one key for everybody, whose callers choose how to 
 run, whose calls become that rollout. The app treats both alike. Rules for a rollout's key:
 
 - It is valid from `open` to `close` of its rollout. Calls with it belong to that rollout and to no other.
-- A rollout is closed at once: its record contains the calls answered until then, and open calls are aborted.
-- The run decides how tokens are drawn: sampling options of a program are accepted and ignored (see `rollout.turns`).
+- A rollout is closed at once: its trajectory contains the calls answered until then, and open calls are aborted.
+- The run decides how tokens are drawn: sampling options of a program are accepted and ignored.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from titan_rl.errors import GatewayClosing, RequestError, RequestLost, RolloutOver, TaskError, TitanError
-from titan_rl.gateway.calls import Call, Chat, Choice, ServedPolicy
+from titan_rl.gateway.calls import Chat, Choice, CompletionCall, ServedPolicy
 from titan_rl.gateway.responses import ApiError
 from titan_rl.generation.engine import validate_request
-from titan_rl.rollout.conversations import Prompt
-from titan_rl.rollout.turns import RolloutRecord, RolloutRequest, Turns
+from titan_rl.rollout.trajectory import Prompt, RolloutRequest, Trajectory
 from titan_rl.seeding import derive_seed
 from titan_rl.types import Endpoint, GenerationRequest
 
@@ -55,14 +54,16 @@ class Caller:
         """Context of an open call."""
         yield
 
-    def prompt(self, asked: Chat | str | list[int]) -> Prompt:
+    def prompt(self, content: Chat | str | list[int]) -> Prompt:
         """Runs in the render thread. Raises TaskError where the renderer cannot write it."""
         renderer = self._policy.renderer
-        if isinstance(asked, Chat):
-            return self._prompt_of_chat(asked)
-        return self._prompt_of_tokens(renderer.encode(asked) if isinstance(asked, str) else asked)
+        if isinstance(content, Chat):
+            return self._prompt_of_chat(content)
+        return self._prompt_of_tokens(renderer.encode(content) if isinstance(content, str) else content)
 
-    def requests(self, call: Call, prompts: Sequence[Prompt], stops: tuple[int, ...]) -> list[GenerationRequest]:
+    def requests(
+        self, call: CompletionCall, prompts: Sequence[Prompt], stops: tuple[int, ...]
+    ) -> list[GenerationRequest]:
         """One request per choice: the choices of the first prompt, then those of the second, …
 
         Raises:
@@ -83,17 +84,17 @@ class Caller:
                 requests.append(request)
         return requests
 
-    def ignored(self, call: Call) -> Sequence[str]:
+    def ignored_options(self, call: CompletionCall) -> Sequence[str]:
         """Options that the client set and that are not used."""
         return ()
 
-    def answered(self, choice: Choice) -> None:
+    def on_answer(self, choice: Choice) -> None:
         """Called before a choice is handed out. Raises RolloutOver if the rollout was closed."""
 
-    def failed(self, error: Exception) -> None:
+    def on_failure(self, error: Exception) -> None:
         """Called when a call failed."""
 
-    def dropped(self, requests: Sequence[GenerationRequest]) -> None:
+    def on_end(self, requests: Sequence[GenerationRequest]) -> None:
         """Called at the end of a call: requests that were not answered will not be."""
 
     def _prompt_of_chat(self, chat: Chat) -> Prompt:
@@ -142,7 +143,7 @@ class RolloutKeys(ApiKeys):
         self._by_key: dict[bytes, RolloutCaller] = {}
 
     async def open(self, request: RolloutRequest) -> Endpoint:
-        """See `RolloutGateway`. Raises RequestError where a rollout of that id is open."""
+        """Raises RequestError where a rollout of that id is open."""
         if request.session_id in self._by_id:
             raise RequestError(f"rollout {request.session_id} is open already")
         key = f"sk-{secrets.token_urlsafe(32)}"
@@ -151,17 +152,17 @@ class RolloutKeys(ApiKeys):
         return Endpoint(base_url=self._base_url, api_key=key, model=self._policy.name)
 
     async def idle(self, session_id: str, seconds: float) -> None:
-        """See `RolloutGateway`; returns too when the rollout is closed. Raises RolloutOver where there is none."""
+        """Returns also when the rollout is closed. Raises RolloutOver where there is none."""
         await self._open(session_id).idle(seconds)
 
-    async def close(self, session_id: str) -> RolloutRecord:
-        """See `RolloutGateway`. Raises RolloutOver where there is none."""
+    async def close(self, session_id: str) -> Trajectory:
+        """Raises RolloutOver where there is none."""
         caller = self._open(session_id)
         del self._by_id[session_id], self._by_key[caller.key_digest]
-        record = caller.close(RolloutOver("the rollout has ended; the call was aborted"))
+        trajectory = caller.close(RolloutOver("the rollout has ended; the call was aborted"))
         if caller.lost is not None:
             raise caller.lost
-        return record
+        return trajectory
 
     def caller(self, authorization: str) -> Caller | None:
         # Looked up by digest, so that timing reveals nothing about existing keys.
@@ -189,7 +190,7 @@ class RolloutCaller(Caller):
         self.key_digest = key_digest
         self.lost: RequestLost | None = None
         """Why the rollout is to be played again, whatever its program made of it."""
-        self._turns = Turns(request, policy.renderer, run_seed=run_seed, max_model_len=policy.max_model_len)
+        self._trajectory = Trajectory(request, policy.renderer, run_seed=run_seed, max_model_len=policy.max_model_len)
         self._open_calls = 0
         self._quiet = asyncio.Event()  # there is no open call, or there will be no more
         self._quiet.set()
@@ -204,12 +205,12 @@ class RolloutCaller(Caller):
                 return
             await asyncio.wait([self.ended], timeout=left)
 
-    def close(self, reason: TitanError) -> RolloutRecord:
-        """Close the rollout; returns its record. Open calls end with `reason`."""
-        record = self._turns.close()
+    def close(self, reason: TitanError) -> Trajectory:
+        """Close the rollout; returns its trajectory. Open calls end with `reason`."""
+        self._trajectory.close()
         self.end(reason)
         self._quiet.set()
-        return record
+        return self._trajectory
 
     @contextmanager
     def call_open(self) -> Iterator[None]:
@@ -223,32 +224,34 @@ class RolloutCaller(Caller):
                 self._quiet_since = self._now()
                 self._quiet.set()
 
-    def requests(self, call: Call, prompts: Sequence[Prompt], stops: tuple[int, ...]) -> list[GenerationRequest]:
+    def requests(
+        self, call: CompletionCall, prompts: Sequence[Prompt], stops: tuple[int, ...]
+    ) -> list[GenerationRequest]:
         wanted = [(each, call.sampling(len(each.token_ids), stops, self._policy)) for each in prompts]
-        return self._turns.ask(call.id, wanted, choices=call.choices)
+        return self._trajectory.ask(call.id, wanted, choices=call.choices)
 
-    def ignored(self, call: Call) -> Sequence[str]:
+    def ignored_options(self, call: CompletionCall) -> Sequence[str]:
         return [*call.drawing, *(["seed"] if call.seed is not None else [])]
 
-    def answered(self, choice: Choice) -> None:
-        self._turns.answered(choice.completion, choice.message, stopped=choice.stopped)
+    def on_answer(self, choice: Choice) -> None:
+        self._trajectory.answered(choice.completion, choice.message, stopped=choice.stopped)
 
-    def failed(self, error: Exception) -> None:
+    def on_failure(self, error: Exception) -> None:
         if isinstance(error, RequestLost):
             self.lost = error
         elif isinstance(error, ApiError) and error.status >= 500:
-            self._turns.misread(error.message)
+            self._trajectory.record_misread(error.message)
         elif not isinstance(error, (ApiError, RecursionError, RequestError, TaskError)):  # those are the program's own
-            self._turns.failed(f"{type(error).__name__}: {error}")
+            self._trajectory.record_failure(f"{type(error).__name__}: {error}")
 
-    def dropped(self, requests: Sequence[GenerationRequest]) -> None:
-        self._turns.dropped(each.request_id for each in requests)
+    def on_end(self, requests: Sequence[GenerationRequest]) -> None:
+        self._trajectory.dropped(each.request_id for each in requests)
 
     def _prompt_of_chat(self, chat: Chat) -> Prompt:
-        return self._turns.prompt_of_chat(chat.messages, chat.tools)
+        return self._trajectory.prompt_of_chat(chat.messages, chat.tools)
 
     def _prompt_of_tokens(self, token_ids: Sequence[int]) -> Prompt:
-        return self._turns.prompt_of_tokens(token_ids)
+        return self._trajectory.prompt_of_tokens(token_ids)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -258,9 +261,9 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-async def unless(work: Awaitable[T], end: asyncio.Future[E]) -> T:
+async def cancel_when(work: Awaitable[T], end: asyncio.Future[E]) -> T:
     """The result of `work`; if `end` is done first, `work` is cancelled and the result of `end` is raised."""
-    task = asyncio.ensure_future(_awaited(work))
+    task = asyncio.ensure_future(work)
     try:
         either: set[asyncio.Future[Any]] = {task, end}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -270,7 +273,3 @@ async def unless(work: Awaitable[T], end: asyncio.Future[E]) -> T:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-async def _awaited(work: Awaitable[T]) -> T:
-    return await work

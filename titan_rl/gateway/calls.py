@@ -1,6 +1,6 @@
 """One call in terms of the policy, the same for every dialect.
 
-    body ─dialect─▶ Call ─▶ prompts ─▶ engines ─▶ Delta, Delta, …, the last with its Choice ─dialect─▶ body or events
+    body ─dialect─▶ call ─▶ prompts ─▶ engines ─▶ Delta, Delta, …, the last with its Choice ─dialect─▶ body or events
 
 - A choice's tokens and logprobs are all that were sampled, the stop token included, up to the token that completed a
   stop text. Its text is that of these tokens without the stop token, cut before the stop text.
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from titan_rl.chat.renderer import Renderer
 from titan_rl.errors import RequestTooLong, TaskError
-from titan_rl.routing.generator import GeneratorStatus
+from titan_rl.routing.health import GeneratorStatus
 from titan_rl.types import Completion, GenerationRequest, Message, Piece, SamplingParams, ToolSpec
 
 SHORT_TEXT = 1 << 16
@@ -43,7 +43,7 @@ class Chat(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class CompletionCall:
     """A client's call, in any dialect."""
 
     id: str
@@ -61,6 +61,8 @@ class Call:
     """The policy's own stop tokens do not end a completion."""
     seed: int | None = None
     """None: any."""
+    logprobs: bool = False
+    """Whether the client wants those of the sampled tokens, with each token's text."""
     drawing: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `SamplingParams` that the client set and that change how tokens are drawn."""
 
@@ -127,9 +129,11 @@ class Delta:
     text: str
     """Of the message's content."""
     tokens: list[int]
+    token_texts: list[str]
+    """Of each token by itself; empty unless the call wants logprobs."""
     logprobs: list[float]
     choice: Choice | None = None
-    """Set in the last delta. Its tool calls and reasoning were not told before."""
+    """Set in the last delta. Its tool calls and reasoning were not sent before."""
 
 
 class Fleet(Protocol):

@@ -16,13 +16,13 @@ Each token costs the decoding of a few, however long the completion is.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from titan_rl.chat.renderer import Renderer
-from titan_rl.gateway.calls import Call, Chat, Choice, Delta
+from titan_rl.gateway.calls import Chat, Choice, CompletionCall, Delta
 from titan_rl.gateway.responses import ApiError
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Message, Piece
 
@@ -39,45 +39,17 @@ _CALL = r"<[^<>\s]{0,80}(?:tool|call|func|invoke|arg|think|\||｜)[^<>\s]{0,80}>
 _MARK = re.compile(f"(?P<think>{_THINK})|{_CALL}", re.IGNORECASE)
 _MARK_BEGINS = re.compile(rf"(?:<[^<>\s]{{0,{LONGEST_MARK}}}|\[/?[A-Za-z_]{{0,{LONGEST_MARK}}})\Z")
 
-READ_EACH = 256
+PARSE_EACH = 256
 """A turn without content so far is parsed again at each piece while it has at most this many tokens. A longer turn is
 parsed when it has grown by a sixteenth, or when a mark was closed."""
 
 
-class TextSoFar:
-    """The text of tokens as they come."""
+class StreamedText:
+    """The text of one choice: what is sure of it, and how much of that was sent.
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
-        self._tokens: list[int] = []
-        self._context = 0  # the first token that is decoded again, so that the next ones are not at a text's beginning
-        self._done = 0  # tokens whose text is sure
-        self.sure = ""
-        """Text that later tokens cannot change."""
-
-    @property
-    def tokens(self) -> list[int]:
-        return self._tokens
-
-    def whole(self) -> str:
-        """All text, including the part that may still change."""
-        return (
-            self.sure
-            + self._decode(self._tokens[self._context :])[len(self._decode(self._tokens[self._context : self._done])) :]
-        )
-
-    def add(self, tokens: Iterable[int]) -> None:
-        self._tokens += tokens
-        known = self._decode(self._tokens[self._context : self._done])
-        text = self._decode(self._tokens[self._context :])
-        if text.endswith(HALF) or len(text) <= len(known):
-            return
-        self.sure += text[len(known) :]
-        self._context, self._done = self._done, len(self._tokens)
-
-
-class TextDeltas:
-    """The deltas of one choice."""
+    sure    "<think>hm</think>\\n\\nSo it is  <too"
+                                 ^begin    ^sent: white space and the beginning of a mark are held back
+    """
 
     def __init__(
         self,
@@ -94,47 +66,41 @@ class TextDeltas:
             content: of a chat: what is content in a turn of these tokens that was cut off here. None: all text is.
             calls: whether the policy may call tools, in some formats by a turn that is nothing but JSON.
         """
-        self._text = TextSoFar(decode)
+        self._decode = decode
         self._stops = stops
         self._content = content
         self._calls = calls
-        self._given: list[str] = []
-        self._begin: int | None = None if content is not None else 0  # where in the text the content begins
-        self._at = 0  # up to where it was given out; with `_begin`
-        self._searched = 0  # for stop texts
-        self._scanned = 0  # for marks
-        self._mark: int | None = None  # nothing from here on is given out before the end
-        self._read_at = 0  # tokens, when the turn was read last
+        self.tokens: list[int] = []
+        """All that were added."""
+        self.sure = ""
+        """Text that later tokens cannot change."""
+        self._context, self._decoded = 0, 0
+        # The tokens up to `_decoded` are in `sure`. Those from `_context` on are decoded again with the new ones, which
+        # are then not at a text's beginning.
+        self._begin: int | None = 0 if content is None else None  # where in `sure` the content begins, once it does
+        self._sent = 0  # up to where in `sure` it was sent
+        self._parsed = 0  # tokens, when the turn was last parsed
         self.ended = False
         """A stop text was found: what is sampled from here on is not part of the answer."""
-
-    @property
-    def tokens(self) -> list[int]:
-        """All that were added."""
-        return self._text.tokens
 
     def add(self, tokens: Sequence[int]) -> str:
         """Tokens were sampled; no stop token is among them. Returns what may be read now, perhaps nothing."""
         if self.ended:
             return ""
-        before = len(self._text.sure)
-        self._text.add(tokens)
-        text = self._text.sure
-        limit = self._limit(text)
+        before = len(self.sure)
+        self._extend(tokens)
+        end = self._before_stop(before)
         if self._content is None:
-            return self._give(text, limit)
+            return self._send(end)
         begin = self._begin
-        if begin is None:
-            begin = self._find_begin(text, closes_a_mark=any(end in text[before:] for end in ">]"))
-        limit = min(limit, self._first_mark(text, begin))
-        if begin is None:
+        if begin is None and (begin := self._find_content(before)) is None:
             return ""
-        limit = begin + len(text[begin:limit].rstrip())
-        if limit <= begin or (self._calls and text[begin] in "{["):
+        end = begin + len(self.sure[begin : min(end, self._before_mark(begin))].rstrip())
+        if end <= begin or (self._calls and self.sure[begin] in "{["):
             return ""
-        if self._begin is None:  # for good: what was given out is not taken back
-            self._begin = self._at = begin
-        return self._give(text, limit)
+        if self._begin is None:  # for good: what was sent is not taken back
+            self._begin = self._sent = begin
+        return self._send(end)
 
     def rest(self, content: str) -> str:
         """What is still to be read of the complete answer's content.
@@ -143,133 +109,137 @@ class TextDeltas:
             ApiError: the content does not begin with the text that was sent: this class does not know the chat format
                 well enough.
         """
-        given = "".join(self._given)
-        if not content.startswith(given):
+        sent = "" if self._begin is None else self.sure[self._begin : self._sent]
+        if not content.startswith(sent):
             raise ApiError(500, "the complete turn reads otherwise than what was streamed of it", code="internal_error")
-        return content[len(given) :]
+        return content[len(sent) :]
 
-    def _give(self, text: str, limit: int) -> str:
-        if limit <= self._at:
-            return ""
-        delta = text[self._at : limit]
-        self._at = limit
-        self._given.append(delta)
-        return delta
+    def _extend(self, tokens: Sequence[int]) -> None:
+        self.tokens += tokens
+        unsure = self._unsure()
+        if unsure and not unsure.endswith(HALF):
+            self.sure += unsure
+            self._context, self._decoded = self._decoded, len(self.tokens)
 
-    def _limit(self, text: str) -> int:
-        """Length of the text before the first possible beginning of a stop text."""
-        limit = len(text)
+    def _unsure(self) -> str:
+        """The text of the tokens that are not in `sure`."""
+        known = self._decode(self.tokens[self._context : self._decoded])
+        return self._decode(self.tokens[self._context :])[len(known) :]
+
+    def _send(self, end: int) -> str:
+        start, self._sent = self._sent, max(self._sent, end)
+        return self.sure[start:end]
+
+    def _before_stop(self, searched: int) -> int:
+        """Length of the text before the first stop text, or before what may be the beginning of one.
+
+        Args:
+            searched: length of the text that was searched before.
+        """
+        text, end = self.sure, len(self.sure)
         for stop in self._stops:
-            found = text.find(stop, max(0, self._searched - len(stop)))
+            found = text.find(stop, max(0, searched - len(stop)))
             if found >= 0:
                 self.ended = True
-                limit = min(limit, found)
-            for length in range(min(len(stop) - 1, len(text)), 0, -1):
-                if text.endswith(stop[:length]):
-                    limit = min(limit, len(text) - length)
-                    break
-        self._searched = len(text)
-        return limit
+                end = min(end, found)
+            parts = (length for length in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:length]))
+            end = min(end, len(text) - next(parts, 0))
+        return end
 
-    def _find_begin(self, text: str, *, closes_a_mark: bool) -> int | None:
-        """Where the content begins, as the renderer reads the turn so far."""
+    def _find_content(self, before: int) -> int | None:
+        """Where the content begins, as the renderer parses the turn so far. None: nowhere yet, or it is not the time to
+        parse, or a call has begun before it."""
         assert self._content is not None
-        count = len(self._text.tokens)
-        if count > READ_EACH and count < self._read_at * 17 // 16 and not closes_a_mark:
+        count, closes_a_mark = len(self.tokens), any(end in self.sure[before:] for end in ">]")
+        if count > PARSE_EACH and count < self._parsed * 17 // 16 and not closes_a_mark:
             return None
-        self._read_at = count
-        whole = self._text.whole()
-        said = self._content(self._text.tokens).rstrip()
-        begin = len(whole.rstrip()) - len(said)
-        return begin if said and begin < len(text) and whole.rstrip().endswith(said) else None
+        self._parsed = count
+        whole = (self.sure + self._unsure()).rstrip()
+        content = self._content(self.tokens).rstrip()
+        begin = len(whole) - len(content)
+        if not content or begin >= len(self.sure) or not whole.endswith(content):
+            return None
+        return None if any(mark["think"] is None for mark in _MARK.finditer(self.sure, 0, begin)) else begin
 
-    def _first_mark(self, text: str, begin: int | None) -> int:
-        """Length of the text before the first possible beginning of a mark. Thinking before the content does not
-        count."""
-        if self._mark is None:
-            for mark in _MARK.finditer(text, self._scanned):
-                if mark["think"] is None or (begin is not None and mark.start() >= begin):
-                    self._mark = mark.start()
-                    return self._mark
-        if self._mark is not None:
-            return self._mark
-        begins = _MARK_BEGINS.search(text, max(0, len(text) - LONGEST_MARK - 2))
-        self._scanned = len(text) if begins is None else begins.start()
-        return self._scanned
+    def _before_mark(self, begin: int) -> int:
+        """Length of the text before the first mark of the content, or before what may be the beginning of one."""
+        start = max(begin, self._sent)
+        if mark := _MARK.search(self.sure, start):
+            return mark.start()
+        begins = _MARK_BEGINS.search(self.sure, max(start, len(self.sure) - LONGEST_MARK - 2))
+        return len(self.sure) if begins is None else begins.start()
 
 
 class ChoiceReader:
     """Reads one completion, whole or as it is sampled. Used by the render thread."""
 
-    def __init__(self, index: int, request: GenerationRequest, call: Call, renderer: Renderer) -> None:
+    def __init__(self, index: int, request: GenerationRequest, call: CompletionCall, renderer: Renderer) -> None:
         self._index = index
         self._request_id = request.request_id
         self._prompt: list[int] = request.prompt_token_ids.tolist()
-        self._asked = call.prompts[index // call.choices]
+        prompt = call.prompts[index // call.choices]
+        self._chat = prompt if isinstance(prompt, Chat) else None
         self._stop = call.stop
         self._renderer = renderer
-        chat = self._asked if isinstance(self._asked, Chat) else None
-        self._deltas = TextDeltas(
+        self._text = StreamedText(
             renderer.decode,
             stops=call.stop,
-            content=None if chat is None else lambda tokens: self._said(tokens, FinishReason.LENGTH).content,
-            calls=chat is not None and bool(chat.tools),
+            content=None if self._chat is None else lambda tokens: self._parse(tokens, FinishReason.LENGTH).content,
+            calls=self._chat is not None and bool(self._chat.tools),
         )
+        self._logprobs = call.logprobs
         self._pieces: list[Piece] = []
-        self._told = 0  # pieces
+        self._sent = 0  # pieces
 
-    @property
-    def ended(self) -> bool:
-        """What was sampled holds a stop text: the choice is complete."""
-        return self._deltas.ended
-
-    def add(self, piece: Piece) -> Delta | None:
-        """The delta that can be sent after these tokens; None: nothing yet."""
-        self._pieces.append(piece)
-        text = self._deltas.add(piece.token_ids.tolist())
-        if self.ended or (self._told and not text):
+    def read_next(self, what: Piece | Completion) -> Delta | None:
+        """The delta that can be sent after these tokens; None: nothing yet. The last one has the complete choice: after
+        the completion, or after the piece that completes a stop text."""
+        if isinstance(what, Completion):
+            return self.finish(what)
+        self._pieces.append(what)
+        text = self._text.add(what.token_ids.tolist())
+        if self._text.ended:
+            return self.finish(self._so_far())
+        if self._sent and not text:
             return None
-        new = Piece.join(self._pieces[self._told :])
+        new = Piece.join(self._pieces[self._sent :])
         delta = self._delta(text, new.token_ids, new.logprobs)
-        self._told = len(self._pieces)
+        self._sent = len(self._pieces)
         return delta
 
-    def finish(self, completion: Completion | None = None) -> Delta:
+    def finish(self, completion: Completion) -> Delta:
         """The last delta, with the complete choice.
-
-        Args:
-            completion: None: the pieces added so far.
 
         Raises:
             ApiError: the complete answer does not begin with the text that was sent.
         """
-        choice = self.read(completion or self._so_far())
-        told = self._pieces[self._told - 1].end if self._told else 0
-        rest = self._deltas.rest(choice.message.content)
-        return self._delta(rest, choice.completion.token_ids[told:], choice.completion.logprobs[told:], choice)
+        choice = self.read(completion)
+        sent = self._pieces[self._sent - 1].end if self._sent else 0
+        rest = self._text.rest(choice.message.content)
+        return self._delta(rest, choice.completion.token_ids[sent:], choice.completion.logprobs[sent:], choice)
 
     def read(self, completion: Completion) -> Choice:
         """Find the end of a completion, and in a chat what was said."""
         tokens: list[int] = completion.token_ids.tolist()
         stopped = completion.finish_reason is FinishReason.STOP
-        said = tokens[:-1] if stopped else tokens
-        text = self._renderer.decode(said)
+        turn = tokens[:-1] if stopped else tokens
+        text = self._renderer.decode(turn)
         cut = self._first_stop(text)
         if cut < len(text):
-            kept = self._tokens_until_stop(said)
-            tokens, said, text, stopped = tokens[:kept], said[:kept], text[:cut], True
+            count = self._tokens_until_stop(turn)
+            tokens, turn, text, stopped = tokens[:count], turn[:count], text[:cut], True
             completion = replace(
                 completion,
-                token_ids=completion.token_ids[:kept],
-                logprobs=completion.logprobs[:kept],
-                versions=completion.versions[:kept],
+                token_ids=completion.token_ids[:count],
+                logprobs=completion.logprobs[:count],
+                versions=completion.versions[:count],
                 finish_reason=FinishReason.LENGTH,  # its last token is no stop token
             )
         message = Message("assistant", text)
-        if isinstance(self._asked, Chat):
+        if self._chat is not None:
             # Without its stop token a turn is read as one that was cut, which is what it is after a stop text.
-            ended = len(tokens) > len(said) and tokens[-1] in self._renderer.stop_token_ids
-            message = self._said(tokens if ended else said, FinishReason.STOP if ended else FinishReason.LENGTH)
+            ended = len(tokens) > len(turn) and tokens[-1] in self._renderer.stop_token_ids
+            message = self._parse(tokens if ended else turn, FinishReason.STOP if ended else FinishReason.LENGTH)
             content = message.content + "".join(call.raw for call in message.tool_calls)
             message = message._replace(
                 content=content[: self._first_stop(content)],
@@ -277,17 +247,18 @@ class ChoiceReader:
             )
         return Choice(index=self._index, prompt=self._prompt, completion=completion, message=message, stopped=stopped)
 
-    def _said(self, tokens: Sequence[int], reason: FinishReason) -> Message:
-        assert isinstance(self._asked, Chat)
-        return self._renderer.parse(tokens, reason, self._prompt, self._asked.tools)
+    def _parse(self, tokens: Sequence[int], reason: FinishReason) -> Message:
+        assert self._chat is not None
+        return self._renderer.parse(tokens, reason, self._prompt, self._chat.tools)
 
     def _delta(self, text: str, tokens: np.ndarray, logprobs: np.ndarray, choice: Choice | None = None) -> Delta:
         return Delta(
             index=self._index,
-            first=not self._told,
+            first=not self._sent,
             prompt=self._prompt,
             text=text,
             tokens=tokens.tolist(),
+            token_texts=[self._renderer.decode([token]) for token in tokens.tolist()] if self._logprobs else [],
             # not `max`, which may return NaN
             logprobs=[each if each > LOWEST_LOGPROB else LOWEST_LOGPROB for each in logprobs.tolist()],
             choice=choice,

@@ -1,5 +1,4 @@
-"""Config of the gateway, and listening on its address: tried before a run starts, done by its server. Standard library
-only."""
+"""Config of the gateway, and listening on its address: tried before a run starts, done by its server."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ import ipaddress
 import socket
 from dataclasses import dataclass
 
+from titan_rl.bounds import Count, Port
 from titan_rl.errors import ConfigError
 
 
@@ -17,7 +17,7 @@ class GatewayConfig:
 
     host: str = "127.0.0.1"
     """Address to listen on. Anything but loopback needs keys: whoever reaches the port could use the model."""
-    port: int = 8000
+    port: Port = 8000
     """0: any free port; the one that was taken is printed."""
     api_key: str = ""
     """What clients send as `Authorization: Bearer …`, for everything but `/health`. Empty: no key is asked for."""
@@ -25,17 +25,12 @@ class GatewayConfig:
     """Inside a run: every rollout has a key of its own, and no other is good."""
     model: str = "policy"
     """Name under which the policy is listed, and which requests must give."""
-    max_body_bytes: int = 8 << 20
+    max_body_bytes: Count = 8 << 20
     """A longer request body is refused (413), and not kept while it is read."""
-    max_choices: int = 128
+    max_choices: Count = 128
     """Completions that one call may ask for (`n` times its prompts)."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port must be in 0..65535, got {self.port}")
-        for name in ("max_body_bytes", "max_choices"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"gateway.{name} must be at least 1, got {getattr(self, name)}")
         if not self.model:
             raise ConfigError("--model-name must not be empty")
         if self.api_key and not (self.api_key.isascii() and self.api_key.isprintable()):

@@ -1,147 +1,139 @@
-"""The other end of the gateway: any server with OpenAI's chat API as a policy.
+"""The other end of the gateway: any server with OpenAI's chat API as a policy, asked by OpenAI's client.
 
-Standard library only. A server that is busy or restarts is asked again a few times; what it refuses is an error that
-names the server and what it said.
+A server that is busy or restarts is asked again a few times. What it refuses is an error that names the server and what
+it said.
 """
 
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from titan_rl.errors import ConfigError, GeneratorFailed, RequestError
+from titan_rl.errors import AbsentError, ConfigError, GeneratorFailed, RequestError
 from titan_rl.one_line import one_line
 from titan_rl.types import FinishReason, GenerationRequest, Message, ToolCall, ToolSpec
+
+if TYPE_CHECKING:
+    import openai
 
 AT_ONCE = 64
 """Calls that are open at a time."""
 ANSWER_SECONDS = 600.0
-PAUSES = (1.0, 2.0, 4.0, 8.0)
-"""Seconds before a busy server is asked again."""
+RETRIES = 4
+"""Of a call that a busy server did not answer."""
 NO_LIST = (404, 405)
 """Statuses of a server that does not list its models."""
-BUSY = (408, 425, 429, 500, 502, 503, 504)
 LONGEST_REFUSAL = 300
-"""Characters of what a server says that are told."""
+"""Characters of what a server says that are quoted."""
 
 
 class ChatServer:
     """A policy behind `/chat/completions`."""
 
-    def __init__(self, url: str, *, model: str = "", api_key: str = "", pauses: Sequence[float] = PAUSES) -> None:
+    def __init__(self, url: str, *, model: str = "", api_key: str = "") -> None:
         """
         Args:
             url: with `/v1`, or whatever stands before `/chat/completions`.
             model: empty: the first that the server lists.
 
         Raises:
+            AbsentError: OpenAI's client is not installed.
             ConfigError: the server does not answer, or lists no model and none is named.
         """
+        try:
+            import openai
+        except ModuleNotFoundError as error:
+            raise AbsentError(
+                f"a server as a policy needs the package openai ({error}): install it with `pip install "
+                "'titan-rl[agents]'`"
+            ) from error
+        self._openai = openai
         self._url = url.rstrip("/")
-        self._api_key = api_key
-        self._pauses = pauses
-        self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="chat")
-        self.model, self._max_model_len = self._found(model)
+        key = api_key or "none"  # the client takes no empty one
+        asking = openai.AsyncOpenAI(base_url=self._url, api_key=key, timeout=ANSWER_SECONDS, max_retries=RETRIES)
+        self._create: Any = asking.chat.completions.with_raw_response.create
+        self._free = asyncio.Semaphore(AT_ONCE)
+        with openai.OpenAI(base_url=self._url, api_key=key, timeout=ANSWER_SECONDS, max_retries=0) as client:
+            self.model, self._max_model_len = self._find_model(client, model)
 
-    async def say(
+    async def next_message(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], request: GenerationRequest
     ) -> tuple[Message, FinishReason]:
-        """The policy's next message.
+        """The policy's next message, and why it ended.
 
         Raises:
             RequestError: the server refuses this call.
             GeneratorFailed: it cannot be reached, or answers no chat completion.
         """
         sampling = request.sampling
-        body = {
+        body: dict[str, Any] = {
             "model": self.model,
-            "messages": _written(messages),
+            "messages": _to_openai(messages),
             "temperature": sampling.temperature,
             "seed": request.seed & 0x7FFFFFFF,
         }
         if tools:
             body["tools"] = [{"type": "function", "function": tool._asdict()} for tool in tools]
-        loop = asyncio.get_running_loop()
-        answer = await loop.run_in_executor(self._threads, self._complete, body, sampling.max_new_tokens)
+        async with self._free:
+            answer = await self._complete(body, sampling.max_new_tokens)
         try:
             choice = answer["choices"][0]
-            said = _read(choice["message"])
+            message = _from_openai(choice["message"])
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             what = one_line(json.dumps(answer), LONGEST_REFUSAL)
             raise GeneratorFailed(f"{self._url} answered no chat completion: {what}") from error
-        return said, FinishReason.LENGTH if choice.get("finish_reason") == "length" else FinishReason.STOP
+        return message, FinishReason.LENGTH if choice.get("finish_reason") == "length" else FinishReason.STOP
 
-    def _found(self, model: str) -> tuple[str, int]:
-        """The model's name and its length in tokens, as far as the server tells it; 0: it does not."""
+    def _find_model(self, client: openai.OpenAI, model: str) -> tuple[str, int]:
+        """The model's name, and its length in tokens if the server tells it; else 0."""
         try:
-            listed = self._ask("/models")["data"]
+            listed = client.models.with_raw_response.list().http_response.json()["data"]
             found = next(each for each in listed if model in ("", each["id"]))
             return str(found["id"]), int(found.get("max_model_len") or 0)
-        except GeneratorFailed as error:
-            if not model or getattr(error.__cause__, "code", 0) not in NO_LIST:
-                raise ConfigError(str(error)) from error
+        except self._openai.APIError as error:
+            if not model or getattr(error, "status_code", 0) not in NO_LIST:
+                raise ConfigError(self._refusal(error)) from error
         except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
             if not model:
                 raise ConfigError(f"{self._url} lists no model: name one, --model NAME") from error
         return model, 0
 
-    def _complete(self, body: dict[str, Any], most: int) -> Any:
+    async def _complete(self, body: dict[str, Any], most: int) -> Any:
         """Ask for at most `most` tokens, or for all that the prompt leaves of the model's length where that is less.
         Only the server knows how many tokens a prompt has."""
         length = self._max_model_len
         if not length or most < length:
             try:
-                return self._ask("/chat/completions", {**body, "max_tokens": most})
+                return await self._ask({**body, "max_tokens": most})
             except RequestError:
                 if not length:
                     raise
-        return self._ask("/chat/completions", body)  # a server that tells its length takes what is left by default
+        return await self._ask(body)  # a server that tells its length takes what is left by default
 
-    def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if self._api_key:
-            headers["Authorization"] = f"Bearer {self._api_key}"
-        data = None if body is None else json.dumps(body).encode()
-        call = urllib.request.Request(self._url + path, data=data, headers=headers)
-        for pause in (*self._pauses, None):
-            try:
-                with urllib.request.urlopen(call, timeout=ANSWER_SECONDS) as answer:
-                    return json.loads(answer.read())
-            except urllib.error.HTTPError as error:
-                refusal = f"{self._url} refuses ({error.code}): {_said_in(error)}"
-                if error.code not in BUSY or pause is None:
-                    if body is None or error.code not in (400, 413, 422):
-                        raise GeneratorFailed(refusal) from error
-                    if most := body.get("max_tokens"):
-                        refusal += f"; {most} tokens were asked for (rollout.sampling.max_new_tokens)"
-                    raise RequestError(refusal) from error
-            except (OSError, ValueError, http.client.HTTPException) as error:  # a URLError is an OSError
-                if pause is None or body is None:
-                    reason = getattr(error, "reason", error)
-                    raise GeneratorFailed(
-                        f"{self._url} cannot be asked: {one_line(str(reason), LONGEST_REFUSAL)}"
-                    ) from error
-            time.sleep(pause)
-        raise AssertionError("the last attempt returns or raises")
+    async def _ask(self, body: dict[str, Any]) -> Any:
+        try:
+            return (await self._create(**body)).http_response.json()
+        except self._openai.APIStatusError as error:
+            refusal = self._refusal(error)
+            if error.status_code not in (400, 413, 422):
+                raise GeneratorFailed(refusal) from error
+            if most := body.get("max_tokens"):
+                refusal += f"; {most} tokens were asked for (rollout.sampling.max_new_tokens)"
+            raise RequestError(refusal) from error
+        except (self._openai.APIError, ValueError) as error:
+            raise GeneratorFailed(self._refusal(error)) from error
+
+    def _refusal(self, error: Exception) -> str:
+        if isinstance(error, self._openai.APIStatusError):
+            body = error.body if isinstance(error.body, dict) else {}
+            text = str(body.get("message") or error.response.text or error.response.reason_phrase)
+            return f"{self._url} refuses ({error.status_code}): {one_line(text, LONGEST_REFUSAL)}"
+        return f"{self._url} cannot be asked: {one_line(str(error.__cause__ or error), LONGEST_REFUSAL)}"
 
 
-def _said_in(error: urllib.error.HTTPError) -> str:
-    text = error.read().decode(errors="replace")
-    try:
-        text = json.loads(text)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        pass
-    return one_line(str(text) or str(error.reason), LONGEST_REFUSAL)
-
-
-def _written(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _to_openai(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as the API takes them. Each call has an id there, and each answer names its call's."""
     written: list[dict[str, Any]] = []
     unanswered: list[str] = []
@@ -169,8 +161,8 @@ def _written(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return written
 
 
-def _read(message: dict[str, Any]) -> Message:
-    calls = tuple(map(_called, message.get("tool_calls") or ()))
+def _from_openai(message: dict[str, Any]) -> Message:
+    calls = tuple(map(_tool_call, message.get("tool_calls") or ()))
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     content = message.get("content") or ""
     if not isinstance(content, str):  # some servers answer in parts
@@ -178,7 +170,7 @@ def _read(message: dict[str, Any]) -> Message:
     return Message("assistant", content, calls, reasoning=reasoning)
 
 
-def _called(call: dict[str, Any]) -> ToolCall:
+def _tool_call(call: dict[str, Any]) -> ToolCall:
     name, text = call["function"]["name"], call["function"].get("arguments") or "{}"
     try:
         arguments = json.loads(text)

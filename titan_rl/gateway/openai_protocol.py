@@ -17,9 +17,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from titan_rl.gateway.calls import Call, Chat
+from titan_rl import types
+from titan_rl.gateway.calls import Chat, CompletionCall
 from titan_rl.types import Message, ToolSpec
-from titan_rl.types import ToolCall as SaidCall
 
 MOST_FIELDS = 64
 """Of one object: each that is unknown has a sentence in the refusal."""
@@ -49,7 +49,7 @@ class Strict(BaseModel):
         return value
 
 
-class GivenBack(Strict):
+class ReturnedPart(Strict):
     """Part of an earlier answer: what it has besides these fields says nothing to the policy."""
 
     model_config = ConfigDict(extra="ignore")
@@ -82,11 +82,8 @@ class Sampling(Hints):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
-    """Texts that end a completion; they are cut off."""
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
-    """Tokens that end a completion, besides the model's own."""
     ignore_eos: bool | None = None
-    """The model's own stop tokens do not end a completion."""
     seed: Annotated[int, Field(ge=-LARGEST_INTEGER - 1, le=LARGEST_INTEGER)] | None = None
     """The same seed and request give the same tokens; without one every call draws others."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -101,13 +98,15 @@ class Sampling(Hints):
     """Add `prompt_token_ids` and every choice's `token_ids` to the answer."""
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
 
-    def _call(self, call_id: str, prompts: list[Chat | str | list[int]], max_new_tokens: int | None) -> Call:
+    def _call(
+        self, call_id: str, prompts: list[Chat | str | list[int]], max_new_tokens: int | None, *, logprobs: bool
+    ) -> CompletionCall:
         drawing = {name: value for name in DRAWING if (value := getattr(self, name)) is not None}
         if self.top_k == 0:
             drawing["top_k"] = -1
         if self.min_tokens is not None:
             drawing["min_new_tokens"] = self.min_tokens
-        return Call(
+        return CompletionCall(
             id=call_id,
             prompts=prompts,
             choices=self.n or 1,
@@ -116,6 +115,7 @@ class Sampling(Hints):
             stop_token_ids=self.stop_token_ids or (),
             ignore_eos=bool(self.ignore_eos),
             seed=self.seed,
+            logprobs=logprobs,
             drawing=drawing,
         )
 
@@ -137,7 +137,7 @@ class Tool(Strict):
     function: FunctionDeclaration
 
 
-class FunctionCall(GivenBack):
+class FunctionCall(ReturnedPart):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: str
     """A JSON object, as text; some frameworks write none as an empty text."""
@@ -155,7 +155,7 @@ class FunctionCall(GivenBack):
         return text
 
 
-class ToolCall(GivenBack):
+class ToolCall(ReturnedPart):
     id: str
     type: Literal["function"]
     function: FunctionCall
@@ -173,26 +173,17 @@ def _text(content: Content | None) -> str:
     return content or "" if isinstance(content, str | None) else "".join(part.text for part in content)
 
 
-class SystemMessage(Strict):
-    role: Literal["system", "developer"]
-    """"developer" is what newer clients call it."""
+class ClientMessage(Strict):
+    role: Literal["system", "developer", "user"]
+    """"developer" is what newer clients call "system"."""
     content: Content
     name: str | None = None
 
     def message(self) -> Message:
-        return Message("system", _text(self.content), name=self.name or "")
+        return Message("user" if self.role == "user" else "system", _text(self.content), name=self.name or "")
 
 
-class UserMessage(Strict):
-    role: Literal["user"]
-    content: Content
-    name: str | None = None
-
-    def message(self) -> Message:
-        return Message("user", _text(self.content), name=self.name or "")
-
-
-class AssistantMessage(GivenBack):
+class AssistantMessage(ReturnedPart):
     """What a chat completion gave, as the client kept it."""
 
     role: Literal["assistant"]
@@ -206,7 +197,7 @@ class AssistantMessage(GivenBack):
 
     def message(self) -> Message:
         calls = tuple(
-            SaidCall(call.function.name, json.loads(call.function.arguments), id=call.id)
+            types.ToolCall(call.function.name, json.loads(call.function.arguments), id=call.id)
             for call in self.tool_calls or ()
         )
         reasoning = self.reasoning_content or ""
@@ -223,7 +214,7 @@ class ToolMessage(Strict):
         return Message("tool", _text(self.content), tool_call_id=self.tool_call_id, name=self.name or "")
 
 
-ChatMessage = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+ChatMessage = Annotated[ClientMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
 class TextFormat(Strict):
@@ -246,10 +237,11 @@ class ChatCompletionRequest(Sampling):
     response_format: TextFormat | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
 
-    def call(self, call_id: str) -> Call:
+    def call(self, call_id: str) -> CompletionCall:
         tools = [] if self.tool_choice == "none" else [tool.function.spec() for tool in self.tools or ()]
         chat = Chat([message.message() for message in self.messages], tools)
-        return self._call(call_id, [chat], self.max_completion_tokens or self.max_tokens)
+        most = self.max_completion_tokens or self.max_tokens
+        return self._call(call_id, [chat], most, logprobs=bool(self.logprobs))
 
 
 class CompletionRequest(Sampling):
@@ -268,8 +260,9 @@ class CompletionRequest(Sampling):
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
 
-    def call(self, call_id: str) -> Call:
-        asked = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        ids = [each for each in asked if isinstance(each, int)]
-        prompts = [ids] if ids else [each for each in asked if not isinstance(each, int)]
-        return self._call(call_id, [*prompts], self.max_tokens or DEFAULT_COMPLETION_TOKENS)
+    def call(self, call_id: str) -> CompletionCall:
+        given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        ids = [each for each in given if isinstance(each, int)]
+        prompts = [ids] if ids else [each for each in given if not isinstance(each, int)]
+        most = self.max_tokens or DEFAULT_COMPLETION_TOKENS
+        return self._call(call_id, [*prompts], most, logprobs=self.logprobs is not None)

@@ -38,27 +38,27 @@ def routes(sampler: Sampler) -> APIRouter:
     listed = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "titan_rl"}
     listed["max_model_len"] = sampler.policy.max_model_len  # as vLLM's server tells it
 
-    def check_model(asked: str) -> None:
-        if asked != name:
-            problem = f"there is no model {asked!r}; this gateway serves {name!r}"
+    def check_model(model: str) -> None:
+        if model != name:
+            problem = f"there is no model {model!r}; this gateway serves {name!r}"
             raise ApiError(404, problem, param="model", code="model_not_found")
 
-    async def answered(answer: Answer, caller: Caller) -> Response:
+    async def respond(answer: OpenAIAnswer, caller: Caller) -> Response:
         check_model(answer.body.model)
         if answer.body.stream:
             return EventStream(_events(sampler, answer, caller))
-        choices = await sampler.whole(answer.call, caller, answer.choice)
-        return JsonResponse(answer.whole(choices))
+        deltas = await sampler.whole(answer.call, caller)
+        return JsonResponse(answer.whole([answer.choice(delta) for delta in deltas]))
 
     @router.post("/chat/completions")
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """What the policy says next in a conversation."""
-        return await answered(ChatAnswer(body, sampler.policy), request.scope[CALLER])
+        return await respond(ChatAnswer(body, sampler.policy), request.scope[CALLER])
 
     @router.post("/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """How the policy goes on with texts or token ids."""
-        return await answered(TextAnswer(body, sampler.policy), request.scope[CALLER])
+        return await respond(TextAnswer(body, sampler.policy), request.scope[CALLER])
 
     @router.get("/models")
     async def models() -> Response:
@@ -74,12 +74,12 @@ def routes(sampler: Sampler) -> APIRouter:
     return router
 
 
-async def _events(sampler: Sampler, answer: Answer, caller: Caller) -> AsyncGenerator[bytes, None]:
+async def _events(sampler: Sampler, answer: OpenAIAnswer, caller: Caller) -> AsyncGenerator[bytes, None]:
     begun = False
     try:
-        async with aclosing(sampler.stream(answer.call, caller, answer.chunks)) as sampled:
-            async for chunks in sampled:
-                yield b"".join(map(_event, chunks))
+        async with aclosing(sampler.stream(answer.call, caller)) as deltas:
+            async for delta in deltas:
+                yield b"".join(map(_event, answer.chunks(delta)))
                 begun = True
         if answer.body.stream_options is not None and answer.body.stream_options.include_usage:
             yield _event({**answer.chunk([]), "usage": answer.usage})
@@ -100,8 +100,8 @@ def error_object(error: ApiError) -> Json:
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
 
-class Answer(ABC):
-    """Writes the answer to one call. `choice` and `chunks` decode tokens, so they run in the render thread."""
+class OpenAIAnswer(ABC):
+    """Writes the answer to one call."""
 
     kinds: ClassVar[tuple[str, str, str]]
     """What an answer, a chunk and the call's id are called."""
@@ -110,9 +110,8 @@ class Answer(ABC):
         self.body = body
         self.call = body.call(f"{self.kinds[2]}-{uuid.uuid4().hex}")
         self.usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
-        """Tokens of every prompt once, and of every choice that was written."""
+        """Tokens of every prompt once, and of every choice so far."""
         self._head = {"id": self.call.id, "created": int(time.time()), "model": policy.name}
-        self._decode = policy.renderer.decode
 
     def whole(self, choices: Sequence[Json]) -> Json:
         return {**self._head, "object": self.kinds[0], "choices": choices, "usage": self.usage}
@@ -127,7 +126,7 @@ class Answer(ABC):
     def chunks(self, delta: Delta) -> list[Json]:
         return [self.chunk([self.choice(delta)])]
 
-    def _written(self, delta: Delta, content: Json, logprobs: Json | None) -> Json:
+    def _choice_json(self, delta: Delta, content: Json, logprobs: Json | None) -> Json:
         reason = None if delta.choice is None else _finish_reason(delta.choice)
         written = {"index": delta.index, **content, "logprobs": logprobs, "finish_reason": reason}
         return {**written, "token_ids": delta.tokens} if self.body.return_token_ids else written
@@ -140,7 +139,7 @@ class Answer(ABC):
             self.usage["total_tokens"] = self.usage["prompt_tokens"] + self.usage["completion_tokens"]
 
 
-class TextAnswer(Answer):
+class TextAnswer(OpenAIAnswer):
     kinds = ("text_completion", "text_completion", "cmpl")
 
     def __init__(self, body: CompletionRequest, policy: ServedPolicy) -> None:
@@ -153,16 +152,20 @@ class TextAnswer(Answer):
         content: Json = {"text": delta.text}
         if delta.first and self.body.return_token_ids:
             content["prompt_token_ids"] = delta.prompt
-        return self._written(delta, content, None if self.body.logprobs is None else self._logprobs(delta))
+        return self._choice_json(delta, content, None if self.body.logprobs is None else self._logprobs(delta))
 
     def _logprobs(self, delta: Delta) -> Json:
-        texts = [self._decode([token]) for token in delta.tokens]
-        *offsets, end = accumulate(map(len, texts), initial=self._offsets.get(delta.index, 0))
+        *offsets, end = accumulate(map(len, delta.token_texts), initial=self._offsets.get(delta.index, 0))
         self._offsets[delta.index] = end
-        return {"tokens": texts, "token_logprobs": delta.logprobs, "top_logprobs": None, "text_offset": offsets}
+        return {
+            "tokens": delta.token_texts,
+            "token_logprobs": delta.logprobs,
+            "top_logprobs": None,
+            "text_offset": offsets,
+        }
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(OpenAIAnswer):
     kinds = ("chat.completion", "chat.completion.chunk", "chatcmpl")
     _prompt: Sequence[int] = ()
 
@@ -174,11 +177,12 @@ class ChatAnswer(Answer):
         assert delta.choice is not None
         self._count(delta.choice)
         self._prompt = delta.prompt
-        said = delta.choice.message
-        content = {"role": "assistant", "content": said.content, "refusal": None, **self._more(delta.index, said)}
-        if said.tool_calls and not said.content:
+        message = delta.choice.message
+        content: Json = {"role": "assistant", "content": message.content, "refusal": None}
+        content |= self._more(delta.index, message)
+        if message.tool_calls and not message.content:
             content["content"] = None
-        return self._written(delta, {"message": content}, self._logprobs(delta))
+        return self._choice_json(delta, {"message": content}, self._logprobs(delta))
 
     def chunks(self, delta: Delta) -> list[Json]:
         content: Json = {"role": "assistant", "content": ""} if delta.first else {}
@@ -190,13 +194,13 @@ class ChatAnswer(Answer):
         content |= self._more(delta.index, delta.choice.message)
         for number, call in enumerate(content.get("tool_calls", ())):
             call["index"] = number
-        last = self._chunk(replace(delta, tokens=[], logprobs=[]), {})
+        last = self._chunk(replace(delta, tokens=[], token_texts=[], logprobs=[]), {})
         return [self._chunk(replace(delta, choice=None), content), last] if content or delta.tokens else [last]
 
     def _chunk(self, delta: Delta, content: Json) -> Json:
-        return self.chunk([self._written(delta, {"delta": content}, self._logprobs(delta))])
+        return self.chunk([self._choice_json(delta, {"delta": content}, self._logprobs(delta))])
 
-    def _more(self, index: int, said: Message) -> Json:
+    def _more(self, index: int, message: Message) -> Json:
         """Tool calls and reasoning, where there are any."""
         calls = [
             {
@@ -204,19 +208,18 @@ class ChatAnswer(Answer):
                 "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
             }
-            for number, call in enumerate(said.tool_calls)
+            for number, call in enumerate(message.tool_calls)
         ]
-        reasoning = {"reasoning_content": said.reasoning} if said.reasoning else {}
+        reasoning = {"reasoning_content": message.reasoning} if message.reasoning else {}
         return {**({"tool_calls": calls} if calls else {}), **reasoning}
 
     def _logprobs(self, delta: Delta) -> Json | None:
         if not self.body.logprobs:
             return None
-        texts = [self._decode([token]) for token in delta.tokens]
         return {
             "content": [
                 {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, logprob in zip(texts, delta.logprobs, strict=True)
+                for text, logprob in zip(delta.token_texts, delta.logprobs, strict=True)
             ]
         }
 

@@ -35,28 +35,14 @@ RETRY = {"x-should-retry": "true", "retry-after": "5"}
 """Seconds. A gateway that restarts is back by then, or not for long."""
 MOST_PROBLEMS = 5
 """Named in one error: a list of a million wrong values has a million problems."""
-EXPECTED = {
-    "string_type": "a string",
-    "int_type": "an integer",
-    "float_type": "a number",
-    "finite_number": "a finite number",
+JSON_WORDS = {
     "bool_type": "true or false",
-    "list_type": "a list",
     "dict_type": "an object",
     "model_type": "an object",
     "model_attributes_type": "an object",
     "none_required": "null",
-    "literal_error": "{expected}",
-    "greater_than_equal": "at least {ge}",
-    "greater_than": "more than {gt}",
-    "less_than_equal": "at most {le}",
-    "less_than": "less than {lt}",
-    "too_short": "a length of at least {min_length}",
-    "too_long": "a length of at most {max_length}",
-    "string_too_short": "a length of at least {min_length}",
-    "string_too_long": "a length of at most {max_length}",
 }
-"""What a field should be, by pydantic's name of the problem."""
+"""What a field should be where pydantic has a word of Python's for it, by pydantic's name of the problem."""
 LONGEST_VALUE = 60
 """Characters of a wrong value in an error."""
 LONGEST_PLACE = 200
@@ -123,19 +109,19 @@ def _invalid_body(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     """Names the first wrong field, and says of each what was expected and what came."""
     sentences: dict[tuple[str, str], list[str]] = {}  # a field of several types has a problem for each of them
     for problem in problems[:MOST_PROBLEMS]:
-        place, expected, got = _read(problem)
+        place, expected, got = _describe(problem)
         sentences.setdefault((place[:LONGEST_PLACE], got), []).append(expected)
-    said = []
+    reasons = []
     for (place, got), wanted in sentences.items():
         what = f"expected {' or '.join(dict.fromkeys(wanted))}, got {got}" if got else wanted[0]
-        said.append(f"{place or 'request body'}: {what}")
+        reasons.append(f"{place or 'request body'}: {what}")
     if len(problems) > MOST_PROBLEMS:
-        said.append(f"and {counted(len(problems) - MOST_PROBLEMS, 'more problem')}")
+        reasons.append(f"and {counted(len(problems) - MOST_PROBLEMS, 'more problem')}")
     first = next((place for place, _ in sentences if place), None)
-    return ApiError(400, "; ".join(said), param=first, code="invalid_request")
+    return ApiError(400, "; ".join(reasons), param=first, code="invalid_request")
 
 
-def _read(problem: Mapping[str, Any]) -> tuple[str, str, str]:
+def _describe(problem: Mapping[str, Any]) -> tuple[str, str, str]:
     """Field, what was expected there, and what came; without the last the second is the whole sentence."""
     kind, context = problem["type"], problem.get("ctx") or {}
     if kind == "json_invalid":
@@ -147,20 +133,20 @@ def _read(problem: Mapping[str, Any]) -> tuple[str, str, str]:
     place = ".".join(part for part in map(str, parts) if part not in types)
     match kind:
         case "union_tag_invalid":
-            return f"{place}.role", f"one of {context['expected_tags']}", _shown(context["tag"])
+            return f"{place}.role", f"one of {context['expected_tags']}", _quoted(context["tag"])
         case "union_tag_not_found":
             return f"{place}.role", "is missing", ""
         case "missing":
             return place, "is missing", ""
         case "extra_forbidden":
             return place, "is not supported", ""
-    if kind not in EXPECTED:
-        return place, problem["msg"].removeprefix("Value error, "), ""
-    limits = {name: str(value).removesuffix(".0") for name, value in context.items()}
-    return place, EXPECTED[kind].format(**limits).replace("False", "false"), _shown(problem["input"])
+    expected = JSON_WORDS.get(kind, problem["msg"].removeprefix("Input should be ").replace("False", "false"))
+    if kind not in JSON_WORDS and expected == problem["msg"]:  # a whole sentence, ours or pydantic's
+        return place, expected.removeprefix("Value error, "), ""
+    return place, expected.replace("a valid", "a"), _quoted(problem["input"])
 
 
-def _shown(value: Any) -> str:
+def _quoted(value: Any) -> str:
     match value:
         case list():
             return f"a list of {len(value)}"

@@ -21,10 +21,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from titan_rl.errors import GeneratorFailed, TitanError
 from titan_rl.gateway.callers import Caller
-from titan_rl.gateway.calls import Call, Choice, Delta, Fleet, ServedPolicy
+from titan_rl.gateway.calls import Choice, CompletionCall, Delta, Fleet, ServedPolicy
 from titan_rl.gateway.choices import ChoiceReader
 from titan_rl.gateway.responses import ApiError
-from titan_rl.routing.generator import GeneratorStatus
+from titan_rl.routing.health import GeneratorStatus
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
 
 T = TypeVar("T")
@@ -46,55 +46,43 @@ class Sampler:
         self._max_choices = max_choices
         self._thread = RenderThread()
 
-    async def whole(self, call: Call, caller: Caller, write: Callable[[Delta], T]) -> list[T]:
-        """Every choice, once all are sampled.
-
-        Args:
-            write: what the client gets of a choice; runs in the render thread, where tokens may be decoded.
+    async def whole(self, call: CompletionCall, caller: Caller) -> list[Delta]:
+        """Every choice, in one delta, once all are sampled.
 
         Raises:
             ApiError, TitanError: the call is refused, or failed.
         """
         async with self._sampled(call, caller, stream=False) as (readers, sampled):
             completions = {index: each async for index, each in sampled if isinstance(each, Completion)}
-
-            def finish() -> tuple[list[Delta], list[T]]:
-                deltas = [reader.finish(completions[index]) for index, reader in enumerate(readers)]
-                return deltas, [write(delta) for delta in deltas]
-
-            deltas, written = await self._thread.run(finish)
+            deltas = await self._thread.run(
+                lambda: [reader.finish(completions[index]) for index, reader in enumerate(readers)]
+            )
             choices = [delta.choice for delta in deltas if delta.choice is not None]
             for choice in choices:
-                caller.answered(choice)
+                caller.on_answer(choice)
         self._count(call, choices)
-        return written
+        return deltas
 
-    async def stream(self, call: Call, caller: Caller, write: Callable[[Delta], T]) -> AsyncGenerator[T, None]:
+    async def stream(self, call: CompletionCall, caller: Caller) -> AsyncGenerator[Delta, None]:
         """Every delta, as tokens come; a choice whose stop text was found is not sampled any further. As `whole`."""
         choices: list[Choice] = []
         async with self._sampled(call, caller, stream=True) as (readers, sampled):
-
-            def read(reader: ChoiceReader, what: Piece | Completion) -> tuple[Choice | None, list[T]]:
-                delta = reader.add(what) if isinstance(what, Piece) else reader.finish(what)
-                if delta is None and reader.ended:
-                    delta = reader.finish()
-                return (None, []) if delta is None else (delta.choice, [write(delta)])
-
             async for index, what in sampled:
-                choice, written = await self._thread.run(functools.partial(read, readers[index], what))
-                if choice is not None:
+                delta = await self._thread.run(functools.partial(readers[index].read_next, what))
+                if delta is None:
+                    continue
+                if delta.choice is not None:
                     await sampled.end(index)
-                    caller.answered(choice)
-                    choices.append(choice)
-                for each in written:
-                    yield each
+                    caller.on_answer(delta.choice)
+                    choices.append(delta.choice)
+                yield delta
         self._count(call, choices)
 
     @asynccontextmanager
     async def _sampled(
-        self, call: Call, caller: Caller, *, stream: bool
-    ) -> AsyncIterator[tuple[list[ChoiceReader], Sampled]]:
-        """A reader per choice, and the stream of sampled tokens. The caller is told of failures inside the block."""
+        self, call: CompletionCall, caller: Caller, *, stream: bool
+    ) -> AsyncIterator[tuple[list[ChoiceReader], SampleStream]]:
+        """A reader per choice, and the stream of sampled tokens. The caller hears of failures inside the block."""
         count = len(call.prompts) * call.choices
         if count > self._max_choices:
             problem = f"{len(call.prompts)} prompts × n = {call.choices} are more than {self._max_choices} completions"
@@ -105,24 +93,24 @@ class Sampler:
             prompts = [await self._thread.run(functools.partial(caller.prompt, each)) for each in call.prompts]
             stops = await self._thread.run(functools.partial(call.stop_tokens, self.policy.renderer))
             requests = caller.requests(call, prompts, stops)
-            for option in caller.ignored(call):
+            for option in caller.ignored_options(call):
                 self._metrics.ignored_options.labels(option).inc()
             readers = [ChoiceReader(index, each, call, self.policy.renderer) for index, each in enumerate(requests)]
-            async with aclosing(Sampled(self._fleet, requests, stream=stream, ended=caller.ended)) as sampled:
+            async with aclosing(SampleStream(self._fleet, requests, stream=stream, ended=caller.ended)) as sampled:
                 yield readers, sampled
         except Exception as error:
-            caller.failed(error)
+            caller.on_failure(error)
             raise
         finally:
-            caller.dropped(requests)
+            caller.on_end(requests)
 
-    def _count(self, call: Call, choices: Sequence[Choice]) -> None:
+    def _count(self, call: CompletionCall, choices: Sequence[Choice]) -> None:
         prompts = sum(len(choice.prompt) for choice in choices if choice.index % call.choices == 0)
         self._metrics.prompt_tokens.inc(prompts)
         self._metrics.completion_tokens.inc(sum(len(choice.completion.token_ids) for choice in choices))
 
 
-class Sampled:
+class SampleStream:
     """Iterates over the pieces and completions of several requests as they come, each with the request's position. A
     request's completion is its last item. The first failure ends the iteration; `aclose` aborts the open requests.
 
@@ -140,15 +128,15 @@ class Sampled:
         """
         self._waiting: dict[int, Piece | Completion] = {}
         self._failure: BaseException | None = None
-        self._came = asyncio.Event()
+        self._changed = asyncio.Event()
         self._ended = ended
         ended.add_done_callback(self._caller_ended)
         self._open: dict[int, asyncio.Task[None]] = {}
         for index, request in enumerate(requests):
             self._open[index] = asyncio.ensure_future(self._sample(fleet, index, request, stream=stream))
-            self._open[index].add_done_callback(functools.partial(self._sampled, index))
+            self._open[index].add_done_callback(functools.partial(self._request_over, index))
 
-    def __aiter__(self) -> Sampled:
+    def __aiter__(self) -> SampleStream:
         return self
 
     async def __anext__(self) -> tuple[int, Piece | Completion]:
@@ -161,8 +149,8 @@ class Sampled:
                 raise self._failure
             if not self._open:
                 raise StopAsyncIteration
-            self._came.clear()
-            await self._came.wait()
+            self._changed.clear()
+            await self._changed.wait()
         index = next(iter(self._waiting))
         return index, self._waiting.pop(index)
 
@@ -170,12 +158,12 @@ class Sampled:
         """Nothing more is wanted of this request."""
         self._waiting.pop(index, None)
         if index in self._open:
-            await _cancelled([self._open[index]])
+            await _cancel([self._open[index]])
 
     async def aclose(self) -> None:
         """Nothing more is wanted."""
         self._ended.remove_done_callback(self._caller_ended)
-        await _cancelled(list(self._open.values()))
+        await _cancel(list(self._open.values()))
 
     async def _sample(self, fleet: Fleet, index: int, request: GenerationRequest, *, stream: bool) -> None:
         if not stream:
@@ -193,21 +181,21 @@ class Sampled:
         if isinstance(before, Piece) and isinstance(what, Piece):
             what = Piece.join([before, what])
         self._waiting[index] = what
-        self._came.set()
+        self._changed.set()
 
-    def _sampled(self, index: int, task: asyncio.Task[None]) -> None:
+    def _request_over(self, index: int, task: asyncio.Task[None]) -> None:
         del self._open[index]
         if not task.cancelled():
             self._failure = self._failure or task.exception()
-        self._came.set()
+        self._changed.set()
 
     def _caller_ended(self, ended: asyncio.Future[TitanError]) -> None:
         self._waiting.clear()
         self._failure = ended.result()
-        self._came.set()
+        self._changed.set()
 
 
-async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,12 +1,12 @@
-"""Config of the generator meshes, and the environment variables of their processes. Standard library only."""
+"""Config of the generator meshes, and the environment variables of their processes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
+from titan_rl.bounds import Count, Positive
 from titan_rl.errors import ConfigError
 from titan_rl.processes import RENDEZVOUS
 
@@ -15,7 +15,7 @@ DETERMINISTIC_RANKS = 2
 
 ENGINES = {
     "vllm": "titan_rl.generation.vllm.imports:vllm_engine",
-    "simulated": "titan_rl.generation.engine:simulated_engine",
+    "simulated": "titan_rl.generation.simulated_engine:simulated_engine",
 }
 """Short names of `GeneratorConfig.engine`."""
 
@@ -34,11 +34,8 @@ MAY_DIFFER = (
     "max_num_seqs",
     "prefix_caching",
 )
-"""Settings of `GeneratorConfig` that change nothing of what a deterministic run computes on CPU: generators of one
-fleet may differ in them, and a run may go on with others."""
-
-SHAPES = ("tensor_parallel", "block_size")
-"""Those that may change the order of additions on CUDA."""
+"""Settings of `GeneratorConfig` that change nothing of what a deterministic run computes on CPU: a run may go on with
+others."""
 
 _COMMON = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine steps in this process, in lockstep with the other ranks
@@ -63,20 +60,20 @@ they are loaded."""
 class GeneratorConfig:
     """`count` generators of `tensor_parallel` ranks each; every one runs a vLLM engine in lockstep."""
 
-    count: int = 2
-    tensor_parallel: int = 1
+    count: Count = 2
+    tensor_parallel: Count = 1
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype that the engine computes with; weights are published and fingerprinted in it."""
-    max_model_len: int = 64
+    max_model_len: Count = 64
     """Longest prompt + completion in tokens; longer requests are refused."""
-    max_num_seqs: int = 256
+    max_num_seqs: Count = 256
     """Requests that decode together; fewer than are in flight costs throughput."""
-    max_num_batched_tokens: int = 8192
+    max_num_batched_tokens: Count = 8192
     """Prompt tokens that one engine step may prefill; at least `max_model_len`: prompts are not chunked on CPU."""
-    kv_cache_bytes: int = 256 << 20
+    kv_cache_bytes: Count = 256 << 20
     """KV cache per rank on CPU; on CUDA `gpu_memory_utilization` decides."""
-    gpu_memory_utilization: float = 0.85
-    block_size: int = 32
+    gpu_memory_utilization: Positive = 0.85
+    block_size: Count = 32
     """Tokens per KV block; on CPU a multiple of 32."""
     prefix_caching: bool = True
     """Reuse KV of equal prompt prefixes among requests of one version. `False`: every prompt is computed."""
@@ -84,9 +81,9 @@ class GeneratorConfig:
     """Keep all KV through a change of weights, also that of running requests, which saves recomputing it. Then KV of
     older weights is reused for equal prefixes and for the tokens so far, so logprobs are those of no single version:
     the version of a token says which weights sampled it, not which weights its context was computed with."""
-    burst_steps: int = 4
+    burst_steps: Count = 4
     """Engine steps per broadcast decision: more amortise the broadcast, fewer let requests and pulls in sooner."""
-    heartbeat_seconds: float = 5.0
+    heartbeat_seconds: Positive = 5.0
     """An idle rank 0 broadcasts at least this often, so that no follower's collective times out."""
     engine: str = "vllm"
     """"vllm", "simulated" (takes no time and makes its tokens up; for what stands above an engine), or
@@ -103,9 +100,6 @@ class GeneratorConfig:
     more ranks are refused). Takes the place of `linear`."""
 
     def __post_init__(self) -> None:
-        for name in ("count", "tensor_parallel", "max_model_len", "max_num_seqs", "burst_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"generator.{name} must be at least 1, got {getattr(self, name)}")
         if self.engine == "simulated" and self.tensor_parallel > 1:
             raise ConfigError(f"a simulated engine needs generator.tensor_parallel = 1, got {self.tensor_parallel}")
         if self.deterministic and self.linear not in LINEARS:
@@ -124,67 +118,17 @@ class GeneratorConfig:
             )
 
 
-def group_of(first: GeneratorConfig, settings: Mapping[str, Any], *, name: str) -> GeneratorConfig:
-    """A group of generators that differs from `first` in these settings; it is of one generator unless they say more.
-
-    Args:
-        name: of the group's settings, for errors.
-
-    Raises:
-        ConfigError: a setting that there is not, that must be the same in the whole fleet, or of the wrong type.
-    """
-    if not isinstance(settings, Mapping):
-        raise ConfigError(f"{name}: is a group of settings, set {name}.NAME")
-    for setting, value in settings.items():
-        if setting not in MAY_DIFFER:
-            unlike = "must be as in generator" if hasattr(first, setting) else "there is no such setting"
-            raise ConfigError(f"{name}.{setting}: {unlike}; generators may differ in {', '.join(MAY_DIFFER)}")
-        kind = type(getattr(first, setting))
-        if type(value) is not kind and (type(value), kind) != (int, float):
-            raise ConfigError(f"{name}.{setting}: expected {kind.__name__}, got {value!r}")
-    try:
-        return replace(first, **{"count": 1, **settings})
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from error
-
-
-def refuse_more_ranks(tensor_parallel: int, name: str = "generator") -> None:
+def refuse_more_ranks(tensor_parallel: int) -> None:
     """Refuse what deterministic mode cannot keep on CPU.
-
-    Args:
-        name: of the group's settings.
 
     Raises:
         ConfigError: naming the setting.
     """
     if tensor_parallel > DETERMINISTIC_RANKS:
         raise ConfigError(
-            f"{name}.tensor_parallel is {tensor_parallel}, and on CPU deterministic = true holds for 1 and "
+            f"generator.tensor_parallel is {tensor_parallel}, and on CPU deterministic = true holds for 1 and "
             f"{DETERMINISTIC_RANKS} ranks only: sums over more depend on a row's place in the batch"
         )
-
-
-def refuse_unequal(groups: Mapping[str, GeneratorConfig], device: str) -> None:
-    """Refuse groups of generators that could give other bits than each other, in deterministic mode.
-
-    Args:
-        groups: by the names of their settings.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
-    first, *_ = groups.values()
-    for name, group in groups.items():
-        if device == "cpu":
-            refuse_more_ranks(group.tensor_parallel, name)
-            continue
-        for setting in SHAPES:
-            if (value := getattr(group, setting)) != getattr(first, setting):
-                raise ConfigError(
-                    f"{name}.{setting} is {value} and generator.{setting} {getattr(first, setting)}: with "
-                    "deterministic = true all generators must give the same bits, and on CUDA other shapes may add in "
-                    "another order"
-                )
 
 
 def generator_environment(device: str, *, threads: int = 1, deterministic: bool = False) -> dict[str, str]:

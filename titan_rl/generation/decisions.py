@@ -17,6 +17,7 @@ Invariants, whatever the order of calls:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -85,7 +86,7 @@ class DecisionMaker:
         self._newest: PolicyVersion | None = None  # the last requested version
         self._closing = False
 
-    # What callers want.
+    # What callers want. Each of these raises GeneratorFailed once `close` was called.
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request that was validated.
@@ -93,7 +94,6 @@ class DecisionMaker:
         Raises:
             RequestError: a request of this id is waiting or running.
             GeneratorNotServing: asleep or stale.
-            GeneratorFailed: closed.
         """
         self._refuse_when_closing()
         if self._refusal or self._change is LoopAction.SLEEP:
@@ -108,9 +108,6 @@ class DecisionMaker:
         Returns:
             The request if it was still waiting, so that no engine has seen it. None if the engine has it (the next STEP
             aborts it) or the id is unknown.
-
-        Raises:
-            GeneratorFailed: closed.
         """
         self._refuse_when_closing()
         request = self._waiting.pop(request_id, None)
@@ -127,37 +124,28 @@ class DecisionMaker:
         Raises:
             WeightsError: older than a version requested before.
             GeneratorNotServing: asleep (`wake` pulls) or about to be.
-            GeneratorFailed: closed.
         """
         self._refuse_when_closing()
         waking = self._change is LoopAction.WAKE
         if self._change is LoopAction.SLEEP or (self._asleep and not waking):
             raise GeneratorNotServing(_ASLEEP)
-        self._ask(LoopAction.WAKE if waking else LoopAction.PULL_MODEL_STATE_DICT, publication, go_back=go_back)
+        self._request_change(
+            LoopAction.WAKE if waking else LoopAction.PULL_MODEL_STATE_DICT, publication, go_back=go_back
+        )
 
     def sleep(self) -> None:
-        """Ask to sleep. A pull that waits is dropped.
-
-        Raises:
-            GeneratorNotServing: a wake-up is under way.
-            GeneratorFailed: closed.
-        """
+        """Ask to sleep. A pull that waits is dropped. Raises GeneratorNotServing while a wake-up is under way."""
         self._refuse_when_closing()
         if self._change is LoopAction.WAKE:
             raise GeneratorNotServing("waking up: wait for that before the next sleep")
         self._change, self._publication = LoopAction.SLEEP, None
 
     def wake(self, publication: Publication) -> None:
-        """Ask to wake up with a publication. There is no other way out of sleep.
-
-        Raises:
-            GeneratorNotServing: it is just falling asleep.
-            WeightsError, GeneratorFailed: as `pull`.
-        """
+        """Ask to wake up with a publication, the only way out of sleep. Raises as `pull`."""
         self._refuse_when_closing()
         if self._change is LoopAction.SLEEP:
             raise GeneratorNotServing("falling asleep: wait for that before waking it up")
-        self._ask(LoopAction.WAKE, publication)
+        self._request_change(LoopAction.WAKE, publication)
 
     def close(self) -> None:
         """Ask to end. From now on everything else is refused."""
@@ -171,7 +159,7 @@ class DecisionMaker:
             return LoopAction.CLOSE
         if self._change is not None:
             return self._change
-        if self.version is not None and (engine_has_work or self._aborts or self._has_admissible()):
+        if self.version is not None and (engine_has_work or self._aborts or any(self._admissible())):
             return LoopAction.STEP
         return LoopAction.IDLE
 
@@ -188,7 +176,11 @@ class DecisionMaker:
         decision = LoopDecision(sequence=sequence, action=action, digest=digest)
         match action:
             case LoopAction.STEP:
-                admit, abort = self._take_admissible(), self._take_aborts()
+                admit, abort = tuple(self._admissible()), tuple(self._aborts)
+                self._aborts.clear()
+                for request in admit:
+                    del self._waiting[request.request_id]
+                    self._admitted.add(request.request_id)
                 return replace(decision, admit=admit, abort=abort, burst_steps=self._burst_steps)
             case LoopAction.PULL_MODEL_STATE_DICT | LoopAction.WAKE:
                 decision = replace(decision, publication=self._publication)
@@ -229,26 +221,12 @@ class DecisionMaker:
         if self._closing:
             raise GeneratorFailed("the generator was closed")
 
-    def _ask(self, change: LoopAction, publication: Publication, *, go_back: bool = False) -> None:
+    def _request_change(self, change: LoopAction, publication: Publication, *, go_back: bool = False) -> None:
         if self._newest is not None and publication.version < self._newest and not go_back:
-            raise WeightsError(f"{publication.version} is older than {self._newest}, which was asked for before")
+            raise WeightsError(f"{publication.version} is older than {self._newest}, which was requested before")
         self._change, self._publication, self._newest = change, publication, publication.version
 
-    def _is_admissible(self, request: GenerationRequest) -> bool:
-        return self.version is not None and request.allows(self.version)
-
-    def _has_admissible(self) -> bool:
-        return any(self._is_admissible(request) for request in self._waiting.values())
-
-    def _take_admissible(self) -> tuple[GenerationRequest, ...]:
-        """Take requests that allow the served version; the others wait for a pull."""
-        admit = tuple(request for request in self._waiting.values() if self._is_admissible(request))
-        for request in admit:
-            del self._waiting[request.request_id]
-            self._admitted.add(request.request_id)
-        return admit
-
-    def _take_aborts(self) -> tuple[str, ...]:
-        aborts = tuple(self._aborts)
-        self._aborts.clear()
-        return aborts
+    def _admissible(self) -> Iterator[GenerationRequest]:
+        """Requests that allow the served version; the others wait for a pull."""
+        version = self.version
+        return (request for request in self._waiting.values() if version is not None and request.allows(version))

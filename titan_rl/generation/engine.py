@@ -1,29 +1,25 @@
-"""`Engine`, the interface that the loop drives, and `SimulatedEngine`, which needs neither torch nor vLLM.
+"""`Engine`, which the loop drives, and what every engine shares.
 
 One thread builds and calls an engine; any thread may call `validate`.
 
 Contract of every implementation, the same on all ranks of a generator:
 
 - The same calls in the same order give the same tokens: each request draws from its own seed.
-- `step` costs nothing per request that did not finish beyond what the engine itself computes, and `take_pieces`
+- `step` costs nothing per request that did not finish beyond what the engine itself computes, and `new_pieces`
   nothing per request that does not stream.
 - `served_shards` returns the memory that the next step computes with, never a copy.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from numbers import Integral
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from titan_rl.errors import RequestError, RequestTooLong
-from titan_rl.generation.config import GeneratorConfig
 from titan_rl.types import NO_VERSION, Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import TensorShard
 
@@ -35,10 +31,6 @@ LOWEST_TEMPERATURE = 0.01
 STRONGEST_PENALTY = 2.0
 """Bound on presence and frequency penalties, either way: vLLM's own."""
 
-_EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_MIXER = 0x9E3779B97F4A7C15
-_MASK = 2**64 - 1
-
 
 class StepOutput(NamedTuple):
     """What one engine step gave."""
@@ -47,16 +39,29 @@ class StepOutput(NamedTuple):
     sampled: np.ndarray  # [N] int32: every token of this step, in the engine's order; goes into the digest
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """A text-generation engine, as one tensor-parallel rank sees it."""
 
-    def validate(self, request: GenerationRequest) -> None:
-        """Refuse a request that `add` could not take. Thread-safe and without any effect on the engine.
-
-        Raises:
-            RequestError: over-long, empty, out of vocabulary or with bad sampling values.
+    def __init__(self, *, max_model_len: int, vocab_size: int, clock: Callable[[], float]) -> None:
         """
+        Args:
+            max_model_len: longest prompt and completion together, in tokens.
+            vocab_size: token ids are in [0, vocab_size).
+            clock: seconds, for metrics.
+        """
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self._running: dict[str, RunningRequest] = {}  # oldest first
+        self._streaming: dict[str, RunningRequest] = {}  # of those
+        self._version = NO_VERSION  # encoded
 
+    def validate(self, request: GenerationRequest) -> None:
+        """Refuse a request that `add` could not take, as `validate_request`. Thread-safe and without any effect on the
+        engine."""
+        validate_request(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
+
+    @abstractmethod
     def add(self, request: GenerationRequest) -> None:
         """Add a validated request, whose id must not be running."""
 
@@ -66,23 +71,31 @@ class Engine(Protocol):
         Returns:
             Completions with the tokens so far and `FinishReason.ABORT`, in the order of the ids.
         """
+        aborted = [self._end(request_id) for request_id in request_ids if request_id in self._running]
+        now = self._clock()
+        return [running.complete(FinishReason.ABORT, now) for running in aborted]
 
+    @abstractmethod
     def step(self) -> StepOutput:
         """Sample one token for each running request that fits into the batch."""
 
-    def take_pieces(self) -> list[Piece]:
+    def new_pieces(self) -> list[Piece]:
         """What was sampled since the last call for each running request that streams, oldest request first.
 
         A request that has ended gives no more pieces; its completion has all tokens. Changes nothing that the ranks
         must agree on, so rank 0 may call it alone.
         """
+        return [each.new_piece() for each in self._streaming.values() if each.streamed < len(each.tokens)]
 
     def running(self) -> tuple[str, ...]:
         """Ids of the unfinished requests, oldest first."""
+        return tuple(self._running)
 
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
+        return bool(self._running)
 
+    @abstractmethod
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> None:
         """Overwrite weights in place; tokens of later steps carry `version`. KV is not touched: see `drop_cache`.
 
@@ -90,6 +103,7 @@ class Engine(Protocol):
             tensors: whole tensors under Hugging Face names; every tensor-parallel rank takes its part.
         """
 
+    @abstractmethod
     def served_shards(self) -> Iterator[TensorShard]:
         """This rank's part of every weight, as views of what the engine computes with.
 
@@ -101,24 +115,43 @@ class Engine(Protocol):
                 layout.
         """
 
+    @abstractmethod
     def drop_cache(self) -> None:
         """Forget all KV. Running requests keep their tokens and recompute."""
 
+    @abstractmethod
     def sleep(self) -> int:
         """Free memory; no request is running. Returns the bytes that were freed."""
 
+    @abstractmethod
     def wake(self) -> None:
         """Allocate the memory again."""
 
+    @abstractmethod
     def close(self) -> None:
         """Free everything. The last call."""
+
+    def _begin(self, request: GenerationRequest) -> RunningRequest:
+        running = self._running[request.request_id] = RunningRequest(request, self._version, self._clock())
+        if request.streams:
+            self._streaming[request.request_id] = running
+        return running
+
+    def _end(self, request_id: str) -> RunningRequest:
+        self._streaming.pop(request_id, None)
+        return self._running.pop(request_id)
+
+    def _serve(self, version: PolicyVersion) -> None:
+        """This version samples the tokens from now on."""
+        self._version = version.encode()
+        for running in self._running.values():
+            running.spans.append((self._version, len(running.tokens)))
 
 
 def validate_request(request: GenerationRequest, *, max_model_len: int, vocab_size: int) -> None:
     """Refuse a request that no engine of this shape can serve.
 
     Args:
-        request: what was asked.
         max_model_len: longest prompt and completion together, in tokens.
         vocab_size: token ids are in [0, vocab_size).
 
@@ -132,17 +165,15 @@ def validate_request(request: GenerationRequest, *, max_model_len: int, vocab_si
     prompt, sampling = request.prompt_token_ids, request.sampling
     if not isinstance(request.request_id, str) or not request.request_id:
         refuse("the request id must be a non-empty string")
-    if not isinstance(prompt, np.ndarray) or prompt.ndim != 1 or prompt.dtype.kind not in "iu":
-        refuse("prompt_token_ids must be a one-dimensional integer array")
     if len(prompt) == 0:
         refuse("the prompt is empty")
     if prompt.min() < 0 or prompt.max() >= vocab_size:
         outside = int(prompt[(prompt < 0) | (prompt >= vocab_size)][0])
         refuse(f"prompt token {outside} is outside of the vocabulary [0, {vocab_size})")
     for name in ("max_new_tokens", "top_k", "min_new_tokens"):
-        if not isinstance(getattr(sampling, name), Integral):
+        if not isinstance(getattr(sampling, name), (int, np.integer)):
             refuse(f"{name} must be an integer, got {getattr(sampling, name)!r}")
-    if not all(isinstance(number, Integral) for number in (request.seed, *sampling.stop_token_ids)):
+    if not all(isinstance(number, (int, np.integer)) for number in (request.seed, *sampling.stop_token_ids)):
         refuse(f"the seed and stop_token_ids must be integers, got {request.seed!r} and {sampling.stop_token_ids!r}")
     if sampling.max_new_tokens < 1:
         refuse(f"max_new_tokens must be at least 1, got {sampling.max_new_tokens}")
@@ -177,29 +208,12 @@ def validate_request(request: GenerationRequest, *, max_model_len: int, vocab_si
 
 
 class RunningRequest:
-    """A request in an engine and its tokens so far. A token costs two list appends; arrays are made at the end.
+    """A request in an engine and its tokens so far. A token costs two list appends; arrays are made at the end."""
 
-    Args:
-        version: encoded, which samples its first token unless `serve` names another one before.
-    """
-
-    __slots__ = (
-        "request_id",
-        "prompt_length",
-        "stream_from",
-        "added_at",
-        "first_at",
-        "cached",
-        "tokens",
-        "logprobs",
-        "spans",
-        "handed_out",
-    )
+    __slots__ = ("request", "added_at", "first_at", "cached", "tokens", "logprobs", "spans", "streamed")
 
     def __init__(self, request: GenerationRequest, version: int, now: float) -> None:
-        self.request_id = request.request_id
-        self.prompt_length = len(request.prompt_token_ids)
-        self.stream_from = request.stream_from
+        self.request = request
         self.added_at = now
         self.first_at = 0.0
         self.cached = 0
@@ -207,11 +221,7 @@ class RunningRequest:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.spans = [(version, 0)]  # (encoded version, index of its first token)
-        self.handed_out = 0
-
-    def serve(self, version: int) -> None:
-        """This encoded version samples the tokens from now on."""
-        self.spans.append((version, len(self.tokens)))
+        self.streamed = 0  # tokens that pieces had
 
     def add(self, token: int, logprob: float, now: float) -> None:
         """Add the token of one step."""
@@ -220,12 +230,12 @@ class RunningRequest:
         self.tokens.append(token)
         self.logprobs.append(logprob)
 
-    def piece(self) -> Piece:
-        """The tokens that were not handed out yet."""
-        start, self.handed_out = self.handed_out, len(self.tokens)
+    def new_piece(self) -> Piece:
+        """The tokens since the piece before."""
+        start, self.streamed = self.streamed, len(self.tokens)
         return Piece(
-            request_id=self.request_id,
-            offset=self.stream_from + start,
+            request_id=self.request.request_id,
+            offset=self.request.stream_from + start,
             token_ids=np.array(self.tokens[start:], dtype=np.int32),
             logprobs=np.array(self.logprobs[start:], dtype=np.float32),
             versions=self._versions(start),
@@ -234,14 +244,14 @@ class RunningRequest:
     def complete(self, reason: FinishReason, now: float) -> Completion:
         """The completion of all tokens so far."""
         metrics = {
-            "seconds_in_engine": now - self.added_at,
-            "prompt_tokens": float(self.prompt_length),
-            "cached_tokens": float(self.cached),
+            "generation/seconds_in_engine": now - self.added_at,
+            "generation/prompt_tokens": float(len(self.request.prompt_token_ids)),
+            "generation/cached_tokens": float(self.cached),
         }
         if self.tokens:
-            metrics["seconds_to_first_token"] = self.first_at - self.added_at
+            metrics["generation/seconds_to_first_token"] = self.first_at - self.added_at
         return Completion(
-            request_id=self.request_id,
+            request_id=self.request.request_id,
             token_ids=np.array(self.tokens, dtype=np.int32),
             logprobs=np.array(self.logprobs, dtype=np.float32),
             versions=self._versions(0),
@@ -255,148 +265,3 @@ class RunningRequest:
         for version, first in self.spans:
             versions[max(first - start, 0) :] = version
         return versions
-
-
-def simulated_token(seed: int, position: int, vocab_size: int) -> int:
-    """The token that a simulated request gets at `position`, prompt included (splitmix64 of both)."""
-    state = (seed + (position + 1) * _MIXER) & _MASK
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-    return (state ^ (state >> 31)) % vocab_size
-
-
-def simulated_engine(config: GeneratorConfig, model_path: str | Path, device: str) -> SimulatedEngine:
-    """What `generator.engine = "simulated"` stands for: the model's vocabulary, the config's limits, steps that take
-    no time."""
-    return SimulatedEngine(
-        max_model_len=config.max_model_len,
-        vocab_size=json.loads((Path(model_path) / "config.json").read_text())["vocab_size"],
-        max_num_seqs=config.max_num_seqs,
-    )
-
-
-class SimulatedEngine:
-    """An `Engine` that samples nothing: it waits as long as a step is said to take and makes up its tokens.
-
-    For tests of scheduling, benchmarks of what stands above an engine, and planning. Its tokens are a function of the
-    request's seed and the position, so they do not depend on arrival, batch or rank.
-
-    Args:
-        max_model_len: longest prompt and completion together, in tokens.
-        vocab_size: of the tokens that are made up; the logprob of each is that of a uniform choice.
-        max_num_seqs: requests that advance in one step; the others wait in order.
-        seconds_per_step: what a step takes, whatever the batch.
-        seconds_per_sequence: what each request in the batch adds to it.
-        seconds_per_load: what loading weights takes.
-        completion_length: tokens that a request gets, at most its `max_new_tokens`; default: all of them. A
-            shorter one ends with `FinishReason.STOP`, and so does a stop token.
-        sleep: waits; hand in a fake one to simulate faster than time.
-        clock: seconds, for metrics.
-    """
-
-    def __init__(
-        self,
-        *,
-        max_model_len: int = 4096,
-        vocab_size: int = 32_000,
-        max_num_seqs: int = 256,
-        seconds_per_step: float = 0.0,
-        seconds_per_sequence: float = 0.0,
-        seconds_per_load: float = 0.0,
-        completion_length: Callable[[GenerationRequest], int] | None = None,
-        sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._max_model_len = max_model_len
-        self._vocab_size = vocab_size
-        self._max_num_seqs = max_num_seqs
-        self._seconds_per_step = seconds_per_step
-        self._seconds_per_sequence = seconds_per_sequence
-        self._seconds_per_load = seconds_per_load
-        self._completion_length = completion_length or (lambda request: request.sampling.max_new_tokens)
-        self._sleep = sleep
-        self._clock = clock
-        self._logprob = float(np.float32(-np.log(vocab_size)))
-        self._version = NO_VERSION
-        self._weights: dict[str, Tensor] = {}
-        self._running: dict[str, tuple[GenerationRequest, int, RunningRequest]] = {}  # with its length
-        self._streaming: dict[str, RunningRequest] = {}  # of those
-        self.steps = 0
-        """Taken so far."""
-
-    def validate(self, request: GenerationRequest) -> None:
-        validate_request(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
-
-    def add(self, request: GenerationRequest) -> None:
-        running = RunningRequest(request, self._version, self._clock())
-        length = min(self._completion_length(request), request.sampling.max_new_tokens)
-        self._running[request.request_id] = request, length, running
-        if request.streams:
-            self._streaming[request.request_id] = running
-
-    def abort(self, request_ids: Sequence[str]) -> list[Completion]:
-        aborted = [self._end(request_id) for request_id in request_ids if request_id in self._running]
-        return [running.complete(FinishReason.ABORT, self._clock()) for running in aborted]
-
-    def step(self) -> StepOutput:
-        batch = list(self._running.values())[: self._max_num_seqs]
-        seconds = self._seconds_per_step + self._seconds_per_sequence * len(batch)
-        if seconds > 0:
-            self._sleep(seconds)
-        now = self._clock()
-        sampled: list[int] = []
-        finished: list[Completion] = []
-        for request, length, running in batch:
-            position = len(request.prompt_token_ids) + len(running.tokens)
-            token = simulated_token(request.seed, position, self._vocab_size)
-            running.add(token, self._logprob, now)
-            sampled.append(token)
-            stopped = token in request.sampling.stop_token_ids
-            if stopped or len(running.tokens) >= length:
-                cut = not stopped and length == request.sampling.max_new_tokens
-                reason = FinishReason.LENGTH if cut else FinishReason.STOP
-                finished.append(self._end(request.request_id).complete(reason, now))
-        self.steps += 1
-        return StepOutput(finished, np.array(sampled, dtype=np.int32))
-
-    def take_pieces(self) -> list[Piece]:
-        return [each.piece() for each in self._streaming.values() if each.handed_out < len(each.tokens)]
-
-    def running(self) -> tuple[str, ...]:
-        return tuple(self._running)
-
-    def has_work(self) -> bool:
-        return bool(self._running)
-
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> None:
-        """Keeps copies, so that `served_shards` shows what was loaded and not the publication."""
-        self._weights = {name: tensor.clone() for name, tensor in tensors}
-        if self._seconds_per_load > 0:
-            self._sleep(self._seconds_per_load)
-        self._version = version.encode()
-        for _, _, running in self._running.values():
-            running.serve(self._version)
-
-    def served_shards(self) -> Iterator[TensorShard]:
-        weights = dict(self._weights)
-        if _EMBEDDING in weights:
-            weights.setdefault(_LM_HEAD, weights[_EMBEDDING])  # tied
-        for name, tensor in weights.items():
-            yield TensorShard(name=name, data=tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.dim())
-
-    def drop_cache(self) -> None:
-        """There is no KV."""
-
-    def sleep(self) -> int:
-        return 0
-
-    def wake(self) -> None:
-        """Nothing was given up."""
-
-    def close(self) -> None:
-        self._running.clear()
-        self._streaming.clear()
-
-    def _end(self, request_id: str) -> RunningRequest:
-        self._streaming.pop(request_id, None)
-        return self._running.pop(request_id)[2]

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,8 +26,8 @@ import numpy as np
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, RequestError
 from titan_rl.generation.decisions import DecisionMaker, LoopAction, LoopDecision
 from titan_rl.generation.engine import Engine
-from titan_rl.generation.lockstep import DecisionChannel, Lockstep, Outcome, PullOutcome
-from titan_rl.observability.timeline import timeline
+from titan_rl.generation.lockstep import Lockstep, Outcome
+from titan_rl.metrics.timeline import timeline
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
 from titan_rl.weights.manifest import Publication, PullReport
 
@@ -35,7 +36,7 @@ class _Call(NamedTuple):
     """A pull, wake-up or sleep that waits for its outcome. The engine thread resolves the future exactly once."""
 
     sleeps: bool
-    asked_at: float
+    called_at: float
     future: Future[Any]
 
 
@@ -45,11 +46,8 @@ class EngineLoop:
     Args:
         make_lockstep: called in the engine thread; builds the engine and the `Lockstep` around it.
         rank: of this process within its generator.
-        world_size: ranks of the generator.
-        burst_steps: engine steps per decision; with one rank there is no broadcast to amortise and each decision
-            is one step.
+        burst_steps: engine steps per decision.
         heartbeat_seconds: an idle rank 0 sends a decision at least this often.
-        channel: carries decisions from rank 0 to the others.
         on_completions: called on rank 0 with finished and aborted requests, in the engine thread (for a request that
             never reached the engine: in the thread that calls `abort`). Must be quick and must not raise.
         on_pieces: called like `on_completions`, once per decision, with pieces of streamed requests.
@@ -63,10 +61,8 @@ class EngineLoop:
         make_lockstep: Callable[[], Lockstep],
         *,
         rank: int,
-        world_size: int,
         burst_steps: int,
         heartbeat_seconds: float,
-        channel: DecisionChannel,
         on_completions: Callable[[list[Completion]], None],
         on_pieces: Callable[[list[Piece]], None],
         on_fatal: Callable[[BaseException], None],
@@ -75,13 +71,12 @@ class EngineLoop:
         self._make_lockstep = make_lockstep
         self._rank = rank
         self._heartbeat_seconds = heartbeat_seconds
-        self._channel = channel
         self._on_completions = on_completions
         self._on_pieces = on_pieces
         self._on_fatal = on_fatal
         self._clock = clock
         self._changed = threading.Condition()  # guards everything below
-        self._inbox = DecisionMaker(burst_steps=burst_steps if world_size > 1 else 1)
+        self._inbox = DecisionMaker(burst_steps=burst_steps)
         self._submitted_at: dict[str, float] = {}  # of waiting requests
         self._queued_for: dict[str, float] = {}  # of requests in the engine
         self._waiting: list[_Call] = []  # for a change that is not decided yet
@@ -157,12 +152,8 @@ class EngineLoop:
 
         Of several pulls that wait only the last is loaded, and all their futures resolve with it. The future
         fails with WeightsError when the pull does: then requests in flight come back aborted with their tokens so
-        far, and requests are refused until a pull succeeds.
-
-        Raises:
-            WeightsError: older than a version requested before, without `go_back`.
-            GeneratorNotServing: asleep.
-            GeneratorFailed: crashed or closed, with the cause.
+        far, and requests are refused until a pull succeeds. Raises at once what `DecisionMaker.pull` raises, as `sleep`
+        and `wake_up` do what theirs raise.
         """
         with self._changed:
             self._leading_engine()
@@ -170,15 +161,8 @@ class EngineLoop:
             return self._wait()
 
     def sleep(self) -> Future[int]:
-        """Stop serving and free memory. All requests in flight come back aborted with their tokens so far.
-
-        Returns:
-            The bytes that were freed (0 if the engine can free nothing).
-
-        Raises:
-            GeneratorNotServing: a wake-up is under way.
-            GeneratorFailed: crashed or closed, with the cause.
-        """
+        """Stop serving and free memory; the future has the bytes that were freed (0 if the engine can free nothing).
+        All requests in flight come back aborted with their tokens so far."""
         with self._changed:
             self._leading_engine()
             self._inbox.sleep()
@@ -217,7 +201,6 @@ class EngineLoop:
         try:
             lockstep = self._make_lockstep()
             engine = lockstep.engine
-            self._channel.open()
         except BaseException as error:
             self._die(error)
             self._ready.set_exception(error)
@@ -227,11 +210,10 @@ class EngineLoop:
         self._ready.set_result(None)
         try:
             if self._rank == 0:
-                self._lead(engine, lockstep)
+                self._lead(lockstep)
             else:
                 self._follow(lockstep)
             timeline.doing("close")
-            self._channel.close()
             engine.close()
         except BaseException as error:
             self._die(error)
@@ -239,12 +221,12 @@ class EngineLoop:
             return
         self._ended.set_result(None)
 
-    def _lead(self, engine: Engine, lockstep: Lockstep) -> None:
+    def _lead(self, lockstep: Lockstep) -> None:
         action = None
         while action is not LoopAction.CLOSE:
-            decision = self._next_decision(engine, lockstep.digest)
+            decision = self._next_decision(lockstep)
             action = decision.action
-            self._channel.send(decision)
+            lockstep.channel.send(decision)
             decided_at = self._clock()
             outcome = self._apply(decision, lockstep)
             timeline.doing("settle")
@@ -254,7 +236,7 @@ class EngineLoop:
         action = None
         while action is not LoopAction.CLOSE:
             timeline.doing("wait", "rank 0")
-            decision = self._channel.receive()
+            decision = lockstep.channel.receive()
             action = decision.action
             self._apply(decision, lockstep)
 
@@ -264,17 +246,17 @@ class EngineLoop:
             self._has_bound = decision.action not in (LoopAction.STEP, LoopAction.IDLE)
         return lockstep.apply(decision)
 
-    def _next_decision(self, engine: Engine, digest: int) -> LoopDecision:
+    def _next_decision(self, lockstep: Lockstep) -> LoopDecision:
         """Wait for work, at most for a heartbeat, and take the next decision and its waiting futures."""
         with self._changed:
-            has_work = engine.has_work()
+            has_work = lockstep.engine.has_work()
             if self._inbox.next_action(has_work) is LoopAction.IDLE:
                 timeline.doing("wait", "weights" if self._inbox.version is None else "rollouts")
             self._changed.wait_for(
                 lambda: self._inbox.next_action(has_work) is not LoopAction.IDLE, timeout=self._heartbeat_seconds
             )
             timeline.doing("settle")
-            decision = self._inbox.decide(has_work, digest)
+            decision = self._inbox.decide(has_work, lockstep.digest)
             now = self._clock()
             for request in decision.admit:
                 self._queued_for[request.request_id] = now - self._submitted_at.pop(request.request_id)
@@ -285,32 +267,32 @@ class EngineLoop:
 
     def _settle(self, decision: LoopDecision, outcome: Outcome, decided_at: float) -> None:
         """Pass on the results of a decision: to the inbox, the callbacks and the waiting futures."""
-        completions, pull = outcome.completions, outcome.pull
+        completions, pull, error = outcome.completions, outcome.pull, outcome.pull_error
         with self._changed:
-            if pull is not None and pull.error is not None:
-                self._inbox.failed(str(pull.error))
+            if error is not None:
+                self._inbox.failed(str(error))
             elif pull is not None:
-                self._inbox.verified(pull.publication.version)
+                self._inbox.verified(pull.version)
             for completion in completions:
                 self._inbox.finished(completion.request_id)
-                completion.metrics["seconds_queued"] = self._queued_for.pop(completion.request_id)
+                completion.metrics["generation/seconds_queued"] = self._queued_for.pop(completion.request_id)
             if self._inbox.version is None and decision.action is not LoopAction.IDLE:
                 completions += [self._unstarted(request) for request in self._inbox.interrupt()]
         if outcome.pieces:
             self._on_pieces(outcome.pieces)
         if completions:
             self._on_completions(completions)
-        for sleeps, asked_at, future in self._applying:
+        for sleeps, called_at, future in self._applying:
             if decision.action is LoopAction.CLOSE:
                 future.set_exception(GeneratorFailed("the generator was closed"))
             elif sleeps:
                 future.set_result(outcome.freed_bytes)
             elif pull is None:
                 future.set_exception(GeneratorNotServing("asleep"))
-            elif pull.error is not None:
-                future.set_exception(pull.error)
+            elif error is not None:
+                future.set_exception(error)
             else:
-                future.set_result(_report(pull, seconds_waited=max(0.0, decided_at - asked_at)))
+                future.set_result(replace(pull, seconds_waited=max(0.0, decided_at - called_at)))
 
     def _die(self, error: BaseException) -> None:
         """Fail all outstanding calls. Later calls fail by themselves."""
@@ -352,7 +334,7 @@ class EngineLoop:
             logprobs=np.zeros(0, dtype=np.float32),
             versions=np.zeros(0, dtype=np.int64),
             finish_reason=FinishReason.ABORT,
-            metrics={"seconds_queued": self._clock() - self._submitted_at.pop(request.request_id)},
+            metrics={"generation/seconds_queued": self._clock() - self._submitted_at.pop(request.request_id)},
         )
 
 
@@ -361,14 +343,3 @@ def _promise() -> Future[Any]:
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
-
-
-def _report(pull: PullOutcome, *, seconds_waited: float) -> PullReport:
-    return PullReport(
-        version=pull.publication.version,
-        seconds_waited=seconds_waited,
-        seconds_copied=pull.seconds_copied,
-        seconds_verifying=pull.seconds_verifying,
-        bytes=pull.publication.manifest.nbytes,
-        requests_in_flight=pull.requests_in_flight,
-    )

@@ -11,19 +11,21 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from titan_rl.errors import LockstepError, WeightsError
+from titan_rl.errors import InvariantError, WeightsError
 from titan_rl.generation.decisions import LoopAction, LoopDecision
 from titan_rl.generation.engine import Engine
-from titan_rl.observability.timeline import timeline
+from titan_rl.metrics.timeline import timeline
 from titan_rl.types import Completion, Piece, PolicyVersion
-from titan_rl.weights.manifest import Publication
+from titan_rl.weights.manifest import Publication, PullReport
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+T = TypeVar("T")
 
 _DIGEST_BYTES = 8
 
@@ -34,8 +36,9 @@ Verify = Callable[[Publication, Engine], int]
 all of the generator's ranks or on none, so it may use collectives."""
 
 
-class DecisionChannel(Protocol):
-    """Carries decisions from rank 0 to all ranks. Every rank calls the same methods in the same order."""
+class DecisionChannel:
+    """Carries decisions from rank 0 to all ranks. Every rank calls the same methods in the same order. This one is that
+    of a generator with one rank: it sends nothing."""
 
     def open(self) -> None:
         """Called once by every rank, after its engine is built."""
@@ -45,43 +48,17 @@ class DecisionChannel(Protocol):
 
     def receive(self) -> LoopDecision:
         """Other ranks: wait for the next decision."""
-
-    def gather_failures(self, failure: str) -> list[str]:
-        """Exchange failures with all ranks; empty means success.
-
-        Returns:
-            One entry per rank, the same on all ranks.
-        """
-
-    def close(self) -> None:
-        """Called once by every rank, before its engine is closed."""
-
-
-class SoloChannel:
-    """The channel of a generator with one rank: nothing is sent."""
-
-    def open(self) -> None:
-        pass
-
-    def send(self, decision: LoopDecision) -> None:
-        pass
-
-    def receive(self) -> LoopDecision:
         raise RuntimeError("a generator of one rank has no follower")
 
     def gather_failures(self, failure: str) -> list[str]:
+        """The failures of all ranks, the same list on all; empty means success."""
         return [failure]
-
-    def close(self) -> None:
-        pass
 
 
 class RunningDigest:
-    """64-bit digest of a rank's decisions and their results.
+    """64-bit digest of every decision, every sampled token of every step, and the fingerprint of every loaded version.
 
-    Two ranks that applied the same decisions and computed the same results have equal digests. After any difference the
-    digests stay different. Included are every decision, every sampled token of every step, and the fingerprint of every
-    loaded version. Values that may differ between ranks (time, addresses) are not included.
+    Equal on ranks that did the same. After any difference the digests stay different.
     """
 
     def __init__(self) -> None:
@@ -114,26 +91,14 @@ class RunningDigest:
         """Compare with rank 0, before `decision` is applied.
 
         Raises:
-            LockstepError: this rank's decisions or results differ from rank 0's.
+            InvariantError: this rank's decisions or results differ from rank 0's.
         """
         if decision.digest != self.value:
-            raise LockstepError(
+            raise InvariantError(
                 f"rank {rank} differs from rank 0 before decision {decision.sequence} ({decision.action}): digest "
                 f"{self.value:016x}, rank 0 has {decision.digest:016x}; the ranks sampled different tokens, loaded "
                 f"different weights or applied different decisions"
             )
-
-
-@dataclass(slots=True, kw_only=True)
-class PullOutcome:
-    """How one pull went, on this rank."""
-
-    publication: Publication
-    requests_in_flight: int
-    seconds_copied: float = 0.0
-    seconds_verifying: float = 0.0
-    error: WeightsError | None = None
-    """Set when any rank failed: then nothing may be served."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,7 +108,10 @@ class Outcome:
     completions: list[Completion] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     """On rank 0: new pieces of running streamed requests."""
-    pull: PullOutcome | None = None
+    pull: PullReport | None = None
+    """How a pull went on this rank, `seconds_waited` aside."""
+    pull_error: WeightsError | None = None
+    """Any rank failed: nothing may be served."""
     freed_bytes: int = 0
 
 
@@ -163,17 +131,19 @@ class Lockstep:
     ) -> None:
         """
         Args:
+            engine: built; the channel is opened here.
             keep_cache: whether KV of older weights stays in use after a pull; see `GeneratorConfig.keep_prefix_cache`.
         """
         self.engine = engine
+        self.channel = channel
         self._rank = rank
-        self._channel = channel
         self._load_publication = load_publication
         self._verify = verify
         self._keep_cache = keep_cache
         self._clock = clock
         self._digest = RunningDigest()
         self._decisions = 0
+        channel.open()
 
     @property
     def digest(self) -> int:
@@ -184,11 +154,11 @@ class Lockstep:
         """Apply a decision.
 
         Raises:
-            LockstepError: this rank no longer agrees with rank 0, or missed a decision.
+            InvariantError: this rank no longer agrees with rank 0, or missed a decision.
             Exception: the engine failed. Either is fatal for the generator.
         """
         if decision.sequence != self._decisions:
-            raise LockstepError(f"rank {self._rank} got decision {decision.sequence} instead of {self._decisions}")
+            raise InvariantError(f"rank {self._rank} got decision {decision.sequence} instead of {self._decisions}")
         self._digest.check(decision, self._rank)
         self._digest.add_decision(decision)
         self._decisions += 1
@@ -224,49 +194,52 @@ class Lockstep:
             timeline.doing("decode")
             self._digest.add_sampled(output.sampled)
             completions += output.finished
-        return Outcome(completions=completions, pieces=engine.take_pieces() if self._rank == 0 else [])
+        return Outcome(completions=completions, pieces=engine.new_pieces() if self._rank == 0 else [])
 
     def _pull(self, decision: LoopDecision) -> Outcome:
         publication = decision.publication
         if publication is None:
-            raise LockstepError(f"decision {decision.sequence} ({decision.action}) carries no publication")
+            raise InvariantError(f"decision {decision.sequence} ({decision.action}) carries no publication")
         engine = self.engine
-        pull = PullOutcome(publication=publication, requests_in_flight=len(engine.running()))
         timeline.doing("pull")
+        in_flight = len(engine.running())
         started = self._clock()
-        pull.error = self._together(publication, lambda: self._load(publication))
+        _, error = self._on_all_ranks(publication, lambda: self._load(publication))
         copied = self._clock()
-        pull.seconds_copied = copied - started
         fingerprint: int | None = None
-        if pull.error is None:
+        if error is None:
             timeline.doing("verify")
-
-            def verify() -> None:
-                nonlocal fingerprint
-                fingerprint = self._verify(publication, engine)
-
-            pull.error = self._together(publication, verify)
-            pull.seconds_verifying = self._clock() - copied
-        self._digest.add_loaded(publication.version, None if pull.error else fingerprint)
-        completions = engine.abort(engine.running()) if pull.error else []
-        return Outcome(completions=completions, pull=pull)
+            fingerprint, error = self._on_all_ranks(publication, lambda: self._verify(publication, engine))
+        report = PullReport(
+            version=publication.version,
+            seconds_waited=0.0,
+            seconds_copied=copied - started,
+            seconds_verifying=self._clock() - copied,
+            bytes=publication.manifest.nbytes,
+            requests_in_flight=in_flight,
+        )
+        self._digest.add_loaded(publication.version, None if error else fingerprint)
+        completions = engine.abort(engine.running()) if error else []
+        return Outcome(completions=completions, pull=report, pull_error=error)
 
     def _load(self, publication: Publication) -> None:
         self.engine.load_weights(self._load_publication(publication), publication.version)
         if not self._keep_cache:
             self.engine.drop_cache()
 
-    def _together(self, publication: Publication, work: Callable[[], None]) -> WeightsError | None:
-        """Do this rank's part, then exchange failures with all ranks. Returns the error if any rank failed."""
+    def _on_all_ranks(self, publication: Publication, work: Callable[[], T]) -> tuple[T | None, WeightsError | None]:
+        """Do this rank's part, then exchange failures with all ranks. Returns its result, and the error if any rank
+        failed."""
+        result: T | None = None
         cause: Exception | None = None
         try:
-            work()
+            result = work()
         except Exception as error:
             cause = error
-        failures = self._channel.gather_failures("" if cause is None else f"{type(cause).__name__}: {cause}")
-        told = [f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure]
-        if not told:
-            return None
-        failed = WeightsError(f"{publication.channel} {publication.version} cannot be served: {'; '.join(told)}")
+        failures = self.channel.gather_failures("" if cause is None else f"{type(cause).__name__}: {cause}")
+        reasons = [f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure]
+        if not reasons:
+            return result, None
+        failed = WeightsError(f"{publication.channel} {publication.version} cannot be served: {'; '.join(reasons)}")
         failed.__cause__ = cause
-        return failed
+        return result, failed

@@ -2,10 +2,10 @@
 
 Always true:
 
-- A later layer wins over an earlier one, and nothing is checked before the last layer is applied: a combination
-  that only exists between two layers is never refused.
-- A setting keeps the type that its dataclass gives it. Text from the command line is converted; a TOML value has to
-  have the type already (an integer passes for a float).
+- A later layer wins over an earlier one. Values are checked together only after the last layer: a combination that only
+  exists between two layers is never refused.
+- A setting keeps the type and the bounds that its dataclass gives it. Text from the command line is converted; a TOML
+  value has to have the type already (an integer passes for a float).
 - `to_toml(config)`, read again over the recipe that the config came from, gives that config again.
 - Every refusal is one sentence that names the setting as its author wrote it.
 
@@ -13,18 +13,20 @@ A setting is named by its path of fields, `trainer.optimizer.lr`. Below a `dict`
 which need not exist yet. The package knows no particular config: callers pass special cases as `Rules`.
 """
 
-from titan_rl.overrides.command import EXIT_USAGE, Command, Verb, say
+from titan_rl.overrides.command import EXIT_USAGE, Command, Verb, option_overrides, print_error, split_options
 from titan_rl.overrides.settings import (
     Override,
     Rules,
-    absolute_files,
     apply,
     did_you_mean,
     flat,
     get_setting,
-    settings,
+    read_toml,
+    to_toml,
+    toml_overrides,
+    variant,
 )
-from titan_rl.overrides.sources import option_overrides, read_toml, split_options, to_toml, toml_overrides
+from titan_rl.overrides.values import check, convert_value
 
 __all__ = [
     "EXIT_USAGE",
@@ -32,16 +34,17 @@ __all__ = [
     "Override",
     "Rules",
     "Verb",
-    "absolute_files",
     "apply",
+    "check",
     "did_you_mean",
+    "convert_value",
     "flat",
     "get_setting",
     "option_overrides",
+    "print_error",
     "read_toml",
-    "say",
-    "settings",
     "split_options",
     "to_toml",
     "toml_overrides",
+    "variant",
 ]

@@ -11,14 +11,14 @@ import dataclasses
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from titan_rl.errors import ConfigError
-from titan_rl.overrides.settings import Override, describe, fields_of, optional_dataclass
-from titan_rl.overrides.sources import option_overrides, read_toml, split_options, toml_overrides
+from titan_rl.overrides.settings import Override, read_toml, toml_overrides
+from titan_rl.overrides.values import describe, fields_of, group_in
 
 EXIT_USAGE = 2
 
@@ -60,7 +60,7 @@ class Verb:
     """One verb of the command line: its settings, its options and its action."""
 
     act: Callable[[Command, str], int]
-    """Given the command and the program's name; returns the exit code. A ConfigError is said, and exit code 2."""
+    """Given the command and the program's name; returns the exit code. A ConfigError is printed, with exit code 2."""
     about: str
     """First paragraphs of the help; `{prog}` is the program's name."""
     options: Mapping[str, str] = field(default_factory=dict)
@@ -78,15 +78,13 @@ class Verb:
         try:
             command = self.read(argv)
             if "--help" in command.flags:
-                from titan_rl.overrides.command import print_help
-
                 print_help(self.config(command), about=self.about.format(prog=prog), options=self.options)
                 return 0
             if command.given and not self.takes_settings:
                 raise ConfigError(f"takes no settings; leave out {', '.join(sorted(command.given))}")
             return self.act(command, prog)
         except ConfigError as error:
-            say(prog, error)
+            print_error(prog, error)
             return EXIT_USAGE
 
     def read(self, argv: Sequence[str]) -> Command:
@@ -138,9 +136,37 @@ class Verb:
         return command
 
 
-def say(prog: str, message: object) -> None:
+def print_error(prog: str, message: object) -> None:
     """One line on standard error."""
     print(f"{prog}: {' '.join(str(message).split())}", file=sys.stderr)
+
+
+def split_options(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """`["--a.b", "1", "2", "--c=3"]` → `[("--a.b", ["1", "2"]), ("--c", ["3"])]`.
+
+    A word that starts with one dash is a value (`-1`); a value that starts with two is written `--key=--value`.
+
+    Raises:
+        ConfigError: a word before the first option.
+    """
+    options: list[tuple[str, list[str]]] = []
+    for argument in arguments:
+        if argument.startswith("--"):
+            name, equals, value = argument.partition("=")
+            options.append((name, [value] if equals else []))
+        elif options:
+            options[-1][1].append(argument)
+        else:
+            raise ConfigError(f"{argument!r} belongs to no option: settings are given as --section.key VALUE")
+    return options
+
+
+def option_overrides(options: Iterable[tuple[str, str, list[str]]], base: Path) -> list[Override]:
+    """One override for every `(option as it was written, setting, words)`; `-` and `_` are the same in a name."""
+    return [
+        Override(path=tuple(setting.replace("-", "_").split(".")), value=words, origin=option, base=base, words=True)
+        for option, setting, words in options
+    ]
 
 
 def _single(option: str, words: list[str]) -> str:
@@ -169,25 +195,22 @@ def print_help(config: Any, *, about: str, options: Mapping[str, str]) -> None:
     if config is None:
         return
     print("\nsettings and their values; the command line wins over --config FILE.toml, and that over the recipe")
-    told = {option.split()[0] for option in options}
-    for line in _settings(config, "", told):
+    for line in _settings(config, "", {option.split()[0] for option in options}):
         print(line)
 
 
-def _settings(config: Any, prefix: str, told: Collection[str] = ()) -> Iterator[str]:
+def _settings(config: Any, prefix: str, listed: Collection[str] = ()) -> Iterator[str]:
     docs = field_docs(type(config))
     groups = []
-    for name, hint in fields_of(config).items():
+    for name, hint in fields_of(type(config)).items():
         value, option = getattr(config, name), f"--{prefix}{name}".replace("_", "-")
-        if option in told:
+        if option in listed:
             continue
-        kind = optional_dataclass(hint)
-        if kind is not None:
+        if (kind := group_in(hint)) is not None:
             groups.append((name, kind() if value is None else value))
             continue
         if isinstance(value, dict):
-            shown = [f"  {option}.{key} {each}" for key, each in value.items()] or [f"  {option}.NAME VALUE"]
-            yield from shown
+            yield from [f"  {option}.{key} {each}" for key, each in value.items()] or [f"  {option}.NAME VALUE"]
             type_words = ""
         else:
             yield f"  {option} {_words(value)}"

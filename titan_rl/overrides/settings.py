@@ -1,49 +1,39 @@
-"""Settings of a config, and layers of overrides that are applied to it. The package's docstring states the rules."""
+"""Layers of overrides over a config, and the config as TOML. The package's docstring states the rules.
+
+Layers are laid over the config's plain data, tables in tables. msgspec then makes a config of it, which runs every
+`__post_init__` once, with the final values.
+"""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import difflib
-import math
-import types
-import typing
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import date, time
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
+
+import msgspec
+import tomli
+import tomli_w
 
 from titan_rl.errors import ConfigError
+from titan_rl.overrides.values import convert_value, fields_of, group_in, parse_words
+
+T = TypeVar("T")
+Table = dict[str, Any]
 
 
-def fields_of(config: Any) -> dict[str, Any]:
-    """Name → type of the settings of a dataclass instance."""
-    hints = typing.get_type_hints(type(config))
-    return {field.name: hints[field.name] for field in dataclasses.fields(config) if field.init}
+# --- names -----------------------------------------------------------------------------------------------------------
 
 
-def members(hint: Any) -> tuple[Any, ...]:
-    """The types of a union, or the one type."""
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
-def optional_dataclass(hint: Any) -> type | None:
-    """C, where `hint` is `C` or `C | None` and C a dataclass."""
-    return next((kind for kind in members(hint) if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
-
-
-def settings(config: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted names of all settings, those of an empty `C | None` and the present keys of dicts included."""
-    for name, hint in fields_of(config).items():
-        child = getattr(config, name)
-        if child is None and (kind := optional_dataclass(hint)) is not None:
-            child = kind()
-        if dataclasses.is_dataclass(child):
-            yield from settings(child, f"{prefix}{name}.")
-        elif isinstance(child, dict):
-            yield from (f"{prefix}{name}.{key}" for key in child)
-        else:
-            yield prefix + name
+def get_setting(config: Any, key: str) -> Any:
+    """The value of a setting by its dotted name."""
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -76,62 +66,19 @@ def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     return f" (did you mean {prefix}{nearest[0]}?)" if nearest else ""
 
 
-class WrongType(Exception):
-    """A value does not fit; the text says what would."""
+def _names(kind: type, table: Table, prefix: str = "") -> Iterator[str]:
+    """All settings of a config of this type, those of an empty `C | None` and the present keys of dicts included."""
+    for name, hint in fields_of(kind).items():
+        child = table.get(name)
+        if (group := group_in(hint)) is not None:
+            yield from _names(group, child or {}, f"{prefix}{name}.")
+        elif isinstance(child, dict):
+            yield from (f"{prefix}{name}.{key}" for key in child)
+        else:
+            yield prefix + name
 
 
-def fitting(hint: Any, value: Any) -> Any:
-    """`value` as `hint`: an integer passes for a float, a list for a tuple, and nothing else for anything else."""
-    if hint is Any:
-        return value
-    if hint is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
-    if hint is int and isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if hint in (bool, str, types.NoneType) and isinstance(value, hint):
-        return value
-    if get_origin(hint) is Literal and value in get_args(hint):
-        return value
-    if get_origin(hint) is tuple and isinstance(value, list | tuple):
-        return tuple(fitting(kind, each) for kind, each in zip(elements(hint, value), value, strict=True))
-    for kind in members(hint) if len(members(hint)) > 1 else ():
-        try:
-            return fitting(kind, value)
-        except WrongType:
-            continue
-    raise WrongType(describe(hint))
-
-
-def elements(hint: Any, values: Sequence[Any]) -> tuple[Any, ...]:
-    """The types of the elements of a tuple type that is to hold `values`."""
-    kinds = get_args(hint)
-    if len(kinds) == 2 and kinds[1] is Ellipsis:
-        return (kinds[0],) * len(values)
-    if len(kinds) != len(values):
-        raise WrongType(describe(hint))
-    return kinds
-
-
-_NAMES = {int: "an integer", float: "a finite number", bool: "true or false", str: "one text", types.NoneType: "none"}
-
-
-def describe(hint: Any) -> str:
-    """A type in words."""
-    if hint in _NAMES:
-        return _NAMES[hint]
-    if get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(str, get_args(hint)))
-    if get_origin(hint) is tuple:
-        kinds = get_args(hint)
-        if kinds[-1] is Ellipsis:
-            return f"any number of values, each {describe(kinds[0])}"
-        return f"{len(kinds)} values ({', '.join(map(describe, kinds))})"
-    if len(members(hint)) > 1:
-        return " or ".join(map(describe, members(hint)))
-    return f"a value of type {getattr(hint, '__name__', hint)}"
-
-
-T = TypeVar("T")
+# --- layers ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,15 +87,12 @@ class Override:
 
     path: tuple[str, ...]
     value: Any
-    """As it was read: a value of TOML, or the words that followed an option."""
+    """A value of TOML, or the words that followed an option."""
     origin: str
     """How its author wrote the setting: `--loop.steps` or `smoke.toml: loop.steps`."""
     base: Path
     """Relative file names in `value` start here."""
-    convert: Callable[[Any, Any], Any]
-    """`(type, value)` → the value with that type; raises WrongType."""
-    guess: Callable[[Any, Any], Any]
-    """`(value, value to be replaced)` → the value where no type is declared."""
+    words: bool = False
 
     @property
     def key(self) -> str:
@@ -162,146 +106,213 @@ class Rules:
     alternatives: tuple[tuple[str, str], ...] = ()
     """Pairs of settings of which one excludes the other: a layer that sets one of them empties the other, unless it
     sets both."""
-    arguments_of: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    arguments_of: Mapping[str, str] = field(default_factory=dict)
     """Setting that names a class → dict of its constructor arguments: another class starts without arguments."""
-    file_settings: Mapping[str, Callable[[str, Path], str]] = dataclasses.field(default_factory=dict)
+    file_settings: Mapping[str, Callable[[str, Path], str]] = field(default_factory=dict)
     """Setting that may hold a file name → makes that absolute, given the directory to start from."""
 
 
-def apply(config: T, layers: Iterable[Sequence[Override]], rules: Rules | None = None) -> T:
-    """A new config with the layers applied in order, every `__post_init__` of it run once at the end.
+def apply(config: T, layers: Iterable[Sequence[Override]], rules: Rules | None = None, base: Path | None = None) -> T:
+    """A new config with the layers applied in order.
+
+    Args:
+        base: relative file names in `config` itself start here; None: they stay as they are.
 
     Raises:
         ConfigError: unknown setting, wrong type, or values that do not fit together.
     """
-    result = copy.deepcopy(config)
+    rules = rules or Rules()
+    table = _as_table(config)
+    for key, absolute in rules.file_settings.items():
+        if base is not None and isinstance(value := _get(table, key), str):
+            owner, name = _owner(table, key)
+            owner[name] = absolute(value, base)
     for layer in layers:
-        _apply_layer(result, layer, rules or Rules())
-    return _checked(result)
+        _apply_layer(type(config), table, layer, rules)
+    try:
+        return msgspec.convert(table, type(config))
+    except msgspec.ValidationError as error:  # `config` itself did not fit its types
+        raise ConfigError(str(error)) from error
 
 
-def _apply_layer(config: Any, layer: Sequence[Override], rules: Rules) -> None:
+def variant(config: T, settings: Mapping[str, Any]) -> T:
+    """A config that differs in these settings, `{"loop.steps": 3}`.
+
+    Raises:
+        ConfigError: see `apply`.
+    """
+    base = Path.cwd()
+    return apply(
+        config, [[Override(path=tuple(key.split(".")), value=settings[key], origin=key, base=base) for key in settings]]
+    )
+
+
+def _owner(table: Table, key: str) -> tuple[Table, str]:
+    """The table that holds a setting, and its name there; an empty one where there is none."""
+    *owners, name = key.split(".")
+    for owner in owners:
+        table = table.get(owner) or {}
+    return table, name
+
+
+def _get(table: Table, key: str) -> Any:
+    owner, name = _owner(table, key)
+    return owner.get(name)
+
+
+def _apply_layer(kind: type, table: Table, layer: Sequence[Override], rules: Rules) -> None:
     set_here = {".".join(each.path[:length]) for each in layer for length in range(1, len(each.path) + 1)}
     # the name of a class before its arguments, wherever in the layer it stands: the name empties them
     for override in sorted(layer, key=lambda each: each.key not in rules.arguments_of):
         arguments = rules.arguments_of.get(override.key)
-        before = get_setting(config, override.key) if arguments else None
-        value = _set(config, override, rules)
+        before = _get(table, override.key) if arguments else None
+        value = _set(kind, table, override, rules)
         if arguments and value != before:
-            get_setting(config, arguments).clear()
+            owner, name = _owner(table, arguments)
+            owner[name] = {}
         for pair in rules.alternatives:
             for chosen, other in (pair, pair[::-1]):
                 chooses = override.key == chosen and value not in ("", None)
                 if (chooses or override.key.startswith(f"{chosen}.")) and other not in set_here:
-                    _empty(config, other)
+                    owner, name = _owner(table, other)
+                    owner[name] = "" if isinstance(owner[name], str) else None
 
 
-def get_setting(config: Any, key: str) -> Any:
-    """The value of a setting by its dotted name."""
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
-
-
-def absolute_files(config: T, settings: Mapping[str, Callable[[str, Path], str]], base: Path) -> T:
-    """A copy of `config` in which the named settings are absolute file names, relative ones starting at `base`. Keys of
-    dicts that are not there stay away.
-
-    Args:
-        settings: as `Rules.file_settings`.
-    """
-    result = copy.deepcopy(config)
-    for key, absolute in settings.items():
-        owner, _, name = key.rpartition(".")
-        node = get_setting(result, owner) if owner else result
-        value = node.get(name) if isinstance(node, dict) else getattr(node, name)
-        if not isinstance(value, str | Path):
-            continue  # not there, or of a type that is refused later
-        if isinstance(node, dict):
-            node[name] = absolute(str(value), base)
-        else:
-            setattr(node, name, absolute(str(value), base))
-    return result
-
-
-def _empty(config: Any, key: str) -> None:
-    owner, _, name = key.rpartition(".")
-    node = get_setting(config, owner) if owner else config
-    setattr(node, name, "" if isinstance(getattr(node, name), str) else None)
-
-
-def _set(config: Any, override: Override, rules: Rules) -> Any:
-    """Set the value in place, without any `__post_init__`; returns it converted."""
-    node, path = config, override.path
-    for depth, name in enumerate(path):
-        hint = fields_of(node).get(name)
-        if hint is None:
-            raise ConfigError(_unknown(config, override))
-        child = getattr(node, name)
-        group = optional_dataclass(hint)
-        if depth == len(path) - 1 and override.value != {}:
-            value = _converted(hint, override)
-            if isinstance(value, str) and override.key in rules.file_settings:
-                value = rules.file_settings[override.key](value, override.base)
-            setattr(node, name, value)
-            return value
-        if isinstance(child, dict):
-            return _set_in_dict(child, path[depth + 1 :], override, rules)
-        if child is None and group is not None:
-            child = group()
-            setattr(node, name, child)
-        if not dataclasses.is_dataclass(child):
-            raise ConfigError(f"{override.origin}: {'.'.join(path[: depth + 1])} has no settings below it")
-        node = child
-    return node  # an empty table of TOML: the group with what it has
-
-
-def _set_in_dict(target: dict[str, Any], keys: Sequence[str], override: Override, rules: Rules) -> Any:
-    if not keys:  # an empty table of TOML
-        target.clear()
-        return target
-    for key in keys[:-1]:
-        target = target.setdefault(key, {})
-        if not isinstance(target, dict):
-            raise ConfigError(f"{override.origin}: {key} has no settings below it")
-    value = override.guess(override.value, target.get(keys[-1]))
+def _set(kind: type, table: Table, override: Override, rules: Rules) -> Any:
+    """Set one value in the plain data of a config; returns it with its type."""
+    hint = _type_of(kind, table, override)
+    *owners, name = override.path
+    owner = table
+    for each in owners:
+        if owner.get(each) is None:
+            owner[each] = {}
+        owner = owner[each]
+        if not isinstance(owner, dict):
+            raise ConfigError(f"{override.origin}: {each} has no settings below it")
+    value = _plain(_value(hint, override, owner.get(name)), override.origin)  # a copy: later layers may change it
     if isinstance(value, str) and override.key in rules.file_settings:
         value = rules.file_settings[override.key](value, override.base)
-    target[keys[-1]] = value
+    owner[name] = value
     return value
 
 
-def _converted(hint: Any, override: Override) -> Any:
-    is_dict = any(kind is dict or get_origin(kind) is dict for kind in members(hint))
-    try:
-        return override.convert(hint, override.value)
-    except WrongType as error:
-        if is_dict or optional_dataclass(hint) is not None:
-            raise ConfigError(f"{override.origin}: is a group of settings, set {override.key}.NAME") from None
-        given = " ".join(override.value) if isinstance(override.value, list) else override.value
-        raise ConfigError(
-            f"{override.origin}: expected {error}, got {repr(given) if given != '' else 'nothing'}"
-        ) from None
+def _type_of(kind: type, table: Table, override: Override) -> Any:
+    hint: Any = kind
+    for depth, name in enumerate(override.path):
+        if (group := group_in(hint)) is not None:
+            if name not in fields_of(group):
+                raise ConfigError(_unknown(override, _names(kind, table)))
+            hint = fields_of(group)[name]
+        elif get_origin(hint) is dict:
+            hint = get_args(hint)[1]
+        elif hint is not Any:
+            raise ConfigError(f"{override.origin}: {'.'.join(override.path[:depth])} has no settings below it")
+    return hint
 
 
-def _unknown(config: Any, override: Override) -> str:
-    meant = did_you_mean(override.key, settings(config))
-    if override.origin.startswith("--"):
+def _value(hint: Any, override: Override, before: Any) -> Any:
+    is_group = group_in(hint) is not None
+    if is_group and override.value == {}:  # an empty table of TOML: the group with what it has
+        return before or {}
+    if is_group or get_origin(hint) is dict:
+        if not isinstance(override.value, dict):
+            raise ConfigError(f"{override.origin}: is a group of settings, set {override.key}.NAME")
+        return override.value
+    if hint is Any:
+        return parse_words(override.value, before) if override.words else override.value
+    return convert_value(hint, override.value, override.origin, words=override.words)
+
+
+def _unknown(override: Override, known: Iterable[str]) -> str:
+    meant = did_you_mean(override.key, known)
+    if override.words:
         meant = meant.replace("did you mean ", "did you mean --").replace("_", "-")
     return f"{override.origin}: there is no such setting{meant}"
 
 
-def _checked(config: Any, prefix: str = "") -> Any:
-    """The same dataclass built anew from the inside out, so that every `__post_init__` sees the final values, and each
-    value has the type of its field: a recipe is Python, which holds nobody to it."""
-    changes = {}
-    for name, hint in fields_of(config).items():
-        value = getattr(config, name)
-        if dataclasses.is_dataclass(value):
-            changes[name] = _checked(value, f"{prefix}{name}.")
-        elif not isinstance(value, dict):
-            try:
-                changes[name] = fitting(hint, value)
-            except WrongType as error:
-                raise ConfigError(f"{prefix}{name}: expected {error}, got {value!r}") from None
-    return dataclasses.replace(config, **changes)
+# --- TOML ------------------------------------------------------------------------------------------------------------
+
+
+def read_toml(file: Path) -> Table:
+    """The content of a TOML file; raises ConfigError where there is none."""
+    try:
+        return tomli.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: there is no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from None
+    except tomli.TOMLDecodeError as error:
+        raise ConfigError(f"{file}: is not valid TOML: {error}") from None
+
+
+def toml_overrides(table: Mapping[str, Any], file: Path) -> list[Override]:
+    """One override for every value in `table`, the content of `file`. An empty table is a value too: it empties a
+    dict."""
+
+    def walk(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[Override]:
+        for name, value in table.items():
+            here = (*path, name)
+            if isinstance(value, dict) and value:
+                yield from walk(value, here)
+            else:
+                origin = f"{file.name}: {'.'.join(here)}"
+                yield Override(path=here, value=value, origin=origin, base=file.resolve().parent)
+
+    return list(walk(table, ()))
+
+
+def to_toml(config: Any) -> str:
+    """The config as TOML that `--config` takes. A setting that is None is left out: TOML has no such value.
+
+    Raises:
+        ConfigError: naming a constructor argument that TOML has no word for.
+    """
+
+    def without_none(table: Table) -> Table:
+        return {
+            name: without_none(value) if isinstance(value, dict) else value
+            for name, value in table.items()
+            if value is not None
+        }
+
+    return tomli_w.dumps(without_none(_as_table(config)))
+
+
+# --- plain data ------------------------------------------------------------------------------------------------------
+
+
+def _as_table(config: Any, prefix: str = "") -> Table:
+    """A copy of the config as plain data. Raises ConfigError, see `_plain`."""
+    return {
+        name: _as_table(value, f"{prefix}{name}.") if dataclasses.is_dataclass(value) else _plain(value, prefix + name)
+        for name in fields_of(type(config))
+        for value in [getattr(config, name)]
+    }
+
+
+def _plain(value: Any, name: str, *, inside: bool = False) -> Any:
+    """A copy of a value of TOML, or None. A tuple becomes a list, and a path its name, as TOML would give them back: a
+    resumed run makes its task of the same values as the run before.
+
+    Args:
+        name: of the setting, for the error.
+        inside: it is in a table or a list, where TOML has no None.
+
+    Raises:
+        ConfigError: TOML has no word for it, or it is nan, which is never the value that it was before.
+    """
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _plain(each, f"{name}.{key}", inside=True) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each, f"{name}.{number}", inside=True) for number, each in enumerate(value)]
+    if isinstance(value, os.PathLike):
+        return str(os.fspath(value))
+    if isinstance(value, (bool, date, time)) or (value is None and not inside):
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind) and value == value:
+            return kind(value)
+    if isinstance(value, float):
+        raise ConfigError(f"{name}: expected a finite number or inf, got nan")
+    hint = "; leave it out" if value is None else ""
+    raise ConfigError(f"{name}: {value!r} is no text, number, true, false, date, list or table{hint}")

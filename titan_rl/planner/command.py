@@ -15,25 +15,25 @@ from titan_rl.errors import ConfigError
 from titan_rl.overrides import Command, Verb, apply
 from titan_rl.planner.scenario import EngineSpeed, Lengths, LogNormal, Recorded, Scenario, TrainerSpeed, Uniform
 from titan_rl.planner.simulation import Result, simulate
-from titan_rl.scheduling.config import Knobs
 
-HEADER = (
-    "trainer:generators",
-    "S",
-    "window",
-    "weights",
-    "tokens/s",
-    "s/step",
-    "÷ sync",
-    "÷ colocated",
-    "of bound",
-    "limited by",
-    "age mean",
-    "max (bound)",
-    "trained ÷ all lengths",
-    "trainer busy",
-    "generators busy",
-)
+COLUMNS = {
+    "trainer:generators": "{trainer_devices}:{generator_devices}",
+    "S": "{max_staleness}",
+    "window": "{window}",
+    "weights": "{weight_sync}",
+    "tokens/s": "{tokens_per_second:,.0f}",
+    "s/step": "{seconds_per_step:,.1f}",
+    "÷ sync": "{speedup_vs_sync:.2f}",
+    "÷ colocated": "{speedup_vs_colocated:.2f}",
+    "of bound": "{share_of_bound:.0%}",
+    "limited by": "{limited_by}",
+    "age mean": "{mean_age:.2f}",
+    "max (bound)": "{max_age} ({bound})",
+    "trained ÷ all lengths": "{trained_to_population_length:.3f}",
+    "trainer busy": "{trainer_busy:.0%}",
+    "generators busy": "{generators_busy:.0%}",
+}
+"""Of the table, and what each shows of a row."""
 LEGEND = (
     "÷ sync: against S = 0 on the same split. ÷ colocated: against S = 0 with every device in both roles, in turn.",
     "of bound: against a perfect schedule of the resource in `limited by`. age: staleness in steps at consumption.",
@@ -105,7 +105,7 @@ def _act(command: Command, prog: str) -> int:
     rows = plan(config_of(command))
     print(table(rows))
     if "--json" in command.flags:
-        print(json.dumps({"plans": [row.to_plain() for row in rows]}))
+        print(json.dumps({"plans": rows}))
     return 0
 
 
@@ -128,15 +128,15 @@ examples:
 )
 
 
-def plan(config: PlanConfig) -> list[Planned]:
-    """One row per combination.
+def plan(config: PlanConfig) -> list[dict[str, Any]]:
+    """One row per combination, as plain data.
 
     Raises:
         ConfigError: values that are wrong or do not fit together.
     """
     lengths = read_lengths(config.lengths, config.seed)
     colocated = simulate(_scenario(config, lengths, config.devices, config.devices))
-    rows: list[Planned] = []
+    rows: list[dict[str, Any]] = []
     for trainers in config.trainer_devices:
         generators = config.devices - trainers
         scenario = _scenario(config, lengths, trainers, generators)
@@ -149,15 +149,8 @@ def plan(config: PlanConfig) -> list[Planned]:
                 weight_sync=sync,
                 max_syncing=config.max_syncing,
             )
-            rows.append(
-                Planned(
-                    trainer_devices=trainers,
-                    generator_devices=generators,
-                    result=simulate(asynchronous),
-                    synchronous=synchronous,
-                    colocated=colocated,
-                )
-            )
+            devices = {"trainer_devices": trainers, "generator_devices": generators}
+            rows.append(devices | _row(simulate(asynchronous), synchronous, colocated))
     return rows
 
 
@@ -197,86 +190,35 @@ def _scenario(config: PlanConfig, lengths: Lengths, trainers: int, generator_dev
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """One row: a simulated run and the runs that it is compared with."""
-
-    trainer_devices: int
-    generator_devices: int
-    result: Result
-    synchronous: Result
-    colocated: Result
-
-    @property
-    def vs_sync(self) -> float:
-        return self.result.tokens_per_second / self.synchronous.tokens_per_second
-
-    @property
-    def vs_colocated(self) -> float:
-        return self.result.tokens_per_second / self.colocated.tokens_per_second
-
-    def cells(self) -> tuple[str, ...]:
-        result, scenario = self.result, self.result.scenario
-        bound = knobs_of(result).bound
-        return (
-            f"{self.trainer_devices}:{self.generator_devices}",
-            str(scenario.max_staleness),
-            str(scenario.window),
-            scenario.weight_sync,
-            _short(result.tokens_per_second),
-            _short(result.seconds / result.steps),
-            f"{self.vs_sync:.2f}",
-            f"{self.vs_colocated:.2f}",
-            f"{result.share_of_bound:.0%}",
-            result.busiest.value,
-            f"{result.mean_age:.2f}",
-            f"{max(result.ages, default=0)} ({bound})",
-            f"{result.trained_length / result.population_length:.3f}",
-            f"{result.trainer_busy:.0%}",
-            f"{result.generators_busy:.0%}",
-        )
-
-    def to_plain(self) -> dict[str, Any]:
-        """Plain data (JSON)."""
-        result, scenario = self.result, self.result.scenario
-        return {
-            "trainer_devices": self.trainer_devices,
-            "generator_devices": self.generator_devices,
-            "generators": scenario.generators,
-            "max_staleness": scenario.max_staleness,
-            "window": scenario.window,
-            "weight_sync": scenario.weight_sync,
-            "tokens_per_second": result.tokens_per_second,
-            "seconds_per_step": result.seconds / result.steps,
-            "speedup_vs_sync": self.vs_sync,
-            "speedup_vs_colocated": self.vs_colocated,
-            "share_of_bound": result.share_of_bound,
-            "limited_by": result.busiest.value,
-            "ages": {str(age): count for age, count in result.ages.items()},
-            "mean_age": result.mean_age,
-            "bound": knobs_of(result).bound,
-            "trained_to_population_length": result.trained_length / result.population_length,
-            "trainer_busy": result.trainer_busy,
-            "generators_busy": result.generators_busy,
-        }
-
-
-def knobs_of(result: Result) -> Knobs:
+def _row(result: Result, synchronous: Result, colocated: Result) -> dict[str, Any]:
     scenario = result.scenario
-    return Knobs(groups_per_step=scenario.groups_per_step, max_staleness=scenario.max_staleness, window=scenario.window)
+    return {
+        "generators": scenario.generators,
+        "max_staleness": scenario.max_staleness,
+        "window": scenario.window,
+        "weight_sync": scenario.weight_sync,
+        "limits": scenario.limits.describe(),
+        "tokens_per_second": result.tokens_per_second,
+        "seconds_per_step": result.seconds / result.steps,
+        "speedup_vs_sync": result.tokens_per_second / synchronous.tokens_per_second,
+        "speedup_vs_colocated": result.tokens_per_second / colocated.tokens_per_second,
+        "share_of_bound": result.share_of_bound,
+        "limited_by": result.busiest.value,
+        "ages": {str(age): count for age, count in result.ages.items()},
+        "mean_age": result.mean_age,
+        "max_age": max(result.ages, default=0),
+        "bound": scenario.limits.bound,
+        "trained_to_population_length": result.trained_length / result.population_length,
+        "trainer_busy": result.trainer_busy,
+        "generators_busy": result.generators_busy,
+    }
 
 
-def table(rows: Sequence[Planned]) -> str:
+def table(rows: Sequence[dict[str, Any]]) -> str:
     """All rows, a legend, and the fastest row with what its settings imply."""
-    cells = [HEADER, *(row.cells() for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(HEADER))]
-    lines = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in cells]
-    best = max(rows, key=lambda row: row.result.tokens_per_second)
-    fastest = f"fastest: {best.trainer_devices}:{best.generator_devices}, {best.result.scenario.weight_sync}, "
-    return "\n".join(
-        [lines[0], "-" * len(lines[0]), *lines[1:], "", *LEGEND, fastest + knobs_of(best.result).describe()]
-    )
-
-
-def _short(number: float) -> str:
-    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
+    cells = [[*COLUMNS], *([text.format(**row) for text in COLUMNS.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(map(str.rjust, line, widths)) for line in cells]
+    best = max(rows, key=lambda row: row["tokens_per_second"])
+    fastest = "fastest: {trainer_devices}:{generator_devices}, {weight_sync}, {limits}".format(**best)
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], "", *LEGEND, fastest])

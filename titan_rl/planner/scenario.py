@@ -23,22 +23,19 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
 from titan_rl.errors import ConfigError
+from titan_rl.scheduling.config import StalenessLimits
 from titan_rl.types import PolicyVersion
 
-
-class Lengths(Protocol):
-    """Tokens of the completions of a group."""
-
-    def __call__(self, group_id: int, samples: int) -> list[int]:
-        """One length of at least 1 for each sample."""
-        ...
+Lengths = Callable[[int, int], list[int]]
+"""Tokens of the completions of a group, by its id and their number: each at least 1."""
 
 
 class Uniform:
@@ -177,6 +174,12 @@ class Scenario:
     """From a group's last token to its samples being ready: environment, reward, transfer."""
     steps: int = 100
     """Optimizer steps of the run."""
+
+    @property
+    def limits(self) -> StalenessLimits:
+        return StalenessLimits(
+            groups_per_step=self.groups_per_step, max_staleness=self.max_staleness, window=self.window
+        )
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "generators", "groups_per_step", "samples_per_group", "steps")

@@ -2,10 +2,10 @@
 
     admit ─▶ submit ─▶ dispatcher ─▶ engines ─▶ finish ─▶ take ─▶ train ─▶ publish ─▶ gate ─▶ engines pull ─▶ admit …
 
-`GroupBuffer`, `Dispatcher`, the routing strategies and `Fleet` are those of a real run. Only what computes is replaced.
-Messages, routing and bookkeeping take no time here. Two orders differ from the controller's: the run is taken from a
-longer one, so groups are admitted beyond its last step, and the next version is published while generators still change
-to the previous one.
+`GroupBuffer`, `Dispatcher`, the routing strategies, `Fleet` and `VersionPlan` are those of a real run. Only what
+computes is replaced. Messages, routing and bookkeeping take no time here. Two orders differ from the controller's: the
+run is taken from a longer one, so groups are admitted beyond its last step, and the next version is published while
+generators still change to the previous one.
 
 Memory holds what is in flight, not what has passed, and there is no event per token. No schedule is faster than its
 busiest resource. A run that trains given groups in T seconds needs three of them:
@@ -26,7 +26,7 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
@@ -34,8 +34,9 @@ import numpy as np
 from titan_rl.planner.scenario import PlannedEngine, Scenario, Sequence
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Assignment, Dispatcher
-from titan_rl.routing.fleet import Fleet
+from titan_rl.routing.health import Fleet, Phase
 from titan_rl.routing.strategies import build_strategy
+from titan_rl.routing.version_plan import VersionPlan
 from titan_rl.scheduling.group import Group
 from titan_rl.scheduling.group_buffer import INITIAL_VERSION, GroupBuffer
 from titan_rl.types import GenerationRequest, PolicyVersion, SamplingParams
@@ -72,7 +73,7 @@ class Work:
 
 def seconds_needed(scenario: Scenario, work: Work) -> dict[Resource, float]:
     """Least seconds by resource for this work; the largest is the bound."""
-    slots = (scenario.max_staleness + 1) * scenario.groups_per_step
+    slots = scenario.limits.slots
     in_flight = slots * scenario.samples_per_group / scenario.generators
     engine = scenario.engine
     decode = work.sampled_tokens / engine.tokens_per_second(in_flight)
@@ -106,7 +107,6 @@ class Result:
     """Share of the time."""
     generators_busy: float
     """Share of the time that a generator decodes or prefills, on average."""
-    events: int
 
     @property
     def tokens_per_second(self) -> float:
@@ -143,24 +143,14 @@ class _Playing:
     oldest: PolicyVersion | None = None
 
 
-@dataclass(slots=True)
-class _Totals:
-    work: Work = field(default_factory=Work)
-    ages: Counter[int] = field(default_factory=Counter)
-    population_tokens: int = 0
-    population: int = 0
-    events: int = 0
-
-
 class _Simulation:
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
-        self._buffer = GroupBuffer(
-            groups_per_step=scenario.groups_per_step, max_staleness=scenario.max_staleness, window=scenario.window
-        )
+        self._buffer = GroupBuffer(scenario.limits)
         strategy = build_strategy(RouterConfig(strategy=scenario.strategy))
         self._dispatcher = Dispatcher(strategy)
-        self._fleet = Fleet(strategy, mode=scenario.weight_sync, max_syncing=scenario.max_syncing)
+        self._fleet = Fleet(strategy)
+        self._plan = VersionPlan(self._fleet, mode=scenario.weight_sync, max_syncing=scenario.max_syncing)
         self._engines = {
             f"generator{index}": PlannedEngine(scenario.engine, INITIAL_VERSION) for index in range(scenario.generators)
         }
@@ -176,15 +166,16 @@ class _Simulation:
         self._now = 0.0
         self._training = False
         self._publishing = False
-        self._totals = _Totals()
+        self._work = Work()
+        self._ages: Counter[int] = Counter()
+        self._asked = self._asked_tokens = 0  # completions, and their tokens
 
     def run(self) -> Result:
         for name in self._engines:
-            self._fleet.joined(name)
-        self._fleet.ask(INITIAL_VERSION)
-        for name in self._fleet.startable(self._dispatcher.load):
-            self._fleet.pulling(name)
-            self._fleet.verified(name, INITIAL_VERSION)
+            self._fleet.join(name)
+        self._plan.want([INITIAL_VERSION])
+        for name in self._plan.begin(self._dispatcher):
+            self._plan.verified(name, INITIAL_VERSION)
         self._admit()
         while self._buffer.trainer_version.step < self._scenario.steps:
             self._now, _, name, action = heapq.heappop(self._events)
@@ -209,8 +200,8 @@ class _Simulation:
     def _requests(self, group: Group) -> list[GenerationRequest]:
         lengths = self._scenario.lengths(group.group_id, self._scenario.samples_per_group)
         self._playing[group.group_id] = _Playing(len(lengths), sum(lengths), max(lengths))
-        self._totals.population_tokens += sum(lengths)
-        self._totals.population += len(lengths)
+        self._asked += len(lengths)
+        self._asked_tokens += sum(lengths)
         requests = []
         for sample, length in enumerate(lengths):
             request_id = f"{group.group_id}.{sample}"
@@ -246,7 +237,6 @@ class _Simulation:
             heapq.heappush(self._events, (due, next(self._order), name, None))
 
     def _boundary(self, name: str) -> None:
-        self._totals.events += 1
         engine = self._engines[name]
         finished, loaded = engine.boundary()
         self._schedule(name)
@@ -298,8 +288,8 @@ class _Simulation:
     def _trained(self, work: Work) -> None:
         self._training = False
         version = PolicyVersion(0, self._buffer.trainer_version.step + 1)
-        self._totals.ages.update(self._buffer.trained(version).ages)
-        self._totals.work += work
+        self._ages.update(self._buffer.trained(version).ages)
+        self._work += work
         if not self._publishing:
             self._publish(version)
         self._train()
@@ -310,7 +300,7 @@ class _Simulation:
 
     def _published(self, version: PolicyVersion) -> None:
         self._publishing = False
-        self._fleet.ask(version)
+        self._plan.want([version])
         self._behind = len(self._engines)
         self._sync()
         if self._buffer.trainer_version > version:
@@ -320,42 +310,41 @@ class _Simulation:
     # Weights.
 
     def _sync(self) -> None:
-        for name in self._fleet.startable(self._dispatcher.load):
-            if self._fleet.must_drain(name) and self._dispatcher.in_flight(name):
+        for name in self._plan.begin(self._dispatcher):
+            if self._fleet[name].phase is Phase.DRAINING and self._dispatcher.in_flight(name):
                 self._draining.add(name)
             else:
                 self._pull(name)
 
     def _pull(self, name: str) -> None:
-        self._engines[name].pull(self._fleet.pulling(name), self._now)
+        self._engines[name].pull(self._plan.pulling(name), self._now)
         self._schedule(name)
 
     def _verified(self, name: str, version: PolicyVersion) -> None:
-        self._fleet.verified(name, version)
-        target = self._fleet.target
+        self._plan.verified(name, version)
+        newest = self._plan.wanted[-1]
         if self._dispatcher.waiting:
             self._send(self._dispatcher.reconsider(self._now))
-        if version != target or self._scenario.max_syncing:
+        if version != newest or self._scenario.max_syncing:
             self._sync()  # this one again, or the next in line
-        if version == target:
+        if version == newest:
             self._behind -= 1
             if not self._behind:  # not before: the first that has the version would get all requests that wait for it
                 self._buffer.published(version)
                 self._admit()
 
     def _result(self) -> Result:
-        totals, scenario = self._totals, self._scenario
+        scenario, work = self._scenario, self._work
         samples = scenario.steps * scenario.groups_per_step * scenario.samples_per_group
         return Result(
             scenario=scenario,
             seconds=self._now,
             steps=scenario.steps,
-            trained_tokens=totals.work.sampled_tokens,
-            needed=seconds_needed(scenario, totals.work),
-            ages=dict(sorted(totals.ages.items())),
-            trained_length=totals.work.sampled_tokens / samples,
-            population_length=totals.population_tokens / totals.population,
-            trainer_busy=totals.work.train_seconds / self._now,
+            trained_tokens=work.sampled_tokens,
+            needed=seconds_needed(scenario, work),
+            ages=dict(sorted(self._ages.items())),
+            trained_length=work.sampled_tokens / samples,
+            population_length=self._asked_tokens / self._asked,
+            trainer_busy=work.train_seconds / self._now,
             generators_busy=sum(e.busy_seconds for e in self._engines.values()) / self._now / len(self._engines),
-            events=totals.events,
         )

@@ -1,10 +1,11 @@
-"""Configs of the policy and its trainer. Standard library only; `policy/` turns them into torchtitan's."""
+"""Configs of the policy and its trainer. `policy/` turns them into torchtitan's."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from titan_rl.bounds import Count, CountOrZero, NotNegative, Positive, Seed, Share
 from titan_rl.errors import ConfigError
 
 
@@ -19,17 +20,17 @@ class TinyPolicyConfig:
     """One token per character, after `<pad>` (0) and `<eos>` (1). Tokenizer "chat" does not read it."""
     special_tokens: tuple[str, ...] = ()
     """Further single tokens of several characters, such as `<tool>`."""
-    dim: int = 64
-    layers: int = 2
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
+    dim: Count = 64
+    layers: Count = 2
+    heads: Count = 4
+    kv_heads: Count = 2
+    head_dim: Count = 32
     """The CPU attention of vLLM has kernels for 32, 64, 80, 96, 112, 128, 160, 192, 224 and 256, not for 16."""
-    ffn: int = 192
-    max_length: int = 64
+    ffn: Count = 192
+    max_length: Count = 64
     """Positions the policy has, prompt and completion together."""
     tied_embeddings: bool = True
-    seed: int | None = None
+    seed: Seed | None = None
     """Seed of the initial weights, N(0, 0.02); None: the run's seed."""
 
 
@@ -51,23 +52,17 @@ class PolicyConfig:
 class OptimizerConfig:
     """AdamW and its learning-rate schedule (torchtitan's)."""
 
-    lr: float = 1e-6
+    lr: Positive = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.0
+    max_grad_norm: NotNegative = 1.0
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
-    warmup_steps: int = 0
+    warmup_steps: CountOrZero = 0
     """Steps over which lr rises linearly from near 0."""
-    decay_ratio: float = 0.0
+    decay_ratio: Share = 0.0
     """Share of the run's steps, at its end, over which lr falls linearly to `min_lr_factor`; 0: constant."""
-    min_lr_factor: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.lr <= 0:
-            raise ConfigError(f"trainer.optimizer.lr must be positive, got {self.lr}")
-        if self.max_grad_norm < 0:
-            raise ConfigError(f"trainer.optimizer.max_grad_norm must be >= 0, got {self.max_grad_norm}")
+    min_lr_factor: Share = 0.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,15 +79,11 @@ class LossConfig:
 class KLConfig:
     """A term of the loss that keeps the policy near a frozen copy of itself, as it was before the first RL step."""
 
-    coefficient: float = 0.0
+    coefficient: NotNegative = 0.0
     """Weight of the KL estimate per trained token. 0: no reference model exists, and none is paid for; above 0 every
     step runs a second forward pass, and every trainer rank holds its shards twice."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """See `titan_rl.policy.losses`. k3 is GRPO's; k1 and k2 have the KL's own gradient."""
-
-    def __post_init__(self) -> None:
-        if self.coefficient < 0:
-            raise ConfigError(f"trainer.kl.coefficient must be >= 0, got {self.coefficient}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -100,63 +91,50 @@ class LogprobAlarmConfig:
     """What to do when trainer and generators disagree about the tokens that this very version sampled, where their
     logprobs should be equal. Looked at in every step, before the weights change."""
 
-    mean: float = 0.05
+    mean: NotNegative = 0.05
     """Nats. A larger mean absolute difference is warned about, and reported as `logprob_alarm`. float32 engines stay
     below 1e-6, bfloat16 ones near 0.01; 0 turns it off."""
-    outside_share: float = 0.1
+    outside_share: NotNegative = 0.1
     """The same for the share of tokens whose probability ratio is outside [0.9, 1.1]; 0 turns it off."""
-    stop_mean: float = 0.0
+    stop_mean: NotNegative = 0.0
     """Nats. A larger mean absolute difference ends the run, the weights as they were; 0: never."""
-
-    def __post_init__(self) -> None:
-        for name in ("mean", "outside_share", "stop_mean"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"trainer.logprob_alarm.{name} must be 0 (off) or more, got {getattr(self, name)}")
 
 
 @dataclass(kw_only=True, slots=True)
 class WarmupConfig:
     """Supervised steps on the environment's demonstrations, before the first RL step. They are no policy versions."""
 
-    steps: int = 0
+    steps: CountOrZero = 0
     """0: none."""
-    batch: int = 128
+    batch: Count = 128
     """Demonstrations of a step; demonstration number i is used once, in step i // batch."""
-    lr: float = 3e-3
+    lr: Positive = 3e-3
     """Of AdamW, at its peak. The optimizer's state is thrown away when RL begins."""
     lr_warmup_steps: int = 20
     """Steps over which lr rises linearly; after them it falls linearly to `min_lr_factor` at the last step."""
-    min_lr_factor: float = 0.1
+    min_lr_factor: Share = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
-    max_grad_norm: float = 1.0
+    max_grad_norm: NotNegative = 1.0
     """Gradients are scaled down to this global norm; 0 turns clipping off."""
 
     def __post_init__(self) -> None:
-        if self.steps < 0:
-            raise ConfigError(f"trainer.warmup.steps must be 0 (none) or more, got {self.steps}")
-        if self.batch < 1:
-            raise ConfigError(f"trainer.warmup.batch must be at least 1, got {self.batch}")
-        if self.lr <= 0:
-            raise ConfigError(f"trainer.warmup.lr must be positive, got {self.lr}")
         if self.steps and not 0 <= self.lr_warmup_steps <= self.steps:
             raise ConfigError(
                 f"trainer.warmup.lr_warmup_steps ({self.lr_warmup_steps}) must be between 0 and trainer.warmup.steps "
                 f"({self.steps})"
             )
-        if not 0 <= self.min_lr_factor <= 1:
-            raise ConfigError(f"trainer.warmup.min_lr_factor must be in 0..1, got {self.min_lr_factor}")
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
     """The trainer mesh: `data_parallel * tensor_parallel` ranks."""
 
-    data_parallel: int = 1
+    data_parallel: Count = 1
     """FSDP2 shards. A single rank that computes in float32 has no use for FSDP, and runs without it."""
-    tensor_parallel: int = 1
+    tensor_parallel: Count = 1
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype (FSDP mixed precision); master weights and optimizer state are always float32."""
-    max_tokens_per_microbatch: int = 4096
+    max_tokens_per_microbatch: Count = 4096
     """Token budget of one packed micro-batch of one rank; bounds activation memory. No sample may be longer."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
@@ -174,8 +152,3 @@ class TrainerConfig:
     @property
     def ranks(self) -> int:
         return self.data_parallel * self.tensor_parallel
-
-    def __post_init__(self) -> None:
-        for name in ("data_parallel", "tensor_parallel", "max_tokens_per_microbatch"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"trainer.{name} must be at least 1, got {getattr(self, name)}")

@@ -23,7 +23,7 @@ class PolicyOptimizer:
         self._parameters = list(module.parameters())
         self._max_norm = config.max_grad_norm or math.inf
         self._total_steps = total_steps
-        self._live: list[Tensor] = []
+        self._local_tensors: list[Tensor] = []
         self._optimizers = default_adamw(
             lr=config.lr, betas=tuple(config.betas), eps=config.eps, weight_decay=config.weight_decay
         ).build(model_parts=[module])
@@ -45,28 +45,28 @@ class PolicyOptimizer:
             self._schedulers.step()
         return lr
 
-    def moments(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The optimizer's state by the names of the parameters; the live one, made if there was none."""
         return self._optimizers.state_dict()
 
-    def go_on(self, moments: dict[str, Any], step: int) -> None:
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         """Take over the state of an optimizer that has done so many steps; the rate is the schedule's."""
-        self._optimizers.load_state_dict(moments)
-        self._live = []
-        self.go_on_at(step)
+        self._optimizers.load_state_dict(state)
+        self._local_tensors = []
+        self.set_step(step)
 
-    def live(self) -> list[Tensor]:
+    def local_tensors(self) -> list[Tensor]:
         """This rank's part of the state, always in one order: the live tensors, made if there were none."""
-        if self._live:
-            return self._live
+        if self._local_tensors:
+            return self._local_tensors
         if not (states := self._states()):
-            self.moments()  # makes them by an empty step, which AdamW counts
+            self.state_dict()  # makes them by an empty step, which AdamW counts
             states = self._states()
             for state in states:
                 state["step"].zero_()
         tensors = (state[name] for state in states for name in sorted(state))
-        self._live = [local_part(tensor) for tensor in tensors]
-        return self._live
+        self._local_tensors = [local_part(tensor) for tensor in tensors]
+        return self._local_tensors
 
     def _states(self) -> list[dict[str, Tensor]]:
         """Of each parameter, once there are any."""
@@ -78,7 +78,7 @@ class PolicyOptimizer:
             for parameter in group["params"]
         ]
 
-    def go_on_at(self, step: int) -> None:
+    def set_step(self, step: int) -> None:
         """Set the schedule to where it is after so many steps."""
         self._schedulers.load_state_dict({"last_epoch": min(step, self._total_steps - 1)})
         for scheduler in self._schedulers.schedulers:  # the stored rate is of a schedule that may have been shorter

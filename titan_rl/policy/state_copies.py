@@ -25,6 +25,7 @@ from torch import Tensor
 
 from titan_rl.errors import CheckpointError, StorageError
 from titan_rl.types import PolicyVersion
+from titan_rl.weights.ranks import Ranks
 from titan_rl.weights.segment_files import DIRECTORY, create_segment, free_bytes, map_segment, segment_path
 
 LARGEST_SHARE = 0.5
@@ -87,10 +88,8 @@ class StateCopies:
         """
         parts = [(version.step % 2, version, state), (_REFERENCE, PolicyVersion(version.incarnation, 0), reference)]
         parts = [part for part in parts if part[2]]
-        reasons = [next(filter(None, (self._why_not(*part) for part in parts)), "")]
-        if self._ranks > 1:
-            mine, reasons = reasons[0], [""] * self._ranks
-            dist.all_gather_object(reasons, mine)
+        reason = next(filter(None, (self._why_unusable(*part) for part in parts)), "")
+        reasons = Ranks(dist.group.WORLD).gather(reason)
         if any(reasons):
             raise CheckpointError("; ".join(f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why))
         for slot, _, tensors in parts:
@@ -143,7 +142,7 @@ class StateCopies:
         laid = self._laid.get(slot, ((),))[0]
         return len(laid) == len(tensors) and all(map(operator.is_, laid, tensors))
 
-    def _why_not(self, slot: int, version: PolicyVersion, tensors: Sequence[Tensor]) -> str:
+    def _why_unusable(self, slot: int, version: PolicyVersion, tensors: Sequence[Tensor]) -> str:
         path = self._paths[slot]
         if not self._is_mapped(slot, _nbytes(tensors)):
             return f"there is no copy at {path}"

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -35,6 +34,7 @@ from torch import Tensor
 
 from titan_rl.errors import TrainingError
 from titan_rl.policy.config import LogprobAlarmConfig
+from titan_rl.weights.ranks import Ranks
 
 _SUMS = (
     "tokens",
@@ -73,16 +73,20 @@ class StepMetrics:
             counted: False on ranks that repeat another's tokens (tensor parallelism); they add nothing to sums.
             reference: whether there is a reference policy.
         """
+        self._ranks = Ranks(dist.group.WORLD)
         self._declared = declared
         self._counted = counted
         self._reference = reference
         self._means = [name for name, kind in declared.items() if kind == "mean"]
-        self._tops = [name for name, kind in declared.items() if kind == "max"]
-        self._sums: Tensor | None = None  # [sums then means] float64
-        self._maxima: Tensor | None = None  # [maxima then tops] float64
-        self._totals: list[float] = []
+        self._summed = [*_SUMS, *self._means]
+        self._largest = [*_MAXIMA, *(name for name, kind in declared.items() if kind == "max")]
+        self._sums: Tensor | None = None  # float64, of what `_summed` names
+        self._maxima: Tensor | None = None  # float64, of what `_largest` names
+        self._totals: dict[str, float] = {}
         self._own_loss = 0.0
         self._gradient_finite = True
+        self.finite = True
+        """Whether loss and gradient are finite on all ranks; after `reduce_sums`."""
 
     def add(
         self,
@@ -114,57 +118,44 @@ class StepMetrics:
         low, high = RATIO_BAND
         difference = torch.where(on_policy, log_ratio.abs(), 0.0)
         away = log_ratio.new_zeros(1) if reference_log_ratio is None else reference_log_ratio.double()
-        own = {
+        values = {
+            **{name: value.detach().double() for name, value in loss_metrics.items()},
             "tokens": torch.full_like(weight, 1.0).sum(),
-            "loss": loss,
-            "entropy": entropies.sum(),
+            "loss": loss.double(),
+            "entropy": entropies.sum().double(),
             "kl_k1": -log_ratio.sum(),
             "kl_k3": (weight - 1 - log_ratio).sum(),
             "weight": weight.sum(),
             "weight_square": weight.square().sum(),
             "reference_kl_k1": away.sum(),
             "reference_kl_k3": (away.clamp(min=-_LARGEST_LOG_WEIGHT).neg().exp() - 1 + away).sum(),
-            "on_policy_tokens": on_policy.sum(),
+            "on_policy_tokens": on_policy.sum().double(),
             "logprob_difference": difference.sum(),
-            "logprob_outside": (on_policy & ((weight < low) | (weight > high))).sum(),
+            "logprob_outside": (on_policy & ((weight < low) | (weight > high))).sum().double(),
+            "weight_max": weight.max(),
+            "logprob_difference_max": difference.max(),
         }
-        tops = {"weight_max": weight.max(), "logprob_difference_max": difference.max()}
-        sums = torch.stack(
-            [
-                *(own[name].double() for name in _SUMS),
-                *(loss_metrics[name].detach().double() for name in self._means),
-            ]
-        )
-        maxima = torch.stack(
-            [
-                *(tops[name] for name in _MAXIMA),
-                *(loss_metrics[name].detach().double() for name in self._tops),
-            ]
-        )
+        sums = torch.stack([values[name] for name in self._summed])
+        maxima = torch.stack([values[name] for name in self._largest])
         self._sums = sums if self._sums is None else self._sums + sums
         self._maxima = maxima if self._maxima is None else torch.maximum(self._maxima, maxima)
 
     def reduce_sums(self, *, gradient_finite: bool) -> None:
-        """Collective. Afterwards `finite` is the same on every rank."""
-        size = len(_SUMS) + len(self._means)
-        own = torch.zeros(size, dtype=torch.float64) if self._sums is None else self._sums.cpu()
-        self._own_loss = float(own[_SUMS.index("loss")])
+        """Collective. Afterwards `finite` and the sums are the same on every rank."""
+        own = torch.zeros(len(self._summed), dtype=torch.float64) if self._sums is None else self._sums.cpu()
+        self._own_loss = float(own[self._summed.index("loss")])
         self._gradient_finite = gradient_finite
         failed = torch.tensor([not math.isfinite(self._own_loss), not gradient_finite], dtype=torch.float64)
         totals = torch.cat([failed, own if self._counted else torch.zeros_like(own)])
-        if dist.get_world_size() > 1:
-            dist.all_reduce(totals)
-        self._totals = totals.tolist()
-
-    @property
-    def finite(self) -> bool:
-        return self._totals[0] == 0 and self._totals[1] == 0
+        self._ranks.add(totals)
+        losses, gradients, *sums = totals.tolist()
+        self.finite = losses == gradients == 0
+        self._totals = dict(zip(self._summed, sums, strict=True))
 
     @property
     def engine_difference(self) -> tuple[float, float]:
         """Mean |logprob difference| and share outside `RATIO_BAND` over on-policy tokens; 0 where there are none."""
-        total = dict(zip(_SUMS, self._totals[2:], strict=False))
-        count = total["on_policy_tokens"]
+        total, count = self._totals, self._totals["on_policy_tokens"]
         return (total["logprob_difference"] / count, total["logprob_outside"] / count) if count else (0.0, 0.0)
 
     def describe_failure(self, grad_norm: float) -> str:
@@ -174,23 +165,21 @@ class StepMetrics:
             own.append(f"loss is {self._own_loss}")
         if not self._gradient_finite:
             own.append(f"gradient norm is {grad_norm}")
-        everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, own)
+        everyone = self._ranks.gather(own)
         # The gradient is a sum over ranks, so all see it spoilt; the loss tells whose samples did it.
-        blamed = {rank: said for rank, said in enumerate(everyone) if any(text.startswith("loss") for text in said)}
-        found = blamed or {rank: said for rank, said in enumerate(everyone) if said}
-        return "; ".join(f"rank {rank}: {', '.join(said)}" for rank, said in found.items())
+        blamed = {rank: texts for rank, texts in enumerate(everyone) if any(text.startswith("loss") for text in texts)}
+        found = blamed or {rank: texts for rank, texts in enumerate(everyone) if texts}
+        return "; ".join(f"rank {rank}: {', '.join(texts)}" for rank, texts in found.items())
 
     def report(self, *, seconds: float) -> dict[str, float]:
         """Collective. Means per trained token of the step, maxima over all ranks, and the slowest rank's time."""
-        empty = torch.full((len(_MAXIMA) + len(self._tops),), -math.inf, dtype=torch.float64)
+        empty = torch.full((len(self._largest),), -math.inf, dtype=torch.float64)
         own = empty if self._maxima is None else self._maxima.cpu()
         maxima = torch.cat([torch.tensor([seconds], dtype=torch.float64), own])
-        if dist.get_world_size() > 1:
-            dist.all_reduce(maxima, dist.ReduceOp.MAX)
-        slowest, *tops = maxima.tolist()
-        top = dict(zip([*_MAXIMA, *self._tops], tops, strict=True))
-        total = dict(zip([*_SUMS, *self._means], self._totals[2:], strict=True))
+        self._ranks.maximum(maxima)
+        slowest, *largest = maxima.tolist()
+        top = dict(zip(self._largest, largest, strict=True))
+        total = self._totals
         tokens = total["tokens"]
         difference_mean, outside_share = self.engine_difference
         return {
@@ -205,23 +194,16 @@ class StepMetrics:
             "logprob_difference_max": top["logprob_difference_max"],
             "logprob_outside_share": outside_share,
             **{name: total[name] / tokens for name in self._means},
-            **{name: top[name] for name in self._tops},
+            **{name: top[name] for name in self._largest if name not in _MAXIMA},
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """`warning` is empty where all is well; `fatal` ends the run."""
+def logprob_alarm(config: LogprobAlarmConfig, mean: float, outside_share: float) -> tuple[str, bool]:
+    """The warning about trainer and engine that disagree about one step's on-policy tokens, empty where all is well,
+    and whether it ends the run.
 
-    warning: str = ""
-    fatal: bool = False
-
-
-def judge(config: LogprobAlarmConfig, *, mean: float, outside_share: float) -> Verdict:
-    """Whether trainer and engine disagree too much about one step's on-policy tokens.
-
-    Every rank sees the same reduced numbers, so every rank comes to the same verdict. NaN is the worst
-    disagreement, also where a limit is off.
+    Every rank sees the same reduced numbers, so all come to the same result. NaN is the worst disagreement, also where
+    a limit is off.
 
     Args:
         mean: of |logprob of the trainer - logprob of the engine|, nats.
@@ -239,7 +221,7 @@ def judge(config: LogprobAlarmConfig, *, mean: float, outside_share: float) -> V
     if fatal and not found:
         found.append(f"their mean logprob difference is {mean:.3g} nats")
     if not found:
-        return Verdict()
+        return "", False
     limit = f"; trainer.logprob_alarm.stop_mean is {config.stop_mean:g}" if fatal and config.stop_mean else ""
-    sentence = f"trainer and generators disagree about tokens that this very version sampled: {'; '.join(found)}{limit}"
-    return Verdict(sentence, fatal)
+    warning = f"trainer and generators disagree about tokens that this very version sampled: {'; '.join(found)}{limit}"
+    return warning, fatal

@@ -150,25 +150,26 @@ def read_state(state: dict[str, Any], directory: Path) -> None:
         raise CheckpointError(f"{directory} cannot be read: {_cause(error)}") from error
 
 
-def read_weights(directory: Path) -> dict[str, Tensor]:
-    """The whole weights of a state by Hugging Face name, float32; in a process without torch.distributed.
+def read_tensors(directory: Path, part: str) -> dict[str, Tensor]:
+    """The whole tensors of a part of a state ("": of all parts) by their own names, in a process without
+    torch.distributed; weights are float32.
 
     Raises:
         CheckpointError: `directory` holds no state.
     """
     try:
         stored = _Reader(directory).read_metadata().state_dict_metadata
-        weights = {
+        tensors = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
             for name, entry in stored.items()
-            if name.startswith(WEIGHTS) and isinstance(entry, TensorStorageMetadata)
+            if name.startswith(part) and isinstance(entry, TensorStorageMetadata)
         }
     except _ANY_ERROR as error:
         raise CheckpointError(f"{directory} cannot be read: {_cause(error)}") from error
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
-        read_state(weights, directory)
-    return part_of(weights, WEIGHTS)
+        read_state(tensors, directory)
+    return part_of(tensors, part)
 
 
 def _cause(error: BaseException) -> str:

@@ -1,7 +1,7 @@
-"""Everything one trainer rank does, without actors: `warm_up_step`, `train_step`, `logprobs`, its shards, saving.
+"""Everything one trainer rank does, without actors: `warm_up_step`, `train_step`, its shards, saving.
 
 Every public method is collective: all ranks call the same methods in the same order with the same batch, or with their
-shares of it. They return the same on every rank, except `logprobs` and `local_shards`, which return this rank's share.
+shares of it. They return the same on every rank, except `local_shards`, which returns this rank's.
 If the batch holds references, a rank fetches only its own samples: those of the next micro-batch while it computes the
 current one.
 
@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,20 +30,22 @@ from torch.distributed.tensor import DTensor
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SampleSource, SharedMemorySource
 from titan_rl.errors import ConfigError, StorageError, TrainingError
-from titan_rl.observability.timeline import timeline
+from titan_rl.metrics.timeline import timeline
 from titan_rl.policy.config import TrainerConfig
-from titan_rl.policy.kept_tokens import KeptTokens
 from titan_rl.policy.losses import PolicyLoss, TrainedTokens, build_loss, kl_penalty
-from titan_rl.policy.microbatch import MicroBatch, RankSamples, pack
+from titan_rl.policy.microbatch import MicroBatch, pack
 from titan_rl.policy.models.checkpoint import load_weights, local_shard, write_checkpoint
 from titan_rl.policy.models.qwen3 import read_shape
 from titan_rl.policy.models.titan_adaptation import choose_device, join_ranks, lean_imports
 from titan_rl.policy.packing import PackingPlan, plan_packing
+from titan_rl.policy.rank_samples import RankSamples
 from titan_rl.policy.state_copies import StateCopies
-from titan_rl.policy.step_metrics import StepMetrics, judge
+from titan_rl.policy.step_metrics import StepMetrics, logprob_alarm
+from titan_rl.policy.token_score_recorder import TokenScoreRecorder
 from titan_rl.policy.training_state import MOMENTS, StateWriter, part_of, read_state, state_of
 from titan_rl.types import LARGEST_STEP, PolicyVersion
 from titan_rl.weights.manifest import TensorShard
+from titan_rl.weights.ranks import Ranks
 
 if TYPE_CHECKING:
     from titan_rl.policy.models.model import Policy
@@ -92,8 +93,6 @@ class PolicyUpdater:
         """
         if temperature <= 0:
             raise ConfigError(f"training needs a sampling temperature above 0, got {temperature}")
-        if total_steps < 1:
-            raise ConfigError(f"total_steps must be at least 1, got {total_steps}")
         self._loss: PolicyLoss = build_loss(config.loss)
         shape = read_shape(model_path)
         shape.check_tensor_parallel(config.tensor_parallel)
@@ -118,7 +117,7 @@ class PolicyUpdater:
         self._reference: Policy | None = None
         self._warm_up: PolicyOptimizer | None = None
         self._warm_up_steps = 0
-        self._kept = KeptTokens()
+        self._recorder = TokenScoreRecorder()
         self.step = 0
         self.incarnation = 0
         self._writer: StateWriter | None = None
@@ -173,12 +172,14 @@ class PolicyUpdater:
         self._reference = self._warm_up = None  # their memory goes before the next one's is taken
         self._reference = frozen_copy(self._policy, self._config)
 
-    def train_step(self, batch: SampleBatch, plan: PackingPlan, kept: KeptTokens | None = None) -> dict[str, float]:
+    def train_step(
+        self, batch: SampleBatch, plan: PackingPlan, recorder: TokenScoreRecorder | None = None
+    ) -> dict[str, float]:
         """One optimizer step on a batch; every rank computes its own part.
 
         Args:
             batch, plan: the step's samples or references to them, all or this rank's (`PackingPlan.share`); their plan.
-            kept: collects scores of those of this rank's samples that it names.
+            recorder: collects scores of those of this rank's samples that it names.
 
         Returns:
             grad_norm (before clipping), lr, trained_tokens, tokens, imbalance, logprob_alarm (1 when the engine is too
@@ -193,33 +194,10 @@ class PolicyUpdater:
         if self._config.kl.coefficient and self._reference is None:
             raise TrainingError("the KL term has no reference: freeze_reference was not called")
         self._warm_up = None
-        self._kept = kept or KeptTokens()
+        self._recorder = recorder or TokenScoreRecorder()
         metrics = self._optimize(batch, plan, self._optimizer, warm_up=False)
         self.step += 1
         return metrics
-
-    def logprobs(self, batch: SampleBatch) -> dict[tuple[int, int], np.ndarray]:
-        """Logprobs under the current weights of this data-parallel rank's samples, by (group_id, sample).
-
-        Position i of an array ([L] float32) is the logprob of token i given those before it; position 0 is 0.
-
-        Raises:
-            SamplesLost: samples are missing or damaged (on all ranks).
-        """
-        result: dict[tuple[int, int], np.ndarray] = {}
-        mine = RankSamples(self.samples, self._policy, batch, self.plan(batch))
-        for samples in mine.rounds():
-            microbatch = pack(samples, self._device, share=self._policy.shares_prompts, every_token=True)
-            with torch.no_grad():
-                scores, _ = self._policy.scores(microbatch, temperature=self._temperature)
-            values = scores.cpu().numpy()
-            for sample in samples:
-                its, values = np.split(values, [len(sample.token_ids) - 1])
-                result[sample.group_id, sample.sample] = np.concatenate([np.zeros(1, np.float32), its])
-        self._policy.reshard()
-        if (error := mine.losses(f"logprobs at step {self.step}")) is not None:
-            raise error
-        return result
 
     def local_shards(self) -> Sequence[TensorShard]:
         """This rank's parts of the live float32 weights, by Hugging Face name; tied tensors once (see `aliases`)."""
@@ -235,15 +213,14 @@ class PolicyUpdater:
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if dist.get_rank() == 0:
                 whole[name] = full.to("cpu", dtype).contiguous()
-        failure = [""]
+        failure = ""
         if dist.get_rank() == 0:
             try:
                 write_checkpoint(directory, self._source, whole, self._config.dtype)
             except Exception as error:  # whatever it is, the others wait to hear of it
-                failure[0] = f"{type(error).__name__}: {error}"
-        dist.broadcast_object_list(failure, src=0, device=torch.device("cpu"))
-        if failure[0]:
-            raise StorageError(f"step {self.step}: the checkpoint {directory} could not be written: {failure[0]}")
+                failure = f"{type(error).__name__}: {error}"
+        if failure := Ranks(dist.group.WORLD).gather(failure)[0]:
+            raise StorageError(f"step {self.step}: the checkpoint {directory} could not be written: {failure}")
 
     def begin_save(self, directory: Path) -> None:
         """Copy in memory all that later steps depend on, and begin to write it to `directory`; `finish_save` waits.
@@ -274,29 +251,31 @@ class PolicyUpdater:
         state = self._state()
         read_state(state, directory)
         self.step, self.incarnation = state["step"], incarnation
-        self._optimizer.go_on(part_of(state, MOMENTS), self.step)
+        self._optimizer.load_state_dict(part_of(state, MOMENTS), self.step)
 
     def copy_state(self, copies: StateCopies, *, reference: bool = False) -> None:
         """Copy all that later steps depend on; `reference`: the reference policy too, which no step changes. Not
         collective. Raises StorageError if there is no room."""
-        copies.write(PolicyVersion(self.incarnation, self.step), self._live(), self._frozen() if reference else ())
+        copies.write(
+            PolicyVersion(self.incarnation, self.step), self._local_tensors(), self._frozen() if reference else ()
+        )
 
-    def go_on_from_copy(self, copies: StateCopies, version: PolicyVersion) -> None:
+    def restore_from_copies(self, copies: StateCopies, version: PolicyVersion) -> None:
         """Go on from this version's copies, as ranks of the same layout made them. Raises CheckpointError as `read`."""
         if self._config.kl.coefficient:
             self.freeze_reference()
-        copies.read(version, self._live(), self._frozen())
+        copies.read(version, self._local_tensors(), self._frozen())
         self.step, self.incarnation = version.step, version.incarnation
-        self._optimizer.go_on_at(version.step)
+        self._optimizer.set_step(version.step)
 
-    def _live(self) -> list[Tensor]:
-        return [*(shard.data for shard in self._shards), *self._optimizer.live()]
+    def _local_tensors(self) -> list[Tensor]:
+        return [*(shard.data for shard in self._shards), *self._optimizer.local_tensors()]
 
     def _frozen(self) -> list[Tensor]:
         return [] if self._reference is None else self._reference.local_tensors()
 
     def _state(self) -> dict[str, Any]:
-        moments = self._optimizer.moments()
+        moments = self._optimizer.state_dict()
         reference = {} if self._reference is None else self._reference.tensors
         return state_of(self.step, weights=self._policy.tensors, moments=moments, reference=reference)
 
@@ -328,7 +307,7 @@ class PolicyUpdater:
         if not metrics.finite:
             optimizer.discard_gradients()
             raise TrainingError(f"{what}: {metrics.describe_failure(grad_norm)}; the weights were not changed")
-        alarmed = not warm_up and self._look_at_engine(metrics)
+        alarmed = not warm_up and self._disagrees_with_engine(metrics)
         self._torn = True  # while some weights may be those after the step and others not
         lr = optimizer.step()
         self._torn = False
@@ -341,16 +320,15 @@ class PolicyUpdater:
             "imbalance": plan.imbalance,
         }
 
-    def _look_at_engine(self, metrics: StepMetrics) -> bool:
-        """Whether trainer and generators disagree, the same on every rank; raises TrainingError where that is fatal."""
-        mean, outside_share = metrics.engine_difference
-        verdict = judge(self._config.logprob_alarm, mean=mean, outside_share=outside_share)
-        if verdict.fatal:
+    def _disagrees_with_engine(self, metrics: StepMetrics) -> bool:
+        """Whether trainer and generators do, the same on every rank; raises TrainingError where that is fatal."""
+        warning, fatal = logprob_alarm(self._config.logprob_alarm, *metrics.engine_difference)
+        if fatal:
             self._optimizer.discard_gradients()
-            raise TrainingError(f"step {self.step}: {verdict.warning}; the weights were not changed")
-        if verdict.warning and dist.get_rank() == 0:
-            _log.warning("step %d: %s", self.step, verdict.warning)
-        return bool(verdict.warning)
+            raise TrainingError(f"step {self.step}: {warning}; the weights were not changed")
+        if warning and dist.get_rank() == 0:
+            _log.warning("step %d: %s", self.step, warning)
+        return bool(warning)
 
     def _round_loss(self, microbatch: MicroBatch, trained: int, metrics: StepMetrics, *, warm_up: bool) -> Tensor:
         """The summed loss of one micro-batch; where nothing is trained, a zero that still has a gradient."""
@@ -361,7 +339,7 @@ class PolicyUpdater:
         logprobs, entropies = self._policy.scores(microbatch, temperature=temperature)
         if not len(microbatch.rows):
             return logprobs.sum()
-        self._kept.watch(microbatch.documents, logprobs)
+        self._recorder.watch(microbatch.documents, logprobs)
         loss_metrics: dict[str, Tensor] = {}
         if warm_up:
             loss = -logprobs.sum()

@@ -1,10 +1,11 @@
-"""Configs of environments and rollout workers. Standard library only."""
+"""Configs of environments and rollout workers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from titan_rl.bounds import Count, CountOrZero, NotNegative, Port, Positive, TwoOrMore
 from titan_rl.errors import ConfigError
 
 
@@ -16,27 +17,20 @@ class EnvironmentConfig:
     """Short name (`titan-rl recipes` lists the bundled tasks), `pkg.mod:Class` or `file.py:Class`."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Constructor arguments of the environment class."""
-    step_seconds: float = 30.0
+    step_seconds: Positive = 30.0
     """Longest time user code may take for one step or one reward, per rollout, and a program that plays one between two
     calls; past it the process is killed and the rollout reported as failed. Calls that take long run side by side, in
     up to 4 processes of a worker."""
-    start_seconds: float = 300.0
+    start_seconds: Positive = 300.0
     """Longest time the import and the construction of the environment may take, data sets included."""
     variables: tuple[str, ...] = ()
-    """Environment variables that user code sees besides those that programs commonly need (`sandbox/variables.py` lists
-    them): the key of a grader's API, for example. Secrets are not passed on unless they are named here."""
-    memory_mib: int = 4096
+    """Environment variables that user code sees besides those that programs commonly need (listed in
+    `isolation/variables.py`): the key of a grader's API, for example. Secrets are not passed on unless named here."""
+    memory_mib: CountOrZero = 4096
     """Memory that one process of user code, and each process that it starts, may allocate beyond what the environment
     takes once it is made. A call that needs more fails, and only its rollout with it; a program gets a MemoryError. The
     default holds a large test run, and not all of a host's memory. 0: no bound. Mapped files and shared memory are not
     counted."""
-
-    def __post_init__(self) -> None:
-        if self.memory_mib < 0:
-            raise ConfigError(f"environment.memory_mib must be 0 (no bound) or more, got {self.memory_mib}")
-        for name in ("step_seconds", "start_seconds"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"environment.{name} must be positive, got {getattr(self, name)}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,15 +38,9 @@ class SamplingConfig:
     """How the policy samples while training. Truncation (top-p, top-k) is refused: the trainer's logprobs are those
     of the whole distribution."""
 
-    temperature: float = 1.0
-    max_new_tokens: int = 6
+    temperature: Positive = 1.0
+    max_new_tokens: Count = 6
     """Per turn."""
-
-    def __post_init__(self) -> None:
-        if self.temperature <= 0:
-            raise ConfigError(f"rollout.sampling.temperature must be positive, got {self.temperature}")
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"rollout.sampling.max_new_tokens must be at least 1, got {self.max_new_tokens}")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,17 +51,13 @@ class AgentsConfig:
     host: str = "127.0.0.1"
     """Address to listen on, and that programs are told. Other machines may reach it: every call needs the key of an
     open rollout."""
-    port: int = 0
+    port: Port = 0
     """0: any free port."""
-    at_once: int = 64
+    at_once: Count = 64
     """Programs that one worker runs at a time; the other rollouts wait for their turn, before their time begins. More
     keep the engines busier; each costs the memory of a process, and those that compute take the cores from engines."""
 
     def __post_init__(self) -> None:
-        if self.at_once < 1:
-            raise ConfigError(f"rollout.agents.at_once must be at least 1, got {self.at_once}")
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"rollout.agents.port must be in 0..65535, got {self.port}")
         if self.host in ("", "0.0.0.0", "::"):
             raise ConfigError(
                 f"rollout.agents.host {self.host!r} is no address that a program can connect to: name one that this "
@@ -85,9 +69,9 @@ class AgentsConfig:
 class RolloutConfig:
     """Rollout workers: how many, and what one group is."""
 
-    workers: int = 1
+    workers: Count = 1
     """Processes that run environments and graders."""
-    samples_per_group: int = 8
+    samples_per_group: TwoOrMore = 8
     """Rollouts of one prompt; advantages are taken within the group."""
     rollouter: str = "titan_rl.rollout.rollouter:Rollouter"
     """Class that plays one rollout: `pkg.mod:Class` or `file.py:Class`."""
@@ -96,14 +80,14 @@ class RolloutConfig:
     one of that library's renderers, or "auto": chat when the tokenizer has a chat template, else symbols."""
     renderer_kwargs: dict[str, Any] = field(default_factory=dict)
     """Settings of a chat renderer, such as `enable_thinking`."""
-    advantage_epsilon: float = 1e-4
-    """Added to the group's reward deviation (GRPO); 0 or more."""
-    max_turns: int = 8
+    advantage_epsilon: NotNegative = 1e-4
+    """Added to the group's reward deviation (GRPO)."""
+    max_turns: Count = 8
     """A conversation is cut after this many policy turns; tool calls of the last one are not made."""
-    max_sampled_tokens: int = 0
+    max_sampled_tokens: CountOrZero = 0
     """Tokens that the policy may sample in all turns of a rollout together; then it is cut. 0: no bound but
     `sampling.max_new_tokens` in each turn."""
-    seconds: float = 0.0
+    seconds: NotNegative = 0.0
     """Longest time one rollout may take, waiting for engines included; then it is stopped and reported as failed. 0: no
     bound of its own; each step of user code has `environment.step_seconds`, and engines are watched for progress."""
     on_error: Literal["train_rest", "fail_group"] = "train_rest"
@@ -111,19 +95,3 @@ class RolloutConfig:
     "fail_group" trains none, and the next prompt's group takes its place."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     agents: AgentsConfig = field(default_factory=AgentsConfig)
-
-    def __post_init__(self) -> None:
-        for name in ("workers", "max_turns"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"rollout.{name} must be at least 1, got {getattr(self, name)}")
-        if self.seconds < 0:
-            raise ConfigError(f"rollout.seconds must be 0 (no bound) or more, got {self.seconds}")
-        if not self.advantage_epsilon >= 0:
-            raise ConfigError(f"rollout.advantage_epsilon must be 0 or more, got {self.advantage_epsilon}")
-        if self.max_sampled_tokens < 0:
-            raise ConfigError(f"rollout.max_sampled_tokens must be 0 (no bound) or more, got {self.max_sampled_tokens}")
-        if self.samples_per_group < 2:
-            raise ConfigError(
-                f"rollout.samples_per_group must be at least 2 (an advantage needs a group), got "
-                f"{self.samples_per_group}"
-            )

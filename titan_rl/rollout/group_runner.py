@@ -3,7 +3,7 @@
 - Every requested sample becomes a rollout, with a reward or with an error.
 - Advantages are computed over the graded rollouts. Only graded rollouts of training groups become training samples. If
   one rollout failed and `rollout.on_error` is "fail_group", the group has no training samples.
-- Groups and rollouts run concurrently; their calls to user code are batched into few messages (`Sandbox`).
+- Groups and rollouts run concurrently; their calls to user code are answered in lists (`UserCodePool`).
 - If a generator fails, the whole group fails and its other rollouts are cancelled.
 """
 
@@ -13,23 +13,24 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import replace
 
+import msgspec
 import numpy as np
 
 from titan_rl.chat import make_renderer
 from titan_rl.chat.renderer import Renderer
 from titan_rl.environments.rubric import LARGEST_REWARD
-from titan_rl.errors import ConfigError, GeneratorFailed, TaskError, TitanError
-from titan_rl.importing import import_name
+from titan_rl.errors import ConfigError, GeneratorFailed, RequestError, TaskError, TitanError
+from titan_rl.importing import describe, import_name
+from titan_rl.isolation.pool import UserCodePool
+from titan_rl.isolation.wire import CallKind, EnvironmentSetup, ExamplePrompt, TaskInfo, UserCall
+from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig
-from titan_rl.rollout.conversations import Prompt, first_prompt
-from titan_rl.rollout.report import GroupResult, Rollout
-from titan_rl.rollout.rollouter import Generate, OpenRollout, Programs, Rollouter, reason_of
+from titan_rl.rollout.programs import Programs, RolloutGateway
+from titan_rl.rollout.report import GroupResult, unplayed_rollouts, with_numbers
+from titan_rl.rollout.rollouter import Generate, OpenRollout, Rollouter, reason_of
 from titan_rl.rollout.samples import demonstration_sample, group_advantages, training_samples
-from titan_rl.rollout.turns import RolloutGateway
-from titan_rl.sandbox.sandbox import Sandbox
-from titan_rl.sandbox.wire import Call, CallKind, EnvironmentSetup, ExamplePrompt, TaskInfo
+from titan_rl.rollout.trajectory import Prompt, first_prompt
 from titan_rl.types import GroupRequest, Purpose, StopReason, TrainingSample
 
 logger = logging.getLogger(__name__)
@@ -39,9 +40,7 @@ class GroupRunner:
     """A rollout worker without its actor.
 
     Args:
-        environment, rollout: the run's configs.
         model_path: Hugging Face directory with the tokenizer.
-        run_seed: the run's seed.
         max_model_len: the generators' longest prompt + completion; 0: no bound.
         held_out: number of held-out prompts that evaluation may request.
         prompts: distinct training prompts before the stream repeats; 0: the environment's own number.
@@ -76,34 +75,31 @@ class GroupRunner:
             held_out=held_out,
             prompts=prompts,
         )
-        self.sandbox = Sandbox(self.setup)
+        self.pool = UserCodePool(self.setup)
         self.programs: Programs | None = None
         self._free: AbstractAsyncContextManager[None] = nullcontext()  # limits how many programs run at once
-        self._made: TaskInfo | None = None
-        self._restarts_told = 0
+        self._info: TaskInfo | None = None
+        self._restarts_reported = 0
         self.renderer: Renderer
         self._rollouter: Rollouter
 
     @property
     def info(self) -> TaskInfo:
         """What the environment says about itself. Raises TaskError before `start`."""
-        if self._made is None:
+        if self._info is None:
             raise TaskError("the group runner was not started")
-        return self._made
+        return self._info
 
     async def start(
         self, sessions: RolloutGateway | None = None, *, programs: bool = True, renderer: Renderer | None = None
     ) -> TaskInfo:
-        """Load the tokenizer, make the environment and the rollouter.
+        """Load the tokenizer, make the environment and the rollouter. Raises ConfigError or TaskError where one cannot
+        be made.
 
         Args:
             sessions: the gateway that programs talk to; None: there is none.
             programs: whether rollouts that programs play must be possible; then such an environment needs a gateway.
             renderer: None: as `rollout.renderer` says.
-
-        Raises:
-            ConfigError: renderer or rollouter cannot be made from the config, or programs have no gateway.
-            TaskError: the environment cannot be made.
         """
         rollouter = import_name(self._rollout.rollouter)
         if not (isinstance(rollouter, type) and issubclass(rollouter, Rollouter)):
@@ -120,18 +116,18 @@ class GroupRunner:
             max_sampled_tokens=self._rollout.max_sampled_tokens,
             max_model_len=self._max_model_len,
         )
-        info = await self.sandbox.start()
+        info = await self.pool.start()
         if info.plays and programs:
             if sessions is None:
                 raise ConfigError(f"environment {self.setup.name} plays its rollouts by programs, which need a gateway")
-            self.programs = Programs(self.sandbox, sessions, idle_seconds=self.setup.step_seconds)
+            self.programs = Programs(self.pool, sessions, idle_seconds=self.setup.step_seconds)
             self._free = asyncio.Semaphore(self._rollout.agents.at_once)
-        self._made = info
+        self._info = info
         return info
 
     async def close(self) -> None:
         """End all user code; groups still running fail."""
-        await self.sandbox.close()
+        await self.pool.close()
         if self.programs is not None:
             await self.programs.close()
 
@@ -150,25 +146,23 @@ class GroupRunner:
         """Play all rollouts of a group, of a demonstration's prompt too; raises as `run_group`."""
         info = self.info
         try:
-            asked: ExamplePrompt = await self.sandbox.call(Call(CallKind.EXAMPLE, request.purpose, request.group_id))
+            example: ExamplePrompt = await self.pool.call(UserCall(CallKind.EXAMPLE, request.purpose, request.group_id))
             if info.plays:
-                prompt = Prompt(token_ids=np.zeros(0, np.int32), messages=asked.prompt)
+                prompt = Prompt(token_ids=np.zeros(0, np.int32), messages=example.prompt)
             else:
-                prompt = first_prompt(self.renderer, asked.prompt, info.tools)
+                prompt = first_prompt(self.renderer, example.prompt, info.tools)
         except TaskError as error:
-            unplayed = (Rollout(sample=sample) for sample in range(request.samples))
-            return self._result(request, tuple(_failed(rollout, error) for rollout in unplayed))
+            return self._result(request, unplayed_rollouts(request, str(error), reason_of(error)))
 
         opened = [
             OpenRollout(
-                self.sandbox,
+                self.pool,
                 info,
-                purpose=request.purpose,
-                index=request.group_id,
+                self._rollouter.begin(request, sample),
                 prompt=prompt,
                 programs=self.programs,
             )
-            for _ in range(request.samples)
+            for sample in range(request.samples)
         ]
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -183,11 +177,11 @@ class GroupRunner:
         rollouts = tuple(task.result() for task in playing)
         if info.scores_groups:
             rollouts = await self._compare(request, rollouts, opened)
-        return self._result(request, rollouts, asked)
+        return self._result(request, rollouts, opened, example)
 
     async def _compare(
-        self, request: GroupRequest, rollouts: tuple[Rollout, ...], opened: Sequence[OpenRollout]
-    ) -> tuple[Rollout, ...]:
+        self, request: GroupRequest, rollouts: tuple[RolloutRecord, ...], opened: Sequence[OpenRollout]
+    ) -> tuple[RolloutRecord, ...]:
         """Add the group rewards to the graded rollouts."""
         graded = {
             rollout.sample: each.scored
@@ -196,24 +190,26 @@ class GroupRunner:
         }
         if not graded:
             return rollouts
-        call = Call(CallKind.SCORE_GROUP, request.purpose, request.group_id, group=tuple(graded.values()))
+        call = UserCall(CallKind.SCORE_GROUP, request.purpose, request.group_id, group=tuple(graded.values()))
         try:
-            scores = dict(zip(graded, await self.sandbox.call(call), strict=True))
+            scores = dict(zip(graded, await self.pool.call(call), strict=True))
         except TaskError as error:
             return tuple(_failed(rollout, error) if rollout.sample in graded else rollout for rollout in rollouts)
 
-        def compared(rollout: Rollout) -> Rollout:
+        def compared(rollout: RolloutRecord) -> RolloutRecord:
             if rollout.sample not in scores:
                 return rollout
             reward, parts = scores[rollout.sample]
-            return replace(rollout, reward=rollout.reward + reward, reward_parts=rollout.reward_parts | parts)
+            return msgspec.structs.replace(
+                rollout, reward=rollout.reward + reward, reward_parts=rollout.reward_parts | parts
+            )
 
         return tuple(map(compared, rollouts))
 
     async def _demonstrate(self, request: GroupRequest) -> GroupResult:
         first = request.group_id * request.samples
         calls = (
-            self.sandbox.call(Call(CallKind.DEMONSTRATE, request.purpose, number))
+            self.pool.call(UserCall(CallKind.DEMONSTRATE, request.purpose, number))
             for number in range(first, first + request.samples)
         )
         samples = []
@@ -229,46 +225,60 @@ class GroupRunner:
             samples.append(sample)
         return GroupResult(group_id=request.group_id, purpose=request.purpose, rollouts=(), samples=tuple(samples))
 
-    async def _roll_out(self, request: GroupRequest, sample: int, generate: Generate, opened: OpenRollout) -> Rollout:
+    async def _roll_out(
+        self, request: GroupRequest, sample: int, generate: Generate, opened: OpenRollout
+    ) -> RolloutRecord:
         async with self._free:
             limit = asyncio.timeout(self._rollout.seconds) if self._rollout.seconds else None
             try:
                 async with limit or nullcontext():
                     rollout = await self._rollouter.roll_out(request, sample, generate, opened)
-            except TaskError as error:
-                return opened.ended(sample, reason_of(error), error=str(error))
+                if not isinstance(rollout, RolloutRecord):
+                    raise TaskError(f"the rollouter returned {type(rollout).__name__}, expected RolloutRecord")
+                if not rollout.error and not abs(rollout.reward) <= LARGEST_REWARD:
+                    raise TaskError(f"the rollouter gave the reward {rollout.reward:g}")
+                return rollout
+            except (TaskError, RequestError) as error:
+                return opened.ended(reason_of(error), error=str(error))
             except TitanError:
                 raise
             except Exception as error:  # a user's own rollouter is user code
                 if limit is not None and limit.expired():
                     late = f"was not over within rollout.seconds ({self._rollout.seconds:g} s)"
-                    return opened.ended(sample, StopReason.TIMEOUT, error=late)
+                    return opened.ended(StopReason.TIMEOUT, error=late)
                 logger.exception("%s group %d sample %d failed", request.purpose, request.group_id, sample)
-                return opened.ended(sample, StopReason.ERROR, error=f"the rollouter raised {error!r}")
-        if rollout.error or abs(rollout.reward) <= LARGEST_REWARD:
-            return rollout
-        return _failed(rollout, TaskError(f"the rollouter gave the reward {rollout.reward:g}"))
+                return opened.ended(StopReason.ERROR, error=f"the rollouter raised {describe(error)}")
 
     def _result(
-        self, request: GroupRequest, rollouts: tuple[Rollout, ...], asked: ExamplePrompt | None = None
+        self,
+        request: GroupRequest,
+        rollouts: tuple[RolloutRecord, ...],
+        opened: Sequence[OpenRollout] = (),
+        example: ExamplePrompt | None = None,
     ) -> GroupResult:
+        trajectories = tuple(each.trajectory for each in opened)
         samples: tuple[TrainingSample, ...] = ()
         failed = any(rollout.error for rollout in rollouts)
         if request.purpose is Purpose.TRAIN and not (failed and self._rollout.on_error == "fail_group"):
-            graded = [rollout for rollout in rollouts if not rollout.error]
-            advantages = group_advantages([rollout.reward for rollout in graded], self._rollout.advantage_epsilon)
-            samples = training_samples(request.group_id, graded, advantages.tolist(), rollouts=request.samples)
-        restarts = self.sandbox.restarts
-        told, self._restarts_told = self._restarts_told, restarts
+            graded = [pair for pair in zip(rollouts, trajectories, strict=False) if not pair[0].error]
+            advantages = group_advantages([rollout.reward for rollout, _ in graded], self._rollout.advantage_epsilon)
+            for (_, trajectory), advantage in zip(graded, advantages.tolist(), strict=True):
+                for turn in trajectory.turns:
+                    turn.advantage = advantage
+            trained = [(rollout.sample, rollout.reward, trajectory.tree) for rollout, trajectory in graded]
+            samples = training_samples(request.group_id, trained, rollouts=request.samples)
+        restarts = self.pool.restarts
+        reported, self._restarts_reported = self._restarts_reported, restarts
         return GroupResult(
             group_id=request.group_id,
             purpose=request.purpose,
-            rollouts=rollouts,
+            rollouts=tuple(map(with_numbers, rollouts, trajectories)) if opened else rollouts,
+            trajectories=trajectories,
             samples=samples,
-            asked=asked,
-            restarts=restarts - told,
+            example=example,
+            restarts=restarts - reported,
         )
 
 
-def _failed(rollout: Rollout, error: TaskError) -> Rollout:
-    return replace(rollout, reward=0.0, error=str(error), stop_reason=reason_of(error))
+def _failed(rollout: RolloutRecord, error: TaskError) -> RolloutRecord:
+    return msgspec.structs.replace(rollout, reward=0.0, error=str(error), stop_reason=reason_of(error))

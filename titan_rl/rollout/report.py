@@ -1,52 +1,46 @@
-"""The result of a group, and its report to the controller.
+"""The result of a group, its report to the controller, and the texts and tokens of the few rollouts that are recorded.
 
 - `GroupResult` stays in the worker that played the group: conversations, tokens, samples.
 - `GroupReport` holds numbers and references, never tokens: its size does not depend on how much was sampled. Its holder
   owns the `samples` and releases them exactly once.
+- `texts` of a recorded branch joined are its decoded text. A character of several tokens is the text of its last one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
 
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
-from titan_rl.environments.rubric import EXACT_MATCH
 from titan_rl.errors import TitanError
-from titan_rl.rollout.token_graph import TokenGraph
-from titan_rl.sandbox.wire import ExamplePrompt
-from titan_rl.types import NO_VERSION, FinishReason, GroupRequest, Message, Purpose, StopReason, TrainingSample
+from titan_rl.isolation.wire import ExamplePrompt
+from titan_rl.metrics.rollout_record import BranchRecord, PlainMessage, RolloutRecord, TurnRecord
+from titan_rl.policy.token_score_recorder import SampleName, TokenScores
+from titan_rl.rollout.samples import training_samples
+from titan_rl.rollout.trajectory import Trajectory
+from titan_rl.types import (
+    NO_VERSION,
+    FinishReason,
+    GroupRequest,
+    Message,
+    PolicyVersion,
+    Purpose,
+    StopReason,
+    TrainingSample,
+)
 
+LONGEST_ERROR = 600
+"""Characters of a rollout's error that are reported; the worker's log has all of it."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
-    """One finished conversation with its reward."""
-
-    sample: int
-    """Position within its group."""
-    graph: TokenGraph = field(default_factory=TokenGraph)
-    """Every turn that is to be trained."""
-    messages: tuple[Message, ...] = ()
-    side_conversations: tuple[tuple[Message, ...], ...] = ()
-    """See `RolloutRecord`."""
-    seeds: tuple[int, ...] = ()
-    """Of the requests of the graph's completions."""
-    reward: float = 0.0
-    reward_parts: dict[str, float] = field(default_factory=dict)
-    """Unweighted value of each reward function by name."""
-    error: str = ""
-    """Non-empty when user code failed; such a rollout is reported, never trained."""
-    stop_reason: StopReason = StopReason.ERROR
-    rendered_anew: int = 0
-    """Prompts that continue a sampled turn but had to be rendered again, because they could not be made by extending
-    its tokens."""
-
-    @property
-    def truncated(self) -> bool:
-        """Whether its last turn was cut off."""
-        completions = self.graph.completions
-        return bool(completions) and completions[-1].finish_reason is FinishReason.LENGTH
+_REPLACED = "\N{REPLACEMENT CHARACTER}"
+_LONGEST_CHARACTER = 4
+"""Bytes of UTF-8, and so tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,45 +49,49 @@ class GroupResult:
 
     group_id: int
     purpose: Purpose
-    rollouts: tuple[Rollout, ...]
+    rollouts: tuple[RolloutRecord, ...]
+    """In numbers. Empty for demonstrations, and where only the samples are known."""
+    trajectories: tuple[Trajectory, ...] = ()
+    """Of the rollouts; empty where the example could not be made."""
     samples: tuple[TrainingSample, ...]
     """Empty for evaluation groups; rollouts with an error contribute none."""
-    asked: ExamplePrompt | None = None
+    example: ExamplePrompt | None = None
     """None where the example could not be made."""
     restarts: int = 0
     """Processes of user code that died in the worker since its last result."""
 
-
-LONGEST_ERROR = 600
-"""Characters of a rollout's error that are reported; the worker's log has all of it."""
-
-
-class RolloutReport(NamedTuple):
-    """One rollout in numbers."""
-
-    sample: int
-    """Position within its group."""
-    reward: float
-    reward_parts: dict[str, float]
-    """Unweighted value of each reward function by name."""
-    error: str
-    """Non-empty when user code failed."""
-    stop_reason: StopReason
-    truncated: bool
-    turns: int
-    sampled_tokens: int
-    metrics: dict[str, float]
-    """The engines' metrics of its completions, averaged over its turns."""
-    branches: int = 1
-    """Samples that its token graph makes; more than 1 if a history was edited, forked or rendered anew."""
-    rendered_anew: int = 0
-    """Prompts that continue a sampled turn but had to be rendered again, because they could not be made by extending
-    its tokens."""
-
-    @property
-    def exact_match(self) -> float:
-        """By the part of that name. Without one the reward is that of one function, and at least 1 counts."""
-        return self.reward_parts.get(EXACT_MATCH, float(self.reward >= 1.0))
+    def describe(self, rollout: RolloutRecord, decode: Callable[[Sequence[int]], str], *, count: int) -> RolloutRecord:
+        """A rollout of this group of `count`, with its texts and tokens as far as they are known."""
+        trained = [each for each in self.samples if each.sample % count == rollout.sample]
+        trajectory = next((each for each in self.trajectories if each.request.sample == rollout.sample), None)
+        samples: Sequence[TrainingSample] = trained
+        if not trained and trajectory is not None:
+            samples = training_samples(
+                self.group_id, [(rollout.sample, rollout.reward, trajectory.tree)], rollouts=count
+            )
+        record = msgspec.structs.replace(
+            rollout,
+            advantage=trained[0].advantage if trained else None,
+            branches=[_branch(each, decode) for each in samples],
+        )
+        if trajectory is None:
+            return record
+        return msgspec.structs.replace(
+            record,
+            wanted=self.example.wanted if self.example is not None else "",
+            messages=[*map(plain_message, trajectory.messages)],
+            side_conversations=[[*map(plain_message, each)] for each in trajectory.side_conversations],
+            turns=[
+                TurnRecord(
+                    request=turn.completion.request_id,
+                    seed=turn.seed,
+                    generator=turn.completion.generator,
+                    finish=turn.completion.finish_reason.value,
+                    tokens=len(turn.completion.token_ids),
+                )
+                for turn in trajectory.turns
+            ],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +101,8 @@ class GroupReport:
     group_id: int
     purpose: Purpose
     attempt: int
-    rollouts: tuple[RolloutReport, ...]
+    rollouts: tuple[RolloutRecord, ...]
+    """In numbers."""
     samples: SampleBatch
     """References; empty for evaluation groups, and when no rollout could be trained."""
     restarts: int = 0
@@ -147,42 +146,126 @@ def report_of(request: GroupRequest, result: GroupResult, refs: Sequence[SampleR
         group_id=result.group_id,
         purpose=result.purpose,
         attempt=request.attempt,
-        rollouts=tuple(map(_report, result.rollouts)),
+        rollouts=tuple(
+            msgspec.structs.replace(each, error=each.error[:LONGEST_ERROR]) if each.error else each
+            for each in result.rollouts
+        ),
         samples=SampleBatch.of(refs),
         restarts=result.restarts,
     )
 
 
+def with_numbers(record: RolloutRecord, trajectory: Trajectory) -> RolloutRecord:
+    """The record of a rollout that is over, with all other numbers of a report."""
+    completions = trajectory.completions
+    return msgspec.structs.replace(
+        record,
+        truncated=bool(completions) and completions[-1].finish_reason is FinishReason.LENGTH,
+        turn_count=len(completions),
+        sampled_tokens=sum(len(completion.token_ids) for completion in completions),
+        branch_count=trajectory.tree.leaves,
+        rendered_anew=sum(turn.rendered_anew for turn in trajectory.turns),
+        metrics=_means([completion.metrics for completion in completions]),
+    )
+
+
+def unplayed_rollouts(
+    request: GroupRequest, error: str, reason: StopReason = StopReason.ERROR
+) -> tuple[RolloutRecord, ...]:
+    """The rollouts of a group none of which could be played."""
+    return tuple(
+        RolloutRecord(
+            purpose=request.purpose,
+            group=request.group_id,
+            attempt=request.attempt,
+            sample=sample,
+            error=error,
+            stop_reason=reason,
+        )
+        for sample in range(request.samples)
+    )
+
+
 def unplayed(request: GroupRequest, error: TitanError) -> GroupReport:
     """The report of a group none of whose rollouts could be played."""
-    rollouts = tuple(Rollout(sample=sample, error=str(error)) for sample in range(request.samples))
+    rollouts = unplayed_rollouts(request, str(error))
     result = GroupResult(group_id=request.group_id, purpose=request.purpose, rollouts=rollouts, samples=())
     return report_of(request, result, ())
 
 
-def _report(rollout: Rollout) -> RolloutReport:
-    completions = rollout.graph.completions
-    return RolloutReport(
-        sample=rollout.sample,
-        reward=rollout.reward,
-        reward_parts=dict(rollout.reward_parts),
-        error=rollout.error[:LONGEST_ERROR],
-        stop_reason=rollout.stop_reason,
-        truncated=rollout.truncated,
-        turns=len(completions),
-        sampled_tokens=sum(len(completion.token_ids) for completion in completions),
-        metrics=_means([completion.metrics for completion in completions]),
-        branches=rollout.graph.leaves,
-        rendered_anew=rollout.rendered_anew,
-    )
-
-
-def _means(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+def _means(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Every metric, averaged over those that have it."""
-    if len(metrics) == 1:
-        return metrics[0]
     values: dict[str, list[float]] = {}
     for each in metrics:
         for name, value in each.items():
             values.setdefault(name, []).append(value)
     return {name: sum(its) / len(its) for name, its in values.items()}
+
+
+def with_scores(record: RolloutRecord, scores: Mapping[SampleName, TokenScores]) -> RolloutRecord:
+    """The record with what the trainer says of the samples that were trained."""
+    branches = [_scored(branch, scores.get((record.group, branch.sample))) for branch in record.branches]
+    return msgspec.structs.replace(record, branches=branches)
+
+
+def token_texts(token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[str]:
+    """The text of each token; see the module."""
+    texts: list[str] = []
+    pending: list[int] = []
+    for token_id in token_ids:
+        pending.append(token_id)
+        text = decode(pending)
+        if text.endswith(_REPLACED) and len(pending) < _LONGEST_CHARACTER and len(texts) + 1 < len(token_ids):
+            text = ""  # the rest of the character follows
+        else:
+            pending = []
+        texts.append(text)
+    return texts
+
+
+def shortest(values: np.ndarray) -> list[float | None]:
+    """float32 numbers as decimals that read back bit for bit."""
+    return [value if math.isfinite(value) else None for value in map(float, values.astype(np.float32).astype(str))]
+
+
+def plain_message(message: Message) -> PlainMessage:
+    """As a record has it."""
+    plain: PlainMessage = {"role": message.role, "content": message.content}
+    plain |= {name: value for name in ("reasoning", "name") if (value := getattr(message, name))}
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {"name": call.name, "arguments": _plain(call.arguments)} | ({"raw": call.raw} if call.raw else {})
+            for call in message.tool_calls
+        ]
+    return plain
+
+
+def _plain(arguments: Any) -> Any:
+    """As JSON can say it: it has no NaN."""
+    return json.loads(json.dumps(arguments, default=str), parse_constant=str)
+
+
+def _branch(tokens: TrainingSample, decode: Callable[[Sequence[int]], str]) -> BranchRecord:
+    trained, ids = tokens.loss_mask.tolist(), tokens.token_ids.tolist()
+    logprobs, versions = shortest(tokens.logprobs), tokens.versions.tolist()
+    return BranchRecord(
+        sample=tokens.sample,
+        token_ids=ids,
+        texts=token_texts(ids, decode),
+        trained=[*map(int, trained)],
+        logprobs=[logprob if each else None for each, logprob in zip(trained, logprobs, strict=True)],
+        versions=[
+            str(PolicyVersion.decode(version)) if each else "" for each, version in zip(trained, versions, strict=True)
+        ],
+    )
+
+
+def _scored(branch: BranchRecord, scores: TokenScores | None) -> BranchRecord:
+    if scores is None:
+        return branch
+    logprobs, weights = iter(shortest(scores.logprobs)), iter(shortest(scores.weights))
+    return msgspec.structs.replace(
+        branch,
+        trainer_logprobs=[next(logprobs) if each else None for each in branch.trained],
+        weights=[next(weights) if each else 0 for each in branch.trained],
+    )

@@ -1,9 +1,7 @@
 """Plays one rollout and scores it: `Rollouter` turn by turn, or a program of the environment through the gateway.
 
-- If user code fails, only this rollout fails: it is returned with `error` and its turns so far. If a generator fails,
-  its error is raised, because it is not the rollout's fault.
-- However a program's rollout ends (it returns, fails, is idle or is cancelled), its session at the gateway is closed
-  exactly once, its process is gone, and its sampled turns are kept.
+- If user code fails, only this rollout fails: its record has the error, its trajectory the turns so far. If a generator
+  fails, its error is raised, because it is not the rollout's fault.
 - The environment's state between turns is kept pickled, as its process sent it. This process never unpickles it.
 
 To play rollouts another way, subclass `Rollouter` and name the class in `rollout.rollouter`. All rollouts of a worker
@@ -12,51 +10,48 @@ share one instance, so keep the state of a rollout in local variables.
 
 from __future__ import annotations
 
-import asyncio
+import inspect
 import itertools
-import logging
-import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 from titan_rl.chat.renderer import Renderer
 from titan_rl.environments.base import EnvironmentReply
 from titan_rl.environments.rubric import Score
-from titan_rl.errors import GeneratorFailed, RequestError, RequestTooLong, TaskError, TaskTimeout, TitanError
-from titan_rl.rollout.conversations import Prompt
-from titan_rl.rollout.report import Rollout
-from titan_rl.rollout.token_graph import TokenGraph
-from titan_rl.rollout.turns import RolloutGateway, RolloutRecord, RolloutRequest, Turn, Turns
-from titan_rl.sandbox.sandbox import Sandbox
-from titan_rl.sandbox.wire import Call, CallKind, Conversation, TaskInfo
+from titan_rl.errors import ConfigError, RequestError, RequestTooLong, TaskError, TaskTimeout, TitanError
+from titan_rl.isolation.pool import UserCodePool
+from titan_rl.isolation.wire import CallKind, Conversation, TaskInfo, UserCall
+from titan_rl.metrics.rollout_record import RolloutRecord
+from titan_rl.rollout.programs import Programs
+from titan_rl.rollout.samples import Turn, check
+from titan_rl.rollout.trajectory import UNBOUNDED, Prompt, RolloutRequest, Trajectory
 from titan_rl.types import (
     Completion,
-    Endpoint,
     FinishReason,
     GenerationRequest,
     GroupRequest,
     Message,
-    Purpose,
     SamplingParams,
     StopReason,
 )
 
 Generate = Callable[[GenerationRequest], Awaitable[Completion]]
-Keep = Callable[[RolloutRecord], None]
 
-logger = logging.getLogger(__name__)
+_FORMER = ("request", "turns")
+"""Methods of older rollouters."""
+_TODAY = (
+    "is no longer a part of Rollouter: `rollout.trajectory` holds the turns and, as `request`, the limits, which "
+    "`begin(group, sample)` makes; call `complete(prompt, generate, rollout)` and "
+    "`rollout.ended(reason, score=score)` without turns and sample, and change a finished rollout by "
+    "`msgspec.structs.replace`"
+)
 
 
 class Rollouter:
-    """Plays rollouts.
+    """Plays rollouts. Limits are those of `RolloutConfig`.
 
     Args:
-        renderer: text to tokens and back.
-        run_seed: the run's seed.
-        max_turns: a conversation is cut after this many turns of the policy.
-        max_sampled_tokens: limit for all turns together; 0: none.
         max_model_len: longest prompt + completion in tokens; 0: unknown.
     """
 
@@ -74,66 +69,76 @@ class Rollouter:
         self.max_turns = max_turns
         self.max_sampled_tokens = max_sampled_tokens
         self.max_model_len = max_model_len
+        self._until_stop = SamplingParams(max_new_tokens=UNBOUNDED, stop_token_ids=tuple(renderer.stop_token_ids))
         self._attempts = itertools.count()
         self._attempt_prefix = uuid.uuid4().hex[:8]  # a restarted worker counts from 0 again
 
-    async def roll_out(self, group: GroupRequest, sample: int, generate: Generate, rollout: OpenRollout) -> Rollout:
-        """Play sample number `sample` of a group to its end. If this is cancelled, `rollout` keeps the turns so far."""
-        request = self.request(group, sample)
-        try:
-            if rollout.played_by_program:
-                reason = await rollout.run_program(request)
-            else:
-                reason = await self._converse(self.turns(request), generate, rollout)
-            score = await rollout.score()
-        except (TaskError, RequestError) as error:
-            return rollout.ended(sample, reason_of(error), error=str(error))
-        return rollout.ended(sample, reason, score=score)
-
-    def request(self, group: GroupRequest, sample: int) -> RolloutRequest:
-        """The rollout's request: its place in the run, its limits, and a fresh session id."""
-        return RolloutRequest(
+    def begin(self, group: GroupRequest, sample: int) -> Trajectory:
+        """The empty trajectory of sample number `sample` of a group, with a fresh session id."""
+        request = RolloutRequest(
             session_id=f"{group.purpose}-{group.group_id}-{sample}-{self._attempt()}",
             group=group,
             sample=sample,
             max_turns=self.max_turns,
             max_sampled_tokens=self.max_sampled_tokens,
         )
+        return Trajectory(request, self.renderer, run_seed=self.run_seed, max_model_len=self.max_model_len)
 
-    def turns(self, request: RolloutRequest) -> Turns:
-        """The bookkeeping of a rollout that is played here, without a program."""
-        return Turns(request, self.renderer, run_seed=self.run_seed, max_model_len=self.max_model_len)
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if name := next((each for each in _FORMER if each in vars(cls)), ""):
+            raise ConfigError(f"{cls.__name__}.{name} {_TODAY}")
+        if "turns" in inspect.signature(cls.complete).parameters:
+            raise ConfigError(f"{cls.__name__}.complete: the argument `turns` {_TODAY}")
 
-    async def complete(self, turns: Turns, prompt: Prompt, generate: Generate, rollout: OpenRollout) -> Turn:
-        """Sample one turn of the policy and add it to the rollout, to be trained.
+    def __getattr__(self, name: str) -> Any:
+        if name in _FORMER:
+            raise TaskError(f"{type(self).__name__}.{name} {_TODAY}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    async def roll_out(
+        self, group: GroupRequest, sample: int, generate: Generate, rollout: OpenRollout
+    ) -> RolloutRecord:
+        """Play a rollout to its end. If this is cancelled, `rollout` keeps the turns so far."""
+        try:
+            if rollout.played_by_program:
+                reason = await rollout.run_program()
+            else:
+                reason = await self._converse(generate, rollout)
+            score = await rollout.score()
+        except (TaskError, RequestError) as error:
+            return rollout.ended(reason_of(error), error=str(error))
+        return rollout.ended(reason, score=score)
+
+    async def complete(self, prompt: Prompt, generate: Generate, rollout: OpenRollout) -> Turn:
+        """Sample one turn of the policy, to be trained. The caller adds its message to `rollout.messages`.
 
         Raises:
             RolloutOver: the rollout has no turns or tokens left.
-            RequestError: the prompt leaves no room, or the generator refuses it, or the completion was aborted.
+            RequestError: the prompt leaves no room or is refused, or the completion was aborted or is empty.
         """
-        group, sample = turns.request.group, turns.request.sample
-        if turns.exhausted(prompt) is StopReason.CONTEXT_FULL:
+        trajectory = rollout.trajectory
+        group, sample = trajectory.request.group, trajectory.request.sample
+        if trajectory.exhausted(prompt) is StopReason.CONTEXT_FULL:
             raise RequestTooLong(f"the prompt of {len(prompt.token_ids)} tokens leaves no room in {self.max_model_len}")
-        wanted = _wanted(group.sampling.max_new_tokens, tuple(self.renderer.stop_token_ids))
-        name = f"{group.purpose}-{group.group_id}-{sample}-{turns.asked}-{self._attempt()}"
-        (request,) = turns.ask(name, [(prompt, wanted)], choices=1)
+        name = f"{group.purpose}-{group.group_id}-{sample}-{trajectory.requested}-{self._attempt()}"
+        (request,) = trajectory.ask(name, [(prompt, self._until_stop)], choices=1)
         completion = await generate(request)
         if completion.finish_reason is FinishReason.ABORT:
             raise _Aborted(f"request {request.request_id} was aborted after {len(completion.token_ids)} tokens")
+        check(completion)
         message = self.renderer.parse(
             completion.token_ids.tolist(), completion.finish_reason, prompt.token_ids, rollout.tools
         )
-        turn = turns.answered(completion, message, stopped=completion.finish_reason is FinishReason.STOP)
-        rollout.add(turn)
-        return turn
+        return trajectory.answered(completion, message, stopped=completion.finish_reason is FinishReason.STOP)
 
-    async def _converse(self, turns: Turns, generate: Generate, rollout: OpenRollout) -> StopReason:
+    async def _converse(self, generate: Generate, rollout: OpenRollout) -> StopReason:
         """Play the conversation to its end; returns why it ended."""
-        prompt = rollout.prompt
+        trajectory, prompt = rollout.trajectory, rollout.prompt
         while True:
-            turn = await self.complete(turns, prompt, generate, rollout)
+            turn = await self.complete(prompt, generate, rollout)
             rollout.messages.append(turn.message)
-            last = turns.asked >= self.max_turns
+            last = trajectory.requested >= self.max_turns
             if turn.message.tool_calls:
                 if last:
                     return StopReason.MAX_TURNS
@@ -145,8 +150,8 @@ class Rollouter:
                 rollout.messages += reply.messages
                 if reply.done or last:
                     return StopReason.DONE if reply.done else StopReason.MAX_TURNS
-            prompt = turns.prompt_of_chat(rollout.messages, rollout.tools)
-            if (reason := turns.exhausted(prompt)) is not None:
+            prompt = trajectory.prompt_of_chat(rollout.messages, rollout.tools)
+            if (reason := trajectory.exhausted(prompt)) is not None:
                 return reason
 
     def _attempt(self) -> str:
@@ -154,69 +159,63 @@ class Rollouter:
 
 
 class OpenRollout:
-    """The state of a rollout that a rollouter plays.
+    """A rollout while it is played: its trajectory, and the environment that answers the policy.
 
     Args:
-        index: of the prompt, in the training stream or the held-out list.
         prompt: of the first turn; without tokens if a program plays.
         programs: runs the program that plays; None: no program plays.
     """
 
     def __init__(
         self,
-        sandbox: Sandbox,
+        pool: UserCodePool,
         info: TaskInfo,
+        trajectory: Trajectory,
         *,
-        purpose: Purpose,
-        index: int,
         prompt: Prompt,
         programs: Programs | None = None,
     ):
+        self.trajectory = trajectory
+        trajectory.messages += prompt.messages
         self.prompt = prompt
         self.played_by_program = programs is not None
         self.multi_turn = info.multi_turn  # whether the environment answers the policy
         self.tools = info.tools  # tools that the policy may call
-        self._sandbox = sandbox
-        self._programs = programs
-        self._purpose = purpose
-        self._index = index
-        self.messages: list[Message] = list(prompt.messages)
-        self._side: tuple[tuple[Message, ...], ...] = ()
-        self.graph = TokenGraph()
-        self.finish_reasons: list[FinishReason] = []  # one per turn of the policy
-        self.seeds: list[int] = []  # one per turn of the policy
-        self.rendered_anew = 0
         self.scored: Conversation | None = None  # the conversation that was last scored
+        self._pool = pool
+        self._programs = programs
         self._state: bytes | None = None
-        self._refused: StopReason | None = None  # the limit that refused a call of the program
 
-    def add(self, turn: Turn) -> None:
-        """Add a turn of the policy that will be trained; see `TokenGraph.add`. The caller adds its messages itself."""
-        self.graph.add(turn.prompt_token_ids, turn.completion)
-        self.finish_reasons.append(turn.finish_reason)
-        self.seeds.append(turn.seed)
-        self.rendered_anew += turn.anew
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation that will be graded."""
+        return self.trajectory.messages
 
-    async def run_program(self, request: RolloutRequest) -> StopReason:
-        """Let the environment's program play. Its turns are added when it ends, however it ends. The state that it
-        returns is kept.
+    @messages.setter
+    def messages(self, messages: list[Message]) -> None:
+        self.trajectory.messages = messages
 
-        Raises:
-            TaskError: the program failed, or was idle for too long.
-            GeneratorFailed: an engine failed a call.
-            TitanError: the gateway raised it.
-        """
+    async def run_program(self) -> StopReason:
+        """Let the environment's program play; raises as `Programs.run`. Its trajectory takes the place of the one here
+        when it ends, however it ends. The state that it returns is kept."""
         if self._programs is None:
             raise TaskError("this environment's rollouts are not played by programs")
-        self._state = await self._programs.run(request, self._keep)
-        return self._refused or StopReason.DONE
+
+        def take(trajectory: Trajectory) -> None:
+            turns, trajectory.turns = trajectory.turns, []
+            if not turns:
+                trajectory.messages = self.messages
+            self.trajectory = trajectory
+            for turn in turns:
+                check(turn.completion)
+                trajectory.turns.append(turn)
+
+        self._state = await self._programs.run(self.trajectory.request, take)
+        return self.trajectory.refused or StopReason.DONE
 
     async def respond(self) -> EnvironmentReply:
-        """The environment's answer to the conversation so far. Keeps the environment's new state.
-
-        Raises:
-            TaskError: user code failed.
-        """
+        """The environment's answer to the conversation so far. Keeps the environment's new state. Raises TaskError if
+        user code failed."""
         added, done, self._state = await self._call(CallKind.RESPOND)
         return EnvironmentReply(messages=added, done=done)
 
@@ -230,123 +229,27 @@ class OpenRollout:
         self.scored = self._conversation()
         return Score(*await self._call(CallKind.SCORE))
 
-    def ended(self, sample: int, reason: StopReason, *, score: Score | None = None, error: str = "") -> Rollout:
-        """The finished rollout, with all turns so far."""
-        return Rollout(
-            sample=sample,
-            graph=self.graph,
-            messages=tuple(self.messages),
-            side_conversations=self._side,
-            seeds=tuple(self.seeds),
-            reward=score.reward if score else 0.0,
-            reward_parts=score.parts if score else {},
-            error=error,
+    def ended(self, reason: StopReason, *, score: Score | None = None, error: str = "") -> RolloutRecord:
+        """The record of the finished rollout: how it ended."""
+        reward, parts = score or Score(0.0, {})
+        request = self.trajectory.request
+        return RolloutRecord(
+            purpose=request.group.purpose,
+            group=request.group.group_id,
+            attempt=request.group.attempt,
+            sample=request.sample,
+            reward=reward,
+            reward_parts=parts,
             stop_reason=reason,
-            rendered_anew=self.rendered_anew,
+            error=error,
         )
 
-    def _keep(self, record: RolloutRecord) -> None:
-        # Which of several open calls is answered first is chance, and must not decide how the rollout is trained. What
-        # goes on with an answer has a longer prompt.
-        for turn in sorted(record.turns, key=lambda turn: (len(turn.prompt_token_ids), turn.seed)):
-            self.add(turn)
-        self.finish_reasons = [turn.finish_reason for turn in record.turns]
-        if record.turns:
-            self.messages, self._side = list(record.messages), record.side_conversations
-        self._refused = record.refused
-
     def _conversation(self) -> Conversation:
-        return Conversation(tuple(self.messages), tuple(self.finish_reasons), self._state)
+        return Conversation(tuple(self.messages), tuple(self.trajectory.finish_reasons), self._state)
 
     async def _call(self, kind: CallKind) -> Any:
-        return await self._sandbox.call(Call(kind, self._purpose, self._index, self._conversation()))
-
-
-class Programs:
-    """Runs the programs of one worker's rollouts."""
-
-    def __init__(self, sandbox: Sandbox, sessions: RolloutGateway, *, idle_seconds: float):
-        self._sandbox = sandbox
-        self._sessions = sessions
-        self._idle_seconds = idle_seconds
-        self._running: set[asyncio.Task[bytes | None]] = set()
-
-    async def close(self) -> None:
-        """Wait until all sessions are closed. The programs have already been ended."""
-        if self._running:
-            await asyncio.wait(self._running)
-
-    async def run(self, request: RolloutRequest, keep: Keep) -> bytes | None:
-        """Run the environment's `play` for the request's prompt in its own session.
-
-        A cancellation ends the program; this returns once the session is closed.
-
-        Args:
-            keep: called once with the session's record, unless the session could not be opened or closed.
-
-        Returns:
-            The program's pickled state; None if it returned None.
-
-        Raises:
-            TaskError: the program failed, or was idle for too long.
-            RequestError: the gateway could not read an answer.
-            GeneratorFailed: an engine failed a call.
-            TitanError: the gateway raised it.
-        """
-        abandoned = asyncio.Event()
-        session = asyncio.create_task(self._session(request, keep, abandoned), name=f"session {request.session_id}")
-        self._running.add(session)
-        session.add_done_callback(self._running.discard)
-        try:
-            return await asyncio.shield(session)
-        except asyncio.CancelledError:
-            abandoned.set()
-            session.add_done_callback(_tell_failure)  # nobody else will
-            await asyncio.wait([session])
-            raise
-
-    async def _session(self, request: RolloutRequest, keep: Keep, abandoned: asyncio.Event) -> bytes | None:
-        """Open a session, run the program, close the session. This task is never cancelled: that could lose the
-        record."""
-        endpoint = await self._sessions.open(request)
-        try:
-            return await self._until_over(request, endpoint, abandoned)
-        finally:
-            record = await self._sessions.close(request.session_id)
-            keep(record)
-            if record.failure:
-                raise GeneratorFailed(f"{request.group} sample {request.sample}: {record.failure}")
-            if record.misread:  # whatever the program made of it
-                raise RequestError(f"the gateway could not read an answer, which is a bug: {record.misread}")
-
-    async def _until_over(self, request: RolloutRequest, endpoint: Endpoint, abandoned: asyncio.Event) -> bytes | None:
-        group, started = request.group, asyncio.Event()
-        program = asyncio.ensure_future(self._sandbox.run_program(group.purpose, group.group_id, endpoint, started))
-        idle = asyncio.ensure_future(self._idle(request.session_id, started))
-        left = asyncio.ensure_future(abandoned.wait())
-        try:
-            await asyncio.wait((program, idle, left), return_when=asyncio.FIRST_COMPLETED)
-            if program.done():
-                return program.result()
-            if idle.done():
-                idle.result()
-                raise TaskTimeout(f"its program neither asked nor returned for {self._idle_seconds:g} s and was ended")
-            return None
-        finally:
-            for each in (program, idle, left):
-                each.cancel()
-            await asyncio.gather(program, idle, left, return_exceptions=True)
-
-    async def _idle(self, session_id: str, started: asyncio.Event) -> None:
-        """Returns when the program was idle for too long, not counting the wait for its process."""
-        opened = time.monotonic()
-        await started.wait()
-        await self._sessions.idle(session_id, self._idle_seconds + time.monotonic() - opened)
-
-
-@lru_cache(maxsize=64)
-def _wanted(max_new_tokens: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-    return SamplingParams(max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids)
+        group = self.trajectory.request.group
+        return await self._pool.call(UserCall(kind, group.purpose, group.group_id, self._conversation()))
 
 
 class _Aborted(RequestError):
@@ -363,8 +266,3 @@ def reason_of(error: TitanError) -> StopReason:
         case RequestTooLong():
             return StopReason.CONTEXT_FULL
     return StopReason.ERROR
-
-
-def _tell_failure(session: asyncio.Task[bytes | None]) -> None:
-    if not session.cancelled() and (error := session.exception()) is not None:
-        logger.warning("%s, which was abandoned: %s", session.get_name(), error)

@@ -1,29 +1,202 @@
-"""From the rollouts of a group to what the trainer gets: advantages, and one packed sample per branch.
+"""From the tokens of rollouts to training samples: a tree per rollout, in which every token is stored once and trained
+once; the advantages of a group; demonstrations.
 
-If a rollout has several samples:
+    [1 2 3], sampled [4 5]                 123 ── 45*                        * sampled
+    [1 2 3 4 5 6], sampled [7]             123 ── 45* ── 6 ── 7*             goes on: still one branch
+    [1 2 9], sampled [4]                   12 ─┬─ 3 ── 45* ── 6 ── 7*        an edited history: two branches
+                                               └─ 9 ── 4*
 
-- Advantages are computed over rollouts. Every branch carries the advantage of its rollout, so a rollout with many
-  branches counts once in its group's mean.
-- The loss is divided by the number of trained tokens, and each token is trained in one branch only. So branches do not
-  add weight to shared tokens.
+- A turn is the exact prompt tokens that an engine got and the tokens that it sampled. The prompt shares the longest
+  path that it begins with; only the rest is added. So a prompt that extends a leaf keeps its branch, and any other one
+  starts a new branch.
+- A node is either given or sampled. That depends on where its tokens came from, never on their values: a prompt adds
+  only given nodes, and a completion always gets its own node, even beside an equal one.
+- Every sampled token is trained in exactly one branch, the oldest that contains it, after exactly the tokens that it
+  was sampled after. Every branch trains at least one token, because a turn without sampled tokens is refused.
+- What is known of a turn, such as its advantage, is known of the nodes that its tokens are in: a node refers to it. The
+  sample of a branch has the advantage of its last turn.
 - `(group_id, sample)` names one branch. In a group of n rollouts, the first branch of rollout r has the number r, and
   the b-th branch after it r + b * n. So `sample % n` is the rollout.
+- The loss is divided by the number of trained tokens, so branches do not add weight to the tokens that they share.
+- Advantages are computed over rollouts: one with many branches counts once in its group's mean.
+- In a demonstration the policy's turns are trained, with their stop tokens. No policy sampled them, so they have no
+  logprobs and no versions.
 
-In a demonstration the policy's turns are trained, with their stop tokens. No policy sampled them, so they have no
-logprobs and no versions. Pure.
+Pure: numpy only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
 
 from titan_rl.chat.renderer import Renderer
-from titan_rl.rollout.report import Rollout
-from titan_rl.rollout.token_graph import TokenGraph, branches_of
+from titan_rl.errors import RequestError
 from titan_rl.types import NO_VERSION, Completion, FinishReason, Message, ToolSpec, TrainingSample
+
+_NONE = np.zeros(0, np.int32)
+"""Tokens of the root; logprobs and versions of given tokens."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Turn:
+    """An answer of the policy."""
+
+    prompt_token_ids: np.ndarray  # [T] int32
+    completion: Completion
+    """Without the tokens after a stop text that the program asked for."""
+    message: Message
+    """As the caller reads it."""
+    finish_reason: FinishReason
+    """As the caller is told: a turn that ended with a stop text counts as stopped."""
+    seed: int = 0
+    """Of its request."""
+    rendered_anew: bool = False
+    """Whether the prompt continues a sampled turn but had to be rendered anew, because it could not be proven to extend
+    the sampled tokens. That happens if the program changed the answer, added an assistant message of its own, changed
+    the tools, or if the chat format cannot be extended. First prompts, forks and histories edited before the answer do
+    not count, because programs make them on purpose. Of several choices of one prompt only the first counts."""
+    advantage: float = 0.0
+    """Of its sampled tokens; known once the group is."""
+
+
+def check(completion: Completion) -> None:
+    """Raises RequestError where it is empty: such a turn could not be trained."""
+    if not len(completion.token_ids):
+        raise RequestError(f"{completion.generator or 'a generator'} answered {completion.request_id} with no token")
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A run of tokens of one origin; its arrays are views of what was added."""
+
+    parent: _Node | None
+    token_ids: np.ndarray  # [n] int32
+    turn: Turn | None
+    """That sampled them; None: they were given."""
+    logprobs: np.ndarray  # [n] float32; empty where given
+    versions: np.ndarray  # [n] int64; empty where given
+    children: list[_Node] = field(default_factory=list)  # oldest first
+
+    def split(self, at: int) -> _Node:
+        """Return a node that ends after the first `at` tokens: this one, or a new parent that takes these tokens."""
+        if at == len(self.token_ids):
+            return self
+        assert self.parent is not None  # the root has no tokens
+        head = _Node(self.parent, self.token_ids[:at], self.turn, self.logprobs[:at], self.versions[:at], [self])
+        siblings = self.parent.children
+        siblings[siblings.index(self)] = head
+        self.parent = head
+        self.token_ids, self.logprobs, self.versions = self.token_ids[at:], self.logprobs[at:], self.versions[at:]
+        return head
+
+
+class TokenTree:
+    """Add turns with `add`, read samples with `training_samples`."""
+
+    def __init__(self) -> None:
+        self._root = _Node(None, _NONE, None, _NONE, _NONE)
+        self.turns = 0
+        self.leaves = 0
+        """How many branches there are."""
+
+    def add(self, turn: Turn) -> None:
+        """Add one turn, whose prompt is not empty and whose completion passes `check`."""
+        prompt, sampled = turn.prompt_token_ids, turn.completion
+        self.turns += 1
+        node, known = self._longest_known(prompt) if self._root.children else (self._root, 0)
+        self.leaves += node is self._root or bool(node.children)
+        if known < len(prompt):
+            node.children.append(_Node(node, prompt[known:], None, _NONE, _NONE))
+            node = node.children[-1]
+        node.children.append(_Node(node, sampled.token_ids, turn, sampled.logprobs, sampled.versions))
+
+    def _longest_known(self, tokens: np.ndarray) -> tuple[_Node, int]:
+        """The end node of the longest path that is a prefix of `tokens`, and the path's length. Of equally long paths
+        the youngest: a conversation most likely continues from its last turn."""
+        best, within, longest = self._root, 0, 0
+        pending = [(self._root, 0)]
+        while pending:
+            node, start = pending.pop()
+            common = _common_prefix(node.token_ids, tokens[start:])
+            if start + common > longest:
+                best, within, longest = node, common, start + common
+            if common == len(node.token_ids):
+                pending.extend((child, start + common) for child in node.children)
+        return best.split(within), longest
+
+    def paths(self) -> Iterator[list[_Node]]:
+        """From the root's children to every leaf, depth first, oldest first."""
+        pending = [[child] for child in reversed(self._root.children)]
+        while pending:
+            path = pending.pop()
+            while len(children := path[-1].children) == 1:
+                path.append(children[0])
+            if not children:
+                yield path
+            pending.extend([*path, child] for child in reversed(children))
+
+
+def training_samples(
+    group_id: int, graded: Iterable[tuple[int, float, TokenTree]], *, rollouts: int
+) -> tuple[TrainingSample, ...]:
+    """One sample per branch of some rollouts of a group, the oldest branch first; those that sampled nothing have none.
+
+    All arrays are views of four, made at once: where rollouts are short, that takes a third of the time.
+
+    Args:
+        graded: number, reward and tokens of each rollout.
+        rollouts: number of rollouts in the group, including failed ones.
+    """
+    paths = [
+        (sample + number * rollouts, reward, path)
+        for sample, reward, tree in graded
+        for number, path in enumerate(tree.paths())
+    ]
+    nodes = [node for _, _, path in paths for node in path]
+    if not nodes:
+        return ()
+    lengths = [len(node.token_ids) for node in nodes]
+    no_logprobs, no_versions = np.zeros(max(lengths), np.float32), np.full(max(lengths), NO_VERSION)
+    seen: set[_Node] = set()
+    trained, logprobs, versions = [], [], []
+    for node, length in zip(nodes, lengths, strict=True):
+        new = node.turn is not None and node not in seen
+        seen.add(node)
+        trained.append(new)
+        logprobs.append(node.logprobs if new else no_logprobs[:length])
+        versions.append(node.versions if new else no_versions[:length])
+    token_ids = np.concatenate([node.token_ids for node in nodes])
+    loss_mask = np.repeat(trained, lengths)
+    all_logprobs = np.concatenate(logprobs, dtype=np.float32)
+    all_versions = np.concatenate(versions, dtype=np.int64)
+    samples = []
+    end = 0
+    for sample, reward, path in paths:
+        start, end = end, end + sum(len(node.token_ids) for node in path)
+        assert (last := path[-1].turn) is not None  # a branch ends with what was sampled
+        samples.append(
+            TrainingSample(
+                group_id=group_id,
+                sample=sample,
+                token_ids=token_ids[start:end],
+                loss_mask=loss_mask[start:end],
+                logprobs=all_logprobs[start:end],
+                versions=all_versions[start:end],
+                advantage=last.advantage,
+                reward=reward,
+            )
+        )
+    return tuple(samples)
+
+
+def _common_prefix(first: np.ndarray, second: np.ndarray) -> int:
+    length = min(len(first), len(second))
+    differs = np.flatnonzero(first[:length] != second[:length])
+    return int(differs[0]) if len(differs) else length
 
 
 def group_advantages(rewards: Sequence[float], epsilon: float = 1e-4) -> np.ndarray:
@@ -49,32 +222,6 @@ def group_advantages(rewards: Sequence[float], epsilon: float = 1e-4) -> np.ndar
     return (values - values.mean()) / spread
 
 
-def training_samples(
-    group_id: int, graded: Sequence[Rollout], advantages: Sequence[float], *, rollouts: int
-) -> tuple[TrainingSample, ...]:
-    """The samples of the branches of these rollouts of a group; those that sampled nothing have none.
-
-    Args:
-        advantages: one per rollout.
-        rollouts: number of rollouts in the group, including failed ones.
-    """
-    branches = branches_of(rollout.graph for rollout in graded)
-    return tuple(
-        TrainingSample(
-            group_id=group_id,
-            sample=rollout.sample + number * rollouts,
-            token_ids=branch.token_ids,
-            loss_mask=branch.loss_mask,
-            logprobs=branch.logprobs,
-            versions=branch.versions,
-            advantage=advantage,
-            reward=rollout.reward,
-        )
-        for rollout, advantage, its in zip(graded, advantages, branches, strict=True)
-        for number, branch in enumerate(its)
-    )
-
-
 def demonstration_sample(
     group_id: int,
     sample: int,
@@ -93,25 +240,31 @@ def demonstration_sample(
     Raises:
         TaskError: the messages cannot be written in this tokenizer.
     """
-    graph = TokenGraph()
+    tree = TokenTree()
     before: list[int] = renderer.render(prompt, tools)
-    said: list[int] = []
+    taught: list[int] = []
     for by_policy, turn in groupby(messages, key=lambda message: message.role == "assistant"):
         if by_policy:
-            said = [token_id for message in turn for token_id in renderer.say(message)]
-            graph.add(before, _shown(said))
+            taught = [token_id for message in turn for token_id in renderer.say(message)]
+            tree.add(_turn(before, taught))
         else:
-            before = [*before, *said, *renderer.extend(before, said, list(turn), tools)]
-    (taught,) = training_samples(group_id, [Rollout(sample=sample, graph=graph)], [0.0], rollouts=1)
-    return taught
+            before = [*before, *taught, *renderer.extend(before, taught, list(turn), tools)]
+    (document,) = training_samples(group_id, [(sample, 0.0, tree)], rollouts=1)
+    return document
 
 
-def _shown(token_ids: list[int]) -> Completion:
-    """A demonstrated turn as a completion."""
-    return Completion(
+def _turn(prompt: list[int], token_ids: list[int]) -> Turn:
+    """A demonstrated turn."""
+    completion = Completion(
         request_id="demonstration",
         token_ids=np.array(token_ids, dtype=np.int32),
         logprobs=np.zeros(len(token_ids), dtype=np.float32),
         versions=np.full(len(token_ids), NO_VERSION, dtype=np.int64),
+        finish_reason=FinishReason.STOP,
+    )
+    return Turn(
+        prompt_token_ids=np.array(prompt, dtype=np.int32),
+        completion=completion,
+        message=Message("assistant", ""),
         finish_reason=FinishReason.STOP,
     )

@@ -12,23 +12,87 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from titan_rl.errors import GeneratorFailed
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
 
 ATTEMPT_MARK = "~"
 """Separates the caller's id from the number of a later attempt. Callers' ids may not contain it, so ids stay unique."""
 
 MOST_PIECES = 256
-"""Pieces kept per attempt. Then they are joined into one: for pieces of one token that takes a twentieth of the
+"""Pieces kept of what was shown. Then they are joined into one: for pieces of one token that takes a twentieth of the
 memory."""
+
+
+class Shown:
+    """What somebody has seen of a completion: turns its pieces into its tokens, each once and in order.
+
+    Pieces come in the order in which they were sampled, maybe twice: if the fleet does not resume, or its router was
+    replaced, a lost completion is sampled again from its beginning. Tokens whose pieces were lost come with the
+    completion. The logprobs and versions are those that were seen first; those of a second sampling may differ in the
+    last digits.
+
+    Args:
+        start: position of the first token in the whole completion.
+    """
+
+    def __init__(self, start: int = 0) -> None:
+        self._pieces: list[Piece] = []
+        self._end = start
+
+    def add(self, piece: Piece) -> Piece | None:
+        """The new part of a piece. None if nothing is new, or if tokens before it are missing."""
+        if piece.offset > self._end or piece.end <= self._end:
+            return None
+        if known := self._end - piece.offset:
+            piece = replace(
+                piece,
+                offset=self._end,
+                token_ids=piece.token_ids[known:],
+                logprobs=piece.logprobs[known:],
+                versions=piece.versions[known:],
+            )
+        self._end = piece.end
+        self._pieces.append(piece)
+        if len(self._pieces) == MOST_PIECES:
+            self._pieces = [Piece.join(self._pieces)]
+        return piece
+
+    @property
+    def whole(self) -> Piece | None:
+        """All that was shown; None: nothing was."""
+        return Piece.join(self._pieces) if self._pieces else None
+
+    def rest(self, completion: Completion) -> Piece | None:
+        """The part of the whole completion that was not shown yet; None if all of it was.
+
+        Raises:
+            GeneratorFailed: the completion does not begin with the shown tokens.
+        """
+        tokens = completion.token_ids
+        shown = self.whole
+        if shown is not None and not np.array_equal(tokens[: self._end], shown.token_ids):
+            raise GeneratorFailed(
+                f"request {completion.request_id}: its generator was lost after {self._end} tokens were streamed, and "
+                f"those that were sampled in their place are others"
+            )
+        return self.add(
+            Piece(
+                request_id=completion.request_id,
+                offset=0,
+                token_ids=tokens,
+                logprobs=completion.logprobs,
+                versions=completion.versions,
+            )
+        )
 
 
 @dataclass(slots=True)
 class OpenRequest:
     """One caller's request on its way."""
 
-    asked: GenerationRequest  # as the caller sent it
+    original: GenerationRequest  # as the caller sent it
     segments: list[Completion] = field(default_factory=list)  # what earlier attempts sampled
-    pieces: list[Piece] = field(default_factory=list)  # pieces of the live attempt that the caller was shown
+    shown: Shown = field(default_factory=Shown)  # of the live attempt, if an attempt can go on from it
     attempts: int = 0
     attempt: GenerationRequest | None = None  # live now; None while waiting
     generator: str = ""
@@ -45,9 +109,8 @@ class OpenRequest:
         return sum(len(part.token_ids) for part in self.segments)
 
 
-def from_pieces(attempt_id: str, request: OpenRequest) -> Completion:
-    """The completion of an attempt as if it had been interrupted after its last piece."""
-    shown = Piece.join(request.pieces)
+def interrupted(attempt_id: str, request: OpenRequest, shown: Piece) -> Completion:
+    """The completion of an attempt as if it had been interrupted after what was shown."""
     return Completion(
         request_id=attempt_id,
         token_ids=shown.token_ids,
@@ -58,10 +121,10 @@ def from_pieces(attempt_id: str, request: OpenRequest) -> Completion:
     )
 
 
-def ending(request: OpenRequest, interrupted: Completion) -> FinishReason:
+def ending(request: OpenRequest, completion: Completion) -> FinishReason:
     """Finish reason of an interrupted attempt: it may have sampled its last token already."""
-    sampling = request.asked.sampling
-    tokens = interrupted.token_ids
+    sampling = request.original.sampling
+    tokens = completion.token_ids
     if len(tokens) and int(tokens[-1]) in sampling.stop_token_ids and len(tokens) > sampling.min_new_tokens:
         return FinishReason.STOP
     if request.sampled + len(tokens) >= sampling.max_new_tokens:
@@ -71,32 +134,35 @@ def ending(request: OpenRequest, interrupted: Completion) -> FinishReason:
 
 def next_attempt(request: OpenRequest) -> GenerationRequest:
     """The next attempt: the whole request, or the rest of it."""
-    asked = request.asked
+    original = request.original
     if not request.attempts:
-        return asked
-    attempt = replace(asked, request_id=f"{asked.request_id}{ATTEMPT_MARK}{request.attempts}")
+        return original
+    attempt = replace(original, request_id=f"{original.request_id}{ATTEMPT_MARK}{request.attempts}")
     if not request.segments:
         return attempt
     sampled = np.concatenate([segment.token_ids for segment in request.segments])
     return replace(
         attempt,
-        prompt_token_ids=np.concatenate([asked.prompt_token_ids, sampled]),
-        sampling=replace(asked.sampling, max_new_tokens=asked.sampling.max_new_tokens - len(sampled)),
-        stream_from=asked.stream_from + len(sampled) if asked.streams else asked.stream_from,
+        prompt_token_ids=np.concatenate([original.prompt_token_ids, sampled]),
+        sampling=replace(original.sampling, max_new_tokens=original.sampling.max_new_tokens - len(sampled)),
+        stream_from=original.stream_from + len(sampled) if original.streams else original.stream_from,
     )
 
 
 def stitch(request: OpenRequest, last: Completion | None) -> Completion:
     """All segments as one completion under the caller's id. Without `last` its finish reason is ABORT."""
     parts = [*request.segments, *([last] if last is not None else [])]
-    if len(parts) == 1 and parts[0].request_id == request.asked.request_id:
+    if len(parts) == 1 and parts[0].request_id == request.original.request_id:
         return parts[0]
-    metrics: dict[str, float] = {"segments": float(len(parts)), "attempts": float(request.attempts)}
+    metrics: dict[str, float] = {
+        "generation/segments": float(len(parts)),
+        "generation/attempts": float(request.attempts),
+    }
     for part in parts:
         for name, value in part.metrics.items():
             metrics[name] = metrics.get(name, 0.0) + value
     return Completion(
-        request_id=request.asked.request_id,
+        request_id=request.original.request_id,
         token_ids=np.concatenate([part.token_ids for part in parts] or [np.zeros(0, np.int32)]),
         logprobs=np.concatenate([part.logprobs for part in parts] or [np.zeros(0, np.float32)]),
         versions=np.concatenate([part.versions for part in parts] or [np.zeros(0, np.int64)]),

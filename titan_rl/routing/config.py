@@ -1,11 +1,11 @@
-"""Config of the router. Standard library only."""
+"""Config of the router."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from titan_rl.errors import ConfigError
+from titan_rl.bounds import CountOrZero, NotNegative, Positive
 
 
 @dataclass(kw_only=True, slots=True)
@@ -19,33 +19,21 @@ class RouterConfig:
     weight_sync: Literal["drain", "hot_swap"] = "drain"
     """`drain`: a generator finishes what it has, then takes new weights, so a completion is of one version.
     `hot_swap`: it takes them between two engine steps; running completions go on under the new weights."""
-    max_syncing: int = 0
+    max_syncing: CountOrZero = 0
     """Serving generators that may drain at once; the others serve on meanwhile (a rolling update). 0: all."""
-    drain_seconds: float = 60.0
+    drain_seconds: Positive = 60.0
     """Longest drain; past it what still runs is interrupted and continued on another generator."""
-    pull_retries: int = 1
+    pull_retries: CountOrZero = 1
     """Further attempts at once after a failed pull; a generator that still fails waits, STALE, for the next version."""
-    pull_seconds: float = 120.0
+    pull_seconds: Positive = 120.0
     """Longest pull of one generator, after its drain. A later one is waited for by nobody: the generator is STALE and
     takes no requests until its pull ends. After five times as long it is ended and replaced."""
-    request_seconds: float = 0.0
+    request_seconds: NotNegative = 0.0
     """Longest time that a request may spend with generators, all its attempts together; then its engine stops it, and
     it fails. Waiting at the router (for weights, or for a generator) does not count. 0: no bound."""
-    request_retries: int = 1
+    request_retries: CountOrZero = 1
     """Further generators that get a request after one has died under it; then it fails, because it may be what they die
     of. Interruptions (drains, failed pulls, sleep) do not count."""
     resume: bool = True
     """Continue an interrupted completion from its own tokens, on the same or another generator. Sampling options that
     depend on past output (penalties, min_new_tokens) are refused then: the engine would take those for prompt."""
-
-    def __post_init__(self) -> None:
-        if self.max_syncing < 0:
-            raise ConfigError(f"router.max_syncing must be >= 0, got {self.max_syncing}")
-        for name in ("pull_retries", "request_retries"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"router.{name} must be >= 0, got {getattr(self, name)}")
-        if not self.request_seconds >= 0:
-            raise ConfigError(f"router.request_seconds must be 0 (no bound) or more, got {self.request_seconds}")
-        for name in ("drain_seconds", "pull_seconds"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"router.{name} must be positive, got {getattr(self, name)}")

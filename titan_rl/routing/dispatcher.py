@@ -6,7 +6,7 @@ Always true, after every method:
   answer, with an error, or withdrawn by its caller;
 - a generator's load is the sum of the estimated costs of its live attempts, so it is 0 when none is live;
 - an attempt goes only to a generator whose version the request allows, and its id is never reused;
-- a request that is pinned to a generator goes only there, and only while that generator is pinned;
+- a request for an exact version is never live on a generator that takes new weights while it serves;
 - at most `retries` + 1 generators die under one request, and it spends at most `seconds` with generators, however
   often it is interrupted;
 - with `resume`, a completion begins with the tokens that its caller was shown as pieces, even if the generator that
@@ -27,11 +27,11 @@ Pure: methods return what to send, and the actor sends it. Requests that get an 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
-from titan_rl.errors import GeneratorFailed, GeneratorNotServing, RequestError, RequestLost, RequestTimeout, TitanError
-from titan_rl.routing.attempts import ATTEMPT_MARK, MOST_PIECES, OpenRequest, ending, from_pieces, next_attempt, stitch
+from titan_rl.errors import RequestError, RequestLost, RequestTimeout, TitanError
+from titan_rl.routing.attempts import ATTEMPT_MARK, OpenRequest, Shown, ending, interrupted, next_attempt, stitch
 from titan_rl.routing.strategies import RoutingStrategy, Wait
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
 
@@ -59,12 +59,11 @@ class Dispatcher:
         resume: bool = True,
         seconds: float = 0.0,
         retries: int = 1,
-        capacity: Mapping[str, float] | None = None,
+        is_swapping: Callable[[str], bool] = lambda generator: False,
     ) -> None:
         """
         Args:
-            capacity: what a generator can run at once, relative to those that are not in it; the strategy is told the
-                load divided by it.
+            is_swapping: whether a generator takes new weights while it serves.
             resume: continue interrupted completions from their own tokens; off: they start over.
             seconds: `router.request_seconds`.
             retries: `router.request_retries`.
@@ -73,13 +72,12 @@ class Dispatcher:
         self._resume = resume
         self._seconds = seconds or math.inf
         self._retries = retries
-        self._capacity = capacity or {}
+        self._is_swapping = is_swapping
         self._requests: dict[str, OpenRequest] = {}  # by the caller's id
         self._waiting: dict[str, OpenRequest] = {}  # requests without a live attempt, in order of arrival
         self._attempts: dict[str, OpenRequest] = {}  # live, by attempt id
         self._on: dict[str, dict[str, None]] = {}  # generator → its live attempt ids, oldest first
         self._load: dict[str, int] = {}
-        self._pinned: dict[str, PolicyVersion] = {}  # generators that serve only requests pinned to them
         self._wait_until = math.inf  # the earliest `Wait` of the strategy
         self._overdue_at = math.inf  # no live attempt runs out of time before this
         self._failures: list[tuple[str, TitanError]] = []
@@ -88,10 +86,14 @@ class Dispatcher:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    @property
-    def demanded(self) -> set[PolicyVersion]:
-        """Versions that waiting requests ask for exactly."""
-        return {version for each in self._waiting.values() if (version := each.asked.exact_version) is not None}
+    def demanded(self, versions: Collection[PolicyVersion]) -> set[PolicyVersion]:
+        """Those of the versions that some waiting request allows."""
+        missing = {*versions}
+        for each in self._waiting.values():
+            if not missing:
+                break
+            missing -= {version for version in missing if each.original.allows(version)}
+        return {*versions} - missing
 
     @property
     def live(self) -> int:
@@ -115,36 +117,22 @@ class Dispatcher:
         """Ids of the live attempts, oldest first."""
         return list(self._on.get(generator, ()))
 
-    def refusal(self, request: GenerationRequest) -> RequestError | GeneratorNotServing | None:
+    def runs_exact(self, generator: str) -> bool:
+        """Whether a request for an exact version is live there."""
+        return any(self._attempts[each].original.exact_version is not None for each in self._on.get(generator, ()))
+
+    def refusal(self, request: GenerationRequest) -> RequestError | None:
         """Why this request is refused; None: it is accepted."""
         if request.request_id in self._requests:
             return RequestError(f"request id {request.request_id} is already live")
         if ATTEMPT_MARK in request.request_id:
             return RequestError(f"request id {request.request_id} must not contain {ATTEMPT_MARK!r}: attempts do")
-        if request.pinned_to is not None:
-            version = self._pinned.get(request.pinned_to)
-            if version is None:
-                return GeneratorNotServing(f"request {request.request_id}: {request.pinned_to} is not pinned")
-            if not request.allows(version):
-                asked = request.exact_version or f"{request.min_version} or newer"
-                return RequestError(
-                    f"request {request.request_id}: {request.pinned_to} is pinned at {version}, asked for is {asked}"
-                )
         if self._resume and request.sampling.depends_on_output:
             return RequestError(
                 f"request {request.request_id}: penalties and min_new_tokens depend on past output, which a resumed "
                 f"completion does not see as such; set router.resume = false to use them"
             )
         return None
-
-    def pinned(self, generator: str, version: PolicyVersion) -> None:
-        """From now on the generator serves only requests that are pinned to it."""
-        self._pinned[generator] = version
-
-    def unpinned(self, generator: str) -> None:
-        """The pin is over. The generator may finish its pinned requests; those that wait for it fail at
-        `reconsider`."""
-        self._pinned.pop(generator, None)
 
     def failures(self) -> list[tuple[str, TitanError]]:
         """Requests that failed since the last call: the caller's id, and why."""
@@ -154,11 +142,11 @@ class Dispatcher:
     def submit(self, requests: Iterable[GenerationRequest], now: float) -> list[Assignment]:
         """Accept requests, whose `refusal` must be None. A request that no generator can serve now waits."""
         assignments: list[Assignment] = []
-        for asked in requests:
-            if asked.request_id in self._requests:
-                raise ValueError(f"request {asked.request_id} is already live")
-            request = self._requests[asked.request_id] = OpenRequest(asked, waiting_since=now)
-            self._waiting[asked.request_id] = request
+        for original in requests:
+            if original.request_id in self._requests:
+                raise ValueError(f"request {original.request_id} is already live")
+            request = self._requests[original.request_id] = OpenRequest(original, waiting_since=now)
+            self._waiting[original.request_id] = request
             self._assign(request, now, assignments)
         return assignments
 
@@ -187,7 +175,7 @@ class Dispatcher:
             assert request.attempt is not None
             request.given_up = True
             overdue.append(Assignment(request.generator, request.attempt))
-            request_id = request.asked.request_id
+            request_id = request.original.request_id
             reason = f"request {request_id}: not finished after {self._seconds:g} s with generators"
             error = RequestTimeout(f"{reason} (router.request_seconds); it was stopped and its tokens dropped")
             self._failures.append((request_id, error))
@@ -215,7 +203,7 @@ class Dispatcher:
         if completion.finish_reason is FinishReason.ABORT and not request.given_up:
             completion = replace(completion, finish_reason=ending(request, completion))
         if completion.finish_reason is not FinishReason.ABORT or request.given_up:
-            del self._requests[request.asked.request_id]
+            del self._requests[request.original.request_id]
             return stitch(request, completion)
         if self._resume and len(completion.token_ids):
             request.segments.append(completion)
@@ -233,14 +221,12 @@ class Dispatcher:
         if request is None:
             return None
         if self._resume:
-            known = request.pieces[-1].end if request.pieces else request.asked.stream_from + request.sampled
-            if piece.offset != known:
+            new = request.shown.add(piece)
+            if new is None:
                 return None
-            request.pieces.append(piece)
-            if len(request.pieces) == MOST_PIECES:
-                request.pieces = [Piece.join(request.pieces)]
-        first = piece.request_id == request.asked.request_id
-        return piece if first else replace(piece, request_id=request.asked.request_id)
+            piece = new
+        first = piece.request_id == request.original.request_id
+        return piece if first else replace(piece, request_id=request.original.request_id)
 
     def ended(self, attempt_id: str) -> str | None:
         """The attempt ended and the request with it: it is invalid, or its answer needs nothing done. Returns the
@@ -248,8 +234,8 @@ class Dispatcher:
         request = self._release(attempt_id)
         if request is None:
             return None
-        del self._requests[request.asked.request_id]
-        return request.asked.request_id
+        del self._requests[request.original.request_id]
+        return request.original.request_id
 
     def lost(self, attempt_id: str, now: float, died: str = "") -> Completion | None:
         """The attempt ended without an answer. Its tokens are lost, except those that the caller was shown.
@@ -264,14 +250,14 @@ class Dispatcher:
         request = self._attempts.get(attempt_id)
         if request is None:
             return None
-        if request.pieces:
-            whole = self.completed(attempt_id, from_pieces(attempt_id, request), now)
+        if (shown := request.shown.whole) is not None:
+            whole = self.completed(attempt_id, interrupted(attempt_id, request, shown), now)
             if whole is not None:
                 return whole
         else:
             self._release(attempt_id)
             if request.given_up:
-                del self._requests[request.asked.request_id]
+                del self._requests[request.original.request_id]
                 return stitch(request, None)
             self._queue(request, now)
         if died:
@@ -279,7 +265,7 @@ class Dispatcher:
             if len(request.deaths) > self._retries:
                 deaths = f"{len(request.deaths)} generators died under it ({'; '.join(request.deaths)})"
                 limit = f"no other one gets it (router.request_retries = {self._retries})"
-                self._fail(request, RequestLost(f"request {request.asked.request_id}: {deaths}, and {limit}"))
+                self._fail(request, RequestLost(f"request {request.original.request_id}: {deaths}, and {limit}"))
         return None
 
     def abort(self, request_id: str) -> Assignment | Completion | None:
@@ -310,43 +296,40 @@ class Dispatcher:
     def _queue(self, request: OpenRequest, now: float) -> None:
         request.seconds += now - request.started
         request.waiting_since = now
-        self._waiting[request.asked.request_id] = request
+        self._waiting[request.original.request_id] = request
 
     def _fail(self, request: OpenRequest, error: TitanError) -> None:
         """Fail a waiting request."""
-        request_id = request.asked.request_id
+        request_id = request.original.request_id
         del self._waiting[request_id]
         del self._requests[request_id]
         self._failures.append((request_id, error))
 
     def _assign(self, request: OpenRequest, now: float, assignments: list[Assignment]) -> None:
         """Assign a waiting request to a generator that can serve it now, if there is one."""
-        request_id = request.asked.request_id
-        choice: str | Wait | None = request.asked.pinned_to
-        if choice is None:
-            try:
-                choice = self._strategy.choose(request.asked, now=now, waiting_since=request.waiting_since)
-            except Exception as why:
-                reason = f"the routing strategy raised {type(why).__name__}: {why}"
-                return self._fail(request, RequestError(f"request {request_id}: {reason}"))
-        elif choice not in self._pinned:
-            reason = "the generator that it was pinned to is not any more"
-            return self._fail(request, GeneratorFailed(f"request {request_id}: {reason}"))
+        request_id = request.original.request_id
+        try:
+            choice = self._strategy.choose(request.original, now=now, waiting_since=request.waiting_since)
+        except Exception as why:
+            reason = f"the routing strategy raised {type(why).__name__}: {why}"
+            return self._fail(request, RequestError(f"request {request_id}: {reason}"))
         if isinstance(choice, Wait):
             self._wait_until = min(self._wait_until, choice.until)
             return None
-        if choice is None:
+        if choice is None or (request.original.exact_version is not None and self._is_swapping(choice)):
             return None
         del self._waiting[request_id]
         attempt = next_attempt(request)
         request.attempts += 1
         request.attempt, request.generator, request.cost = attempt, choice, estimated_cost(attempt)
         request.started = now
+        if attempt.streams:
+            request.shown = Shown(attempt.stream_from)
         self._overdue_at = min(self._overdue_at, now + self._seconds - request.seconds)
         self._attempts[attempt.request_id] = request
         self._on.setdefault(choice, {})[attempt.request_id] = None
         self._load[choice] = self._load.get(choice, 0) + request.cost
-        self._strategy.assigned(request.asked, choice, self._relative_load(choice))
+        self._strategy.assigned(request.original, choice, self._load[choice])
         assignments.append(Assignment(choice, attempt))
         return None
 
@@ -358,9 +341,5 @@ class Dispatcher:
         del self._on[generator][attempt_id]
         self._load[generator] -= request.cost
         request.attempt, request.generator, request.cost = None, "", 0
-        request.pieces = []
-        self._strategy.released(request.asked, generator, self._relative_load(generator))
+        self._strategy.released(request.original, generator, self._load[generator])
         return request
-
-    def _relative_load(self, generator: str) -> float:
-        return self._load[generator] / self._capacity.get(generator, 1)

@@ -1,6 +1,6 @@
 """Which generator gets the next request.
 
-A strategy is told which generator serves which version (`FleetListener`) and each generator's load, and answers
+A strategy is told which generator serves which version (`ServingListener`) and each generator's load, and answers
 `choose`. It never names a generator whose version the request does not allow. A choice costs the logarithm of the
 number of generators.
 
@@ -21,7 +21,7 @@ from typing import Protocol
 from titan_rl.errors import ConfigError
 from titan_rl.importing import import_name
 from titan_rl.routing.config import RouterConfig
-from titan_rl.routing.generator import FleetListener
+from titan_rl.routing.health import ServingListener
 from titan_rl.types import GenerationRequest, PolicyVersion
 
 SHORT_NAMES = {
@@ -39,7 +39,7 @@ class Wait:
     until: float
 
 
-class RoutingStrategy(FleetListener, Protocol):
+class RoutingStrategy(ServingListener, Protocol):
     """Chooses generators. Pure: time is handed in. If `choose` raises, its request fails. Nothing else may raise."""
 
     def choose(self, request: GenerationRequest, *, now: float, waiting_since: float) -> str | Wait | None:
@@ -51,12 +51,11 @@ class RoutingStrategy(FleetListener, Protocol):
         """
         ...
 
-    def assigned(self, request: GenerationRequest, name: str, load: float) -> None:
-        """The request is live on a generator, whose estimated load is now `load`: tokens, divided by what it can run at
-        once relative to the others (`max_num_seqs`)."""
+    def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
+        """The request is live on a generator, whose estimated load is now `load` tokens."""
         ...
 
-    def released(self, request: GenerationRequest, name: str, load: float) -> None:
+    def released(self, request: GenerationRequest, name: str, load: int) -> None:
         """The request is no longer live on the generator, whose estimated load is now `load`."""
         ...
 
@@ -65,7 +64,7 @@ class RoutingStrategy(FleetListener, Protocol):
         ...
 
 
-_Key = tuple[float, int, str]
+_Key = tuple[int, int, str]
 """Load, time of last choice, name of a generator."""
 
 
@@ -79,7 +78,7 @@ class _Ordered:
     def __init__(self) -> None:
         self._clock = 0
         self._chosen_at: dict[str, int] = {}
-        self._load: dict[str, float] = {}
+        self._load: dict[str, int] = {}
         self.serving: dict[str, PolicyVersion] = {}
         """Version of every generator that takes requests now."""
         self._members: dict[PolicyVersion, set[str]] = {}  # those that serve a version
@@ -128,10 +127,10 @@ class _Ordered:
                 heap[:] = map(self._key, members)
                 heapq.heapify(heap)
 
-    def assigned(self, request: GenerationRequest, name: str, load: float) -> None:
+    def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
         """Ignored: this strategy does not use the load."""
 
-    def released(self, request: GenerationRequest, name: str, load: float) -> None:
+    def released(self, request: GenerationRequest, name: str, load: int) -> None:
         """Ignored: this strategy does not use the load."""
 
     def end_session(self, session_id: str) -> None:
@@ -139,20 +138,13 @@ class _Ordered:
 
 
 class RoundRobin(_Ordered):
-    """Chooses the generator that was chosen longest ago: all get as many requests, also those that are slower or hold
-    fewer."""
+    """Chooses the generator that was chosen longest ago: all get as many requests, also those that are slower."""
 
 
 class LeastLoaded(_Ordered):
-    """Chooses the generator with the least estimated work for its size; among equals the one that was chosen longest
-    ago.
+    """Chooses the generator with the least estimated work; among equals the one that was chosen longest ago."""
 
-    The size is `max_num_seqs`; speed is not measured. Requests that come all at once are shared out in proportion to
-    it, so give a generator that is twice as fast twice the `max_num_seqs`. Of those that come one by one as others
-    end, a faster generator gets more by itself.
-    """
-
-    def assigned(self, request: GenerationRequest, name: str, load: float) -> None:
+    def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
         self._load[name] = load
         self._push(name)
 
@@ -197,9 +189,8 @@ class StickySession:
         self._fallback.serves(name, version)
 
     def pauses(self, name: str) -> None:
-        if (
-            self._versions.pop(name, None) is not None
-        ):  # otherwise it is stale, and its sessions need not wait for a retry
+        # otherwise it is stale, and its sessions need not wait for a retry
+        if self._versions.pop(name, None) is not None:
             self._paused.add(name)
         self._fallback.pauses(name)
 
@@ -220,7 +211,7 @@ class StickySession:
                 return Wait(deadline)  # it is syncing, or will be: it does not serve the requested version yet
         return self._fallback.choose(request, now=now, waiting_since=waiting_since)
 
-    def assigned(self, request: GenerationRequest, name: str, load: float) -> None:
+    def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
         self._fallback.assigned(request, name, load)
         session = request.session_id
         if session is None:
@@ -230,7 +221,7 @@ class StickySession:
         live.generator = name
         live.requests += 1
 
-    def released(self, request: GenerationRequest, name: str, load: float) -> None:
+    def released(self, request: GenerationRequest, name: str, load: int) -> None:
         self._fallback.released(request, name, load)
         session = request.session_id
         if session is None or session not in self._live:

@@ -1,7 +1,4 @@
-"""The three numbers that decide how far generation may run ahead of training, and what they imply.
-
-Standard library only, so that configs can use it.
-"""
+"""The three numbers that decide how far generation may run ahead of training, and what they imply."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from titan_rl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Knobs:
+class StalenessLimits:
     """How groups are scheduled. Everything else follows from these."""
 
     groups_per_step: int

@@ -24,13 +24,14 @@ Pure: the caller plays groups, trains batches and publishes versions, and says h
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
-from titan_rl.errors import StalenessViolation
-from titan_rl.scheduling.config import Knobs
-from titan_rl.scheduling.group import Batch, Counts, Group, GroupState, Outcome, PromptStream
+from titan_rl.errors import InvariantError
+from titan_rl.scheduling.config import StalenessLimits
+from titan_rl.scheduling.group import Batch, Counts, Group, GroupState, Outcome
 from titan_rl.scheduling.logical_time import LogicalTime
 from titan_rl.types import PolicyVersion
 
@@ -45,32 +46,9 @@ class GroupBuffer:
     follow) raises ValueError and changes nothing.
     """
 
-    def __init__(
-        self,
-        *,
-        groups_per_step: int,
-        max_staleness: int = 0,
-        window: int = 1,
-        deterministic: bool = False,
-        prompts: PromptStream | None = None,
-        version: PolicyVersion = INITIAL_VERSION,
-    ) -> None:
-        """
-        Args:
-            groups_per_step: P.
-            max_staleness: S.
-            window: W.
-            deterministic: admit in logical time; needs W = 1.
-            prompts: where ids come from, and where every group's outcome is recorded; default: a new stream.
-            version: what the trainer holds and what is published.
-
-        Raises:
-            ConfigError: a knob is out of range.
-        """
-        self.knobs = Knobs(
-            groups_per_step=groups_per_step, max_staleness=max_staleness, window=window, deterministic=deterministic
-        )
-        self.prompts = prompts if prompts is not None else PromptStream()
+    def __init__(self, limits: StalenessLimits, *, version: PolicyVersion = INITIAL_VERSION) -> None:
+        """`version`: what the trainer holds and what is published."""
+        self.limits = limits
         self._trainer = version
         self._published = version
         self._groups: dict[int, Group] = {}  # active
@@ -79,17 +57,15 @@ class GroupBuffer:
         self._line: OrderedDict[int, None] = OrderedDict()
         self._batch: list[int] = []  # TAKEN
         self._unpublished: deque[tuple[int, int]] = deque()  # (step, groups trained in it)
-        self._admitted = 0
+        self._admitted = 0  # so it is the next id
         self._ended = dict.fromkeys(Outcome, 0)
-        self._in = dict.fromkeys(GroupState, 0)
-        self._time = LogicalTime(self.knobs, decided=self.prompts.next_index, trainable=version.step * groups_per_step)
+        self._time = LogicalTime(limits)
         self._undecided: dict[int, None] = {}  # in the order in which they ended, where that decides
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data."""
         return {
-            "knobs": asdict(self.knobs),
-            "prompts": self.prompts.state_dict(),
+            "knobs": asdict(self.limits),
             "logical_time": self._time.state_dict(),
             "trainer": self._trainer,
             "published": self._published,
@@ -104,12 +80,11 @@ class GroupBuffer:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> GroupBuffer:
-        buffer = cls(**state["knobs"], prompts=PromptStream.from_state_dict(state["prompts"]))
-        buffer._time = LogicalTime.from_state_dict(state["logical_time"], buffer.knobs)
+        buffer = cls(StalenessLimits(**state["knobs"]))
+        buffer._time = LogicalTime.from_state_dict(state["logical_time"], buffer.limits)
         buffer._trainer, buffer._published = PolicyVersion(*state["trainer"]), PolicyVersion(*state["published"])
         for group in map(_group, state["groups"]):
             buffer._groups[group.group_id] = group
-            buffer._in[group.state] += 1
             if group.state is GroupState.WAITING:
                 buffer._waiting[group.group_id] = None
         buffer._line = OrderedDict.fromkeys(state["line"])
@@ -134,32 +109,29 @@ class GroupBuffer:
     @property
     def free_slots(self) -> int:
         """How many groups may be admitted now."""
-        if self.knobs.deterministic:
-            return self._time.free_slots(self.prompts.next_index)
-        return self.knobs.slots - len(self._groups) - sum(count for _, count in self._unpublished)
+        if self.limits.deterministic:
+            return self._time.free_slots(self._admitted)
+        return self.limits.slots - len(self._groups) - sum(count for _, count in self._unpublished)
 
     @property
     def expected(self) -> int:
         """Groups that were trained or may be."""
-        if self.knobs.deterministic:
-            return self._time.expected(self.prompts.next_index)
+        if self.limits.deterministic:
+            return self._time.expected(self._admitted)
         return self._ended[Outcome.TRAINED] + len(self._groups)
 
     @property
     def counts(self) -> Counts:
+        states = Counter(group.state for group in self._groups.values())
         return Counts(
             admitted=self._admitted,
             **{outcome.value: count for outcome, count in self._ended.items()},
-            **{state.value: count for state, count in self._in.items()},
+            **{state.value: states[state] for state in GroupState},
         )
 
     def __getitem__(self, group_id: int) -> Group:
         """An active group. Raises KeyError."""
         return self._groups[group_id]
-
-    def __contains__(self, group_id: int) -> bool:
-        """Whether the group is active."""
-        return group_id in self._groups
 
     def waiting(self) -> tuple[Group, ...]:
         """Groups whose rollouts are to be started, oldest first: those whose version is published."""
@@ -169,7 +141,7 @@ class GroupBuffer:
     @property
     def last_certain_step(self) -> int:
         """The step until which the groups of all batches are known."""
-        if self.knobs.deterministic:
+        if self.limits.deterministic:
             return self._time.step
         return self._trainer.step + bool(self._batch)
 
@@ -179,14 +151,7 @@ class GroupBuffer:
 
     def unfinished_versions(self) -> set[PolicyVersion]:
         """Versions of the groups that are WAITING or RUNNING."""
-        unfinished = (GroupState.WAITING, GroupState.RUNNING)
-        return {group.min_version for group in self._groups.values() if group.state in unfinished}
-
-    @property
-    def oldest_unfinished(self) -> Group | None:
-        """The oldest group that is WAITING or RUNNING; None: there is none."""
-        unfinished = (GroupState.WAITING, GroupState.RUNNING)
-        return next((group for group in self._groups.values() if group.state in unfinished), None)
+        return {group.min_version for group in self._unfinished()}
 
     @property
     def ready(self) -> int:
@@ -197,10 +162,10 @@ class GroupBuffer:
         """Why the next batch is not ready, in words: how many groups are there, and the oldest that is missing."""
         if self._batch:
             return f"the trainer, which has a batch since {self._trainer}"
-        ready, needed = self.ready, self.knobs.groups_per_step
+        ready, needed = self.ready, self.limits.groups_per_step
         if ready == needed:
             return f"nothing: {ready} of {needed} groups are ready"
-        if (late := self.oldest_unfinished) is not None:
+        if (late := next(self._unfinished(), None)) is not None:
             missing = f"the oldest that is not finished is {late}"
         elif self.free_slots:
             missing = f"{self.free_slots} slots are free, no group is admitted"
@@ -220,18 +185,17 @@ class GroupBuffer:
         if not 0 <= count <= self.free_slots:
             raise ValueError(f"{count} groups cannot be admitted: {self.free_slots} slots are free")
         version = self._published
-        if self.knobs.deterministic:
+        if self.limits.deterministic:
             version = PolicyVersion(self._trainer.incarnation, self._time.step)
         groups = [
-            Group(group_id=group_id, state=GroupState.WAITING, min_version=version)
-            for group_id in self.prompts.take(count)
+            Group(group_id=self._admitted + number, state=GroupState.WAITING, min_version=version)
+            for number in range(count)
         ]
         for group in groups:
             self._groups[group.group_id] = group
             self._waiting[group.group_id] = None
             self._line[group.group_id] = None
         self._admitted += count
-        self._in[GroupState.WAITING] += count
         return groups
 
     def start(self, group_id: int) -> Group:
@@ -245,11 +209,11 @@ class GroupBuffer:
             oldest: the smallest version among its trained tokens; None if it has none.
 
         Raises:
-            StalenessViolation: a token is older than the group's `min_version`.
+            InvariantError: a token is older than the group's `min_version`.
         """
         group = self._active(group_id, GroupState.RUNNING)
         if oldest is not None and oldest < group.min_version:
-            raise StalenessViolation(f"{group} has a token of {oldest}, which its requests did not allow")
+            raise InvariantError(f"{group} has a token of {oldest}, which its requests did not allow")
         self._end(group_id, trainable=True)
         return self._move(group_id, GroupState.FINISHED, GroupState.RUNNING, oldest=oldest)
 
@@ -263,30 +227,20 @@ class GroupBuffer:
         self._waiting[group_id] = None
         return self._move(group_id, GroupState.WAITING, attempt=group.attempt + 1, oldest=None)
 
-    def filtered(self, group_id: int) -> None:
-        """A filter refuses a group that was played; its slot is free.
-
-        If it was TAKEN, the batch is given up and its other groups are FINISHED again.
-        """
-        group = self._active(group_id, GroupState.RUNNING, GroupState.FINISHED, GroupState.TAKEN)
-        self._end(group_id, trainable=False)
-        self._give_batch_up(group)
-        self._leave(group_id, Outcome.FILTERED)
-
-    def failed(self, group_id: int) -> None:
-        """The group cannot be played; its slot is free.
+    def drop(self, group_id: int, outcome: Outcome) -> None:
+        """The group is not trained: it is FILTERED, or FAILED. Its slot is free.
 
         If it was TAKEN, the batch is given up and its other groups are FINISHED again.
         """
         group = self._active(group_id)
         self._end(group_id, trainable=False)
         self._give_batch_up(group)
-        self._leave(group_id, Outcome.FAILED)
+        self._leave(group_id, outcome)
 
     def decide(self) -> int | None:
         """The next group that has ended: the next by id if deterministic, otherwise the next that ended. None: it has
         not ended yet. Call it until then, and `admit` after every call."""
-        if self.knobs.deterministic:
+        if self.limits.deterministic:
             return self._time.decide()
         group_id = next(iter(self._undecided), None)
         if group_id is not None:
@@ -304,10 +258,9 @@ class GroupBuffer:
         """Exactly P groups for the next step, or None: not enough can be taken now, or a batch is out.
 
         Raises:
-            StalenessViolation: a group is older than the proven bound.
+            InvariantError: a group is older than the proven bound.
         """
-        needed = self.knobs.groups_per_step
-        if self._in[GroupState.FINISHED] < needed or len(picked := self._pick()) < needed:
+        if len(picked := self._pick()) < self.limits.groups_per_step:
             return None
         for group_id in picked:
             self._check_age(self._groups[group_id])
@@ -365,9 +318,14 @@ class GroupBuffer:
 
     # How.
 
+    def _unfinished(self) -> Iterator[Group]:
+        """Those that are WAITING or RUNNING, oldest first."""
+        states = (GroupState.WAITING, GroupState.RUNNING)
+        return (group for group in self._groups.values() if group.state in states)
+
     def _pick(self) -> list[int]:
         """The groups of the next batch that are ready."""
-        needed = self.knobs.groups_per_step
+        needed = self.limits.groups_per_step
         if self._batch:
             return []
         picked: list[int] = []
@@ -379,7 +337,7 @@ class GroupBuffer:
                 picked.append(group_id)
             if place or (group is not None and not finished):
                 place += 1
-            if place == self.knobs.window or len(picked) == needed:
+            if place == self.limits.window or len(picked) == needed:
                 break
         return picked
 
@@ -387,10 +345,10 @@ class GroupBuffer:
         if group.oldest is None:
             return
         age = self._trainer.step - group.oldest.step
-        if not 0 <= age <= self.knobs.bound:
-            raise StalenessViolation(
+        if not 0 <= age <= self.limits.bound:
+            raise InvariantError(
                 f"{group} has a token of {group.oldest} and would be trained by {self._trainer}, {age} steps later; "
-                f"the bound is {self.knobs.bound} ({self.knobs.describe()})"
+                f"the bound is {self.limits.bound} ({self.limits.describe()})"
             )
 
     def _active(self, group_id: int, *states: GroupState) -> Group:
@@ -405,23 +363,19 @@ class GroupBuffer:
         group = self._active(group_id, *states)
         if group.state is GroupState.WAITING:
             del self._waiting[group_id]
-        self._in[group.state] -= 1
-        self._in[to] += 1
         self._groups[group_id] = moved = replace(group, state=to, **changes)
         return moved
 
     def _end(self, group_id: int, *, trainable: bool) -> None:
-        if self.knobs.deterministic:
+        if self.limits.deterministic:
             self._time.end(group_id, trainable=trainable)
         else:
             self._undecided[group_id] = None
 
     def _leave(self, group_id: int, outcome: Outcome) -> None:
-        group = self._groups.pop(group_id)
+        del self._groups[group_id]
         self._waiting.pop(group_id, None)
-        self._in[group.state] -= 1
         self._ended[outcome] += 1
-        self.prompts.settle(group_id, outcome)
         if outcome is not Outcome.TRAINED:
             del self._line[group_id]
         while self._line and (front := next(iter(self._line))) not in self._groups:

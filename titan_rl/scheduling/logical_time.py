@@ -22,21 +22,16 @@ from __future__ import annotations
 from typing import Any
 
 from titan_rl.errors import OutcomeChanged
-from titan_rl.scheduling.config import Knobs
+from titan_rl.scheduling.config import StalenessLimits
 
 
 class LogicalTime:
     """Of one run. `admitted` counts ids from 0, so it is the next id."""
 
-    def __init__(self, knobs: Knobs, *, decided: int = 0, trainable: int = 0) -> None:
-        """
-        Args:
-            decided: groups that are decided: all with smaller ids.
-            trainable: how many of them are trainable.
-        """
-        self._knobs = knobs
-        self._decided = decided
-        self._trainable = trainable
+    def __init__(self, limits: StalenessLimits) -> None:
+        self._limits = limits
+        self._decided = 0  # groups that are decided: all with smaller ids
+        self._trainable = 0  # of these
         self._ended: dict[int, bool] = {}  # not decided yet: whether trainable
 
     def state_dict(self) -> dict[str, Any]:
@@ -44,19 +39,20 @@ class LogicalTime:
         return {"decided": self._decided, "trainable": self._trainable, "ended": dict(self._ended)}
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any], knobs: Knobs) -> LogicalTime:
-        time = cls(knobs, decided=state["decided"], trainable=state["trainable"])
+    def from_state_dict(cls, state: dict[str, Any], limits: StalenessLimits) -> LogicalTime:
+        time = cls(limits)
+        time._decided, time._trainable = state["decided"], state["trainable"]
         time._ended = {int(group_id): trainable for group_id, trainable in state["ended"].items()}
         return time
 
     @property
     def step(self) -> int:
         """Of the newest version."""
-        return self._trainable // self._knobs.groups_per_step
+        return self._trainable // self._limits.groups_per_step
 
     def free_slots(self, admitted: int) -> int:
         """How many groups may be admitted now."""
-        return self._knobs.slots - (admitted - self._decided) - self._trainable % self._knobs.groups_per_step
+        return self._limits.slots - (admitted - self._decided) - self._trainable % self._limits.groups_per_step
 
     def expected(self, admitted: int) -> int:
         """Groups that were trained or may be."""

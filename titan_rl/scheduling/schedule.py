@@ -4,12 +4,9 @@ Always true:
 
 - the versions of step 0, of every `every`-th step and of the last step are evaluated, and the trainer does not train
   past one of them before it is published;
-- a version that an evaluation needs the fleet to serve stays the newest published one until `release_fleet`;
 - no group is admitted beyond those that the remaining steps train;
 - a group that teaches something resets the `UntrainableStreak`, so a run goes on as long as one group in every k
   batches teaches something.
-
-The controller and the planner's simulation drive the same `Schedule`.
 """
 
 from __future__ import annotations
@@ -36,7 +33,6 @@ class Schedule:
         self._buffer = buffer
         self._every = every
         self._due: deque[PolicyVersion] = deque()  # to be evaluated
-        self._kept: PolicyVersion | None = None  # the version that an evaluation needs the fleet to serve
         self._evaluated = -1  # the newest step whose evaluation is over
         self.steps = steps
         """As they were asked for."""
@@ -60,7 +56,7 @@ class Schedule:
 
     def admissible(self) -> int:
         """How many groups to admit now: never more than the remaining steps train."""
-        wanted = self._admitted * self._buffer.knobs.groups_per_step
+        wanted = self._admitted * self._buffer.limits.groups_per_step
         return max(0, min(self._buffer.free_slots, wanted - self._buffer.expected))
 
     def take(self) -> Batch | None:
@@ -80,13 +76,7 @@ class Schedule:
 
     def may_publish(self) -> bool:
         """Whether to publish the trainer's version now."""
-        return self._buffer.published_version < self._buffer.trainer_version and self._kept is None
-
-    def publisher_waits_for(self) -> str:
-        """Why nothing is published now."""
-        if self._buffer.published_version < self._buffer.trainer_version:
-            return f"the evaluation of {self._kept}"
-        return "the trainer's next version"
+        return self._buffer.published_version < self._buffer.trainer_version
 
     def all_published(self) -> bool:
         return self._buffer.published_version.step >= self.last
@@ -99,18 +89,12 @@ class Schedule:
         return rhythm and version.step > self._evaluated
 
     def make_due(self, version: PolicyVersion) -> None:
-        """Queue a version, which the fleet serves now, for evaluation."""
-        self._kept = version
+        """Queue a version, which is served now, for evaluation."""
         self._due.append(version)
 
     def next_due(self) -> PolicyVersion | None:
         """The version to evaluate next. It leaves the queue."""
         return self._due.popleft() if self._due else None
-
-    def release_fleet(self, version: PolicyVersion) -> None:
-        """The evaluation of `version` does not need the fleet any more. One of a later version may."""
-        if self._kept == version:
-            self._kept = None
 
     def evaluated(self, version: PolicyVersion) -> None:
         """The evaluation of `version` is over, however it ended."""
@@ -161,7 +145,7 @@ class Schedule:
         """Whether the trainer holds an unpublished version that is to be evaluated, or to play groups, so that it must
         not train on."""
         version = self._buffer.trainer_version
-        needed = self.is_due(version) or self._buffer.knobs.exact_versions
+        needed = self.is_due(version) or self._buffer.limits.exact_versions
         return needed and version > self._buffer.published_version
 
 

@@ -37,43 +37,14 @@ import torch
 from torch import Tensor
 
 from titan_rl.errors import WeightsError
+from titan_rl.weights.fingerprint_keys import BLOCK, odd_key, unsigned
 from titan_rl.weights.manifest import Manifest
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 """Dtypes that can be served, and the integer that an element's bits are read as."""
 
-BLOCK = 1024
-"""Elements that share a key. Their places' keys, 8 KiB, must leave most of a first-level cache to the elements: with
-twice as many the sum over large tensors takes a quarter longer."""
-
-_MODULUS = 1 << 64
 _DEVICE_CHUNK = 1 << 24
 """Elements that are widened to int64 at a time on an accelerator: 128 MiB."""
-
-
-def signed(value: int) -> int:
-    """The int64 that is `value` modulo 2**64: what a tensor or a collective can carry."""
-    value %= _MODULUS
-    return value - _MODULUS if value >= _MODULUS >> 1 else value
-
-
-def unsigned(value: int) -> int:
-    """The inverse of `signed`."""
-    return value % _MODULUS
-
-
-_STEP, _FIRST, _SECOND = map(signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-
-
-def odd_key(number):  # type: ignore[no-untyped-def]
-    """SplitMix64's output number `number` (Steele et al. 2014), made odd: of an int64 in compiled code, or of a tensor.
-
-    The masks make the arithmetic shifts of signed integers logical ones.
-    """
-    mixed = number * _STEP
-    mixed = (mixed ^ ((mixed >> 30) & 0x3FFFFFFFF)) * _FIRST
-    mixed = (mixed ^ ((mixed >> 27) & 0x1FFFFFFFFF)) * _SECOND
-    return (mixed ^ ((mixed >> 31) & 0x1FFFFFFFF)) | 1
 
 
 def shard_fingerprint(data: Tensor, global_shape: Sequence[int], offset: Sequence[int]) -> int:

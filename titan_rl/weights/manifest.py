@@ -79,7 +79,7 @@ class Publication:
     version: PolicyVersion
     manifest: Manifest
     location: str
-    """See `segment_files`; the same on every host."""
+    """Of its segment (`segment_files`); the same on every host."""
     hosts: tuple[str, ...] = ()
     """Where the trainer has written it; relays bring it to the others."""
     serial: int = 0
@@ -109,9 +109,9 @@ class FleetPull:
 
     version: PolicyVersion
     reports: dict[str, PullReport]
-    """By generator that serves the version, or a newer one that overtook it."""
+    """By generator that serves the version."""
     failures: dict[str, str]
-    """By generator that does not: why."""
+    """By generator that serves no version: why."""
 
     def require_served(self) -> FleetPull:
         """Return this pull if any generator serves the version.

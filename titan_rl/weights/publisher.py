@@ -12,11 +12,12 @@ What always holds:
 
 A slot is a segment: a file in shared memory, which is recycled. A fresh one costs the time of eight copies, because the
 kernel has to find and clear it. A trainer over several hosts ends a publication with the same bytes in a segment of
-each (`exchange`).
+each.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -26,14 +27,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
 from titan_rl.errors import StorageError, WeightsError
 from titan_rl.processes import HOST
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.exchange import HostExchange
-from titan_rl.weights.fingerprint import BITS, check_box, shard_fingerprint, signed, unsigned
+from titan_rl.weights.fingerprint import BITS, check_box, shard_fingerprint
+from titan_rl.weights.fingerprint_keys import signed, unsigned
 from titan_rl.weights.manifest import Manifest, Publication, TensorEntry, TensorShard
 from titan_rl.weights.ranks import Ranks
 from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_segment, segment_at, segment_location
@@ -53,6 +55,13 @@ _EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _CHUNK_BYTES = 1 << 20
 """Written and fingerprinted at a time: small enough that the fingerprint finds the bytes still in the cache (it would
 cost half a copy more otherwise), large enough that the call does not matter."""
+
+_PIECE_BYTES = 16 << 20
+"""That a host sends to the others at a time, or one row: enough for a link's speed, little enough to be held for each
+of some ten hosts."""
+
+_Box = tuple[str, tuple[slice, ...]]
+"""Name of a tensor, index into it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +149,7 @@ class SharedMemoryPublisher:
         self._ranks.add(sums)
         manifest = _manifest(what, layout, *sums.tolist())
         if self._exchange is not None:
-            self._exchange.complete(what, segment, layout.entries, written)
+            self._exchange.complete(what, segment, layout, written)
         self._live[version] = slot
         location = self._locations[slot]
         return Publication(
@@ -195,11 +204,55 @@ class SharedMemoryPublisher:
         """The same layout on all ranks, of the names that any rank has. Kept for as long as no rank's names change."""
         described = (shapes, dtype, aliases)
         if self._ranks.any(self._layout_of != described):
-            told = self._ranks.gather(described)
-            self._layout = self._ranks.together(what, lambda: _merged_layout(told))
+            everyones = self._ranks.gather(described)
+            self._layout = self._ranks.together(what, lambda: _merged_layout(everyones))
             self._layout_of = described
         assert self._layout is not None
         return self._layout
+
+
+class HostExchange:
+    """Completes a publication on every host of a trainer that spans several: a host gets from the others what it lacks.
+
+    The ranks of a host share its segment, so one rank per host, the first, sends what all of them wrote. A host's link
+    carries less than one copy in each direction. All ranks make it, and call `complete`, in the same order.
+
+    Args:
+        rank: of this process in the default process group.
+        ranks: that group's.
+        hosts: of every rank, by rank.
+    """
+
+    def __init__(self, rank: int, ranks: Ranks, hosts: Sequence[str]) -> None:
+        self._ranks = ranks
+        self._hosts = hosts
+        self._rank = rank
+        self._firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
+        self._group = dist.new_group(self._firsts, backend="gloo")
+
+    def complete(self, what: str, segment: Tensor, layout: Layout, written: Sequence[TensorShard]) -> None:
+        """Returns when every host's segment has everything. This rank has written these shards, all ranks theirs."""
+        of_hosts: dict[str, list[_Box]] = {}
+        everyones = self._ranks.gather([(shard.name, shard.slices) for shard in written])
+        for host, boxes in zip(self._hosts, everyones, strict=True):
+            of_hosts.setdefault(host, []).extend(boxes)
+        pieces = [_pieces(segment, layout, boxes) for boxes in of_hosts.values()]
+        self._ranks.together(what, lambda: self._exchange(pieces))
+
+    def _exchange(self, of_hosts: Sequence[Iterator[Tensor]]) -> None:
+        """Every host's first rank sends its next piece, all at the same time, until there are no more."""
+        if self._rank not in self._firsts:
+            return
+        for pieces in itertools.zip_longest(*of_hosts):
+            under_way = []
+            for first, piece in zip(self._firsts, pieces, strict=True):
+                if piece is not None:
+                    buffer = piece.contiguous() if first == self._rank else torch.empty(piece.shape, dtype=piece.dtype)
+                    content = buffer.view(-1).view(torch.uint8)
+                    under_way.append((piece, buffer, dist.broadcast(content, first, group=self._group, async_op=True)))
+            for piece, buffer, work in under_way:
+                work.wait()
+                piece.copy_(buffer)
 
 
 def publish_checkpoint(directory: Path, publisher: SharedMemoryPublisher, *, dtype: torch.dtype) -> Publication:
@@ -234,11 +287,11 @@ def _shapes_of(shards: Iterable[TensorShard]) -> Shapes:
     return shapes
 
 
-def _merged_layout(told: list[tuple[Shapes, torch.dtype, Aliases]]) -> Layout:
-    """One layout from what every rank has; the same on each, because all are told the same."""
+def _merged_layout(everyones: list[tuple[Shapes, torch.dtype, Aliases]]) -> Layout:
+    """One layout from what every rank has."""
     shapes: Shapes = {}
-    _, dtype, aliases = told[0]
-    for rank, (theirs, their_dtype, their_aliases) in enumerate(told):
+    _, dtype, aliases = everyones[0]
+    for rank, (theirs, their_dtype, their_aliases) in enumerate(everyones):
         if (their_dtype, their_aliases) != (dtype, aliases):
             raise WeightsError(f"rank {rank} serves {their_dtype} {their_aliases}, rank 0 {dtype} {aliases}")
         for name, shape in theirs.items():
@@ -307,6 +360,14 @@ def _write_shard(shard: TensorShard, whole: Tensor) -> int:
         stored = target[row : row + rows].copy_(source[row : row + rows])
         fingerprint += shard_fingerprint(stored, shape, (offset[0] + row, *offset[1:]))
     return fingerprint
+
+
+def _pieces(segment: Tensor, layout: Layout, boxes: Sequence[_Box]) -> Iterator[Tensor]:
+    """The boxes as views of the publication, cut by rows where one is large."""
+    for name, index in boxes:
+        box = layout.entries[name].view(segment)[index]
+        box = box if box.ndim else box.reshape(1)
+        yield from box.split(max(1, _PIECE_BYTES * len(box) // box.nbytes))
 
 
 def shards_of_files(directory: Path) -> Iterator[TensorShard]:

@@ -1,5 +1,5 @@
-"""Collectives of a mesh's ranks on weights. A failure on one rank becomes an error on every rank, so no rank waits in a
-collective for one that raised."""
+"""Collectives of a mesh's ranks on small values. A failure on one rank becomes an error on every rank, so that no rank
+waits in a collective for one that raised."""
 
 from __future__ import annotations
 
@@ -26,16 +26,23 @@ class Ranks:
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        self._group = group
+        self._group = group if group is not None and dist.get_world_size(group) > 1 else None
 
     def add(self, values: Tensor) -> None:
-        """Replace `values` (int64) by their sum over the ranks, modulo 2**64."""
+        """Replace `values` by their sum over the ranks; int64: modulo 2**64."""
         if self._group is not None:
             dist.all_reduce(values, group=self._group)
 
+    def maximum(self, values: Tensor) -> None:
+        """Replace `values` by their maxima over the ranks."""
+        if self._group is not None:
+            dist.all_reduce(values, group=self._group, op=dist.ReduceOp.MAX)
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is up on any rank."""
-        return bool(self._maximum([int(flag)])[0])
+        flags = torch.tensor([flag], dtype=torch.int64)
+        self.maximum(flags)
+        return bool(flags)
 
     def gather(self, value: T) -> list[T]:
         """The value of every rank, by rank. Pickles; not for tensors."""
@@ -66,23 +73,18 @@ class Ranks:
                 mark = int.from_bytes(digest, "little")
         except Exception as error:
             cause = error
-        failed, highest, negated_lowest = self._maximum([int(cause is not None), mark, -mark])
+        marks = torch.tensor([cause is not None, mark, -mark], dtype=torch.int64)
+        self.maximum(marks)
+        failed, highest, negated_lowest = marks.tolist()
         if failed:
             reasons = self.gather("" if cause is None else _reason(cause))
-            told = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
-            raise WeightsError(f"{what}: {'; '.join(told) if self._group else reasons[0]}") from cause
+            by_rank = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
+            raise WeightsError(f"{what}: {'; '.join(by_rank) if self._group else reasons[0]}") from cause
         if highest != -negated_lowest:
             assert equal is not None
-            told = [f"rank {rank}: {value}" for rank, value in enumerate(self.gather(repr(equal(result))))]
-            raise WeightsError(f"{what}: the ranks disagree; {'; '.join(told)}")
+            values = [f"rank {rank}: {value}" for rank, value in enumerate(self.gather(repr(equal(result))))]
+            raise WeightsError(f"{what}: the ranks disagree; {'; '.join(values)}")
         return result
-
-    def _maximum(self, values: list[int]) -> list[int]:
-        if self._group is None:
-            return values
-        tensor = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
-        return tensor.tolist()
 
 
 def _reason(error: Exception) -> str:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from titan_rl.errors import ConfigError, StorageError
@@ -102,9 +103,8 @@ def free_bytes(directory: Path) -> int:
 
 
 def dead_segments(directory: Path = DIRECTORY) -> list[Path]:
-    """The files that `sweep_dead_segments` would remove, those of other users too."""
-    found = ((path, _PATTERN.fullmatch(path.name)) for path in sorted(directory.iterdir()))
-    return [path for path, match in found if match is not None and not _alive(int(match["owner"]))]
+    """The files whose owner is dead, those of other users too."""
+    return [path for path, match in _segments(directory) if not _alive(int(match["owner"]))]
 
 
 def sweep_dead_segments(directory: Path = DIRECTORY) -> list[Path]:
@@ -115,26 +115,31 @@ def sweep_dead_segments(directory: Path = DIRECTORY) -> list[Path]:
     Processes that share the directory must see each other's process ids (containers that share /dev/shm share the pid
     namespace).
     """
-    return _remove(directory, lambda owner, channel: not _alive(owner))
+    return _remove(dead_segments(directory))
 
 
 def remove_segments_of(owner_pid: int, directory: Path = DIRECTORY, *, channel: str = "") -> list[Path]:
     """Remove all files of one owner, whoever wrote them, or those of one channel; returns which. Mappings that exist
     stay valid."""
-    return _remove(directory, lambda owner, its: owner == owner_pid and channel in ("", its))
+    return _remove(
+        path
+        for path, match in _segments(directory)
+        if int(match["owner"]) == owner_pid and channel in ("", match["channel"])
+    )
 
 
-def _remove(directory: Path, doomed: Callable[[int, str], bool]) -> list[Path]:
-    removed = []
+def _segments(directory: Path) -> Iterator[tuple[Path, re.Match[str]]]:
     for path in sorted(directory.iterdir()):
-        match = _PATTERN.fullmatch(path.name)
-        if match is None or not doomed(int(match["owner"]), match["channel"]):
-            continue
-        try:
+        if (match := _PATTERN.fullmatch(path.name)) is not None:
+            yield path, match
+
+
+def _remove(paths: Iterable[Path]) -> list[Path]:
+    removed = []
+    for path in paths:
+        with suppress(FileNotFoundError, PermissionError):  # another process swept it first, or it is another user's
             path.unlink()
-        except (FileNotFoundError, PermissionError):
-            continue  # another process swept it first, or it is another user's
-        removed.append(path)
+            removed.append(path)
     return removed
 
 

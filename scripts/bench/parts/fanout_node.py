@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.actors import relay
-from titan_rl.actors.connection import served
 from titan_rl.actors.relay import WeightRelay
 from titan_rl.processes import OWNER
+from titan_rl.rpc.connection import endpoint
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.fanout import Parents
 from titan_rl.weights.manifest import Manifest, Publication, TensorEntry
 from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_segment, segment_at, segment_location
 
@@ -21,26 +20,24 @@ from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_segmen
 class Node(WeightRelay):
     def __init__(self, host: str) -> None:
         os.environ.pop(OWNER, None)  # several may share a host, each with files of its own
-        relay.PATIENCE_SECONDS = 120  # the ways that are compared with the trees are slower than any bound
+        relay.PATIENCE_SECONDS = 120  # the ways that are compared with the chain are slower than any bound
         super().__init__(host)
         self._published = 0
         self._flat = False
 
-    @served
+    @endpoint
     async def set_up(self, relays: Mapping[str, tuple[int, Any]], flat: bool) -> None:
         """
         Args:
             flat: everything comes from the source.
         """
         self._flat = flat
-        await WeightRelay.use.answer(self, relays)
+        await WeightRelay.set_peers.answer(self, relays)
 
-    def _schedule(self, sources: Sequence[str]) -> Parents:
-        if self._flat:
-            return dict.fromkeys(self._relays, (sources[0], sources[0]))
-        return super()._schedule(sources)
+    def _parent(self, sources: Sequence[str]) -> str:
+        return sources[0] if self._flat else super()._parent(sources)
 
-    @served
+    @endpoint
     async def publish(self, way: str, turn: int, nbytes: int) -> Publication:
         """Random bytes, without torch; nobody loads them."""
         location = segment_location(DIRECTORY, way, 0)
@@ -59,16 +56,16 @@ class Node(WeightRelay):
         )
         return replace(publication, serial=self._published)
 
-    @served
+    @endpoint
     async def fetch(self, publication: Publication) -> None:
         await WeightRelay.bring.answer(self, publication)
 
-    @served
+    @endpoint
     async def has(self, publication: Publication) -> bool:
         content = segment_at(publication.location).read_bytes()
         return content == _content(publication.version.step, publication.manifest.nbytes)
 
-    @served
+    @endpoint
     async def sent(self) -> int:
         """Bytes that have left this host."""
         for line in Path("/proc/net/dev").read_text().splitlines():

@@ -14,20 +14,20 @@ import numpy as np
 from titan_rl.config import RunConfig
 from titan_rl.errors import ActorFailed, ActorGone
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.launch.process import prepare_controller
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig
 from titan_rl.routing.config import RouterConfig
+from titan_rl.supervision.process import prepare_controller
 from titan_rl.types import GenerationRequest, PolicyVersion, SamplingParams
 from titan_rl.weights.manifest import Publication
 
 prepare_controller()
-from titan_rl.actors.generator import Generator, GeneratorMesh  # noqa: E402
+from titan_rl.actors.generator import Generator, GeneratorClient  # noqa: E402
 from titan_rl.actors.router import GeneratorRouter  # noqa: E402
 from titan_rl.actors.router_client import RouterClient  # noqa: E402
-from titan_rl.launch.hosts.facts import detect_host  # noqa: E402
-from titan_rl.launch.placement import MeshPlan, plan  # noqa: E402
-from titan_rl.launch.provisioner import Provisioner  # noqa: E402
-from titan_rl.launch.start import model_directory  # noqa: E402
+from titan_rl.hosts.facts import detect_host  # noqa: E402
+from titan_rl.policy.models.tiny import model_directory  # noqa: E402
+from titan_rl.supervision.placement import MeshPlan, plan  # noqa: E402
+from titan_rl.supervision.provisioner import Provisioner  # noqa: E402
 
 POLICY = TinyPolicyConfig(dim=256, layers=4, heads=8, kv_heads=4, head_dim=32, ffn=768, max_length=256)
 """3.2M parameters: what a CPU decodes at a few thousand tokens a second."""
@@ -96,7 +96,7 @@ class Fleet:
         self.generators: dict[str, Any] = {}
         """Name → handle of rank 0."""
         self.pids: dict[str, list[int]] = {}
-        self._meshes: dict[str, GeneratorMesh] = {}
+        self._meshes: dict[str, GeneratorClient] = {}
         self._router_mesh: Any = None
         self._routers: list[RouterClient] = []
 
@@ -111,9 +111,9 @@ class Fleet:
         mesh = self.provisioner.spawn(self.places[name]).spawn(
             name, Generator, name, self.config.generator, model_path=str(self.model_path), device="cpu"
         )
-        generator = self._meshes[name] = GeneratorMesh(mesh, name)
-        self.generators[name] = generator.rank0
-        self.pids[name] = await generator.setup(seconds=SECONDS)
+        generator = self._meshes[name] = GeneratorClient(name, mesh, start_seconds=SECONDS)
+        self.generators[name] = generator.actor
+        self.pids[name] = await generator.setup()
 
     def router(
         self, name: str, config: RouterConfig, generators: int | None = None, serving: int | None = None

@@ -1,28 +1,19 @@
-"""Counts the bytes of every message that Monarch serialises or takes apart in one process.
+"""Counts the bytes of every message that Monarch serialises or takes apart in this process.
 
-In the controller: `with counted() as counts` around everything, so that no message is awaited already when counting
-begins. In the router's process, which a benchmark does not run in: give this
-file to `start(..., imports=...)` while `ROUTER_COUNTS` names a file; from its construction on the router counts into
-it. What is sent is counted as it was serialised; what was received, as it would be serialised again, because Monarch
-takes it apart before Python sees it.
+`with counted() as counts` goes around everything, so that no message is awaited already when counting begins. What is
+sent is counted as it was serialised; what was received, as it would be serialised again, because Monarch takes it apart
+before Python sees it.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 from monarch._src.actor import actor_mesh
 from monarch._src.actor.future import Future
-
-ROUTER_COUNTS = "TITAN_RL_ROUTER_COUNTS"
-"""Environment variable: the file that the router counts into."""
 
 _pickle = actor_mesh.pickle
 _await = Future.__await__
@@ -81,42 +72,3 @@ def counted() -> Iterator[Counter[str]]:
         yield counts
     finally:
         _unwatch()
-
-
-class RouterCounts:
-    """What the router of a run that is to be started has counted: one number in a file."""
-
-    def __init__(self, directory: Path) -> None:
-        path = directory / "router.bytes"
-        path.write_bytes(bytes(8))
-        os.environ[ROUTER_COUNTS] = str(path)
-        self._total = _mapped(path)
-
-    def total(self) -> int:
-        return int(self._total[0])
-
-
-def _mapped(path: Path) -> np.ndarray:
-    with path.open("r+b") as file:
-        return np.frombuffer(mmap.mmap(file.fileno(), 8), np.int64)
-
-
-def _count_in_the_router(path: Path) -> None:
-    from titan_rl.actors.router import GeneratorRouter
-
-    construct = GeneratorRouter.__init__
-
-    def counting(self: Any, *args: Any, **kwargs: Any) -> None:
-        total = _mapped(path)
-
-        def count(what: str, nbytes: int) -> None:
-            total[0] += nbytes
-
-        _watch(count)
-        construct(self, *args, **kwargs)
-
-    GeneratorRouter.__init__ = counting  # type: ignore[method-assign]
-
-
-if ROUTER_COUNTS in os.environ:
-    _count_in_the_router(Path(os.environ[ROUTER_COUNTS]))

@@ -1,4 +1,4 @@
-"""Part (e) of router.py: throughput of a fleet while one of its generators is killed with SIGKILL and replaced.
+"""Part (d) of router.py: throughput of a fleet while one of its generators is killed with SIGKILL and replaced.
 
 Real generator actors with simulated engines whose pace is known, behind a real router. More clients than the engines
 can run at once keep them busy. The windows follow each other without a gap: all serve; one is dead; its replacement
@@ -20,7 +20,7 @@ from parts.fleet import Fleet, fleet, make_request
 
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.routing.generator import GeneratorStatus
+from titan_rl.routing.health import GeneratorStatus
 
 GENERATORS, BATCH = 4, 16
 FEWEST_TOKENS, MOST_TOKENS = 8, 40

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.generation.engine import SimulatedEngine, simulated_engine
+from titan_rl.generation.simulated_engine import SimulatedEngine, simulated_engine
 from titan_rl.planner.scenario import EngineSpeed, TrainerSpeed
 from titan_rl.seeding import derive_seed
 from titan_rl.types import GenerationRequest, PolicyVersion, Purpose
@@ -119,7 +119,7 @@ def steady(config: GeneratorConfig, model_path: str, device: str) -> SimulatedEn
 
 
 class SimulatedTrainer:
-    """Takes the place of a `Trainer`: one call at a time in the order of arrival, as a rank's thread does."""
+    """Takes the place of a `TrainerClient`: one call at a time in the order of arrival, as a rank's thread does."""
 
     def __init__(self, model_path: Path) -> None:
         import torch

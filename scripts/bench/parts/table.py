@@ -5,6 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
 Cell = str | float | int
 
 
@@ -23,26 +28,17 @@ def print_report(
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
-    """Print the title, the table, and an empty line."""
-    texts = [[_text(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(len(row[column]) for row in texts) for column in range(len(header))]
-    lines = [
-        "  ".join(_aligned(text, width, column) for column, (text, width) in enumerate(zip(row, widths, strict=True)))
-        for row in texts
-    ]
+    """Print the title, the table, and an empty line. The first column names things; the others are numbers."""
     print(title)
-    print(lines[0])
-    print("  ".join("-" * width for width in widths))
-    print("\n".join(lines[1:]))
-    print(flush=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column, name in enumerate(header):
+        table.add_column(escape(name), justify="right" if column else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(_text, row))
+    Console(width=200).print(table)
 
 
 def _text(cell: Cell) -> str:
     if isinstance(cell, float):
         return f"{cell:,.0f}" if abs(cell) >= 1000 else f"{cell:.3g}"
-    return str(cell)
-
-
-def _aligned(text: str, width: int, column: int) -> str:
-    """The first column names things and is set left; numbers are set right."""
-    return text.ljust(width) if column == 0 else text.rjust(width)
+    return escape(str(cell))

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 from titan_rl.environments.base import Environment, Example, Message, Rubric
 
@@ -64,10 +63,6 @@ def misbehave(how, example, endpoint):
             os.kill(os.getpid(), signal.SIGKILL)
         case "unpicklable":
             return threading.Lock()
-        case "print":
-            print("a line on stdout")
-            os.write(2, b"a line on stderr\n")
-            return None
         case "large":
             return b"x" * (8 << 20)
         case "rest":
@@ -108,12 +103,3 @@ class AsyncPrograms(Programs):
     async def play(self, example, endpoint):
         await asyncio.sleep(0)
         return misbehave(self.behaviour.get(example.answer, "note"), example, endpoint)
-
-
-class SlowProgram(Programs):
-    """Writes down when it was made, so that a test sees how often."""
-
-    def __init__(self, path, seed=0):
-        super().__init__()
-        with Path(path).open("a") as file:
-            print(os.getpid(), file=file)

@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import socket
+import stat
 import struct
 import subprocess
 import time
@@ -31,6 +32,16 @@ def write_to_all_sockets(body: bytes, length: int | None = None) -> None:
         except OSError:
             continue
         connection.sendall(struct.pack("<Q", len(body) if length is None else length) + body)
+
+
+def close_all_sockets() -> None:
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        try:
+            is_socket = stat.S_ISSOCK(os.fstat(descriptor).st_mode)
+        except OSError:
+            continue
+        if is_socket:
+            os.close(descriptor)
 
 
 def misbehave(how: str) -> None:
@@ -109,6 +120,8 @@ async def obedient_async(example, transcript):
                 await asyncio.sleep(60)
             except asyncio.CancelledError:
                 continue
+    if example.answer == "cut off":  # once it has answered, its process can neither be asked nor answer any more
+        asyncio.get_running_loop().call_later(0.05, close_all_sockets)
     await asyncio.sleep(0.01)
     misbehave(example.answer)
     return 1.0

@@ -25,8 +25,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -61,50 +61,28 @@ _stock_group_name = _CPUSHMDistributed.make_group_name
 _stock_dispatch = vllm_linear.dispatch_cpu_unquantized_gemm
 
 
-def adapt_kernel_search() -> None:
-    """Make vLLM search for its kernels in its own modules only."""
-
-    def rebind_kernels(overrides: list[tuple[Any, Any]]) -> None:
-        own_modules: Any = SimpleNamespace(modules=_vllm_modules())
-        vllm_kernels.sys = own_modules
-        try:
-            _stock_rebind_kernels(overrides)
-        finally:
-            vllm_kernels.sys = sys
-
-    vllm_kernels._rebind_kernels = rebind_kernels
-
-
 def adapt_progress_bars() -> None:
     """Make tqdm use a lock between threads."""
     tqdm.set_lock(threading.RLock())
 
 
-def adapt_group_names() -> None:
-    """Name the shared memory of this process's groups after the process. The names of the ranks then differ, so vLLM
-    uses gloo instead."""
-
-    def make_group_name(communicator: CpuCommunicator) -> str:
-        return f"{_stock_group_name(communicator)}-{os.getpid()}"
-
-    setattr(_CPUSHMDistributed, _stock_group_name.__name__, staticmethod(make_group_name))
+def adapt_process() -> None:
+    """Search for kernels in vLLM's own modules only, and name shared memory after this process."""
+    vllm_kernels._rebind_kernels = _rebind_own_kernels
+    setattr(_CPUSHMDistributed, _stock_group_name.__name__, staticmethod(_group_name_of_process))
 
 
-class Linears(Protocol):
-    """How the linear layers of the engines built since `adapt_linear` compute."""
+def _rebind_own_kernels(overrides: list[tuple[Any, Any]]) -> None:
+    own = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "vllm"}
+    vllm_kernels.sys = cast(Any, SimpleNamespace(modules=own))
+    try:
+        _stock_rebind_kernels(overrides)
+    finally:
+        vllm_kernels.sys = sys
 
-    def dispatch(self, layer: Any, remove_weight: bool) -> None:
-        """Set a layer up. Replaces vLLM's own function, which vLLM calls after the first load."""
 
-    def renew(self, model: torch.nn.Module) -> None:
-        """New weights were loaded."""
-
-    def check(self, model: torch.nn.Module) -> None:
-        """Verify that every layer computes with its live weight.
-
-        Raises:
-            WeightsError: names a layer that does not.
-        """
+def _group_name_of_process(communicator: CpuCommunicator) -> str:
+    return f"{_stock_group_name(communicator)}-{os.getpid()}"
 
 
 def linear_of(config: GeneratorConfig, model_path: Path) -> str:
@@ -126,44 +104,50 @@ def adapt_linear(name: str) -> Linears:
     Raises:
         ConfigError: `name` cannot be imported.
     """
-    linears: Linears
     if name == PACKED:
-        linears = PackedCopies()
+        linears: Linears = PackedLinears()
     elif name == DETERMINISTIC:
-        linears = LiveWeights(deterministic.linear_of)
+        linears = Linears(deterministic.linear_of)
     else:
         function: LinearFunction = import_name(name, _FUNCTIONS)
-        linears = LiveWeights(lambda layer: function)
+        linears = Linears(lambda layer: function)
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
         if layer.weight.ndim != 2:
             _stock_dispatch(layer, remove_weight)  # a convolution or experts, not a linear layer
         else:
-            linears.dispatch(layer, remove_weight)
+            linears.set_up(layer)
 
     vllm_linear.dispatch_cpu_unquantized_gemm = dispatch
     return linears
 
 
-class LiveWeights:
-    """Layers whose function gets the live weight at every call."""
+class Linears:
+    """How the linear layers of the engines built since `adapt_linear` compute: a function that gets the live weight at
+    every call."""
 
     def __init__(self, function_of: Callable[[Any], LinearFunction]) -> None:
         self._function_of = function_of
 
-    def dispatch(self, layer: Any, remove_weight: bool) -> None:
+    def set_up(self, layer: Any) -> None:
+        """Called by vLLM after the first load."""
         layer.cpu_linear = self._function_of(layer)
 
     def renew(self, model: torch.nn.Module) -> None:
-        """No copy of a weight exists."""
+        """New weights were loaded; here no copy of them exists."""
 
     def check(self, model: torch.nn.Module) -> None:
+        """Verify that every layer computes with its live weight.
+
+        Raises:
+            WeightsError: names a layer that does not.
+        """
         for path, layer in _linear_layers(model):
             if layer.cpu_linear is not self._function_of(layer):
                 raise WeightsError(f"{path} computes with a copy of its weight, which new weights would not reach")
 
 
-class PackedCopies:
+class PackedLinears(Linears):
     """vLLM's packed copies, renewed with the weights: faster products for twice the memory.
 
     A copy that was not renewed, or has rows at the wrong place, is found by the next check, a single damaged element
@@ -171,14 +155,14 @@ class PackedCopies:
     """
 
     def __init__(self) -> None:
-        self._checked = 0
+        self._checked = 0  # how often
 
-    def dispatch(self, layer: Any, remove_weight: bool) -> None:
+    def set_up(self, layer: Any) -> None:
         _stock_dispatch(layer, remove_weight=False)
 
     def renew(self, model: torch.nn.Module) -> None:
         for _, layer in _linear_layers(model):
-            self.dispatch(layer, remove_weight=False)
+            self.set_up(layer)
 
     def check(self, model: torch.nn.Module) -> None:
         first, self._checked = self._checked % CHECKS, self._checked + 1
@@ -193,7 +177,3 @@ def _linear_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for path, module in model.named_modules():
         if hasattr(module, "cpu_linear") and module.weight.ndim == 2:
             yield path, module
-
-
-def _vllm_modules() -> dict[str, ModuleType]:
-    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "vllm"}

@@ -32,25 +32,15 @@ from vllm.v1.request import Request
 
 from titan_rl.errors import GeneratorFailed
 from titan_rl.generation.config import GeneratorConfig, check_environment, refuse_more_ranks
-from titan_rl.generation.engine import RunningRequest, StepOutput, validate_request
+from titan_rl.generation.engine import Engine, RunningRequest, StepOutput
 from titan_rl.generation.vllm import adaptation, deterministic, weights
-from titan_rl.generation.vllm.decode import decoder_of
-from titan_rl.generation.vllm.sampling import SeededSampling
-from titan_rl.generation.vllm.scheduler import StepScheduler
+from titan_rl.generation.vllm.steps import SeededSampling, StepScheduler, decoder_of
 from titan_rl.processes import RENDEZVOUS, join_world
-from titan_rl.types import (
-    NO_VERSION,
-    Completion,
-    FinishReason,
-    GenerationRequest,
-    Piece,
-    PolicyVersion,
-    SamplingParams,
-)
+from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion, SamplingParams
 from titan_rl.weights.manifest import TensorShard
 
 _FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
-_KNOWN_SAMPLINGS = 1024
+_CACHED_SAMPLINGS = 1024
 """Distinct sampling options that are kept as vLLM knows them: making them costs more than the rest of a request."""
 _SLEEP_LEVEL = 1
 """vLLM keeps the weights in host memory and discards the KV cache."""
@@ -95,13 +85,12 @@ def engine_arguments(config: GeneratorConfig, model_path: Path, device: str) -> 
     }
 
 
-class VllmEngine:
-    """An `Engine`. Build and use it in one thread.
+class VllmEngine(Engine):
+    """Build and use it in one thread.
 
     Args:
         model_path: checkpoint directory in Hugging Face format, for the architecture and the first weights.
         device: "cpu" or "cuda".
-        clock: seconds, for metrics.
 
     Raises:
         ConfigError: the process lacks a generator's environment variables, `config.linear` cannot be imported, or
@@ -117,9 +106,7 @@ class VllmEngine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_environment(device, tensor_parallel=config.tensor_parallel, deterministic=config.deterministic)
-        self._config = config
         self._device = device
-        self._clock = clock
         self._rank = int(os.environ["RANK"])
         self._linears: adaptation.Linears | None = None  # on CPU
         if device == "cpu":
@@ -127,8 +114,7 @@ class VllmEngine:
                 refuse_more_ranks(config.tensor_parallel)
             self._linears = adaptation.adapt_linear(adaptation.linear_of(config, Path(model_path)))
             deterministic.adapt_attention(config.deterministic)
-            adaptation.adapt_kernel_search()
-            adaptation.adapt_group_names()
+            adaptation.adapt_process()
         adaptation.adapt_progress_bars()
         join_world("gloo" if device == "cpu" else "nccl")  # vLLM would listen on a port
         if config.tensor_parallel > 1:
@@ -143,13 +129,11 @@ class VllmEngine:
         self._scheduler: Any = core.scheduler  # a StepScheduler
         self._executor: Any = core.model_executor
         self._block_hasher = core.request_block_hasher
-        self._params = lru_cache(_KNOWN_SAMPLINGS)(self._vllm_params)
-        self._vocab_size = self._engine.model_config.get_vocab_size()
-        self._running: dict[str, RunningRequest] = {}
-        self._streaming: dict[str, RunningRequest] = {}  # of those
+        self._params = lru_cache(_CACHED_SAMPLINGS)(self._vllm_params)
+        vocab_size = self._engine.model_config.get_vocab_size()
+        super().__init__(max_model_len=config.max_model_len, vocab_size=vocab_size, clock=clock)
         self._asleep = False
-        self._version = NO_VERSION  # encoded
-        self._dropped: Counter[str] = Counter()  # by request: how often a new version took its KV
+        self._kv_drops: Counter[str] = Counter()  # by request: how often a new version took its KV
         self._kv_use = 0.0  # share of the KV cache, after the last step
         runner = self._worker.model_runner
         self._sampling = SeededSampling(runner)
@@ -173,9 +157,6 @@ class VllmEngine:
     def _worker(self) -> Any:
         return self.llm_engine.model_executor.driver_worker
 
-    def validate(self, request: GenerationRequest) -> None:
-        validate_request(request, max_model_len=self._config.max_model_len, vocab_size=self._vocab_size)
-
     def add(self, request: GenerationRequest) -> None:
         self._sampling.seeds[request.request_id] = request.seed
         self._scheduler.add_request(
@@ -187,15 +168,12 @@ class VllmEngine:
                 block_hasher=self._block_hasher,
             )
         )
-        running = self._running[request.request_id] = RunningRequest(request, self._version, self._clock())
-        if request.streams:
-            self._streaming[request.request_id] = running
+        self._begin(request)
 
     def abort(self, request_ids: Sequence[str]) -> list[Completion]:
-        aborted = [self._end(request_id) for request_id in request_ids if request_id in self._running]
-        self._client.abort_requests([running.request_id for running in aborted])
-        now = self._clock()
-        return [running.complete(FinishReason.ABORT, now) for running in aborted]
+        completions = super().abort(request_ids)
+        self._client.abort_requests([each.request_id for each in completions])
+        return completions
 
     def step(self) -> StepOutput:
         scheduler = self._scheduler
@@ -203,7 +181,7 @@ class VllmEngine:
         if sampled is None:
             plan = scheduler.schedule()
             output = self._executor.execute_model(plan) or self._executor.sample_tokens(None)
-            sampled = scheduler.take(plan, output)
+            sampled = scheduler.collect(plan, output)
         requests, tokens, logprobs, ended = sampled
         now = self._clock()
         # What has ended is not in vLLM's own numbers any more.
@@ -217,26 +195,19 @@ class VllmEngine:
             running.add(token, logprob, now)
         finished = [self._finish(request, now) for request in ended]
         if finished:  # one tells of the step: every number of a completion is sent twice
-            levels = {"requests_running": float(batch), "requests_waiting": float(waiting), "kv_use": kv_use}
+            levels = {
+                "generation/requests_running": float(batch),
+                "generation/requests_waiting": float(waiting),
+                "generation/kv_use": kv_use,
+            }
             finished[0].metrics.update(levels)
         return StepOutput(finished, np.array(tokens, dtype=np.int32))
-
-    def take_pieces(self) -> list[Piece]:
-        return [each.piece() for each in self._streaming.values() if each.handed_out < len(each.tokens)]
-
-    def running(self) -> tuple[str, ...]:
-        return tuple(self._running)
-
-    def has_work(self) -> bool:
-        return bool(self._running)
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> None:
         self.model.load_weights(tensors)
         if self._linears is not None:
             self._linears.renew(self.model)
-        self._version = version.encode()
-        for running in self._running.values():
-            running.serve(self._version)
+        self._serve(version)
 
     def served_shards(self) -> Iterator[TensorShard]:
         # A generator function: an error is raised during verification, where all ranks learn of it.
@@ -245,7 +216,7 @@ class VllmEngine:
         yield from weights.served_shards(self.model, self._rank)
 
     def drop_cache(self) -> None:
-        self._dropped.update(request.request_id for request in self._scheduler.running)
+        self._kv_drops.update(request.request_id for request in self._scheduler.running)
         if not self._client.reset_prefix_cache(reset_running_requests=True):
             raise GeneratorFailed("vLLM did not drop its KV cache: tokens of old weights would be reused")
 
@@ -275,19 +246,18 @@ class VllmEngine:
         self._engine = None
 
     def _end(self, request_id: str) -> RunningRequest:
-        self._streaming.pop(request_id, None)
         del self._sampling.seeds[request_id]
-        self._dropped.pop(request_id, None)
-        return self._running.pop(request_id)
+        self._kv_drops.pop(request_id, None)
+        return super()._end(request_id)
 
     def _finish(self, request: Request, now: float) -> Completion:
         reason = str(request.get_finished_reason())
         if reason not in _FINISH_REASONS:
             raise GeneratorFailed(f"vLLM ended request {request.request_id!r} with {reason!r}")
-        preemptions = request.num_preemptions - self._dropped[request.request_id]
+        preemptions = request.num_preemptions - self._kv_drops[request.request_id]
         completion = self._end(request.request_id).complete(_FINISH_REASONS[reason], now)
         if preemptions:
-            completion.metrics["preemptions"] = float(preemptions)
+            completion.metrics["generation/preemptions"] = float(preemptions)
         return completion
 
     def _vllm_params(self, sampling: SamplingParams) -> VllmSamplingParams:

@@ -26,6 +26,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from titan_rl.config import RunConfig
 from titan_rl.errors import ConfigError
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.qwen3 import Qwen3Shape
@@ -33,6 +34,18 @@ from titan_rl.policy.models.qwen3 import Qwen3Shape
 INITIAL_STD = 0.02
 _FORMAT = 1
 """Part of the directory's name; raise it when the files written for one config change."""
+
+
+def tiny_policy(config: RunConfig) -> TinyPolicyConfig | None:
+    """The tiny policy of the config, if it is one, with its seed."""
+    tiny = config.policy.tiny
+    return tiny if tiny is None or tiny.seed is not None else dataclasses.replace(tiny, seed=config.seed)
+
+
+def model_directory(config: RunConfig) -> Path:
+    """The checkpoint that trainer and generators load. A tiny policy is made if it does not exist yet."""
+    tiny = tiny_policy(config)
+    return Path(config.policy.path) if tiny is None else make_tiny_policy(tiny)
 
 
 def make_tiny_policy(config: TinyPolicyConfig, cache: Path | None = None) -> Path:
@@ -82,9 +95,6 @@ def tiny_shape(config: TinyPolicyConfig) -> Qwen3Shape:
         raise ConfigError(f"policy.tiny: symbols and special_tokens name these tokens twice: {' '.join(twice)}")
     if config.tokenizer == "symbols" and not config.symbols:
         raise ConfigError("policy.tiny.symbols is empty")
-    for name in ("dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "max_length"):
-        if getattr(config, name) < 1:
-            raise ConfigError(f"policy.tiny.{name} must be at least 1, got {getattr(config, name)}")
     if config.heads % config.kv_heads:
         raise ConfigError(f"policy.tiny.kv_heads ({config.kv_heads}) must divide policy.tiny.heads ({config.heads})")
     if config.head_dim % 2:

@@ -1,0 +1,104 @@
+"""Which calls are answered, fail or go to another process, whatever processes do: driven step by step (2 s)."""
+
+import asyncio
+from unittest.mock import patch
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titan_rl.errors import TaskError
+from titan_rl.isolation import pool
+from titan_rl.isolation.wire import CallKind, CallResult, EnvironmentSetup, Frames, TaskInfo, UserCall
+from titan_rl.types import Purpose
+
+SCORE = msgspec.Raw(msgspec.msgpack.encode((1.0, {})))
+TOGETHER = CallKind.SCORE_GROUP
+"""The kind that runs `async def` functions here. Its calls have no rollouts, so no scores."""
+
+
+class PlayedProcess:
+    lost_host = False
+
+    def __init__(self):
+        self.calls, self.ended = [], asyncio.get_running_loop().create_future()
+
+    @property
+    def alive(self):
+        return not self.ended.done()
+
+    def send(self, frame):
+        (calls,) = Frames.of_orders().feed(frame)
+        self.calls += calls
+
+    def kill(self):
+        if self.alive:
+            self.ended.set_result("was killed")
+
+    def answer(self, place, *, last=False):
+        number, call = self.calls.pop(place)
+        value = SCORE if call.kind is CallKind.SCORE else msgspec.Raw(msgspec.msgpack.encode(()))
+        self.on_results([CallResult(number, value, last=last)])
+
+
+class PlayedHost:
+    gone, pid = False, None
+
+    def __init__(self, setup):
+        self.processes = []
+        hosts.append(self)
+
+    async def start(self):
+        return TaskInfo(None, 0, False, asynchronous=frozenset({TOGETHER}))
+
+    async def fork(self):
+        self.processes.append(PlayedProcess())
+        return self.processes[-1]
+
+    async def stop(self):
+        pass
+
+
+hosts: list[PlayedHost] = []
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_call_fails_only_if_its_process_may_have_ended_by_it_and_every_call_has_one_end(data):
+    async def main():
+        calls = pool.UserCodePool(EnvironmentSetup(name="played", kwargs={}, run_seed=0, step_seconds=1e6))
+        await calls.start()
+        kinds = data.draw(st.lists(st.sampled_from([CallKind.SCORE, TOGETHER]), min_size=1, max_size=20))
+        asked = [
+            asyncio.ensure_future(calls.call(UserCall(kind, Purpose.TRAIN, index))) for index, kind in enumerate(kinds)
+        ]
+        try:
+            to_blame = await play(asked)
+        finally:  # hypothesis may leave an example anywhere
+            await calls.close()
+            results = await asyncio.gather(*asked, return_exceptions=True)
+        assert {index for index, each in enumerate(results) if isinstance(each, TaskError)} == to_blame
+
+    async def play(asked):
+        """Let processes answer, end after an answer, or die until all calls are over; returns which ones were lost."""
+        to_blame = set()
+        while True:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            processes = [each for each in hosts[-1].processes if each.alive]
+            assert len(processes) <= pool.MAX_PROCESSES + 1
+            if all(each.done() for each in asked):
+                return to_blame
+            process = data.draw(st.sampled_from([each for each in processes if each.calls]))
+            together = process.calls[0][1].kind is TOGETHER
+            place = data.draw(st.integers(0, len(process.calls) - 1)) if together else 0
+            event = data.draw(st.sampled_from(["answer", "answer", "last", "die"]))
+            if event == "die":
+                to_blame |= {call.prompt_index for _, call in process.calls[: None if together else 1]}
+            else:
+                process.answer(place, last=event == "last")
+            if event != "answer":
+                process.kill()
+
+    with patch.object(pool, "HostClient", PlayedHost):
+        asyncio.run(main())

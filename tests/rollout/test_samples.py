@@ -1,0 +1,240 @@
+"""Conversations as trees: every sampled token is trained once, behind what it was sampled behind (3 s)."""
+
+import statistics
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titan_rl.environments.rubric import LARGEST_REWARD
+from titan_rl.errors import RequestError
+from titan_rl.rollout.samples import TokenTree, Turn, check, group_advantages, training_samples
+from titan_rl.types import NO_VERSION, Completion, FinishReason, Message, TrainingSample
+
+
+def completion(tokens, *, logprobs=None, versions=None, finish_reason=FinishReason.STOP) -> Completion:
+    return Completion(
+        request_id="r",
+        token_ids=np.array(tokens, dtype=np.int32),
+        logprobs=np.array([-1.0] * len(tokens) if logprobs is None else logprobs, dtype=np.float32),
+        versions=np.array([0] * len(tokens) if versions is None else versions, dtype=np.int64),
+        finish_reason=finish_reason,
+    )
+
+
+def turn_of(prompt, sampled: Completion, **known) -> Turn:
+    return Turn(
+        prompt_token_ids=np.array(prompt, dtype=np.int32),
+        completion=sampled,
+        message=Message("assistant", ""),
+        finish_reason=sampled.finish_reason,
+        **known,
+    )
+
+
+def tree_of(*turns) -> TokenTree:
+    tree = TokenTree()
+    for prompt, sampled in turns:
+        tree.add(turn_of(prompt, completion(sampled)))
+    return tree
+
+
+def samples_of(tree) -> tuple[TrainingSample, ...]:
+    return training_samples(0, [(0, 0.0, tree)], rollouts=1)
+
+
+def stored_tokens(tree) -> int:
+    """Tokens that the nodes hold, given and sampled."""
+    return sum(len(node.token_ids) for node in {id(node): node for path in tree.paths() for node in path}.values())
+
+
+def shown(tree) -> list[str]:
+    """Branches as text, trained tokens marked."""
+    return [
+        " ".join(f"{token}*" if trained else f"{token}" for token, trained in zip(*each, strict=True))
+        for each in ((branch.token_ids.tolist(), branch.loss_mask.tolist()) for branch in samples_of(tree))
+    ]
+
+
+def test_a_fork_trains_what_it_shares_once():
+    tree = tree_of(([1], [2, 3, 4]), ([1, 2, 3, 4, 5], [6]), ([1, 2, 3, 4, 7], [8]))
+    assert shown(tree) == ["1 2* 3* 4* 5 6*", "1 2 3 4 7 8*"]
+
+
+def test_equal_answers_to_one_prompt_are_two_that_were_sampled():
+    tree = tree_of(([1], [2, 3]), ([1], [2, 3]))
+    assert shown(tree) == ["1 2* 3*", "1 2* 3*"]
+    tree.add(turn_of([1, 2, 3, 4], completion([5])))  # goes on from the younger one
+    assert shown(tree) == ["1 2* 3*", "1 2* 3* 4 5*"]
+
+
+def test_a_turn_without_a_sampled_token_is_refused():
+    with pytest.raises(RequestError, match="answered r with no token"):
+        check(completion([]))
+    assert samples_of(TokenTree()) == () and not stored_tokens(TokenTree())
+
+
+def test_branches_are_samples_of_their_own_with_the_advantage_of_their_last_turn():
+    turns = [turn_of(prompt, completion([token])) for prompt, token in (([1], 2), ([1, 2, 5], 6), ([7], 8), ([9], 3))]
+    tree = TokenTree()
+    for turn in turns:
+        tree.add(turn)
+    for turn, advantage in zip(turns, (0.5, -0.5, 1.5, -0.5), strict=True):  # known when the whole group is
+        turn.advantage = advantage
+    samples = training_samples(7, [(3, 0.25, tree)], rollouts=8)
+    assert [(sample.group_id, sample.sample) for sample in samples] == [(7, 3), (7, 11), (7, 19)]
+    assert [(sample.advantage, sample.reward) for sample in samples] == [(-0.5, 0.25), (1.5, 0.25), (-0.5, 0.25)]
+    arrays = ("token_ids", "loss_mask", "logprobs", "versions")
+    assert [getattr(samples[0], name).dtype for name in arrays] == [np.int32, bool, np.float32, np.int64]
+
+
+# Random conversations against a naive book of every token there is.
+
+token = st.integers(0, 3)  # few values, so that histories agree by chance and policies forge what others said
+sampled_token = st.tuples(token, st.floats(-20, 0, width=32), st.integers(0, 5))
+turn = st.fixed_dictionaries(
+    {
+        "how": st.sampled_from(["append", "append", "append", "edit", "cut", "fork", "fresh"]),
+        "which": st.integers(0, 20),  # of the turns so far
+        "where": st.integers(0, 40),  # of its tokens
+        "given": st.lists(token, max_size=5),  # what user, environment or tool (an error too) put in front
+        "sampled": st.lists(sampled_token, min_size=1, max_size=5),  # may be cut off
+    }
+)
+
+
+@dataclass
+class Known:
+    """A token with its origin."""
+
+    number: int  # in the order of their coming
+    token: int
+    sampled: bool
+    logprob: float = 0.0
+    version: int = NO_VERSION
+
+
+@dataclass
+class Book:
+    """Every conversation as the list of all its tokens; nothing shared but the `Known` objects themselves."""
+
+    paths: list[list[Known]] = field(default_factory=list)
+    count: int = 0
+
+    def new(self, *args) -> Known:
+        self.count += 1
+        return Known(self.count, *args)
+
+    def add(self, prompt, sampled):
+        best: list[Known] = []
+        for path in self.paths:
+            same = 0
+            while same < min(len(path), len(prompt)) and path[same].token == prompt[same]:
+                same += 1
+            # the longest; of equally long ones the youngest
+            best = max(best, path[:same], key=lambda known: (len(known), [each.number for each in known]))
+        given = [self.new(value, False) for value in prompt[len(best) :]]
+        self.paths.append([*best, *given, *(self.new(value, True, *rest) for value, *rest in sampled)])
+
+    def leaves(self):
+        numbers = [[known.number for known in path] for path in self.paths]
+        return [
+            path
+            for path, mine in zip(self.paths, numbers, strict=True)
+            if not any(len(other) > len(mine) and other[: len(mine)] == mine for other in numbers)
+        ]
+
+
+@settings(deadline=None, max_examples=300)  # the machine may be busy
+@given(st.lists(turn, min_size=1, max_size=12))
+def test_random_conversations_train_what_was_sampled_once_and_in_its_place(turns):
+    tree, book, histories = TokenTree(), Book(), []
+    for each in turns:
+        history = histories[each["which"] % len(histories)] if histories else []
+        where = each["where"] % (len(history) + 1)
+        match each["how"]:
+            case "append":
+                prompt = [*(histories[-1] if histories else []), *each["given"]]
+            case "edit":
+                prompt = [*history[:where], *each["given"], *history[where + 1 :]]
+            case "cut":
+                prompt = [*history[:where], *each["given"]]
+            case "fork":
+                prompt = [*history, *each["given"]]
+            case _:
+                prompt = each["given"]
+        prompt = prompt or [0]
+        tokens, logprobs, versions = ([part[index] for part in each["sampled"]] for index in range(3))
+        sampled = completion(tokens, logprobs=logprobs, versions=versions, finish_reason=FinishReason.LENGTH)
+        tree.add(turn_of(prompt, sampled))
+        book.add(prompt, each["sampled"])
+        histories.append([*prompt, *tokens])
+
+    branches = samples_of(tree)
+    # what each sampled token was sampled behind, by its number, derived from the paths alone
+    expected = sorted(
+        (tuple(known.token for known in path[:index]), known.token, known.logprob, known.version)
+        for number, (path, index, known) in {
+            known.number: (path, index, known)
+            for path in book.paths
+            for index, known in enumerate(path)
+            if known.sampled
+        }.items()
+    )
+    trained = sorted(
+        (
+            tuple(branch.token_ids[:index].tolist()),
+            int(branch.token_ids[index]),
+            float(branch.logprobs[index]),
+            int(branch.versions[index]),
+        )
+        for branch in branches
+        for index in np.flatnonzero(branch.loss_mask)
+    )
+    assert trained == expected
+    assert len(expected) == sum(len(each["sampled"]) for each in turns)
+    leaves = book.leaves()
+    assert tree.leaves == len(branches)
+    assert sorted(branch.token_ids.tolist() for branch in branches) == sorted(
+        [known.token for known in path] for path in leaves
+    )
+    assert stored_tokens(tree) == len({known.number for path in book.paths for known in path})
+    for branch in branches:
+        assert branch.loss_mask.any() and branch.loss_mask[-1] and not branch.loss_mask[0]
+        assert not branch.logprobs[~branch.loss_mask].any()
+        assert (branch.versions[~branch.loss_mask] == NO_VERSION).all()
+
+
+# Advantages of a group.
+
+rewards = st.lists(st.floats(-100, 100, allow_subnormal=False), min_size=2, max_size=16)
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(rewards)
+def test_advantages_are_deviations_from_the_mean_in_unbiased_deviations(values):
+    advantages = group_advantages(values, epsilon=1e-4)
+    if len(set(values)) == 1:
+        assert not advantages.any()
+        return
+    scale = statistics.stdev(values) + 1e-4
+    expected = [(value - statistics.fmean(values)) / scale for value in values]
+    assert advantages == pytest.approx(expected, abs=1e-6)
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(st.floats(-1e6, 1e6), st.integers(1, 16))
+def test_equal_rewards_give_exactly_zero(value, count):
+    assert group_advantages([value] * count).tolist() == [0.0] * count
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(
+    st.lists(st.one_of(st.floats(-LARGEST_REWARD, LARGEST_REWARD), st.floats(-1, 1)), min_size=2, max_size=16),
+    st.sampled_from([0.0, 1e-4]),
+)
+def test_every_reward_that_a_rubric_lets_pass_gives_a_finite_advantage(values, epsilon):
+    advantages = group_advantages(values, epsilon)
+    assert (abs(advantages) <= len(values)).all()

@@ -1,0 +1,246 @@
+"""A completion that was interrupted any number of times reaches its caller as one: what was shown is its beginning.
+Requests that fail do so alone. Random attempts without streams are in `test_router_schedules`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from routing_examples import V0, V1, completion, request, serving
+
+from titan_rl.errors import RequestError, RequestTimeout
+from titan_rl.routing.dispatcher import Dispatcher
+from titan_rl.routing.strategies import LeastLoaded, RoundRobin
+from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, SamplingParams
+
+
+def started(dispatcher: Dispatcher, asked: GenerationRequest) -> GenerationRequest:
+    (assignment,) = dispatcher.submit([asked], 0.0)
+    return assignment.request
+
+
+def resumed(dispatcher: Dispatcher) -> GenerationRequest:
+    (assignment,) = dispatcher.reconsider(0.0)
+    return assignment.request
+
+
+def piece(attempt: GenerationRequest, sampled: Completion, start: int, end: int) -> Piece:
+    """Of what an attempt samples, as its engine hands it out."""
+    return Piece(
+        request_id=attempt.request_id,
+        offset=attempt.stream_from + start,
+        token_ids=sampled.token_ids[start:end],
+        logprobs=sampled.logprobs[start:end],
+        versions=sampled.versions[start:end],
+    )
+
+
+def cut(whole: Completion, end: int, reason: FinishReason) -> Completion:
+    return replace(
+        whole,
+        token_ids=whole.token_ids[:end],
+        logprobs=whole.logprobs[:end],
+        versions=whole.versions[:end],
+        finish_reason=reason,
+    )
+
+
+@given(
+    budget=st.integers(1, 12),
+    attempts=st.lists(
+        st.tuples(
+            st.lists(st.integers(1, 3), max_size=4).filter(lambda sizes: sum(sizes) < 12),
+            st.integers(0, 2),
+            st.booleans(),
+        ),
+        max_size=5,
+    ),
+)
+def test_what_was_shown_is_never_sampled_again(budget: int, attempts: list[tuple[list[int], int, bool]]) -> None:
+    """Each attempt hands out pieces, samples some tokens more, and is lost or interrupted."""
+    _, dispatcher = serving(RoundRobin(), 2)
+    asked = replace(request("r0", budget=budget), stream_from=0)
+    attempt = started(dispatcher, asked)
+    shown: list[Piece] = []
+    whole: Completion | None = None
+    for sizes, more, is_lost in attempts:
+        known = sum(len(each.token_ids) for each in shown)
+        left = attempt.sampling.max_new_tokens
+        sampled = completion(attempt, min(sum(sizes) + more, left))
+        start = 0
+        for size in sizes:
+            end = min(start + size, left)
+            if start < end:
+                each = dispatcher.shown(piece(attempt, sampled, start, end))
+                if known == attempt.stream_from:
+                    assert each is not None and each.request_id == "r0"
+                    shown.append(each)
+                start = end
+        if is_lost:
+            whole = dispatcher.lost(attempt.request_id, 0.0)
+        else:
+            # What was sampled and not shown yet is the first that the caller misses.
+            whole = dispatcher.completed(attempt.request_id, sampled, 0.0)
+            if start < len(sampled.token_ids):
+                shown.append(replace(piece(attempt, sampled, start, len(sampled.token_ids)), request_id="r0"))
+        assert dispatcher.shown(piece(attempt, sampled, 0, 1)) is None, "the attempt is over"
+        if whole is not None:
+            break
+        attempt = resumed(dispatcher)
+        assert attempt.stream_from == sum(len(each.token_ids) for each in shown)
+    if whole is None:
+        last = completion(attempt, 1, FinishReason.STOP, version=V1)
+        whole = dispatcher.completed(attempt.request_id, last, 0.0)
+    assert whole is not None
+    position = 0
+    for each in shown:
+        assert each.offset == position
+        position = each.end
+    for name in ("token_ids", "logprobs", "versions"):
+        joined = [value for each in shown for value in getattr(each, name).tolist()]
+        assert joined == getattr(whole, name).tolist()[: len(joined)]
+    assert dispatcher.live == dispatcher.waiting == 0
+
+
+def test_a_long_stream_goes_on_where_it_was_too() -> None:
+    _, dispatcher = serving(RoundRobin(), 2)
+    first = started(dispatcher, replace(request("r0", budget=2000), stream_from=0))
+    sampled = completion(first, 1000)
+    for position in range(1000):
+        assert dispatcher.shown(piece(first, sampled, position, position + 1)) is not None
+    assert dispatcher.lost("r0", 0.0) is None
+    second = resumed(dispatcher)
+    assert second.prompt_token_ids[3:].tolist() == sampled.token_ids.tolist()
+    whole = dispatcher.completed(second.request_id, completion(second, 1, FinishReason.STOP), 0.0)
+    assert whole is not None
+    for name in ("token_ids", "logprobs", "versions"):
+        assert getattr(whole, name)[:1000].tolist() == getattr(sampled, name).tolist()
+
+
+def test_a_lost_attempt_that_was_shown_to_its_end_has_ended() -> None:
+    _, dispatcher = serving(RoundRobin(), 2)
+    first = started(dispatcher, replace(request("r0", budget=5), stream_from=0))
+    dispatcher.shown(piece(first, completion(first, 5), 0, 5))
+    whole = dispatcher.lost("r0", 0.0)
+    assert whole is not None and (whole.finish_reason, len(whole.token_ids)) == (FinishReason.LENGTH, 5)
+    second = started(dispatcher, replace(request("r1", budget=5, stop=(99,)), stream_from=0))
+    stopped = replace(completion(second, 2), token_ids=np.array([7, 99], np.int32))
+    dispatcher.shown(piece(second, stopped, 0, 2))
+    whole = dispatcher.lost("r1", 0.0)
+    assert whole is not None and whole.finish_reason is FinishReason.STOP and whole.generator == "g1"
+
+
+def test_a_piece_after_a_gap_is_not_shown() -> None:
+    _, dispatcher = serving(RoundRobin(), 1)
+    attempt = started(dispatcher, replace(request("r0"), stream_from=0))
+    sampled = completion(attempt, 4)
+    assert dispatcher.shown(piece(attempt, sampled, 0, 1)) is not None
+    assert dispatcher.shown(piece(attempt, sampled, 2, 3)) is None
+    assert dispatcher.shown(piece(attempt, sampled, 1, 2)) is not None
+    assert dispatcher.shown(replace(piece(attempt, sampled, 2, 3), request_id="unknown")) is None
+
+
+def test_without_resumption_everything_is_shown_again() -> None:
+    _, dispatcher = serving(RoundRobin(), 2, resume=False)
+    asked = replace(request("r0"), stream_from=0)
+    first = started(dispatcher, asked)
+    sampled = completion(first, 3)
+    assert dispatcher.shown(piece(first, sampled, 0, 3)) is not None
+    assert dispatcher.lost("r0", 0.0) is None
+    second = resumed(dispatcher)
+    assert (second.stream_from, second.seed, second.sampling) == (0, asked.seed, asked.sampling)
+    again = dispatcher.shown(piece(second, sampled, 0, 2))
+    assert again is not None and (again.request_id, again.offset) == ("r0", 0)
+
+
+def test_a_caller_that_gives_up_gets_what_it_was_shown_of_a_lost_attempt() -> None:
+    _, dispatcher = serving(RoundRobin(), 1)
+    attempt = started(dispatcher, replace(request("r0"), stream_from=0))
+    sampled = completion(attempt, 3)
+    dispatcher.shown(piece(attempt, sampled, 0, 2))
+    dispatcher.abort("r0")
+    whole = dispatcher.lost("r0", 0.0)
+    assert whole is not None and whole.finish_reason is FinishReason.ABORT
+    assert whole.token_ids.tolist() == cut(sampled, 2, FinishReason.ABORT).token_ids.tolist()
+
+
+# --- completions of several attempts ---
+
+
+def test_an_undisturbed_completion_is_handed_on_as_it_is() -> None:
+    _, dispatcher = serving(LeastLoaded(), 1)
+    answer = completion(started(dispatcher, request("r0")), 5, FinishReason.STOP)
+    assert dispatcher.completed("r0", answer, 0.0) is answer
+
+
+def test_a_stitched_completion_says_how_it_came_about() -> None:
+    _, dispatcher = serving(RoundRobin(), 2)
+    attempt = started(dispatcher, request("r0"))
+    assert dispatcher.completed("r0", completion(attempt, 2), 0.0) is None
+    attempt = resumed(dispatcher)
+    dispatcher.lost(attempt.request_id, 0.0)
+    attempt = resumed(dispatcher)
+    whole = dispatcher.completed(
+        attempt.request_id, completion(attempt, 1, FinishReason.STOP, generator="g1", version=V1), 0.0
+    )
+    assert whole is not None
+    assert whole.generator == "g1"
+    assert whole.metrics == {"generation/segments": 2, "generation/attempts": 3, "seconds": 2.0}
+    assert whole.versions.tolist() == [V0.encode(), V0.encode(), V1.encode()]
+
+
+def test_an_interruption_after_a_stop_token_is_the_end() -> None:
+    _, dispatcher = serving(RoundRobin(), 1)
+    attempt = started(dispatcher, request("r0", stop=(99,)))
+    part = completion(attempt, 2)
+    stopped = replace(part, token_ids=np.array([5, 99], np.int32))
+    whole = dispatcher.completed("r0", stopped, 0.0)
+    assert whole is not None and whole.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize(
+    "option", [{"min_new_tokens": 1}, {"repetition_penalty": 1.2}, {"presence_penalty": 0.5}, {"frequency_penalty": 1}]
+)
+def test_options_that_depend_on_past_output_are_refused_where_completions_are_resumed(option: dict[str, Any]) -> None:
+    asked = replace(request("r0"), sampling=SamplingParams(max_new_tokens=5, **option))
+    refusal = serving(RoundRobin(), 1)[1].refusal(asked)
+    assert refusal is not None and "router.resume = false" in str(refusal)
+    assert serving(RoundRobin(), 1, resume=False)[1].refusal(asked) is None
+
+
+def test_only_the_time_with_generators_counts_over_all_attempts() -> None:
+    strategy = RoundRobin()
+    strategy.serves("g0", V0)
+    router = Dispatcher(strategy, seconds=10.0)
+    (first,) = router.submit([request("r")], 0.0)
+    assert router.wake_at == 10.0 and router.overdue(9.0) == []
+    router.completed("r", completion(first.request, 1), 9.0)
+    assert router.overdue(100.0) == [], "it waits"
+    (second,) = router.reconsider(100.0)
+    assert router.wake_at == 101.0
+    assert router.overdue(101.0) == [second]
+    ((request_id, error),) = router.failures()
+    assert request_id == "r" and isinstance(error, RequestTimeout) and "router.request_seconds" in str(error)
+    assert router.overdue(102.0) == [] and router.failures() == [] and router.in_flight("g0") == 1
+    router.completed(second.request.request_id, completion(second.request, 1), 103.0)
+    assert router.in_flight("g0") == router.waiting == 0 and router.wake_at is None
+
+
+class Choosy(RoundRobin):
+    def choose(self, request: GenerationRequest, *, now: float, waiting_since: float) -> str | None:
+        if request.session_id == "odd":
+            raise KeyError("odd")
+        return super().choose(request, now=now, waiting_since=waiting_since)  # type: ignore[return-value]
+
+
+def test_a_request_for_which_the_strategy_raises_fails_alone() -> None:
+    router = serving(Choosy(), 1)[1]
+    assignments = router.submit([request("r0"), request("r1", session="odd"), request("r2")], 0.0)
+    assert [each.request.request_id for each in assignments] == ["r0", "r2"]
+    ((request_id, error),) = router.failures()
+    assert request_id == "r1" and isinstance(error, RequestError) and "strategy raised KeyError: 'odd'" in str(error)
+    assert router.waiting == 0

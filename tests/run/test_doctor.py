@@ -1,0 +1,95 @@
+"""What `titan-rl doctor` finds, of hosts that a test describes and of this one (a second)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from titan_rl.cli import main
+from titan_rl.hosts.facts import HostFacts
+from titan_rl.run import doctor
+from titan_rl.run.doctor import examine
+from titan_rl.weights.segment_files import DIRECTORY, segment_path
+
+HOST = HostFacts(cpus=4, memory=16 << 30, open_files=4096)
+
+
+def problems(host=HOST, about="") -> list[str]:
+    found = examine(host)
+    return [each.problem.sentence for each in found if each.problem is not None and each.about.startswith(about)]
+
+
+@pytest.fixture(autouse=True)
+def calm(monkeypatch):
+    """A machine on which nothing else happens."""
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_a_good_host_has_no_problem():
+    assert problems(about="memory") == problems(about="processor") == []
+    assert {"packages", "devices", "remains"} <= {each.about for each in examine(HOST)}
+
+
+@pytest.mark.parametrize(
+    ("change", "about", "words"),
+    [
+        ({"memory": 1 << 30}, "memory", "end other programs"),
+        ({"cuda_devices": (0,)}, "devices", "torch is built for CPUs only"),
+    ],
+)
+def test_each_thing_that_is_short_is_told_with_its_remedy(monkeypatch, change, about, words):
+    monkeypatch.setattr(doctor, "installed", lambda name: "2.13.0+cpu")
+    (sentence,) = problems(replace(HOST, **change), about)
+    assert words in sentence
+
+
+def test_more_threads_than_cores_and_a_busy_machine_are_told(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (9.0, 0.0, 0.0))
+    threads, busy = problems(about="processor")
+    assert "OMP_NUM_THREADS=8 is more than 4 cores" in threads and "9 threads want 4 cores" in busy
+
+
+def test_packages_that_are_missing_stop_a_run_and_others_versions_are_warned_of(monkeypatch):
+    versions = {"torch": "2.12.0+cpu", "torchmonarch": "0.7.0", "torchtitan": "", "vllm": "0.32.0"}
+    monkeypatch.setattr(doctor, "installed", lambda name: versions.get(name, doctor.pins().get(name, "")))
+    torch, titan = doctor.quick_problems(".")
+    assert torch.sentence.startswith("torch 2.12.0+cpu is installed, and titan_rl was tested with 2.13.0")
+    assert titan.sentence.startswith("the package torchtitan is not installed")
+    assert (torch.severity, titan.severity) == (doctor.Severity.WARNING, doctor.Severity.ABSENT)
+    assert len([sentence for sentence in problems() if "torch 2.12" in sentence]) == 1
+
+
+def test_a_full_disk_is_told_at_every_start(monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "LITTLE_DISK", 1 << 60)
+    directory = str(tmp_path / "not" / "there")
+    (found,) = [each for each in doctor.quick_problems(directory) if "GiB free" in each.sentence]
+    assert str(tmp_path) in found.sentence and found.severity is doctor.Severity.WARNING
+
+
+def test_what_dead_runs_have_left_is_told_and_stays():
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    left = segment_path(DIRECTORY, dead.pid, "doctor", 0)
+    left.write_bytes(bytes(1 << 20))
+    try:
+        (found,) = [each.found for each in examine(HOST) if each.about == "remains" and "segments" in each.found]
+        count, nbytes = int(found.split()[0]), int(found.split()[3].replace(",", ""))
+        assert count >= 1 and nbytes >= 1 << 20 and found.endswith("the next start removes them")
+        assert left.exists()
+    finally:
+        left.unlink()
+
+
+def test_the_exit_code_says_whether_something_would_stop_every_run(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "detect_host", lambda: HOST)
+    assert main(["doctor"]) == 0
+    monkeypatch.setattr(doctor, "installed", lambda name: "" if name == "vllm" else doctor.pins().get(name, "1"))
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "stops    packages" in out and "1 problem would stop a run" in out
+    assert main(["doctor", "--recipe", "copy4"]) == 2

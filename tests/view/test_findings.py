@@ -1,0 +1,200 @@
+"""What the report says of a run, from numbers alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from titan_rl.metrics.metric_table import METRICS, Metric
+from titan_rl.types import Purpose, StopReason
+from titan_rl.view.findings import LOOKED_AT, Finding, Kind, compare, findings
+from titan_rl.view.read import Run
+from titan_rl.view.rollouts import ListedRollout
+from titan_rl.view.timelines import Account, Lane, Timeline
+
+STEPS = 30
+BUSY = {"generator0": 0.3, "generator1": 0.4}
+FLAT = [0.3 + 0.02 * (-1) ** step for step in range(STEPS)]
+RISING = [step / STEPS for step in range(STEPS)]
+FACTS = ListedRollout(
+    offset=0, step=STEPS, purpose=Purpose.TRAIN, group=1, sample=0, kept=("random",), reward=1.0, advantage=0.0,
+    stop_reason=StopReason.STOP, wanted="12", prompt="", answer="12", sampled_tokens=3, gap=None,
+)  # fmt: skip
+
+
+def run_of(
+    *, facts: list[ListedRollout] | None = None, config: dict[str, Any] | None = None, lanes: list[Lane] | None = None,
+    **metrics: list[float | None],
+) -> Run:  # fmt: skip
+    """Metrics are named with `__` for `/`."""
+    series = {name.replace("__", "/"): dict(enumerate(values, 1)) for name, values in metrics.items()}
+    series.setdefault("train/loss", dict.fromkeys(range(1, STEPS + 1), 0.0))
+    timelines = [Timeline("steps", 0.0, 10.0, lanes)] if lanes else []
+    return Run(Path("run"), config or {}, {"steps": STEPS}, series, timelines, facts or [], len(facts or []))
+
+
+def titles(run: Run) -> set[str]:
+    return {each.title for each in findings(run)}
+
+
+def said(run: Run, title: str) -> Finding:
+    (found,) = (each for each in findings(run) if each.title == title)
+    return found
+
+
+def test_a_run_without_numbers_says_nothing():
+    assert findings(run_of()) == []
+
+
+def test_a_rising_score_is_good_news():
+    found = said(run_of(evaluation__exact_match=[0.01, 0.9]), "The policy learned")
+    assert found.kind is Kind.GOOD and "1% to 90%" in found.text
+
+
+def test_a_missed_target_says_whether_the_score_still_rose():
+    config = {"evaluation.target_exact_match": 0.8}
+    rising = run_of(config=config, evaluation__exact_match=[0.0, 0.2, 0.3, 0.5])
+    assert "still rose" in said(rising, "The run missed its target").do
+    flat = run_of(config=config, evaluation__exact_match=[0.0, 0.2, 0.4, 0.4])
+    assert "entropy_bonus" in said(flat, "The run missed its target").do
+    reached = run_of(config=config, evaluation__exact_match=[0.0, 0.8])
+    assert titles(reached) == {"The policy learned"}
+
+
+def test_a_score_that_fell_from_its_best_says_how_far():
+    run = run_of(evaluation__exact_match=[0.1, 0.8, 0.5])
+    assert {"The policy learned", "The best score was earlier"} <= titles(run)
+    assert "80%" in said(run, "The best score was earlier").text
+
+
+@pytest.mark.parametrize(
+    ("rewards", "found"),
+    [
+        (FLAT, {("Reward is flat", Kind.PROBLEM)}),
+        (RISING, set()),
+        (RISING[::-1], {("Reward falls", Kind.PROBLEM)}),
+        ([0.99, 1.0] * 15, set()),  # at its top
+        ([0.3] * 5, set()),  # too few steps to judge
+    ],
+)
+def test_a_reward_that_does_not_rise_is_a_problem_unless_it_is_at_its_top(rewards: list[float | None], found: set[Any]):
+    assert {(each.title, each.kind) for each in findings(run_of(rollout__reward_mean=rewards, facts=[FACTS]))} == found
+
+
+@pytest.mark.parametrize(("reward", "kind"), [(0.02, Kind.PROBLEM), (0.87, Kind.PROBLEM), (0.97, Kind.NOTE)])
+def test_equal_groups_are_a_problem_unless_the_task_is_solved(reward: float, kind: Kind):
+    run = run_of(groups__equal_rewards=[1.0] * STEPS, rollout__reward_mean=[reward] * STEPS, facts=[FACTS])
+    assert said(run, "All groups are equal").kind is kind
+
+
+def test_a_rising_mismatch_is_told_from_rounding():
+    growing = [2e-5 * (1 + step) for step in range(STEPS)]
+    assert "Mismatch is rising" in titles(run_of(train__logprob_difference_mean=growing))
+    assert titles(run_of(train__logprob_difference_mean=[each * 1e-3 for each in growing])) == set()
+
+
+def test_an_alarm_counts_its_steps():
+    run = run_of(train__logprob_alarm=[0.0, 1.0, 1.0])
+    assert "In 2 of 30 steps" in said(run, "Trainer and generator disagree").text
+
+
+def test_a_mesh_that_waits_more_than_half_of_its_time_is_named_with_whom_it_waits_for():
+    lanes = [
+        Lane("trainer", 1, {}, Account("trainer", 1, 0.35, {"rollouts": 0.55, "weights": 0.1})),
+        Lane("generator0", 1, {}, Account("generator0", 1, 0.6, {"slots": 0.4})),
+        Lane("router", 1, {}, Account("router", 1, 0.1, {"rollouts": 0.9})),
+    ]
+    found = said(run_of(lanes=lanes), "trainer is idle more than half of the time")
+    assert "65%" in found.text and "the rollout workers" in found.text and "rollout.workers" in found.do
+    assert len(findings(run_of(lanes=lanes))) == 1
+
+
+def test_generators_that_wait_for_the_same_make_one_finding():
+    lanes = [Lane(name, 1, {}, Account(name, 1, busy, {"slots": 1 - busy})) for name, busy in BUSY.items()]
+    (found,) = findings(run_of(lanes=lanes))
+    assert found.title == "2 generators are idle more than half of the time" and "They waited 60% to 70%" in found.text
+    assert found.kind is Kind.WARNING
+    (found,) = findings(run_of(lanes=lanes, config={"loop.max_staleness": 0}))
+    assert found.kind is Kind.NOTE, "trainer and generators of a synchronous run take turns"
+    assert findings(run_of(lanes=lanes, train__loss=[0.0] * 3)) == [], "too few steps to judge"
+
+
+def test_answers_that_are_cut_and_rollouts_that_fail_are_counted():
+    config = {"rollout.samples_per_group": 4, "loop.groups_per_step": 5}
+    run = run_of(
+        rollout__truncated_share=[0.25] * STEPS,
+        rollout__failed=[4] * STEPS,
+        groups__failed=[5 * STEPS] * STEPS,
+        config=config,
+        facts=[
+            structs.replace(FACTS, error="late", stop_reason=StopReason.TIMEOUT),
+            structs.replace(FACTS, error="ValueError: no"),
+        ],
+    )
+    assert "25%" in said(run, "Answers are cut by length").text
+    assert "10%" in said(run, "Rollouts fail").text and "ValueError: no" in said(run, "Rollouts fail").text
+
+
+@pytest.mark.parametrize("metric", [each for each in METRICS if each.limit is not None and each.name not in LOOKED_AT])
+def test_every_metric_beyond_its_limit_is_a_finding_with_the_advice_of_the_table(metric: Metric):
+    assert metric.limit is not None
+    beyond = 1.1 if metric.above is not None else 0.9
+
+    def late(value: float) -> Run:
+        return run_of(**{metric.name: [0.0] * (STEPS * 2 // 3) + [value] * (STEPS // 3)})
+
+    assert findings(late(metric.limit)) == []
+    (found,) = findings(late(beyond * metric.limit))
+    assert found.see == metric.name and metric.meaning in found.text and metric.do[1:] in found.do
+
+
+def test_entropy_that_is_gone_while_the_reward_is_low_is_a_problem():
+    falling = [1.0 / (1 + step) ** 2 for step in range(STEPS)]
+    assert "The policy settled too soon" in titles(run_of(train__entropy=falling, rollout__reward_mean=FLAT))
+    assert "The policy settled too soon" not in titles(run_of(train__entropy=falling, rollout__reward_mean=RISING))
+
+
+def test_a_symbol_that_is_wanted_and_never_written_is_dead():
+    facts = [structs.replace(FACTS, wanted="7", answer="1", reward=0.0)] * 6 + [FACTS]
+    found = said(run_of(facts=facts), "'7' is a dead symbol")
+    assert found.kind is Kind.PROBLEM and "6 recorded rollouts" in found.text
+
+
+def test_a_symbol_that_is_written_but_never_rewarded_is_told_apart():
+    facts = [structs.replace(FACTS, wanted="7", answer="7", reward=0.0)] * 6 + [FACTS]
+    assert titles(run_of(facts=facts)) == {"'7' never gets reward"}
+
+
+def test_words_are_not_symbols_and_old_rollouts_are_not_judged():
+    words = [structs.replace(FACTS, wanted="".join(map(chr, range(200, 400))), answer="")] * 6
+    assert titles(run_of(facts=words)) == set()
+    assert titles(run_of(facts=[structs.replace(FACTS, wanted="7", answer="1", step=1)] * 6)) == set()
+
+
+def test_a_number_that_is_not_finite_names_its_first_step():
+    assert "first in step 2" in said(run_of(train__grad_norm=[1.0, None, None]), "A number is not finite").text
+
+
+def test_a_run_that_is_not_done_says_how_to_go_on():
+    run = replace(run_of(config={"loop.steps": 50}), summary={})
+    assert "30 of 50 steps" in said(run, "The run is not done").text
+
+
+def test_of_two_runs_the_better_one_is_named_with_the_settings_that_differ():
+    good = run_of(evaluation__exact_match=[0.0, 0.9], config={"trainer.optimizer.lr": 0.001, "seed": 0})
+    bad = replace(
+        run_of(evaluation__exact_match=[0.0, 0.2], config={"trainer.optimizer.lr": 0.1}), directory=Path("bad")
+    )
+    (found,) = compare([bad, good])
+    assert found.title == "run did better than bad"
+    assert found.do == "They differ in `trainer.optimizer.lr` (0.001 and 0.1), `seed` (0 and None)."
+    assert compare([good]) == [] == compare([good, run_of()])
+
+
+def test_problems_come_first():
+    run = run_of(evaluation__exact_match=[0.1, 0.9], rollout__reward_mean=FLAT, rollout__truncated_share=[0.5] * STEPS)
+    assert [each.kind for each in findings(run)] == [Kind.PROBLEM, Kind.WARNING, Kind.GOOD]

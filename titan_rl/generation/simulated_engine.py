@@ -1,0 +1,141 @@
+"""An engine that needs neither torch nor vLLM. Its tokens are a function of the request's seed and the position, not
+of arrival, batch or rank.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from titan_rl.generation.config import GeneratorConfig
+from titan_rl.generation.engine import Engine, RunningRequest, StepOutput
+from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion
+from titan_rl.weights.manifest import TensorShard
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_MIXER = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+
+
+def simulated_token(seed: int, position: int, vocab_size: int) -> int:
+    """The token that a simulated request gets at `position`, prompt included (splitmix64 of both)."""
+    state = (seed + (position + 1) * _MIXER) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (state ^ (state >> 31)) % vocab_size
+
+
+def simulated_engine(config: GeneratorConfig, model_path: str | Path, device: str) -> SimulatedEngine:
+    """What `generator.engine = "simulated"` stands for: the model's vocabulary, the config's limits, steps that take
+    no time."""
+    return SimulatedEngine(
+        max_model_len=config.max_model_len,
+        vocab_size=json.loads((Path(model_path) / "config.json").read_text())["vocab_size"],
+        max_num_seqs=config.max_num_seqs,
+    )
+
+
+class SimulatedEngine(Engine):
+    """Samples nothing: it waits as long as a step is said to take and makes up its tokens.
+
+    For tests of scheduling, benchmarks of what stands above an engine, and planning.
+
+    Args:
+        vocab_size: of the tokens that are made up; the logprob of each is that of a uniform choice.
+        max_num_seqs: requests that advance in one step; the others wait in order.
+        seconds_per_step: what a step takes, whatever the batch.
+        seconds_per_sequence: what each request in the batch adds to it.
+        seconds_per_load: what loading weights takes.
+        completion_length: tokens that a request gets, at most its `max_new_tokens`; default: all of them. A
+            shorter one ends with `FinishReason.STOP`, and so does a stop token.
+        sleep: waits; hand in a fake one to simulate faster than time.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_model_len: int = 4096,
+        vocab_size: int = 32_000,
+        max_num_seqs: int = 256,
+        seconds_per_step: float = 0.0,
+        seconds_per_sequence: float = 0.0,
+        seconds_per_load: float = 0.0,
+        completion_length: Callable[[GenerationRequest], int] | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(max_model_len=max_model_len, vocab_size=vocab_size, clock=clock)
+        self._max_num_seqs = max_num_seqs
+        self._seconds_per_step = seconds_per_step
+        self._seconds_per_sequence = seconds_per_sequence
+        self._seconds_per_load = seconds_per_load
+        self._completion_length = completion_length or (lambda request: request.sampling.max_new_tokens)
+        self._sleep = sleep
+        self._logprob = float(np.float32(-np.log(vocab_size)))
+        self._weights: dict[str, Tensor] = {}
+        self._lengths: dict[str, int] = {}  # of running requests: tokens that each gets at most
+        self.steps = 0
+        """Taken so far."""
+
+    def add(self, request: GenerationRequest) -> None:
+        self._begin(request)
+        self._lengths[request.request_id] = self._completion_length(request)
+
+    def step(self) -> StepOutput:
+        batch = list(self._running.values())[: self._max_num_seqs]
+        seconds = self._seconds_per_step + self._seconds_per_sequence * len(batch)
+        if seconds > 0:
+            self._sleep(seconds)
+        now = self._clock()
+        sampled: list[int] = []
+        finished: list[Completion] = []
+        for running in batch:
+            request, sampling = running.request, running.request.sampling
+            position = len(request.prompt_token_ids) + len(running.tokens)
+            token = simulated_token(request.seed, position, self._vocab_size)
+            running.add(token, self._logprob, now)
+            sampled.append(token)
+            stopped, cut = token in sampling.stop_token_ids, len(running.tokens) == sampling.max_new_tokens
+            if stopped or cut or len(running.tokens) >= self._lengths[request.request_id]:
+                reason = FinishReason.LENGTH if cut and not stopped else FinishReason.STOP
+                finished.append(self._end(request.request_id).complete(reason, now))
+        self.steps += 1
+        return StepOutput(finished, np.array(sampled, dtype=np.int32))
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> None:
+        """Keeps copies, so that `served_shards` shows what was loaded and not the publication."""
+        self._weights = {name: tensor.clone() for name, tensor in tensors}
+        if self._seconds_per_load > 0:
+            self._sleep(self._seconds_per_load)
+        self._serve(version)
+
+    def served_shards(self) -> Iterator[TensorShard]:
+        weights = dict(self._weights)
+        if _EMBEDDING in weights:
+            weights.setdefault(_LM_HEAD, weights[_EMBEDDING])  # tied
+        for name, tensor in weights.items():
+            yield TensorShard(name=name, data=tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.dim())
+
+    def drop_cache(self) -> None:
+        """There is no KV."""
+
+    def sleep(self) -> int:
+        return 0
+
+    def wake(self) -> None:
+        """Nothing was given up."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _end(self, request_id: str) -> RunningRequest:
+        del self._lengths[request_id]
+        return super()._end(request_id)

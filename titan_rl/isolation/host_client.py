@@ -1,0 +1,391 @@
+"""The host of an environment and the processes forked from it, as objects in the rollout worker.
+
+- The host has its own session and dies with the thread that spawned it. The first frame to it names the environment to
+  make; its first frame back describes that environment, or says why it could not be made.
+- Every fork ends: its `ended` is set once the fork and all processes that it started are gone and all its answers have
+  been read. If the host dies, its forks do too.
+- After `stop` the host and all its forks are gone and reaped, and all descriptors are closed.
+- What user code prints is logged and cannot get into the protocol. A process that writes anything but its messages into
+  its socket is killed.
+- Orders to the host go through one queue, in whole frames: however many there are at once, none is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable
+
+from titan_rl.errors import AbsentError, ConfigError, TaskError
+from titan_rl.isolation.output import LogLines
+from titan_rl.isolation.variables import host_variables
+from titan_rl.isolation.wire import (
+    LARGEST_RESULT,
+    BadFrame,
+    CallResult,
+    EnvironmentSetup,
+    Fork,
+    ForkStatus,
+    Frames,
+    Kill,
+    SetupResult,
+    TaskInfo,
+    pack_order,
+    read_fork_status,
+    read_result,
+    read_setup_result,
+)
+from titan_rl.one_line import escaped
+from titan_rl.processes import answering, ending_in_words
+
+STOP_SECONDS = 10.0
+"""How long a host may take to end all its forks once its socket is closed. It runs no user code, so it is quick."""
+KILL_SECONDS = 60.0
+"""How long a host may take to make or end a fork. One that takes longer is stuck: it is killed, so that no call waits
+for ever."""
+STARTS_AT_ONCE = 16
+"""Processes that the host is asked for at a time. It forks one after the other, and with a large data set in a second
+or two: so the last of them is made well within `KILL_SECONDS`."""
+REAP_SECONDS = 10.0
+"""How long the kernel may take to end a killed process."""
+DRAIN_SECONDS = 2.0
+"""How long to wait for remaining output if another process holds the other end open."""
+
+logger = logging.getLogger(__name__)
+
+
+class ForkedProcess(asyncio.Protocol):
+    """A process that answers calls of user code; as a protocol, the worker's end of its socket."""
+
+    def __init__(self, kill: Callable[[int], None]):
+        self.number = -1
+        self._kill = kill
+        self._frames: Frames[CallResult] = Frames(read_result, LARGEST_RESULT)
+        self._bad_frame = ""
+        self._ending = ""
+        self._disconnected = False
+        self.lost_host = False
+        """Whether it ended because its host died."""
+        self.transport: asyncio.WriteTransport
+        self.on_results: Callable[[list[CallResult]], None] = lambda results: None
+        """Called with what the process sends."""
+        self.started = asyncio.Event()
+        """Set when the host has forked it, or could not."""
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """How the process ended, in words."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether nothing is known of its end."""
+        return not (self._ending or self._disconnected)
+
+    def send(self, calls: bytes) -> None:
+        """Send a frame of calls to be answered."""
+        self.transport.write(calls)
+
+    def kill(self) -> None:
+        """Kill the process and all processes that it started."""
+        self._kill(self.number)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            results = self._frames.feed(data)
+        except BadFrame as error:
+            self._bad_frame = f"wrote what is no answer ({escaped(str(error))}) and "
+            self.transport.abort()
+            return
+        if results:
+            self.on_results(results)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._disconnected = True
+        if not self._ending:
+            self.kill()  # it may have closed its socket and gone on: it could answer nothing any more
+        self._check_ended()
+
+    def process_ended(self, how: str) -> None:
+        self._ending = self._bad_frame + how
+        self.started.set()
+        # if the reaper was killed, processes of user code may hold the socket open: do not wait for its end of stream
+        asyncio.get_running_loop().call_later(DRAIN_SECONDS, self.transport.abort)
+        self._check_ended()
+
+    def _check_ended(self) -> None:
+        if self._disconnected and self._ending and not self.ended.done():
+            self.ended.set_result(self._ending)
+
+
+class HostGone(TaskError):
+    """The host of an environment has died: no fault of user code."""
+
+
+class _Orders:
+    """Frames and descriptors for the host, in order. Its socket takes a few hundred; the others wait here."""
+
+    def __init__(self, connection: socket.socket):
+        self._socket = connection
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[tuple[bytes, socket.socket | None]] = deque()
+
+    def put(self, frame: bytes, descriptor: socket.socket | None = None) -> None:
+        """Send a frame, and with it a socket, which is closed here then."""
+        self._waiting.append((frame, descriptor))
+        if len(self._waiting) == 1:
+            self._loop.add_writer(self._socket, self._send)
+
+    def close(self) -> None:
+        self._loop.remove_writer(self._socket)
+        for _, descriptor in self._waiting:
+            if descriptor is not None:
+                descriptor.close()
+        self._waiting.clear()
+
+    def _send(self) -> None:
+        while self._waiting:
+            frame, descriptor = self._waiting[0]
+            try:
+                sent = socket.send_fds(self._socket, [frame], [descriptor.fileno()] if descriptor is not None else [])
+            except BlockingIOError:
+                return
+            except OSError:  # the host has ended, which its pidfd tells
+                break
+            if descriptor is not None:
+                descriptor.close()
+            self._waiting.popleft()
+            if sent < len(frame):
+                self._waiting.appendleft((frame[sent:], None))
+        self.close()
+
+
+class HostClient:
+    """One process of an environment's host; a restart makes a new object."""
+
+    def __init__(self, setup: EnvironmentSetup):
+        self._setup = setup
+        self._loop = asyncio.get_running_loop()
+        self._exited = asyncio.Event()
+        self._output_ended = asyncio.Event()
+        self._setup_result: asyncio.Future[SetupResult] = self._loop.create_future()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._numbers = itertools.count()
+        self._forks: dict[int, ForkedProcess] = {}
+        self._starts = asyncio.Semaphore(STARTS_AT_ONCE)
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """None before it was spawned."""
+        return self._process.pid if self._process else None
+
+    @property
+    def gone(self) -> bool:
+        """Whether it forks no more."""
+        return self._closed or self._exited.is_set()
+
+    async def start(self) -> TaskInfo:
+        """Spawn the host and wait until it has made its environment. If that fails, the host is stopped.
+
+        Raises:
+            ConfigError: the environment refused its arguments.
+            TaskError: the environment could not be imported or made, or not within `start_seconds`.
+        """
+        name, seconds = self._setup.name, self._setup.start_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await self._spawn()
+                self._orders.put(pack_order((sys.path, self._setup)))
+                result = await self._setup_result
+        except TimeoutError:
+            await self.stop(patient=False)
+            raise TaskError(f"environment {name!r} was not ready within {seconds:g} s") from None
+        except OSError:
+            await self.stop()
+            raise TaskError(f"the process of environment {name!r} {self._ending()} while starting") from None
+        except BaseException:
+            await self.stop(patient=False)
+            raise
+        if result.info is not None:
+            return result.info
+        await self.stop()
+        refusal = escaped(result.refusal, keep="\n")
+        if result.kind == "task":
+            raise TaskError(f"environment {name!r} could not be made: {refusal}")
+        raise (AbsentError if result.kind == "absent" else ConfigError)(refusal)
+
+    async def fork(self) -> ForkedProcess:
+        """A new process for user code. Waits for its turn.
+
+        Raises:
+            TaskError: the host has ended, or there is no descriptor for the process.
+        """
+        async with self._starts:
+            try:
+                ours, theirs = socket.socketpair()
+            except OSError as error:
+                raise TaskError(f"no process can be made for it: {error}") from error
+            fork = ForkedProcess(self._kill_fork)
+            fork.transport, _ = await self._loop.create_unix_connection(lambda: fork, sock=ours)
+            if self.gone:
+                theirs.close()
+                fork.transport.abort()
+                raise HostGone(f"the process that it is forked from {self._ending()}")
+            fork.number = next(self._numbers)
+            self._forks[fork.number] = fork
+            self._orders.put(pack_order(Fork(fork.number)), theirs)
+            self._kill_unless(fork.started.is_set)
+            try:
+                await fork.started.wait()
+            except asyncio.CancelledError:
+                fork.kill()
+                raise
+            return fork
+
+    async def stop(self, *, patient: bool = True) -> None:
+        """End the host by closing its socket. It is killed if it does not end in time. May be called again."""
+        if self._process is None:
+            return
+        self._close()
+        if not patient:
+            self._kill()
+        if not await _happens(self._exited, STOP_SECONDS):
+            self._kill()
+            if not await _happens(self._exited, REAP_SECONDS):
+                logger.error("the process %d of an environment was killed and does not end", self._process.pid)
+        await _happens(self._output_ended, DRAIN_SECONDS)
+        self._output.close()
+
+    async def _spawn(self) -> None:
+        output, child_output = os.pipe()
+        # all awaits come before the process exists, so that a cancellation leaves no process
+        self._output, _ = await self._loop.connect_read_pipe(
+            lambda: LogLines(self._output_ended), os.fdopen(output, "rb")
+        )
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        self._orders, self._frames = _Orders(self._socket), Frames(self._receive_body, LARGEST_RESULT)
+        self._loop.add_reader(self._socket, self._receive)
+        try:
+            # not in a helper thread: the host dies with the thread that spawns it
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "titan_rl.isolation.host", str(theirs.fileno()), str(os.getpid())],
+                env=host_variables(self._setup.name, self._setup.variables),
+                stdin=subprocess.DEVNULL,
+                stdout=child_output,
+                stderr=child_output,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C does not reach it, and a kill of the group also kills its children
+            )
+        except OSError:
+            self._close()
+            self._output.close()
+            raise
+        finally:
+            theirs.close()
+            os.close(child_output)
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._loop.add_reader(self._pidfd, self._reap)
+
+    def _receive(self) -> None:
+        try:
+            data = self._socket.recv(1 << 18)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._close()
+            self._loop.call_later(STOP_SECONDS, self._kill)  # user code may keep it from its end
+            return
+        try:
+            self._frames.feed(data)
+        except BadFrame as error:
+            logger.error("the host %s of an environment wrote what is no message and is killed: %s", self.pid, error)
+            self._close()
+            self._kill()
+
+    def _receive_body(self, body: bytes) -> None:
+        if not self._setup_result.done():
+            self._setup_result.set_result(read_setup_result(body))
+            answering.add(self._pidfd)
+            return
+        status: ForkStatus = read_fork_status(body)
+        if (fork := self._forks.get(status.number)) is None:
+            return
+        if status.ended:
+            del self._forks[status.number]
+            fork.process_ended(status.ended)
+        else:
+            fork.started.set()
+
+    def _close(self) -> None:
+        """Close the socket, which ends the host and all forks."""
+        if self._closed:
+            return
+        self._closed = True
+        self._orders.close()
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+        if not self._setup_result.done():
+            self._setup_result.set_exception(ConnectionError("closed"))
+            self._setup_result.exception()  # marked as retrieved, because nobody may be waiting for it
+
+    def _kill_fork(self, number: int) -> None:
+        if number in self._forks and not self._closed:
+            self._orders.put(pack_order(Kill(number)))
+            self._kill_unless(lambda: number not in self._forks)
+
+    def _kill_unless(self, done: Callable[[], bool]) -> None:
+        """Kill the host if what it was just asked for is not done in time."""
+
+        def check() -> None:
+            if not self._exited.is_set() and not done():
+                logger.error("the host %s of an environment neither makes nor ends a process and is killed", self.pid)
+                self._kill()
+
+        self._loop.call_later(KILL_SECONDS, check)
+
+    def _kill(self) -> None:
+        """Kill the host and its process group, if it has not ended."""
+        if self._process is not None and not self._exited.is_set():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _ending(self) -> str:
+        """How it ended, in words."""
+        status = self._process.returncode if self._process else None
+        return "closed its connection" if status is None else ending_in_words(status)
+
+    def _reap(self) -> None:
+        """Called once, when the host has ended."""
+        assert self._process is not None
+        self._loop.remove_reader(self._pidfd)
+        answering.discard(self._pidfd)
+        os.close(self._pidfd)
+        # its id cannot be reused before it is reaped; this also kills processes that user code started in the host
+        self._kill()
+        self._process.wait()
+        self._exited.set()
+        while self._forks:
+            _, fork = self._forks.popitem()
+            fork.lost_host = True
+            fork.process_ended(f"ended: the process that it was forked from {self._ending()}")
+        # a process that user code started may hold the socket open: do not wait for its end of stream
+        self._loop.call_later(DRAIN_SECONDS, self._close)
+
+
+async def _happens(event: asyncio.Event, seconds: float) -> bool:
+    """Whether the event is set within `seconds`."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

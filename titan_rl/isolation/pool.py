@@ -1,0 +1,371 @@
+"""Runs user code behind one object: every call returns a value or raises `TaskError`, whatever the code does.
+
+    rollout worker (this module) ──▶ host, which makes the environment ──fork──▶ up to 4 processes that answer calls
+                                                                       ──fork──▶ one process per program
+
+- Every call is answered exactly once, even if a process hangs, exits, crashes or cannot be started.
+- An idle process takes a quarter of the waiting calls as its list, or `QUICK_LIST` of quick ones, and answers them in
+  order. Calls of `async def` functions all go to one process, which runs them side by side.
+- A process that sends no answer for `step_seconds` is killed. When a process ends, the first call of its list that it
+  did not answer fails. It never began those behind, which wait again. In the process of `async def` functions each
+  open call may be to blame, so all of them fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from titan_rl.errors import ActorGone, TaskError, TaskTimeout, TitanError
+from titan_rl.isolation.host_client import ForkedProcess, HostClient, HostGone
+from titan_rl.isolation.wire import (
+    VALUES,
+    BadFrame,
+    CallKind,
+    CallResult,
+    EnvironmentSetup,
+    TaskInfo,
+    UserCall,
+    pack_order,
+)
+from titan_rl.metrics.activity import SharedSpan, activity
+from titan_rl.one_line import escaped
+from titan_rl.types import Endpoint, Purpose
+
+MAX_PROCESSES = 4
+"""Processes for plain calls, started one by one where calls wait. With fewer, slow calls hold up the others. With one,
+a reward that hangs would block the whole rollout worker for `step_seconds` per rollout. Each costs 5 MiB (`copy`) to
+15 MiB (`gsm8k`)."""
+QUICK_SECONDS, QUICK_LIST = 0.001, 16
+"""Where calls of a kind take no longer than this, so many of them are one list: handing a call over costs a worker
+40 µs of a core in lists of two, 10 µs in long ones."""
+SLACK_SECONDS = 5.0
+"""Extra time for the process of `async def` functions. It enforces the time limit itself, and coroutines may be slow to
+react to their cancellation."""
+LONGEST_TRACEBACK = 1 << 16
+"""Characters at the end of a traceback of user code that are logged."""
+
+GRADING = frozenset({CallKind.SCORE, CallKind.SCORE_GROUP})
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A call without an answer."""
+
+    number: int
+    call: UserCall
+    future: asyncio.Future[Any]
+
+
+@dataclass(slots=True, eq=False)
+class _Fork:
+    """A process that answers calls."""
+
+    concurrent: bool
+    """Runs `async def` functions, many at a time."""
+    seconds: float
+    """It may take so long for its next answer."""
+    process: ForkedProcess | None = None
+    """None while it is being forked."""
+    calls: dict[int, _Pending] = field(default_factory=dict)
+    """Unanswered ones by number, in the order in which they were sent."""
+    since: float = 0.0
+    """Time of its last answer, or of the first call after it had none."""
+    late: bool = False
+    """Was killed because it did not answer in time."""
+    ends: bool = False
+    """Ends after a call that is answered: nothing that it was sent is to blame."""
+
+    @property
+    def free(self) -> bool:
+        if self.process is None or not self.process.alive or self.late or self.ends:
+            return False
+        return self.concurrent or not self.calls
+
+
+class UserCodePool:
+    """Runs the user code of one environment."""
+
+    def __init__(self, setup: EnvironmentSetup):
+        self._setup = setup
+        self._host: HostClient | None = None
+        self._starting = asyncio.Lock()
+        self._closed = "not started"
+        self._asynchronous: frozenset[CallKind] = frozenset()
+        self._numbers = itertools.count()
+        self._open: set[_Pending] = set()
+        self._waiting: dict[bool, list[_Pending]] = {False: [], True: []}  # by whether they go to the concurrent worker
+        self._workers: list[_Fork] = []
+        self._quick: set[CallKind] = set()  # kinds of which the last answers took `QUICK_SECONDS` at most
+        self._timer: asyncio.TimerHandle | None = None  # for the next time limit
+        self._dispatching: asyncio.Handle | None = None
+        self._environment, self._grading = SharedSpan("environment"), SharedSpan("grader")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._logged: set[str] = set()  # places whose traceback was logged
+        self.restarts = 0
+        """How many processes died, or were killed because a call was late."""
+
+    async def start(self) -> TaskInfo:
+        """Make the environment; raises as `HostClient.start`."""
+        self._host = HostClient(self._setup)
+        info = await self._host.start()
+        self._asynchronous = info.asynchronous
+        self._closed = ""
+        return info
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the host, while there is one."""
+        return self._host.pid if self._host is not None else None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is not answered yet."""
+        return bool(self._open)
+
+    async def call(self, call: UserCall) -> Any:
+        """Run one call. `CallKind` describes its value.
+
+        Raises:
+            TaskError: user code raised or ended its process; or this object is closed.
+            TaskTimeout: user code took too long.
+            ActorGone: the host died during the call, which is no fault of user code.
+        """
+        if self._closed:
+            raise TaskError(f"{call}: {self._closed}")
+        pending = _Pending(next(self._numbers), call, asyncio.get_running_loop().create_future())
+        self._open.add(pending)
+        self._waiting[call.kind in self._asynchronous].append(pending)
+        self._dispatch_soon()
+        try:
+            with self._grading if call.kind in GRADING else self._environment:
+                return await pending.future
+        finally:
+            self._open.discard(pending)
+
+    async def run_program(
+        self, purpose: Purpose, index: int, endpoint: Endpoint, started: asyncio.Event | None = None
+    ) -> bytes | None:
+        """Run the environment's `play` for a prompt in its own process, without a time limit; returns a pickled state.
+
+        When this returns, all processes that it started are gone. A cancellation ends it.
+
+        Args:
+            started: set when the process is there; it may have waited for others to be forked.
+
+        Raises:
+            TaskError: it raised or ended its process; or this object is closed.
+            ActorGone: the process that it was forked from has died: the rollout is lost, and is to be played again.
+        """
+        call = UserCall(CallKind.PLAY, purpose, index, endpoint=endpoint)
+        try:
+            with activity("program", prompt=index):
+                process = await self._fork()
+                if started is not None:
+                    started.set()
+                return self._value(call, await self._first_result(process, call))
+        except HostGone as error:
+            raise ActorGone(f"{call}: {error}") from None
+        except TaskError as error:
+            raise type(error)(f"{call}: {error}") from None
+
+    async def close(self) -> None:
+        """End all processes; calls still waiting fail."""
+        self._end("closed")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._host is not None:
+            await self._host.stop()
+
+    def _dispatch_soon(self) -> None:
+        """Schedule `_dispatch` for the end of this tick, when all its calls are here."""
+        if self._dispatching is None:
+            self._dispatching = asyncio.get_running_loop().call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        """Give waiting calls to free workers. Start another worker, one at a time, where calls still wait."""
+        self._dispatching = None
+        if self._closed:
+            return
+        for concurrent, most in ((False, MAX_PROCESSES), (True, 1)):
+            waiting = [each for each in self._waiting[concurrent] if not each.future.done()]
+            workers = [each for each in self._workers if each.concurrent is concurrent]
+            for worker in workers:
+                if waiting and worker.free:
+                    quick = all(each.call.kind in self._quick for each in waiting[:QUICK_LIST])
+                    share = max(-(-len(waiting) // most), QUICK_LIST if quick else 1)
+                    self._send(worker, waiting[:share])
+                    del waiting[:share]
+            self._waiting[concurrent] = waiting
+            if waiting and len(workers) < most and all(worker.process is not None for worker in workers):
+                worker = _Fork(concurrent, self._setup.step_seconds + SLACK_SECONDS * concurrent)
+                self._workers.append(worker)
+                self._spawn(self._start_worker(worker))
+
+    def _send(self, worker: _Fork, calls: list[_Pending]) -> None:
+        try:
+            frame = pack_order([(pending.number, pending.call) for pending in calls])
+        except Exception as error:  # a rollouter's messages may hold objects that do not pickle
+            if len(calls) > 1:
+                for pending in calls:
+                    self._send(worker, [pending])
+            else:
+                self._fail(calls, f"cannot be sent to its process: {error}")
+                self._dispatch_soon()
+            return
+        assert worker.process is not None
+        if not worker.calls:
+            worker.since = asyncio.get_running_loop().time()
+        worker.calls |= {pending.number: pending for pending in calls}
+        worker.process.send(frame)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._setup.step_seconds, self._kill_late)
+
+    def _kill_late(self) -> None:
+        """Kill workers that have not answered in time."""
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        busy = [worker for worker in self._workers if worker.calls and not worker.late]
+        for worker in busy:
+            if worker.process is not None and worker.since + worker.seconds <= now:
+                worker.late = True
+                worker.process.kill()
+        if limits := [worker.since + worker.seconds for worker in busy if not worker.late]:
+            self._timer = asyncio.get_running_loop().call_at(min(limits), self._kill_late)
+
+    async def _start_worker(self, worker: _Fork) -> None:
+        try:
+            worker.process = await self._fork()
+        except (TitanError, OSError) as error:
+            logger.warning("environment %s: no further process can be started: %s", self._setup.name, error)
+            self._workers.remove(worker)
+            if not any(each.concurrent is worker.concurrent for each in self._workers):
+                lost = ActorGone if isinstance(error, HostGone) else TaskError
+                reason = f"could not be run, its environment does not start again: {error}"
+                self._fail(self._waiting[worker.concurrent], reason, lost)
+            return
+        worker.process.on_results = partial(self._receive, worker)
+        worker.process.ended.add_done_callback(lambda ended: self._worker_ended(worker, ended.result()))
+        self._dispatch_soon()
+
+    async def _fork(self) -> ForkedProcess:
+        async with self._starting:
+            if self._closed or self._host is None:
+                raise TaskError(self._closed)
+            if self._host.gone:
+                self.restarts += 1
+                logger.warning("environment %s: its host has died; starting a new one", self._setup.name)
+                await self._host.stop()
+                self._host = HostClient(self._setup)
+                await self._host.start()
+                if self._closed:
+                    await self._host.stop()
+            host = self._host
+        return await host.fork()
+
+    def _receive(self, worker: _Fork, results: list[CallResult]) -> None:
+        before, worker.since = worker.since, asyncio.get_running_loop().time()
+        note = self._quick.add if worker.since - before <= QUICK_SECONDS * len(results) else self._quick.discard
+        for result in results:
+            if (pending := worker.calls.pop(result.number, None)) is not None:
+                note(pending.call.kind)
+                if result.last:
+                    assert worker.process is not None
+                    worker.ends = True
+                    worker.process.kill()  # it ends by itself, unless what it started keeps it
+                self._settle(pending, result)
+        self._dispatch_soon()
+
+    def _worker_ended(self, worker: _Fork, how: str) -> None:
+        if self._closed:
+            return
+        self._workers.remove(worker)
+        self.restarts += 1
+        why = " because a call took too long" if worker.late else ""
+        logger.warning("environment %s: a process %s%s", self._setup.name, how, why)
+        open_calls = list(worker.calls.values())
+        failed = len(open_calls) if worker.concurrent else 1
+        if worker.ends and not worker.late:
+            failed = 0
+        self._waiting[worker.concurrent][:0] = open_calls[failed:]
+        assert worker.process is not None
+        if worker.late:
+            late = f"did not finish within {self._setup.step_seconds:g} s and was killed"
+            self._fail(open_calls[:failed], late, TaskTimeout)
+        else:
+            lost = ActorGone if worker.process.lost_host else TaskError
+            self._fail(open_calls[:failed], f"its process {how} and returned nothing", lost)
+        self._dispatch_soon()
+
+    async def _first_result(self, process: ForkedProcess, call: UserCall) -> CallResult:
+        """What a process answers. When this returns or raises, it and all that it started are gone."""
+        first: asyncio.Future[CallResult] = asyncio.get_running_loop().create_future()
+        process.on_results = lambda results: None if first.done() else first.set_result(results[0])
+        either: list[asyncio.Future[Any]] = [first, process.ended]
+        try:
+            process.send(pack_order([(0, call)]))
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            process.kill()
+        await asyncio.wait([process.ended])
+        if first.done():
+            return first.result()
+        gone = HostGone if process.lost_host and not self._closed else TaskError
+        raise gone(self._closed or f"its process {process.ended.result()} and returned nothing")
+
+    def _settle(self, pending: _Pending, result: CallResult) -> None:
+        try:
+            value = self._value(pending.call, result)
+        except TaskError as error:
+            self._fail([pending], str(error), type(error))
+        else:
+            if not pending.future.done():
+                pending.future.set_result(value)
+
+    def _value(self, call: UserCall, result: CallResult) -> Any:
+        """The result's value. Raises TaskError if user code failed. The traceback is logged once per place, because the
+        same grader may fail hundreds of times a step."""
+        failure = result.failure
+        if failure is None:
+            try:
+                value = VALUES[call.kind](bytes(result.value))
+            except BadFrame as error:
+                raise TaskError(f"its process answered something else than was asked for: {error}") from None
+            if call.kind is CallKind.SCORE_GROUP and len(value) != len(call.group):
+                raise TaskError(f"its process answered {len(value)} scores for {len(call.group)} rollouts")
+            return value
+        if failure.place not in self._logged:
+            self._logged.add(failure.place)
+            logger.info("%s failed:\n%s", call, escaped(failure.traceback[-LONGEST_TRACEBACK:].rstrip(), keep="\n"))
+        raise (TaskTimeout if failure.late else TaskError)(escaped(failure.description, keep="\n"))
+
+    def _fail(self, calls: Iterable[_Pending], reason: str, kind: type[TitanError] = TaskError) -> None:
+        for pending in calls:
+            if not pending.future.done():
+                pending.future.set_exception(kind(f"{pending.call}: {reason}"))
+
+    def _end(self, reason: str) -> None:
+        """Fail all open calls, and refuse new ones."""
+        self._closed = self._closed or reason
+        self._fail(self._open, self._closed)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name=f"environment {self._setup.name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s crashed", task.get_name(), exc_info=error)
+            self._end(f"its pool crashed: {error!r}")

@@ -1,0 +1,299 @@
+"""Messages between a rollout worker, the host of its environment, and the processes forked from that host.
+
+- A frame is its length (8 bytes, little endian) and a body. The worker pickles what it sends: whoever reads that runs
+  user code anyway. What processes of user code send is MessagePack, and the worker reads it as data of the expected
+  types, up to a length: no bytes that user code may write can run code in the worker, or fill its memory. Objects of
+  user code (a state, an exception) travel as bytes or text, which the worker hands on and does not read.
+- Worker → host: `EnvironmentSetup`, then `Fork` and `Kill`. Host → worker: `SetupResult`, then `ForkStatus`es.
+- Worker → forked process: lists of `(number, UserCall)`. Back: one `CallResult` per call, as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
+
+import msgspec
+
+from titan_rl.environments.rubric import LARGEST_REWARD
+from titan_rl.types import Endpoint, FinishReason, Message, Purpose, ToolSpec
+
+LONGEST_SHOWN = 160
+"""Characters of a prompt, an answer or a reference answer that are displayed."""
+
+LARGEST_RESULT = 16 << 20
+"""Bytes. A longer one fails its call: rendering it would hold up all rollouts of the worker."""
+
+T = TypeVar("T")
+
+_LENGTH = struct.Struct("<Q")
+
+
+def pack_order(message: Any) -> bytes:
+    """A frame of the worker."""
+    return _framed(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+def pack_report(message: Any) -> bytes:
+    """A frame of a process that runs user code. Raises what msgspec does where the message is no plain data."""
+    return _framed(msgspec.msgpack.encode(message))
+
+
+def _framed(body: bytes) -> bytes:
+    return _LENGTH.pack(len(body)) + body
+
+
+class BadFrame(Exception):
+    """A process of user code wrote something else than the messages that it may send."""
+
+
+class Frames(Generic[T]):
+    """Bytes in, whole messages out.
+
+    Args:
+        read: makes a message of a frame's body.
+        longest: bytes of a body.
+    """
+
+    def __init__(self, read: Callable[[bytes], T], longest: float = float("inf")):
+        self._read, self._longest = read, longest
+        self._received = bytearray()
+
+    @staticmethod
+    def of_orders() -> Frames[Any]:
+        """Frames of the worker. Nobody else may have written them."""
+        return Frames(pickle.loads)
+
+    def feed(self, data: bytes) -> list[T]:
+        """The messages that `data` completes. Raises BadFrame; what comes after is no message either."""
+        self._received += data
+        messages, start = [], 0
+        while len(self._received) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._received, start)
+            if length > self._longest:
+                raise BadFrame(f"a frame of {length} bytes; the bound is {self._longest:g}")
+            end = start + _LENGTH.size + length
+            if len(self._received) < end:
+                break
+            messages.append(self._read(bytes(self._received[start + _LENGTH.size : end])))
+            start = end
+        del self._received[:start]
+        return messages
+
+
+def reader(kind: Any) -> Callable[[bytes], Any]:
+    """Reads the body of a report, or an answer's value, of this type; it raises BadFrame where that is another one."""
+    decode = msgspec.msgpack.Decoder(kind).decode
+
+    def read(body: bytes) -> Any:
+        try:
+            return decode(body)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise BadFrame(str(error)) from error
+
+    return read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSetup:
+    """Everything needed to make the environment. A restarted host gets the same."""
+
+    name: str
+    """Short name, `pkg.mod:Class` or `file.py:Class`."""
+    kwargs: dict[str, Any]
+    run_seed: int
+    imports: tuple[str, ...] = ()
+    """Modules and files to import first."""
+    step_seconds: float = 30.0
+    start_seconds: float = 300.0
+    variables: tuple[str, ...] = ()
+    """Environment variables to pass on besides those that every program needs."""
+    memory_mib: int = 0
+    """What a process of user code may allocate beyond what the host has; 0: no bound."""
+    held_out: int = 0
+    """Held-out prompts to ask for."""
+    prompts: int = 0
+    """Distinct training prompts to use; 0: the environment's own number."""
+
+
+class CallKind(StrEnum):
+    EXAMPLE = "example"
+    """→ `ExamplePrompt`."""
+    RESPOND = "respond"
+    """→ (messages, done, pickled state)."""
+    CALL_TOOLS = "tool calls"
+    """→ one message of role "tool" per tool call of the last message."""
+    SCORE = "score"
+    """→ (reward, parts)."""
+    SCORE_GROUP = "score of the group"
+    """→ one (reward, parts) per conversation of `group`."""
+    CHECK = "check"
+    """→ TaskCheck, with the first `prompt_index` training prompts."""
+    DEMONSTRATE = "demonstrate"
+    """→ `DemonstrationMessages`. `prompt_index` is the demonstration's number."""
+    PLAY = "play"
+    """→ the program's pickled state; None if it returned None."""
+
+
+class TaskInfo(NamedTuple):
+    """A host's description of the environment that it made."""
+
+    size: int | None
+    """Distinct training prompts; None: endless."""
+    held_out: int
+    """Number of held-out prompts, at most the requested number."""
+    multi_turn: bool
+    """Whether the environment defines `respond`, which answers the policy."""
+    tools: tuple[ToolSpec, ...] = ()
+    """Tools that the policy may call."""
+    scores_groups: bool = False
+    """Whether the rubric has group rewards, so that `SCORE_GROUP` must be called."""
+    plays: bool = False
+    """Whether the environment defines `play`, so that its program plays the rollouts."""
+    asynchronous: frozenset[CallKind] = frozenset()
+    """Kinds of calls that run `async def` functions, many at a time in one process."""
+
+
+class ExamplePrompt(NamedTuple):
+    """The part of an example that the worker gets."""
+
+    prompt: tuple[Message, ...]
+    wanted: str = ""
+    """Its reference answer as text, for display."""
+
+
+class DemonstrationMessages(NamedTuple):
+    """The part of a demonstration that the worker gets."""
+
+    prompt: tuple[Message, ...]
+    messages: tuple[Message, ...]
+    """What follows."""
+    has_answer: bool
+    """Whether it can be graded as an example."""
+
+
+class TaskCheck(NamedTuple):
+    """Findings about a task's prompts."""
+
+    training: tuple[tuple[Message, ...], ...]
+    """The first prompts of the stream."""
+    held_out: tuple[tuple[Message, ...], ...]
+    held_out_again: tuple[tuple[Message, ...], ...]
+    """The prompts that a second call returned."""
+    answers: tuple[str, str]
+    """Reference answers of the first training prompt and the first held-out one; "" if not a text or a number."""
+    warning: str
+    """`Environment.warning`."""
+
+
+class Conversation(NamedTuple):
+    """A conversation so far."""
+
+    messages: tuple[Message, ...] = ()
+    finish_reasons: tuple[FinishReason, ...] = ()
+    state: bytes | None = None
+    """Pickled by the process that made it."""
+
+
+class UserCall(NamedTuple):
+    """One call of user code about one prompt, or one conversation over it."""
+
+    kind: CallKind
+    purpose: Purpose
+    prompt_index: int
+    """In the training stream or the held-out list."""
+    conversation: Conversation = Conversation()
+    group: tuple[Conversation, ...] = ()
+    """All finished conversations of the prompt, for `SCORE_GROUP`."""
+    endpoint: Endpoint | None = None
+    """Where a program that plays finds the policy."""
+
+    def __str__(self) -> str:
+        if self.kind is CallKind.CHECK:
+            return "a look at its prompts"
+        if self.kind is CallKind.DEMONSTRATE:
+            return f"demonstration {self.prompt_index}"
+        return f"{self.kind} of {self.purpose} prompt {self.prompt_index}"
+
+
+class Failure(NamedTuple):
+    """An exception of user code as text."""
+
+    place: str
+    """Equal for exceptions of the same type from the same line."""
+    description: str
+    """One line."""
+    traceback: str
+    late: bool = False
+    """The call took longer than the time limit."""
+
+
+class CallResult(NamedTuple):
+    """The outcome of a call."""
+
+    number: int
+    value: msgspec.Raw = msgspec.Raw(b"\xc0")
+    """To be read by `VALUES`; unread until then: None."""
+    failure: Failure | None = None
+    """Not None when user code failed."""
+    last: bool = False
+    """The process ends after it. What else it was sent can be asked of another one."""
+
+
+_Score = tuple[Annotated[float, msgspec.Meta(ge=-LARGEST_REWARD, le=LARGEST_REWARD)], dict[str, float]]
+
+VALUES = {
+    CallKind.EXAMPLE: reader(ExamplePrompt),
+    CallKind.RESPOND: reader(tuple[tuple[Message, ...], bool, bytes | None]),
+    CallKind.CALL_TOOLS: reader(tuple[Message, ...]),
+    CallKind.SCORE: reader(_Score),
+    CallKind.SCORE_GROUP: reader(tuple[_Score, ...]),
+    CallKind.CHECK: reader(TaskCheck),
+    CallKind.DEMONSTRATE: reader(DemonstrationMessages),
+    CallKind.PLAY: reader(bytes | None),
+}
+"""Readers of a result's value."""
+
+read_result = reader(CallResult)
+
+
+class SetupResult(NamedTuple):
+    """The host's first frame: the environment that it has made, or why it could not."""
+
+    info: TaskInfo | None
+    refusal: str = ""
+    kind: Literal["task", "config", "absent"] = "task"
+    """Whose fault that is: the environment's, its arguments', or something that is missing on this host."""
+
+
+read_setup_result = reader(SetupResult)
+
+
+class Fork(NamedTuple):
+    """Fork a process that answers calls on the socket sent with this frame. Two `ForkStatus`es follow: one when it is
+    forked, one when it is gone."""
+
+    number: int
+    """Id of the process; never reused."""
+
+
+class Kill(NamedTuple):
+    """End a process. Ignored if it has already ended. Its last `ForkStatus` is sent in either case."""
+
+    number: int
+
+
+class ForkStatus(NamedTuple):
+    """What has become of a `Fork`. Of one that could not be forked there is only the last."""
+
+    number: int
+    ended: str = ""
+    """How the process ended, in words such as "exited with code 3", once it and all processes that it started are gone.
+    Empty: it was forked."""
+
+
+read_fork_status = reader(ForkStatus)

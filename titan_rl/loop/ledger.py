@@ -1,0 +1,171 @@
+"""All that the controller knows about a run and that outlives its process, as objects and as plain data.
+
+`Ledger.decode(ledger.encode())` is an equal ledger but for what a resume begins anew: evaluations that are under way.
+The encoded form is MessagePack (JSON has no NaN) without names of classes: code may be renamed, and a file runs none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from titan_rl.config import RunConfig
+from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
+from titan_rl.errors import CheckpointError
+from titan_rl.loop.evaluation import Evaluation
+from titan_rl.loop.records import RunSummary
+from titan_rl.metrics.json_lines import json_object
+from titan_rl.metrics.rollout_record import RolloutRecord
+from titan_rl.rollout.report import GroupReport
+from titan_rl.scheduling.group_buffer import GroupBuffer
+from titan_rl.scheduling.schedule import Schedule, Untrainable, UntrainableStreak
+from titan_rl.types import PolicyVersion, Purpose
+
+LEDGER = "ledger.msgpack"
+_NUMBERS = (
+    *("sample", "reward", "reward_parts", "error", "stop_reason", "truncated"),
+    *("turn_count", "sampled_tokens", "metrics", "branch_count", "rendered_anew"),
+)
+"""What is stored of a rollout, in this order."""
+PACKAGES = "packages.json"
+"""Of a checkpoint; the second holds the versions of the packages that wrote it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOutcome:
+    """What an ended group teaches."""
+
+    untrainable: Untrainable | None
+    """Why nothing; None: something."""
+    detail: str
+    solved: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Ledger:
+    """Of one run."""
+
+    buffer: GroupBuffer
+    schedule: Schedule
+    streak: UntrainableStreak
+    summary: RunSummary = field(default_factory=RunSummary)
+    reports: dict[int, GroupReport] = field(default_factory=dict)
+    """Of groups that are finished and not yet released, by group id."""
+    outcomes: dict[int, GroupOutcome] = field(default_factory=dict)
+    """Of groups that have ended and are not decided, by group id."""
+    older: dict[PolicyVersion, set[str]] = field(default_factory=dict)
+    """Only in a checkpoint: versions before the trainer's that are still needed, and their holders."""
+    metrics_bytes: int = 0
+    rollouts_bytes: int = 0
+    """Only in a checkpoint: lengths of `metrics.jsonl` and `rollouts.jsonl`."""
+
+    def encode(self) -> bytes:
+        """As plain data."""
+        state = {
+            "buffer": self.buffer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "streak": self.streak.state_dict(),
+            "summary": {
+                **_fields(self.summary),
+                "evaluations": [*map(_fields, self.summary.evaluations)],
+                "failed": [*map(_report_state, self.summary.failed)],
+            },
+            "reports": [*map(_report_state, self.reports.values())],
+            "lessons": {group_id: _fields(outcome) for group_id, outcome in self.outcomes.items()},
+            "older": [[version, sorted(holders)] for version, holders in self.older.items()],
+            "metrics_bytes": self.metrics_bytes,
+            "rollouts_bytes": self.rollouts_bytes,
+        }
+        return msgspec.msgpack.encode(state)
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> Ledger:
+        """Raises where something is missing, unknown or of another type."""
+        state = msgspec.msgpack.decode(encoded)
+        summary = state["summary"]
+        reports = [*map(_report, state["reports"])]
+        return cls(
+            buffer=(buffer := GroupBuffer.from_state_dict(state["buffer"])),
+            schedule=Schedule.from_state_dict(state["schedule"], buffer),
+            streak=UntrainableStreak.from_state_dict(state["streak"]),
+            summary=RunSummary(
+                **{
+                    **summary,
+                    "evaluations": msgspec.convert(summary["evaluations"], list[Evaluation]),
+                    "ages": Counter({int(age): count for age, count in summary["ages"].items()}),
+                    "failed": [*map(_report, summary["failed"])],
+                }
+            ),
+            reports={report.group_id: report for report in reports},
+            outcomes={
+                int(group_id): msgspec.convert(each, GroupOutcome) for group_id, each in state["lessons"].items()
+            },
+            older={PolicyVersion(*version): {*holders} for version, holders in state["older"]},
+            metrics_bytes=state["metrics_bytes"],
+            rollouts_bytes=state["rollouts_bytes"],
+        )
+
+    def replay(self, until: int, steps: int) -> None:
+        """Play finished groups again, and end after step `until` of a run of so many `steps`, as if nothing had been
+        written."""
+        for group_id in self.reports:
+            self.buffer.lost(group_id)
+        self.reports.clear()
+        self.schedule.go_on(steps, 0)
+        self.schedule.end_after(until)
+        self.metrics_bytes = self.rollouts_bytes = 0
+
+
+def new_ledger(config: RunConfig, incarnation: int = 0) -> Ledger:
+    """Of a run that begins, or begins again."""
+    loop = config.loop
+    buffer = GroupBuffer(config.staleness_limits(), version=PolicyVersion(incarnation, 0))
+    return Ledger(
+        buffer=buffer,
+        schedule=Schedule(buffer, steps=loop.steps, every=config.evaluation.every),
+        streak=UntrainableStreak(groups_per_step=loop.groups_per_step, batches=loop.untrainable_batches),
+    )
+
+
+def read_ledger(directory: Path) -> Ledger:
+    """The ledger of a checkpoint that is as it was written.
+
+    Raises:
+        CheckpointError: this version of titan_rl cannot read it.
+    """
+    try:
+        return Ledger.decode((directory / LEDGER).read_bytes())
+    except Exception as error:  # whatever the data of another version leads to
+        theirs = ", ".join(f"{name} {version}" for name, version in json_object(directory / PACKAGES).items())
+        why = f"{type(error).__name__}: {error}; it was written with {theirs or 'nobody knows what'}"
+        raise CheckpointError(f"{directory / LEDGER} cannot be read: {why}") from error
+
+
+def _fields(of: Any) -> dict[str, Any]:
+    """Of a dataclass, not copied."""
+    return {each.name: getattr(of, each.name) for each in dataclasses.fields(of)}
+
+
+def _report_state(report: GroupReport) -> dict[str, Any]:
+    rollouts = [[getattr(rollout, name) for name in _NUMBERS] for rollout in report.rollouts]
+    return {**_fields(report), "rollouts": rollouts, "samples": report.samples.refs}
+
+
+def _report(state: dict[str, Any]) -> GroupReport:
+    group = {"purpose": state["purpose"], "group": state["group_id"], "attempt": state["attempt"]}
+    return GroupReport(
+        **{
+            **state,
+            "purpose": Purpose(state["purpose"]),
+            "rollouts": tuple(
+                msgspec.convert({**group, **dict(zip(_NUMBERS, numbers, strict=True))}, RolloutRecord)
+                for numbers in state["rollouts"]
+            ),
+            "samples": SampleBatch.of(msgspec.convert(state["samples"], tuple[SampleRef, ...])),
+        }
+    )

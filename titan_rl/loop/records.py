@@ -1,0 +1,341 @@
+"""The numbers of a run: one record per step, for metrics, display and summary; how long its processes wait, and their
+memory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from titan_rl.data_plane.store import HeldReport
+from titan_rl.errors import TitanError
+from titan_rl.loop.evaluation import Evaluation
+from titan_rl.loop.recording import Recorder
+from titan_rl.loop.system import System
+from titan_rl.metrics.activity import PhaseSeconds, activity
+from titan_rl.metrics.rollout_record import RolloutRecord
+from titan_rl.metrics.timeline import Pulse, memory, timeline
+from titan_rl.metrics.writer import MetricsWriter
+from titan_rl.one_line import counted
+from titan_rl.rollout.report import GroupReport
+from titan_rl.scheduling.config import StalenessLimits
+from titan_rl.scheduling.group import Batch, Counts
+from titan_rl.types import NO_VERSION, PolicyVersion, StopReason
+from titan_rl.view.conversation import transcript
+from titan_rl.view.display import RunDisplay
+
+
+@dataclass(slots=True)
+class RunSummary:
+    """The result of a run."""
+
+    evaluations: list[Evaluation] = field(default_factory=list)
+    steps: int = 0
+    stopped_early: str = ""
+    """Why the run stopped before its last step; empty if it did not."""
+    reward_last: float = 0.0
+    tokens_generated: int = 0
+    ages: Counter[int] = field(default_factory=Counter)
+    """Samples by the age, in steps, at which they were trained."""
+    failed: list[GroupReport] = field(default_factory=list)
+    """Groups since the last step of which no rollout could be trained."""
+    lost: int = 0
+    """Groups that were lost and played again, each loss counted."""
+
+
+class StepRecords:
+    """Collects and writes.
+
+    Args:
+        summary: of the steps so far, for those to come to be added.
+        limits: of the run's schedule.
+    """
+
+    def __init__(
+        self,
+        summary: RunSummary,
+        limits: StalenessLimits,
+        recorder: Recorder,
+        *,
+        display: RunDisplay,
+        metrics: MetricsWriter,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limits = limits
+        self._display = display
+        self._metrics = metrics
+        self._recorder = recorder
+        self._clock = clock
+        self.phases = PhaseSeconds(clock)
+        self._mesh_stats = MeshStats()
+        self._last_step = clock()
+        self.summary = summary
+        self.first_step_at: float | None = None
+        """`time.monotonic()` after the first optimizer step of this process."""
+
+    def failed(self, report: GroupReport) -> None:
+        """Record a group of which no rollout could be trained. It counts in the next step's numbers and is displayed at
+        once."""
+        self.summary.failed.append(report)
+        self._display.add_group(report.errors, report.late)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self.summary.evaluations.append(replace(evaluation, rollouts=()))
+        self._recorder.evaluated(evaluation.rollouts)
+        step, transcripts = evaluation.version.step, [*map(transcript, evaluation.rollouts)]
+        self._display.evaluation(step, evaluation.exact_match, evaluation.reward, transcripts)
+        if evaluation.failed:
+            of = evaluation.failed + evaluation.prompts
+            self._display.print_line(
+                f"{evaluation.failed} of {of} held-out rollouts failed and are not counted; the first: "
+                f"{evaluation.first_error}"
+            )
+        self._metrics.write(
+            step,
+            {
+                "evaluation/exact_match": evaluation.exact_match,
+                "evaluation/reward": evaluation.reward,
+                "evaluation/failed": evaluation.failed,
+            },
+        )
+
+    async def step(
+        self,
+        batch: Batch,
+        reports: Sequence[GroupReport],
+        trained: dict[str, float],
+        held: Sequence[HeldReport],
+        counts: Counts,
+        system: System,
+    ) -> None:
+        """Record a finished optimizer step."""
+        step = batch.version.step + 1
+        now = self._clock()
+        seconds, self._last_step = now - self._last_step, now
+        phases = self.phases.take()
+        failed, self.summary.failed = self.summary.failed, []
+        rollouts = [rollout for report in [*reports, *failed] for rollout in report.rollouts]
+        rewards = [rollout.reward for rollout in rollouts if not rollout.error]
+        sampled = sum(rollout.sampled_tokens for rollout in rollouts)
+        late = [rollout.sampled_tokens for rollout in rollouts if rollout.stop_reason is StopReason.TIMEOUT]
+        ages = _ages(batch, reports)
+        stats = self._mesh_stats.latest(system)
+        reward = float(np.mean(rewards))
+        truncated = float(np.mean([rollout.truncated for rollout in rollouts]))
+        summary = self.summary
+        summary.steps = step
+        summary.reward_last = reward
+        summary.tokens_generated += sampled
+        summary.ages.update(ages)
+        if self.first_step_at is None:
+            self.first_step_at = time.monotonic()
+        self._metrics.write(
+            step,
+            {
+                "rollout/reward_mean": reward,
+                "rollout/reward_std": float(np.std(rewards)),
+                "rollout/tokens": sampled,
+                "rollout/tokens_per_second": sampled / seconds if seconds else 0.0,
+                "rollout/length_mean": sampled / len(rollouts),
+                "rollout/length_max": max(rollout.sampled_tokens for rollout in rollouts),
+                "rollout/truncated_share": truncated,
+                "environment/restarts": sum(report.restarts for report in [*reports, *failed]),
+                "rollout/failed": sum(1 for rollout in rollouts if rollout.error),
+                **{f"rollout/stop_{reason}": share for reason, share in _shares_of_stop_reasons(rollouts).items()},
+                **(
+                    {"rollout/timeout_length_mean": float(np.mean(late)), "rollout/timeout_length_max": max(late)}
+                    if late
+                    else {}
+                ),
+                "rollout/turns_mean": float(np.mean([rollout.turn_count for rollout in rollouts])),
+                "rollout/branched": sum(1 for rollout in rollouts if rollout.branch_count > 1),
+                "rollout/rendered_anew": sum(rollout.rendered_anew for rollout in rollouts),
+                **_mean_of_reward_parts(rollouts),
+                **_mean_of_engine_metrics(rollouts),
+                "staleness/age_mean": float(np.mean(ages)) if ages else 0.0,
+                "staleness/age_max": max(ages, default=0),
+                **{
+                    f"staleness/share_of_age_{age}": ages.count(age) / len(ages)
+                    for age in range(self._limits.bound + 1)
+                    if ages
+                },
+                "groups/admitted": counts.admitted,
+                "groups/filtered": counts.filtered,
+                "groups/failed": counts.failed,
+                "groups/active": counts.active,
+                "groups/lost": summary.lost,
+                "groups/equal_rewards": float(np.mean([len(report.rewards) <= 1 for report in reports])),
+                "data_plane/held_samples": sum(store.samples for store in held),
+                "data_plane/held_bytes": sum(store.nbytes for store in held),
+                **await self._fleet_metrics(system),
+                **stats,
+                **{f"train/{name}": value for name, value in trained.items()},
+                **{f"seconds/{name}": value for name, value in phases.items()},
+                "seconds/step": seconds,
+            },
+            groups=batch.group_ids,
+        )
+        for report in reports:
+            self._display.add_group(report.errors, report.late)
+        if late and self._limits.deterministic:
+            ended = f"{counted(len(late), 'rollout')} of step {step} ended by the clock"
+            self._display.print_line(f"{ended}: this run may not repeat bit for bit")
+        numbers = {
+            "reward": f"{reward:.3f}",
+            "entropy": f"{trained['entropy']:.2f}",
+            "truncated": f"{truncated:.0%}",
+            "tokens/s": f"{sampled / seconds if seconds else 0.0:,.0f}",
+        }
+        if self._limits.bound:
+            numbers["staleness"] = f"{np.mean(ages) if ages else 0.0:.1f}"
+        busy = {key.removeprefix("idle/"): 1 - share for key, share in stats.items() if key.startswith("idle/")}
+        self._display.step(step, numbers, phases, reward=reward, busy=busy)
+
+    async def _fleet_metrics(self, system: System) -> dict[str, float]:
+        """The router's counters by generator; none where the router is gone, whose end is reported elsewhere."""
+        try:
+            fleet = await system.router.fleet_status()
+        except TitanError:
+            return {}
+        metrics = {"fleet/lost": float(sum(status.state == "dead" for status in fleet))}
+        for status in fleet:
+            if status.state != "dead":
+                requests = f"{status.in_flight} request{'s' * (status.in_flight != 1)}"
+                self._display.mesh(status.name, f"{status.state} {status.version}, {requests}")
+            metrics[f"fleet/{status.name}/serving"] = float(status.state == "serving")
+            for counter in ("load", "in_flight", "served", "failed", "aborted", "aborted_tokens"):
+                metrics[f"fleet/{status.name}/{counter}"] = float(getattr(status, counter))
+        return metrics
+
+
+def _ages(batch: Batch, reports: Sequence[GroupReport]) -> list[int]:
+    """Age in steps of every sample that has a trained token."""
+    return [
+        batch.version.step - PolicyVersion.decode(version).step
+        for report in reports
+        for version in report.samples.oldest_versions
+        if version != NO_VERSION
+    ]
+
+
+def _shares_of_stop_reasons(rollouts: Sequence[RolloutRecord]) -> dict[StopReason, float]:
+    """Why rollouts ended, each reason as a share of them."""
+    counts = Counter(rollout.stop_reason for rollout in rollouts)
+    return {reason: counts[reason] / len(rollouts) for reason in StopReason}
+
+
+def _mean_of_reward_parts(rollouts: Sequence[RolloutRecord]) -> dict[str, float]:
+    """Every reward function's unweighted value, averaged over the rollouts that were graded."""
+    return {f"reward/{name}": value for name, value in _means(rollout.reward_parts for rollout in rollouts).items()}
+
+
+def _mean_of_engine_metrics(rollouts: Sequence[RolloutRecord]) -> dict[str, float]:
+    """The engines' metrics of each rollout's completions, averaged over the rollouts that have them: engines tell of a
+    step in one completion, and of preemptions where there are some."""
+    means = _means(rollout.metrics for rollout in rollouts)
+    preemptions = "generation/preemptions"
+    means[preemptions] = sum(rollout.metrics.get(preemptions, 0.0) for rollout in rollouts) / len(rollouts)
+    if prompt := means.get("generation/prompt_tokens"):
+        means["generation/prefix_cache_hits"] = means["generation/cached_tokens"] / prompt
+    return means
+
+
+def _means(numbers: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Every number, averaged over those that have it."""
+    values: dict[str, list[float]] = {}
+    for each in numbers:
+        for name, value in each.items():
+            values.setdefault(name, []).append(value)
+    return {name: float(np.mean(its)) for name, its in values.items()}
+
+
+# Polls of the meshes.
+
+POLL_SECONDS = 1.0
+"""Least pause between two polls."""
+POLL_SHARE = 0.01
+"""Most of the time that polls may take; with many processes they are rarer."""
+ANSWER_SECONDS = 10.0
+"""Bound on a poll."""
+
+Pulses = dict[str, list[Pulse]]
+"""Per mesh, of each rank."""
+
+
+def idle_shares(before: Pulses, after: Pulses) -> dict[str, float]:
+    """`idle/MESH`: the share of the time between two polls in which its ranks waited."""
+    shares: dict[str, float] = {}
+    for mesh, ranks in after.items():
+        pairs = [(old.uptime, new.uptime) for old, new in zip(before.get(mesh, ()), ranks, strict=False)]
+        seconds = [new.seconds - old.seconds for old, new in pairs]
+        if len(pairs) == len(ranks) and min(seconds, default=0.0) > 0:
+            shares[f"idle/{mesh}"] = sum(new.waited - old.waited for old, new in pairs) / sum(seconds)
+    return shares
+
+
+def memory_of(pulses: Pulses) -> dict[str, float]:
+    """`memory/MESH/…`: bytes of all its processes together."""
+    numbers = {}
+    for mesh, ranks in pulses.items():
+        numbers[f"memory/{mesh}/resident"] = float(sum(rank.memory.resident for rank in ranks))
+        if device := sum(rank.memory.device for rank in ranks):
+            numbers[f"memory/{mesh}/device"] = float(device)
+    return numbers
+
+
+class PulseClient(Protocol):
+    """The client of a mesh."""
+
+    async def pulse(self) -> list[Pulse]: ...
+
+
+class MeshStats:
+    """What the processes of each mesh report of themselves. Belongs to one event loop.
+
+    All are polled at the end of a step, at most once a second, and nobody waits for the answers: the numbers of a step
+    are those of the newest poll that was answered before its end. A process that was replaced, or does not answer, is
+    left out. The watch for hangs asks too, but too rarely for a display (`hang_seconds` / 5).
+    """
+
+    def __init__(self) -> None:
+        self._before: Pulses = {}
+        self._polling: asyncio.Task[Pulses] | None = None
+        self._next = 0.0
+
+    def latest(self, system: System) -> dict[str, float]:
+        """`idle/MESH` and `memory/MESH/…`, if a poll was answered since the last call. May begin the next one."""
+        numbers: dict[str, float] = {}
+        if not timeline.is_on:
+            return numbers
+        if self._polling is not None and self._polling.done():
+            before, self._before = self._before, self._polling.result()
+            numbers = idle_shares(before, self._before) | memory_of(self._before)
+            self._polling = None
+        if self._polling is None and time.monotonic() >= self._next:
+            self._polling = asyncio.ensure_future(self._poll(system))
+        return numbers
+
+    async def _poll(self, system: System) -> Pulses:
+        began = time.monotonic()
+        found: Pulses = {"controller": [Pulse(0, memory=memory())]}
+
+        async def ask(mesh: str, client: PulseClient) -> None:
+            with suppress(TitanError, TimeoutError):
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    found[mesh] = await client.pulse()
+
+        meshes: dict[str, PulseClient] = {"trainer": system.trainer, "router": system.router, **system.generators}
+        meshes |= {worker.name: worker for worker in system.rollouts.workers}
+        if system.gateway is not None:
+            meshes["gateway"] = system.gateway
+        with activity("poll"):
+            await asyncio.gather(*(ask(mesh, client) for mesh, client in meshes.items()))
+        now = time.monotonic()
+        self._next = now + max(POLL_SECONDS, (now - began) / POLL_SHARE)
+        return found

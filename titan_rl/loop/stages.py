@@ -1,0 +1,128 @@
+"""What the training loop does besides RL steps: the supervised warm-up before them, and the filter on their groups.
+
+Demonstrations of the warm-up travel by reference, as all samples do. Demonstration number i is used once, in step
+i // batch. Every sample is released after its step, or when the warm-up ends early. The demonstrations of the next step
+are made while the current step is trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.errors import ConfigError, SamplesLost, TaskError
+from titan_rl.importing import import_name
+from titan_rl.rollout.report import GroupReport
+from titan_rl.scheduling.group import MAX_ATTEMPTS
+
+if TYPE_CHECKING:
+    from titan_rl.loop.system import System
+    from titan_rl.metrics.activity import Activities
+    from titan_rl.view.display import RunDisplay
+
+_log = logging.getLogger(__name__)
+
+
+async def warm_up(system: System, display: RunDisplay, activity: Activities) -> None:
+    """Train `trainer.warmup.steps` supervised steps; does nothing if that is 0.
+
+    Raises:
+        TaskError: the environment has no demonstrations, or one cannot be made.
+        SamplesLost: demonstrations were lost again and again.
+    """
+    steps = system.config.trainer.warmup.steps
+    if not steps:
+        return
+    ahead = _demonstrate(system, 0)
+    owned: SampleBatch | None = None  # samples of the current step
+    try:
+        for step in range(steps):
+            with activity("warm_up", step=f"{step + 1} of {steps}"):
+                owned = await _shown(ahead)
+                if step + 1 < steps:
+                    ahead = _demonstrate(system, step + 1)
+                for attempt in itertools.count(1):
+                    try:
+                        metrics = await system.trainer.warm_up_step(owned)
+                        break
+                    except SamplesLost:
+                        if attempt == MAX_ATTEMPTS:
+                            raise
+                        lost, owned = owned, None
+                        await system.rollouts.release(lost)
+                        owned = await _shown(_demonstrate(system, step, attempt))
+                await system.rollouts.release(owned)
+                owned = None
+            if (step + 1) % max(1, steps // 5) == 0:
+                display.print_line(f"warm-up step {step + 1}/{steps}  loss {metrics['loss']:.4f}")
+    except Exception:
+        await _give_up(system, owned, ahead)
+        raise
+    finally:
+        ahead.cancel()
+
+
+def _demonstrate(system: System, step: int, attempt: int = 0) -> asyncio.Task[GroupReport]:
+    request = dataclasses.replace(system.demonstration_group(step), attempt=attempt)
+    return asyncio.create_task(system.rollouts.play(request))
+
+
+async def _shown(demonstrations: asyncio.Task[GroupReport]) -> SampleBatch:
+    report = await demonstrations
+    if report.first_error:
+        raise TaskError(f"no demonstrations: {report.first_error}")
+    return report.samples
+
+
+async def _give_up(system: System, owned: SampleBatch | None, ahead: asyncio.Task[GroupReport]) -> None:
+    """Release demonstrations that will not be trained. `Rollouts` releases those that are still being made."""
+    ahead.cancel()
+    (outcome,) = await asyncio.gather(ahead, return_exceptions=True)
+    left = [] if owned is None else [owned]
+    if isinstance(outcome, GroupReport) and outcome.samples is not owned:
+        left.append(outcome.samples)
+    for error in await asyncio.gather(*map(system.rollouts.release, left), return_exceptions=True):
+        if isinstance(error, Exception):  # only logged: the error that ended the warm-up says more
+            _log.warning("demonstrations were not released: %s", error)
+
+
+FILTERS = {"no_variance": "titan_rl.loop.stages:no_variance"}
+"""Short names of `loop.filter`."""
+
+GroupFilter = Callable[[GroupReport], str]
+"""Returns why a group is refused; empty: it is trained."""
+
+
+def make_filter(name: str) -> GroupFilter:
+    """The filter that a config names.
+
+    Raises:
+        ConfigError: no filter has that name.
+    """
+    if not name:
+        return lambda report: ""
+    found = import_name(name, FILTERS)
+    if not callable(found):
+        raise ConfigError(f"loop.filter {name!r} is not a function")
+    return _of_the_user(name, found)
+
+
+def _of_the_user(name: str, function: GroupFilter) -> GroupFilter:
+    def guarded(report: GroupReport) -> str:
+        try:
+            return function(report)
+        except Exception as error:
+            raise TaskError(f"loop.filter {name} raised {type(error).__name__}: {error}") from error
+
+    return guarded
+
+
+def no_variance(report: GroupReport) -> str:
+    """Refuses groups whose graded rollouts all got the same reward: their advantages are 0."""
+    rewards = {rollout.reward for rollout in report.rollouts if not rollout.error}
+    return "" if len(rewards) > 1 else f"all rewards are {next(iter(rewards), 0.0):g}"

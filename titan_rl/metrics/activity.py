@@ -1,0 +1,179 @@
+"""Spans: what a run is doing now. They feed the display, the metrics, the watchdog and the timeline.
+
+    with activity("train", step=3, samples=256):                 # shown, timed, watched
+        ...
+    with activity("trainer", waits_for=buffer.waits_for):        # only watched: waiting is no progress
+        ...
+
+The controller's feed its display too; `activity` below feeds the timeline of any process.
+
+A span has a name, which is the phase of `seconds/…` in the metrics, and ids, which tell spans of one name apart. Spans
+overlap freely.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+from titan_rl.metrics.timeline import Span, timeline
+
+
+class Sink(Protocol):
+    """Receives spans, in the thread that opens and closes them. Must not raise."""
+
+    def on_begin(self, span: Span) -> None: ...
+
+    def on_end(self, span: Span) -> None: ...
+
+
+class Activities:
+    """Opens spans and tells every sink of their beginning and end.
+
+    Args:
+        clock: seconds, never going back.
+    """
+
+    def __init__(self, *sinks: Sink, clock: Callable[[], float] = time.monotonic) -> None:
+        self._sinks = sinks
+        self._clock = clock
+
+    @contextmanager
+    def __call__(self, name: str, *, waits_for: Callable[[], str] | None = None, **ids: object) -> Iterator[None]:
+        """A span for the length of the block."""
+        span = Span(name, ids, self._clock(), waits_for)
+        for sink in self._sinks:
+            sink.on_begin(span)
+        try:
+            yield
+        finally:
+            for sink in self._sinks:
+                sink.on_end(span)
+
+
+activity = Activities(timeline)
+"""Opens spans that only the timeline shows."""
+
+
+class SharedSpan:
+    """One span for many pieces of work at once: from the first that begins to the last that ends.
+
+    with SharedSpan("grader"): ...
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._open = 0
+        self._span: AbstractContextManager[None] = nullcontext()
+
+    def __enter__(self) -> None:
+        self._open += 1
+        if self._open == 1:
+            self._span = activity(self._name)
+            self._span.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._open -= 1
+        if not self._open:
+            self._span.__exit__(None, None, None)
+
+
+class PhaseSeconds:
+    """A sink: seconds by phase in which at least one span of that name was open."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._open: dict[str, int] = {}
+        self._since: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+
+    def on_begin(self, span: Span) -> None:
+        if span.waits_for is None:
+            if not self._open.get(span.name):
+                self._since[span.name] = self._clock()
+            self._open[span.name] = self._open.get(span.name, 0) + 1
+
+    def on_end(self, span: Span) -> None:
+        if span.waits_for is None:
+            self._open[span.name] -= 1
+            if not self._open[span.name]:
+                self._count(span.name)
+
+    def take(self) -> dict[str, float]:
+        """Seconds since the last call; a phase that is under way counts up to now."""
+        for phase, spans in self._open.items():
+            if spans:
+                self._count(phase)
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    def _count(self, phase: str) -> None:
+        now = self._clock()
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._since[phase]
+        self._since[phase] = now
+
+
+class Watchdog:
+    """A sink that reports when no work has begun or ended for some time.
+
+    The report names the oldest open work: that is what the others wait for. If there is none, every task waits for
+    another one, and the report says so.
+
+    Args:
+        seconds: without progress, before there is a report.
+    """
+
+    def __init__(self, *, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._open: dict[Span, None] = {}
+        self._moved = clock()
+
+    def on_begin(self, span: Span) -> None:
+        self._open[span] = None
+        if span.waits_for is None:
+            self._moved = self._clock()
+
+    def on_end(self, span: Span) -> None:
+        del self._open[span]
+        if span.waits_for is None:
+            self._moved = self._clock()
+
+    def report(self) -> str:
+        """What the run is stuck in; empty if work began or ended within the time."""
+        now = self._clock()
+        still = now - self._moved
+        if still < self._seconds:
+            return ""
+        longest = next((span for span in self._open if span.waits_for is None), None)
+        if longest is None:
+            said = ["every task waits for another one"]
+        else:
+            said = [f"{longest.name} has been at it for {now - longest.began:.0f} s: {longest}"]
+        said += [
+            f"{span.name} waits for {span.waits_for()} ({now - span.began:.0f} s)"
+            for span in self._open
+            if span.waits_for is not None
+        ]
+        return f"nothing has moved for {still:.0f} s. {'; '.join(said)}"
+
+    def report_every(self, seconds: float, on_report: Callable[[str], None]) -> Callable[[], None]:
+        """Look every `seconds`, from the running event loop; returns a function that ends this.
+
+        Args:
+            on_report: called with every report that is not empty.
+        """
+        loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle
+
+        def look() -> None:
+            nonlocal timer
+            if report := self.report():
+                on_report(report)
+            timer = loop.call_later(seconds, look)
+
+        timer = loop.call_later(seconds, look)
+        return lambda: timer.cancel()

@@ -1,0 +1,288 @@
+"""Numbers of a run: one JSON object per step in `metrics.jsonl`, the same in TensorBoard, W&B only when asked.
+
+A line is complete or absent: each is written at once, so a killed run keeps every finished step. `metrics.jsonl` is the
+record of a run. Where it cannot be written, because the disk is full or somebody removed the file, the run says so,
+keeps the lines and goes on; on a disk that has room again a later step writes them. Ending there would lose more, since
+nothing else could be saved either. A run whose lines cannot be written at its end fails.
+
+TensorBoard and W&B only show what is in there. Each has a thread of its own: one that fails, or hangs, is said once and
+told no more, and costs the run nothing but its picture.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from titan_rl.errors import ConfigError, StorageError
+from titan_rl.metrics.json_lines import JsonLines, encode_lines, json_lines
+from titan_rl.metrics.metric_table import metric_of
+from titan_rl.run_directory import METRICS
+
+GROUPS = "groups"
+"""Key of a step's groups, by id."""
+MOST_WAITING = 1000
+"""Steps that a backend may be behind. One that is further behind hangs."""
+START_SECONDS = 600.0
+"""How long W&B may take to start. It starts beside the run."""
+CLOSE_SECONDS = 30.0
+"""How long a run waits at its end for all backends together; W&B sends what it has not sent yet."""
+
+Numbers = Mapping[str, float]
+"""Of one step, NaN and inf included."""
+
+_log = logging.getLogger(__name__)
+
+
+class MetricsWriter:
+    """Writes the numbers of each step. Keys look like `train/loss`; values are plain numbers."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        tensorboard: bool,
+        wandb_project: str = "",
+        run_name: str = "",
+        config: Any = None,
+        keep_bytes: int = 0,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """
+        Args:
+            directory: of the run; made if absent.
+            config: the run config as nested plain data, shown by W&B.
+            keep_bytes: of a `metrics.jsonl` that is there; what follows them is cut off when the first line is
+                written. Until then the run has not gone on.
+            warn: called when fewer than `keep_bytes` are there, when lines cannot be written and when they can again,
+                and once, in any thread, for each of TensorBoard and W&B that fails.
+
+        Raises:
+            ConfigError: TensorBoard or W&B is asked for and not installed.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        self._path = directory / METRICS
+        self._file = JsonLines(self._path)
+        self._file.append(b"")  # from now on it is there, and whoever removes it is noticed
+        self._keep_bytes: int | None = keep_bytes
+        self._unwritten = b""
+        self._lock = threading.Lock()  # checkpoints are committed in a thread
+        self._warn = warn
+        self._backends: list[Backend] = []
+        self._tensorboard = directory / "tensorboard" if tensorboard else None
+        if tensorboard:
+            _require("tensorboard", "logging.tensorboard is on")
+        if wandb_project:
+            _require("wandb", "logging.wandb_project is set")
+            begin = partial(WeightsAndBiases, directory, project=wandb_project, name=run_name, config=config)
+            self._backends.append(Backend("W&B", begin, warn))
+
+    def write(self, step: int, numbers: dict[str, float], *, groups: Sequence[int] = ()) -> None:
+        """One step's numbers. NaN and inf are written as null: JSON has no such values.
+
+        Args:
+            groups: that the step trained; only in `metrics.jsonl`.
+        """
+        self._begin()
+        plain = {key: (value if math.isfinite(value) else None) for key, value in numbers.items()}
+        late = bool(self._unwritten)
+        try:
+            self._write(encode_lines([{"step": step, **plain, **({GROUPS: [*groups]} if groups else {})}]))
+        except StorageError as error:
+            if not late:
+                self._warn(f"{error}; the run goes on and keeps them until it can write them")
+        else:
+            if late:
+                self._warn(f"{self._path}: the numbers that were kept are written")
+
+        for backend in self._backends:
+            backend.put((step, dict(numbers)))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all steps."""
+        self._begin()
+        with self._lock:
+            return self._file.nbytes + len(self._unwritten)
+
+    def sync(self) -> None:
+        """Return when the numbers of all steps are on disk.
+
+        Raises:
+            StorageError: they cannot be written, for example because the disk is full.
+        """
+        self._write()
+        self._file.sync()
+
+    def close(self) -> None:
+        """Never raises."""
+        try:
+            self._write()
+        except StorageError as error:
+            self._warn(str(error))
+        close_all(self._backends)
+
+    def _begin(self) -> None:
+        """Before the first line: cut off what is not kept."""
+        if (keep_bytes := self._keep_bytes) is None:
+            return
+        self._keep_bytes = None
+        if (lost := keep_bytes - self._file.cut(keep_bytes)) > 0:
+            self._warn(
+                f"{self._path} was changed: {lost:,} of its {keep_bytes:,} bytes are gone, and the steps in them"
+            )
+        if self._tensorboard is not None:
+            for file in self._tensorboard.glob("events.out.tfevents.*"):
+                file.unlink()  # TensorBoard cannot cut it off at a step: all steps are drawn again
+            begin = partial(TensorBoard, self._tensorboard)
+            self._backends.append(Backend("TensorBoard", begin, self._warn, self._earlier()))
+
+    def _earlier(self) -> list[tuple[int, Numbers]]:
+        """The steps that are in the file; a line that is damaged is left out."""
+        steps: list[tuple[int, Numbers]] = []
+        for _, numbers in json_lines(self._path):
+            step = numbers.pop("step")
+            numbers.pop(GROUPS, None)
+            steps.append((step, {key: math.nan if value is None else value for key, value in numbers.items()}))
+        return steps
+
+    def _write(self, lines: bytes = b"") -> None:
+        """Write these lines, after those that are not written yet: all or none."""
+        with self._lock:
+            self._unwritten += lines
+            try:
+                self._file.append(self._unwritten)
+            except OSError as error:
+                count = self._unwritten.count(b"\n")
+                raise StorageError(f"{self._path}: {count} lines of numbers cannot be written: {error}") from error
+            self._unwritten = b""
+
+
+def _require(package: str, why: str) -> None:
+    if find_spec(package) is None:
+        raise ConfigError(f"{why}, but the package {package} is not installed")
+
+
+# --- backends --------------------------------------------------------------------------------------------------------
+
+
+class TensorBoard:
+    """Writes TensorBoard's files; a curve says what its numbers mean. A step takes 3 ms."""
+
+    def __init__(self, directory: Path) -> None:
+        from tensorboard.summary import Writer
+
+        self._known: set[str] = set()
+        self._writer = Writer(str(directory))
+
+    def show(self, step: int, numbers: Numbers) -> None:
+        for key, number in numbers.items():
+            metric = None if key in self._known else metric_of(key)  # the description of a curve's first number counts
+            unit = f" [{metric.unit}]" if metric is not None and metric.unit else ""
+            self._known.add(key)
+            self._writer.add_scalar(key, number, step, description=metric and f"{metric.meaning}{unit}")
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """One W&B run of the same name, which a resumed run goes on with. `WANDB_MODE` decides where it is kept."""
+
+    def __init__(self, directory: Path, *, project: str, name: str, config: Any) -> None:
+        import wandb
+
+        settings = wandb.Settings(
+            console="off",  # the terminal is the run's, and its lines are in `logs/`
+            silent=True,
+            # W&B's own bounds, 30 s and 90 s, are too short where a run's start keeps all cores busy
+            x_service_wait=START_SECONDS,
+            init_timeout=START_SECONDS,
+        )
+        wandb.setup(settings)
+        self._run = wandb.init(
+            project=project, name=name, id=name, resume="allow", dir=str(directory), config=config, settings=settings
+        )
+
+    def show(self, step: int, numbers: Numbers) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Backend(threading.Thread):
+    """Begins, shows and closes one library, any call of which may raise or hang.
+
+    put(step) ─▶ queue ─▶ begin ─▶ show, show, … ─▶ close        raises, or the queue is full ─▶ said once, told no more
+    """
+
+    def __init__(
+        self,
+        name: str,
+        begin: Callable[[], TensorBoard | WeightsAndBiases],
+        warn: Callable[[str], None],
+        before: Iterable[tuple[int, Numbers]] = (),
+    ) -> None:
+        """
+        Args:
+            begin: called in the thread.
+            warn: called from any thread, at most once.
+            before: what it shows first.
+        """
+        super().__init__(name=name, daemon=True)
+        self._begin = begin
+        self._warn = warn
+        self._before = before
+        self._steps: queue.Queue[tuple[int, Numbers] | None] = queue.Queue(MOST_WAITING)
+        self._over = False
+        self.start()
+
+    def put(self, step: tuple[int, Numbers] | None) -> None:
+        """Show a step some time; None: close. Never waits."""
+        if not self._over:
+            try:
+                self._steps.put_nowait(step)
+            except queue.Full:
+                self._give_up(f"is {MOST_WAITING} steps behind")
+
+    def run(self) -> None:
+        try:
+            library = self._begin()
+            for step in self._before:
+                library.show(*step)
+            while not self._over:
+                if (new := self._steps.get()) is None:
+                    return library.close()
+                library.show(*new)
+        except Exception as error:
+            _log.warning("%s failed", self.name, exc_info=error)
+            self._give_up(f"failed: {type(error).__name__}: {error}")
+
+    def wait(self, seconds: float) -> None:
+        """Return when it is closed, but no later than this."""
+        self.join(seconds)
+        if self.is_alive():
+            self._give_up(f"did not close within {CLOSE_SECONDS:g} s")
+
+    def _give_up(self, why: str) -> None:
+        if not self._over:
+            self._over = True
+            self._warn(f"{self.name} {why}; it is told no more, and the run goes on")
+
+
+def close_all(backends: Sequence[Backend], clock: Callable[[], float] = time.monotonic) -> None:
+    """Close them side by side, within `CLOSE_SECONDS`."""
+    end = clock() + CLOSE_SECONDS
+    for backend in backends:
+        backend.put(None)
+    for backend in backends:
+        backend.wait(max(0.0, end - clock()))

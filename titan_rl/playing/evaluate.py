@@ -1,0 +1,250 @@
+"""`titan-rl eval POLICY …`: policies on a task's held-out prompts, greedy and sampled, side by side.
+
+    held-out prompts ─▶ GroupRunner ─▶ one line per rollout in results.jsonl ─▶ estimates ─▶ table
+
+- Weights are played through a router and generators of their own, as a run's evaluation is: with the config of that run
+  the greedy scores are its own.
+- A request's seed is that of a run with this seed, prompt and sample, so all policies are given the same chance.
+- A rollout that user code failed is neither right nor wrong: it is counted, and left out of all scores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+from titan_rl import train
+from titan_rl.config import RunConfig
+from titan_rl.errors import ConfigError, TaskError
+from titan_rl.metrics.rollout_record import RolloutRecord, to_line
+from titan_rl.one_line import counted
+from titan_rl.overrides import EXIT_USAGE, Command, Verb
+from titan_rl.playing.estimates import Estimate, difference, mean, pass_at_k, share
+from titan_rl.playing.policies import (
+    Player,
+    first_run,
+    message_player,
+    number_of,
+    read_task,
+    run_until_signal,
+    server_at,
+    weights_player,
+)
+from titan_rl.run.checks import check_environment, problems_of
+from titan_rl.serve import KEY_VARIABLE
+from titan_rl.types import GroupRequest, Purpose
+
+if TYPE_CHECKING:
+    from titan_rl.run.start import Options
+
+RESULTS = "results.jsonl"
+SAMPLES = 4
+"""Sampled rollouts of each prompt."""
+AT_ONCE = 1024
+"""Rollouts that are played at a time: enough to fill the engines."""
+WIDEST = 400
+"""Columns of the table at most, whatever the terminal has: a row that is folded cannot be read."""
+INTERVAL = "95 % interval"
+
+Values = dict[int, float]
+"""By prompt."""
+
+
+@dataclass(slots=True)
+class Scores:
+    """What one policy did."""
+
+    name: str
+    greedy: dict[int, RolloutRecord] = field(default_factory=dict)
+    """By prompt; only those that were graded."""
+    sampled: dict[int, list[RolloutRecord]] = field(default_factory=dict)
+    failed: int = 0
+    first_error: str = ""
+
+    def add(self, rollout: RolloutRecord, *, greedy: bool) -> None:
+        if rollout.error:
+            self.failed += 1
+            self.first_error = self.first_error or rollout.error
+        elif greedy:
+            self.greedy[rollout.group] = rollout
+        else:
+            self.sampled.setdefault(rollout.group, []).append(rollout)
+
+    def measures(self, samples: int) -> dict[str, Values]:
+        """Every measure's value by prompt. A prompt has a pass@k where at least k of its rollouts were graded."""
+        found = {
+            "exact match, greedy": {prompt: rollout.exact_match for prompt, rollout in self.greedy.items()},
+            "reward, greedy": {prompt: rollout.reward for prompt, rollout in self.greedy.items()},
+            "reward, sampled": {
+                prompt: sum(rollout.reward for rollout in rollouts) / len(rollouts)
+                for prompt, rollouts in self.sampled.items()
+            },
+        }
+        for k in powers_of_two(samples):
+            found[f"pass@{k}"] = {
+                prompt: pass_at_k(len(rollouts), sum(rollout.exact_match >= 1 for rollout in rollouts), k)
+                for prompt, rollouts in self.sampled.items()
+                if len(rollouts) >= k
+            }
+        return {name: values for name, values in found.items() if values}
+
+
+def powers_of_two(most: int) -> list[int]:
+    """1, 2, 4, … and `most` itself."""
+    return sorted(
+        {*(1 << power for power in range(most.bit_length()) if 1 << power <= most), *([most] if most else [])}
+    )
+
+
+def estimate(values: Values) -> Estimate:
+    """The mean over prompts; of passes and failures with Wilson's interval, else by the bootstrap."""
+    numbers = [values[prompt] for prompt in sorted(values)]
+    return share(int(sum(numbers)), len(numbers)) if {*numbers} <= {0.0, 1.0} else mean(numbers)
+
+
+async def play(player: Player, scores: Scores, *, samples: int, temperature: float | None, results: TextIO) -> None:
+    """Play all held-out prompts, greedily and `samples` times. Every rollout is a line of `results`, as a run records
+    it, with policy and temperature.
+
+    Raises:
+        TaskError: there are no prompts, or no rollout was graded.
+    """
+    if not player.info.held_out:
+        raise TaskError(f"the environment {player.config.environment.name} gave no held-out prompts to evaluate on")
+    free = asyncio.Semaphore(AT_ONCE)
+
+    async def one(request: GroupRequest) -> None:
+        async with free:
+            rollouts = await player.play(request)
+        for rollout in rollouts:
+            scores.add(rollout, greedy=request.sampling.temperature == 0)
+            about = {"policy": scores.name, "temperature": request.sampling.temperature}
+            results.write(to_line(rollout, **about).decode())
+
+    async with asyncio.TaskGroup() as tasks:
+        for prompt in range(player.info.held_out):
+            tasks.create_task(one(player.request(prompt, Purpose.EVALUATE, temperature=0.0)))
+            if samples:
+                sampled = player.request(prompt, Purpose.EVALUATE, samples=samples, temperature=temperature)
+                tasks.create_task(one(sampled))
+    if not (scores.greedy or scores.sampled):
+        raise TaskError(f"all {scores.failed} rollouts failed; the first: {scores.first_error}")
+
+
+def table(all_scores: Sequence[Scores], samples: int) -> Table:
+    """A row for every measure and policy; what differs from the first policy on the prompts of both."""
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    several = len(all_scores) > 1
+    columns = ["", *(["policy"] if several else []), "", INTERVAL, *(["difference", INTERVAL] if several else [])]
+    for number, column in enumerate(columns):
+        shown.add_column(column, justify="left" if number < 1 + several else "right", overflow="fold")
+    measured = [scores.measures(samples) for scores in all_scores]
+    for name in dict.fromkeys(name for each in measured for name in each):
+        for number, (scores, measures) in enumerate(zip(all_scores, measured, strict=True)):
+            if name not in measures:
+                continue
+            found = estimate(measures[name])
+            row = [name if number == 0 else "", *([scores.name] if several else [])]
+            row += [f"{found.value:.3f}", f"{found.low:.3f} – {found.high:.3f}"]
+            if number and (more := difference(measured[0].get(name, {}), measures[name])) is not None:
+                row += [f"{more.value:+.3f}", f"{more.low:+.3f} – {more.high:+.3f}"]
+            shown.add_row(*row)
+    return shown
+
+
+def names_of(policies: Sequence[str]) -> list[str]:
+    """What tables call them: the ends of their paths, as long as those differ."""
+    short = [policy if "://" in policy else Path(policy).expanduser().absolute().name for policy in policies]
+    return short if len({*short}) == len(short) else list(policies)
+
+
+def _act(command: Command, prog: str) -> int:
+    policies = command.words
+    if not policies:
+        raise ConfigError("say what to evaluate: runs, checkpoints, Hugging Face directories, or URLs of servers")
+    if twice := {policy for policy in policies if policies.count(policy) > 1}:
+        raise ConfigError(f"{', '.join(sorted(twice))} twice")
+    remedy = "name the task: --task file.py:Class or a bundled one, or --recipe NAME"
+    task = read_task(command, first_run(policies), remedy=remedy)
+    config = task.config
+    samples = number_of(command, "--samples", SAMPLES, least=0)
+    temperature = _temperature(command, config)
+    if not train.may_start(problems_of(lambda: check_environment(config)), prog):
+        return EXIT_USAGE
+    # before a fleet is started for the others
+    servers = [server_at(policy, command) if "://" in policy else None for policy in policies]
+    console = Console(highlight=False, markup=False, emoji=False)
+
+    print_line = partial(console.print, style="dim", markup=False, soft_wrap=True)
+
+    async def work(directory: Path, options: Options) -> tuple[int, str]:
+        all_scores = [Scores(name) for name in names_of(policies)]
+        with open(directory / RESULTS, "w", encoding="utf-8", buffering=1) as results:
+            for policy, server, scores in zip(policies, servers, all_scores, strict=True):
+                playing = message_player(task, server.next_message) if server else weights_player(task, policy, options)
+                async with playing as player:
+                    prompts = counted(player.info.held_out, "held-out prompt")
+                    print_line(f"{scores.name}: {prompts}, greedy and {samples} times sampled")
+                    await play(player, scores, samples=samples, temperature=temperature, results=results)
+        console.print(f"\n{config.environment.name}, sampled {samples} times at temperature {temperature:g}\n")
+        Console(highlight=False, width=WIDEST).print(table(all_scores, samples))
+        for scores in all_scores:
+            if scores.failed:
+                console.print(
+                    f"{scores.name}: {counted(scores.failed, 'failed rollout')} not counted; the first: "
+                    f"{scores.first_error}",
+                    markup=False,
+                    soft_wrap=True,
+                )
+        console.print()
+        return 0, f"is done; every rollout is in {directory / RESULTS}"
+
+    return run_until_signal("eval", config, work, print_line)
+
+
+def _temperature(command: Command, config: RunConfig) -> float:
+    text = command.values.get("--temperature")
+    try:
+        temperature = config.rollout.sampling.temperature if text is None else float(text)
+    except ValueError:
+        temperature = -1.0
+    if not 0 < temperature < float("inf"):
+        raise ConfigError(f"--temperature: expected a positive number, got {text!r}; greedy rollouts are always played")
+    return temperature
+
+
+VERB = Verb(
+    act=_act,
+    about="""
+usage: {prog} POLICY [POLICY ...] [--task TASK | --recipe NAME] [--samples N] [--temperature T] [--prompts N]
+
+Play a task's held-out prompts and compare policies: exact match and reward of greedy decoding, mean reward and pass@k
+of sampling, each with its 95 % interval, and what differs from the first policy.
+
+POLICY is a run (its newest checkpoint), one of its checkpoints, a Hugging Face directory, or http://HOST:PORT/v1, any
+server with OpenAI's API. Task, renderer, prompts and sampling are those of the recipe, else of the first run, else the
+defaults. Every rollout is a line of results.jsonl.
+
+pass@k is unbiased (arXiv 2107.03374). Intervals: Wilson's of shares of prompts, else a bootstrap over prompts;
+differences are paired by prompt.
+
+exit codes: 0 evaluated; 1 failed; 2 wrong task, policy or settings""",
+    options={
+        "--task TASK": "file.py:Class, pkg.mod:Class or a bundled task, as --environment.name",
+        "--samples N": f"sampled rollouts of each prompt ({SAMPLES}); 0: greedy only",
+        "--temperature T": "of sampling (rollout.sampling.temperature)",
+        "--prompts N": "held-out prompts, as --evaluation.prompts",
+        "--model NAME": f"of the servers at URLs (their first one); a key is read from {KEY_VARIABLE}",
+        "--recipe NAME": "play with the task and settings of a recipe",
+        "--config FILE.toml": "settings; relative file names in it start at its directory",
+    },
+    aliases={"--task": "environment.name", "--prompts": "evaluation.prompts"},
+    takes_words=True,
+)

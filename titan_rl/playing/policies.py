@@ -1,0 +1,355 @@
+"""Policies that play a task without a run: weights, a server, or whoever answers in messages.
+
+    Task ─┬ weights ─▶ router, generators (`run.start.bring_up`) ──────┬▶ generate ─▶ GroupRunner ─▶ rewards
+          └ a person, a demonstration, a server ─▶ `MessagePolicy` ────┘
+
+Rollouts are played by the `GroupRunner` of a run's workers, with the run's rollouter, processes and gateway. Only what
+answers a request differs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from titan_rl import serve, train
+from titan_rl.chat.message_renderer import MessageRenderer
+from titan_rl.config import PlacementConfig, RunConfig
+from titan_rl.errors import ActorGone, ConfigError, RequestLost
+from titan_rl.export import export_weights
+from titan_rl.gateway.config import GatewayConfig
+from titan_rl.gateway.openai_client import ChatServer
+from titan_rl.hosts.facts import detect_host
+from titan_rl.isolation.wire import TaskInfo
+from titan_rl.loop.checkpoint_files import CHECKPOINTS
+from titan_rl.metrics.rollout_record import RolloutRecord
+from titan_rl.overrides import Command
+from titan_rl.policy.config import PolicyConfig
+from titan_rl.rollout.config import RolloutConfig, SamplingConfig
+from titan_rl.rollout.group_runner import GroupRunner
+from titan_rl.rollout.report import GroupResult, report_of
+from titan_rl.rollout.rollouter import Generate
+from titan_rl.run.checks import Severity, check_serving
+from titan_rl.run.resume import find
+from titan_rl.run_directory import CONFIG
+from titan_rl.scheduling.group import MAX_ATTEMPTS
+from titan_rl.serve import KEY_VARIABLE
+from titan_rl.supervision.placement import plays
+from titan_rl.supervision.process import prepare_controller
+from titan_rl.types import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    GroupRequest,
+    Message,
+    Piece,
+    PolicyVersion,
+    Purpose,
+    SamplingParams,
+    ToolSpec,
+)
+
+if TYPE_CHECKING:
+    from titan_rl.run.start import Options
+    from titan_rl.supervision.run_end import RunEnd
+
+BARE = "titan_rl.playing.policies:bare_recipe"
+LONGEST_TURN = 512
+"""Tokens of a turn, where neither a recipe nor the user says how many."""
+
+NextMessage = Callable[
+    [Sequence[Message], Sequence[ToolSpec], GenerationRequest], Awaitable[tuple[Message, FinishReason]]
+]
+"""Called with a conversation, the tools and the request: the policy's next message, and why it ended."""
+
+
+def bare_recipe() -> RunConfig:
+    """The config for a task of which only the name is known."""
+    return replace(serve.checkpoint(), rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=LONGEST_TURN)))
+
+
+class Task(NamedTuple):
+    """What is played on this host, with which settings."""
+
+    config: RunConfig
+    imports: tuple[str, ...] = ()
+    """The user's modules."""
+    given: frozenset[str] = frozenset()
+    """Settings that the user named."""
+
+
+def read_task(command: Command, run: Path | None, *, remedy: str) -> Task:
+    """The task of the recipe, else of the run, else the one that is named alone; with the command's settings laid over.
+
+    Args:
+        remedy: what to do where none of them is named.
+
+    Raises:
+        ConfigError: see `train.resolve`.
+    """
+    if not command.recipe and run is not None:
+        before = train.settings_of(run)
+        command.recipe, command.recipe_base = before.recipe, before.recipe_base
+        command.layers = [*before.layers, *command.layers]
+    elif not command.recipe:
+        if "environment.name" not in command.given:
+            raise ConfigError(remedy)
+        command.recipe = BARE
+    config, imports = train.resolve(command)
+    here = PlacementConfig(device=config.placement.device, threads=config.placement.threads)
+    return Task(replace(config, placement=here), imports, frozenset(command.given))
+
+
+def run_of(path: Path) -> Path | None:
+    """The run to which a directory belongs: itself, its final weights or one of its checkpoints; None: to no run."""
+    path = path.expanduser().absolute()
+    above = path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
+    return next((each for each in (path, above) if (each / CONFIG).is_file()), None)
+
+
+def first_run(policies: Sequence[str]) -> Path | None:
+    """The run of the first policy that belongs to one; None: none does.
+
+    Raises:
+        ConfigError: a policy that is no URL is not there, or is a directory without weights.
+    """
+    paths = [Path(policy) for policy in policies if "://" not in policy]
+    for path in paths:
+        if not path.expanduser().exists():
+            raise ConfigError(f"there is no {path}: a policy is a run, a checkpoint, a Hugging Face directory or a URL")
+        if not (path.expanduser() / "config.json").is_file():
+            find(path)
+    return next((run for path in paths if (run := run_of(path))), None)
+
+
+def number_of(command: Command, option: str, default: int, *, least: int = 1) -> int:
+    """The value of an option. Raises ConfigError if it is no such number."""
+    text = command.values.get(option, str(default))
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigError(f"{option}: expected a number from {least} on, got {text!r}")
+    return int(text)
+
+
+class MessagePolicy:
+    """A policy that answers in messages, as the `Fleet` of a gateway and the `generate` of a rollouter."""
+
+    def __init__(self, next_message: NextMessage) -> None:
+        self.renderer = MessageRenderer()
+        self._next_message = next_message
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        prompt: list[int] = request.prompt_token_ids.tolist()
+        messages, tools = self.renderer.messages(prompt), self.renderer.tools(prompt)
+        message, reason = await self._next_message(messages, tools, request)
+        token_ids = self.renderer.say(message)[: None if reason is FinishReason.STOP else -1]
+        return Completion(
+            request_id=request.request_id,
+            token_ids=np.array(token_ids, dtype=np.int32),
+            logprobs=np.zeros(len(token_ids), dtype=np.float32),
+            versions=np.zeros(len(token_ids), dtype=np.int64),
+            finish_reason=reason,
+        )
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
+        yield await self.generate(request)
+
+    async def fleet_status(self) -> list[Any]:
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class Player:
+    """A task and a policy that are ready to play."""
+
+    config: RunConfig
+    runner: GroupRunner
+    info: TaskInfo
+    generate: Generate
+
+    def request(
+        self, index: int, purpose: Purpose, *, samples: int = 1, temperature: float | None = None
+    ) -> GroupRequest:
+        """Rollouts of one prompt.
+
+        Args:
+            temperature: None: that of training.
+        """
+        sampling = self.config.rollout.sampling
+        return GroupRequest(
+            group_id=index,
+            purpose=purpose,
+            samples=samples,
+            sampling=SamplingParams(
+                max_new_tokens=sampling.max_new_tokens,
+                temperature=sampling.temperature if temperature is None else temperature,
+            ),
+            min_version=PolicyVersion(0, 0),
+        )
+
+    async def play(self, request: GroupRequest) -> list[RolloutRecord]:
+        """The rollouts of a group. One whose engines died under it is played again, as in a run."""
+        while True:
+            try:
+                result = await self.runner.play(request, self.generate)
+                return await asyncio.to_thread(self._records, request, result)
+            except ActorGone:
+                if request.attempt + 1 >= MAX_ATTEMPTS:
+                    raise
+                request = replace(request, attempt=request.attempt + 1)
+
+    def _records(self, request: GroupRequest, result: GroupResult) -> list[RolloutRecord]:
+        decode, rollouts = self.runner.renderer.decode, report_of(request, result, ()).rollouts
+        return [result.describe(rollout, decode, count=request.samples) for rollout in rollouts]
+
+
+def server_at(url: str, command: Command) -> ChatServer:
+    """A server, which is asked for its model now. Raises ConfigError if none answers."""
+    return ChatServer(url, model=command.values.get("--model", ""), api_key=os.environ.get(KEY_VARIABLE, ""))
+
+
+@asynccontextmanager
+async def message_player(task: Task, next_message: NextMessage) -> AsyncIterator[Player]:
+    """The task, played by a policy that answers in messages. Loads neither torch nor Monarch.
+
+    Raises:
+        ConfigError, TaskError: the environment cannot be made.
+    """
+    config = task.config
+    policy = MessagePolicy(next_message)
+    runner = _runner(task)
+    server = None
+    try:
+        if plays(config):
+            from titan_rl.gateway.app import GatewayServer
+            from titan_rl.gateway.calls import ServedPolicy
+
+            agents = config.rollout.agents
+            served_policy = ServedPolicy(name="policy", renderer=policy.renderer, max_model_len=1 << 30)
+            gateway = GatewayConfig(host=agents.host, port=agents.port, rollout_keys=True)
+            server = GatewayServer(gateway, policy, served_policy, run_seed=config.seed)
+        sessions = None if server is None else server.rollout_keys
+        info = await runner.start(sessions, renderer=policy.renderer)
+        yield Player(config, runner, info, policy.generate)
+    finally:
+        await runner.close()
+        if server is not None:
+            await server.close()
+
+
+@asynccontextmanager
+async def weights_player(task: Task, weights: str, options: Options) -> AsyncIterator[Player]:
+    """The task, played by weights through router and generators of its own.
+
+    Args:
+        weights: a Hugging Face directory, a run or one of its checkpoints.
+        options: where logs go, and who is told.
+
+    Raises:
+        ConfigError, TitanError: there are no such weights, or a part did not start.
+    """
+    from titan_rl.actors.gateway import RolloutGatewayClient
+    from titan_rl.run.start import bring_up
+
+    gateway = GatewayConfig(port=0, rollout_keys=True)
+    with hf_directory(weights, options["say"]) as directory:
+        config = replace(task.config, policy=PolicyConfig(path=str(directory)))
+        if "generator.max_model_len" not in task.given:
+            config = serve.with_checkpoint_length(config)
+        problems = check_serving(config, detect_host(), gateway)
+        if refusals := [each.sentence for each in problems if each.severity is not Severity.WARNING]:
+            raise ConfigError("; ".join(refusals))
+        wanted: Options = {**options, "imports": task.imports}
+        async with bring_up(config, gateway, **wanted) as up:
+
+            async def generate(request: GenerationRequest) -> Completion:
+                try:
+                    return await up.router.generate(request)
+                except RequestLost as error:
+                    raise ActorGone(str(error)) from error
+
+            runner = _runner(task._replace(config=config), model_path=str(directory))
+            try:
+                sessions = RolloutGatewayClient(up.gateway.actor)
+                yield Player(config, runner, await runner.start(sessions), generate)
+            finally:
+                await runner.close()
+
+
+def run_until_signal(
+    verb: str,
+    config: RunConfig,
+    work: Callable[[Path, Options], Coroutine[Any, Any, tuple[int, str]]],
+    print_line: Callable[[str], None],
+) -> int:
+    """Do work that serves weights, in a directory of its own with logs, until it ends or a signal comes; returns the
+    exit code.
+
+    Args:
+        work: returns the exit code, and how it ended, in words.
+    """
+    train.remove_torchrun_variables(os.environ)
+    prepare_controller()
+    from titan_rl.run.run import conduct
+
+    async def begin(directory: Path, run_end: RunEnd) -> tuple[int, str]:
+        def on_mesh(mesh: str, doing: str) -> None:
+            print_line(f"{mesh}: {doing}")
+
+        return await work(
+            directory, {"run_end": run_end, "log_directory": directory / "logs", "on_mesh": on_mesh, "say": print_line}
+        )
+
+    def last_lines(how: str, directory: Path) -> Iterator[str]:
+        yield f"{verb} {how}; logs: {directory / 'logs'}"
+
+    named = replace(config, recipe=verb, logging=replace(config.logging, name=""))
+    return conduct(named, begin, last_lines, say=print_line, stopping="closing")
+
+
+def _runner(task: Task, model_path: str = "") -> GroupRunner:
+    config = task.config
+    return GroupRunner(
+        config.environment,
+        config.rollout,
+        model_path=model_path,
+        run_seed=config.seed,
+        max_model_len=config.generator.max_model_len if model_path else 0,
+        held_out=config.evaluation.prompts,
+        prompts=config.loop.prompts,
+        imports=task.imports,
+    )
+
+
+@contextmanager
+def hf_directory(name: str, print_line: Callable[[str], None]) -> Iterator[Path]:
+    """A Hugging Face directory with the weights that somebody named: such a directory, a run (its newest sound
+    checkpoint, or its final weights where it keeps no checkpoints), or one of its checkpoints.
+
+    Args:
+        print_line: called with a sentence for each damaged checkpoint that is passed over.
+
+    Raises:
+        ConfigError: there are no weights.
+    """
+    path = Path(name).expanduser()
+    if (path / "config.json").is_file():
+        yield path
+        return
+    resume = find(path)
+    if (checkpoint := resume.checkpoint(print_line)) is None:
+        if not (final := resume.run / "checkpoint").is_dir():
+            raise ConfigError(f"{resume.run} has no weights yet")
+        yield final
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        exported = Path(directory) / checkpoint.directory.name
+        export_weights(checkpoint, train.config_of_run(resume.run), exported)
+        yield exported

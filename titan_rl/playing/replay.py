@@ -1,0 +1,232 @@
+"""`titan-rl replay RUN --group 417`: play a recorded group again, and compare it token by token with its record.
+
+A replay is a resume of the run in a scratch directory, from its newest checkpoint before the step that trained the
+group. It ends after that step, evaluates nothing and saves nothing. All groups of the step are sampled again, also
+those that the checkpoint holds as finished. The run's own directory is only read.
+
+Request ids, generators, attempts and the incarnation of versions belong to one play, so they are not compared. Nor are
+messages where there are several branches: those of the last answer are recorded, and which one that is may be chance.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import repeat, zip_longest
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from titan_rl.config import RunConfig
+from titan_rl.errors import ConfigError
+from titan_rl.loop.checkpoint_files import CHECKPOINTS, checkpoints, directory_of
+from titan_rl.metrics.json_lines import json_lines
+from titan_rl.metrics.rollout_record import ROLLOUTS, RolloutRecord, read_records
+from titan_rl.overrides import Command, Verb, print_error
+from titan_rl.run.resume import Resume, check_differences, differences, find
+from titan_rl.train import check_and_run, config_of_run, resolve, settings_of
+from titan_rl.types import Purpose
+
+EXIT_FAILED = 1
+
+NUMBERS = (
+    "groups",
+    "rollout/reward_mean",
+    "rollout/reward_std",
+    "rollout/tokens",
+    "train/loss",
+    "train/grad_norm",
+    "train/entropy",
+    "train/trained_tokens",
+    "train/lr",
+)
+"""Of a step, in `metrics.jsonl`."""
+
+NOT_DETERMINISTIC = (
+    "the run is not deterministic (--deterministic): logprobs differ in their last bits with the batch that a request "
+    "meets, and groups may be sampled by other versions, so the replay need not be the same"
+)
+
+
+def _act(command: Command, prog: str) -> int:
+    """Replay and compare; returns the exit code."""
+    run = find(Path(command.word("run: its directory"))).run
+    recorded = _recorded(run, command.values)
+    step = recorded[0].step
+    config, imports = _config(run, command)
+    if not config.deterministic:
+        print_error(prog, NOT_DETERMINISTIC)
+    kept = command.values.get("--keep", "")
+    scratch = _scratch(Path(kept) if kept else None)
+    for checkpoint in checkpoints(run):
+        if checkpoint < directory_of(run, step):
+            (scratch / CHECKPOINTS / checkpoint.name).symlink_to(checkpoint.resolve())
+    code = check_and_run(config, imports, Resume(scratch), prog, replay_until=step)
+    found = ""
+    if not code:
+        found = difference(recorded, [*_read(scratch)])
+        found = found or difference_of_numbers(_numbers(run, step), _numbers(scratch, step))
+    if not kept and code != EXIT_FAILED:  # else the logs say why
+        shutil.rmtree(scratch)
+    if code:
+        return code
+    if found:
+        print(f"not the same: step {step}, {found}")
+        return EXIT_FAILED
+    values = [value for record in recorded for _, value in facts(record)]
+    numbers = sum(isinstance(value, float) for value in values)
+    tokens = sum(len(branch.token_ids) for record in recorded for branch in record.branches)
+    print(
+        f"the same: step {step}, {len(recorded)} rollout{'s' * (len(recorded) != 1)} of group "
+        f"{', '.join(map(str, _groups(recorded)))}: {tokens} "
+        f"tokens and {numbers} numbers about them; loss and {len(NUMBERS) - 1} other numbers of the step"
+    )
+    return 0
+
+
+# --- what is compared ------------------------------------------------------------------------------------------------
+
+
+def difference(recorded: Sequence[RolloutRecord], replayed: Sequence[RolloutRecord]) -> str:
+    """The first difference of recorded rollouts from those of the replay, in words; empty: there is none."""
+    again = {(record.group, record.sample): record for record in replayed}
+    for record in recorded:
+        who = f"group {record.group}, sample {record.sample}"
+        if (other := again.get((record.group, record.sample))) is None:
+            return f"{who}: the replay did not train it"
+        if not record.turns:  # it was finished before a resume, which keeps tokens only
+            other = msgspec.structs.replace(other, turns=[], messages=[])
+        for before, now in zip_longest(facts(record), facts(other), fillvalue=("", None)):
+            if before[0] != now[0]:
+                return f"{who}: recorded {before[0] or 'nothing more'}, replayed {now[0] or 'nothing more'}"
+            if before[1] != now[1]:
+                return f"{who}, {before[0]}: recorded {before[1]!r}, replayed {now[1]!r}"
+    return ""
+
+
+def difference_of_numbers(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> str:
+    """The same of the step's numbers."""
+    for name in NUMBERS:
+        if recorded.get(name) != replayed.get(name):
+            return f"{name}: recorded {recorded.get(name)!r}, replayed {replayed.get(name)!r}"
+    return ""
+
+
+def facts(record: RolloutRecord) -> Iterator[tuple[str, Any]]:
+    """Everything that a replay repeats: where it stands in the record, and what. The tokens come first, because the
+    rest follows from them."""
+    for branch in record.branches:
+        of = f" of branch {branch.sample}" if len(record.branches) > 1 else ""
+        lists = (
+            branch.texts,
+            branch.logprobs,
+            branch.versions,
+            branch.trained,
+            branch.trainer_logprobs,
+            branch.weights,
+        )
+        columns = (repeat(None) if values is None else values for values in lists)
+        tokens = zip(branch.token_ids, *columns, strict=False)
+        for place, (token_id, text, logprob, version, trained, trainer, weight) in enumerate(tokens):
+            token = f"token {place}{of}"
+            yield token, (token_id, text)
+            yield f"whether {token} {text!r} is trained", trained
+            yield f"logprob of {token} {text!r}", logprob
+            yield f"version of {token} {text!r}", f"v{version.rpartition('.')[2].removeprefix('v')}" if version else ""
+            yield f"trainer's logprob of {token} {text!r}", trainer
+            yield f"loss weight of {token} {text!r}", weight
+    for name in ("reward", "reward_parts", "advantage", "stop_reason"):
+        yield name, getattr(record, name)
+    for number, turn in enumerate(record.turns):
+        yield f"turn {number}", {name: getattr(turn, name) for name in ("seed", "finish", "tokens")}
+    for number, message in enumerate(record.messages if len(record.branches) == 1 else ()):
+        yield f"message {number}", message
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def _recorded(run: Path, options: Mapping[str, str]) -> list[RolloutRecord]:
+    """What is compared: the recorded rollouts of one step, or of one group of it."""
+    given = {name: options[f"--{name}"] for name in ("group", "step") if f"--{name}" in options}
+    if len(given) != 1:
+        raise ConfigError("say what to replay: --group N or --step N")
+    ((name, text),) = given.items()
+    if not text.isdecimal():
+        raise ConfigError(f"--{name}: expected a number, got {text!r}")
+    try:
+        everything = [*_read(run)]
+        found = [record for record in everything if getattr(record, name) == int(text)]
+        for record in found:
+            [*facts(record)]  # one that is damaged is refused now, not after the play
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{run / ROLLOUTS} cannot be read: {type(error).__name__}: {error}") from error
+    if not found:
+        there = sorted({getattr(record, name) for record in everything})
+        near = sorted(there, key=lambda number: abs(number - int(text)))[:5]
+        rest = f"; near it are {', '.join(map(str, sorted(near)))}" if near else ": it has recorded nothing"
+        raise ConfigError(f"{run} has recorded no rollout of {name} {text}{rest}")
+    return found
+
+
+def _read(run: Path) -> Iterator[RolloutRecord]:
+    """The recorded rollouts that were trained."""
+    return (record for record in read_records(run / ROLLOUTS) if record.purpose is Purpose.TRAIN)
+
+
+def _numbers(run: Path, step: int) -> dict[str, Any]:
+    lines = json_lines(run / "metrics.jsonl")
+    return next((line for _, line in lines if line.get("step") == step and "train/loss" in line), {})
+
+
+def _config(run: Path, command: Command) -> tuple[RunConfig, tuple[str, ...]]:
+    """The run's config, with the settings of the command, for a run that records one step and nothing else."""
+    before = settings_of(run)
+    before.layers += command.layers
+    config, imports = resolve(before)
+    check_differences(differences(config_of_run(run), config), run)
+    everyone = config.loop.groups_per_step * config.rollout.samples_per_group
+    logging = replace(config.logging, rollouts=everyone, save_final=False, spans=False)
+    logging = replace(logging, tensorboard=False, wandb_project="")
+    return replace(config, logging=logging, checkpoint=replace(config.checkpoint, keep=0)), imports
+
+
+def _scratch(kept: Path | None) -> Path:
+    """An empty run directory."""
+    try:
+        if kept is not None:
+            kept = kept.expanduser().resolve()
+            kept.mkdir(parents=True)
+        scratch = kept or Path(tempfile.mkdtemp(prefix="titan-rl-replay-"))
+        (scratch / CHECKPOINTS).mkdir()
+    except OSError as error:
+        raise ConfigError(f"--keep: {kept or tempfile.gettempdir()} cannot be made: {error.strerror}") from error
+    return scratch
+
+
+def _groups(records: Sequence[RolloutRecord]) -> list[int]:
+    return sorted({record.group for record in records})
+
+
+VERB = Verb(
+    act=_act,
+    about="""
+usage: {prog} RUN --group N [--section.key VALUE ...] [--keep DIR]
+       {prog} RUN --step N  [--section.key VALUE ...] [--keep DIR]
+
+Play a recorded group (or all recorded groups of a step) again, from the weights of a checkpoint and the same seeds, and
+say token by token whether it is the same. In a deterministic run it is, bit for bit, and the step's loss too.
+
+RUN is a run directory; it is only read. Settings may change as for --resume, such as --generator.count 1.
+
+exit codes: 0 the same; 1 not the same, or the replay failed; 2 it cannot be played: nothing was started""",
+    options={
+        "--group N": "the group to compare",
+        "--step N": "compare all recorded groups of this step",
+        "--keep DIR": "keep the replay's files here: its rollouts.jsonl, metrics.jsonl and logs",
+    },
+    takes_words=True,
+)

@@ -1,0 +1,260 @@
+"""`titan-rl try TASK`: plays a task without training, for a person to read.
+
+What plays it is a demonstration of the task's own, a person who types, a server or a checkpoint. What is played, and
+who grades it, is what a run would use (`policies`). Demonstrations, typing and servers load neither torch nor Monarch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.console import Console
+from rich.rule import Rule
+from rich.text import Text
+
+from titan_rl import train
+from titan_rl.config import RunConfig
+from titan_rl.environments import SHORT_NAMES
+from titan_rl.environments.base import Environment
+from titan_rl.errors import ActorGone, ConfigError, GeneratorFailed, RequestError, TaskError, TitanError
+from titan_rl.importing import import_name
+from titan_rl.isolation.wire import CallKind, DemonstrationMessages, UserCall
+from titan_rl.metrics.rollout_record import RolloutRecord
+from titan_rl.one_line import counted
+from titan_rl.overrides import EXIT_USAGE, Command, Verb, option_overrides, print_error
+from titan_rl.playing.person import HOW_TO_TYPE, Person
+from titan_rl.playing.policies import (
+    Player,
+    first_run,
+    message_player,
+    number_of,
+    read_task,
+    run_of,
+    run_until_signal,
+    server_at,
+    weights_player,
+)
+from titan_rl.rollout.report import plain_message
+from titan_rl.run.checks import check_environment, problems_of
+from titan_rl.serve import KEY_VARIABLE
+from titan_rl.types import FinishReason, GenerationRequest, Message, Purpose, ToolSpec
+from titan_rl.view.conversation import draw_conversations, draw_end, draw_messages
+
+if TYPE_CHECKING:
+    from titan_rl.run.start import Options
+
+EXIT_FAILED = 1
+TYPED, DEMONSTRATIONS = "typed", "demonstrations"
+SHOWN_PROMPTS = 3
+
+
+class Demonstration:
+    """A policy that answers with the turns of the task's demonstrations."""
+
+    def __init__(self) -> None:
+        self._turns: list[Message] = []
+
+    def begin(self, shown: DemonstrationMessages) -> None:
+        self._turns = [message for message in shown.messages if message.role == "assistant"]
+
+    async def next_message(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], request: GenerationRequest
+    ) -> tuple[Message, FinishReason]:
+        """
+        Raises:
+            RequestError: the task wants another turn.
+        """
+        if not self._turns:
+            raise RequestError("the task goes on where the demonstration has ended: it has no further turn")
+        return self._turns.pop(0), FinishReason.STOP
+
+
+class Trial:
+    """Plays prompts one after the other and shows them."""
+
+    def __init__(self, console: Console, *, prompts: int, samples: int, purpose: Purpose) -> None:
+        self._console = console
+        self._prompts = prompts
+        self._samples = samples
+        self._purpose = purpose
+        self._rewards: list[float] = []
+        self._failed = 0
+
+    async def demonstrations(self, player: Player, policy: Demonstration) -> int:
+        self._begin(player, "its own demonstrations")
+        for number in range(self._prompts):
+            call = UserCall(CallKind.DEMONSTRATE, Purpose.DEMONSTRATE, number)
+            shown: DemonstrationMessages = await player.runner.pool.call(call)
+            policy.begin(shown)
+            self._title(f"demonstration {number}")
+            if shown.has_answer:
+                self._show(await player.play(player.request(number, Purpose.DEMONSTRATE)))
+            else:
+                self._print(draw_messages([*map(plain_message, (*shown.prompt, *shown.messages))]))
+                self._console.print("not graded: Demonstration.answer is not set", style="dim")
+        return self._sum_up()
+
+    async def typed(self, player: Player, policy: Person) -> int:
+        self._begin(player, HOW_TO_TYPE)
+        for index in self._indices(player):
+            self._title(self._names(index))
+            policy.begin()
+            try:
+                rollouts = await player.play(player.request(index, self._purpose))
+            except TitanError:
+                if policy.ended:
+                    break
+                raise
+            self._show([msgspec.structs.replace(each, side_conversations=[]) for each in rollouts], seen=policy.shown)
+            if policy.ended:
+                break
+        return self._sum_up()
+
+    async def policy(self, player: Player, name: str) -> int:
+        self._begin(player, name)
+        for index in self._indices(player):
+            rollouts = await player.play(player.request(index, self._purpose, samples=self._samples))
+            self._title(self._names(index))
+            self._show(rollouts)
+        return self._sum_up()
+
+    def _begin(self, player: Player, policy: str) -> None:
+        info, name = player.info, player.config.environment.name
+        turns = (
+            "played by a program" if info.plays else "several turns" if info.multi_turn or info.tools else "one turn"
+        )
+        size = "endless" if info.size is None else info.size
+        self._console.print(f"task {name}: {turns}, {size} training prompts", highlight=False, soft_wrap=True)
+        if info.tools:
+            self._console.print("tools:")
+        for tool in info.tools:
+            arguments = ", ".join(tool.parameters.get("properties", {}))
+            about = tool.description.strip().partition("\n")[0]
+            self._print(Text.assemble((f"  {tool.name}({arguments})", "yellow"), (f"  {about}", "dim")))
+        self._console.print(f"policy: {policy}", highlight=False, markup=False, soft_wrap=True)
+
+    def _indices(self, player: Player) -> range:
+        there = player.info.held_out if self._purpose is Purpose.EVALUATE else player.info.size
+        if self._purpose is Purpose.EVALUATE and not there:
+            raise TaskError(f"the environment {player.config.environment.name} gave no held-out prompts")
+        return range(self._prompts if there is None else min(self._prompts, there))
+
+    def _names(self, index: int) -> str:
+        return f"{'held-out' if self._purpose is Purpose.EVALUATE else 'training'} prompt {index}"
+
+    def _title(self, text: str) -> None:
+        self._console.print(Rule(text, style="dim", align="left"))
+
+    def _print(self, text: Text) -> None:
+        self._console.print(text, soft_wrap=True)
+
+    def _show(self, rollouts: Sequence[RolloutRecord], *, seen: int = 0) -> None:
+        """The rollouts of a prompt: messages from number `seen` on, after the first rollout without the prompt."""
+        for number, rollout in enumerate(rollouts):
+            if number:
+                self._console.print()
+            if conversations := draw_conversations(rollout, seen=seen):
+                self._print(conversations)
+            self._print(draw_end(rollout))
+            roles = [message["role"] for message in rollout.messages]
+            seen = roles.index("assistant") if "assistant" in roles else seen
+            if rollout.error:
+                self._failed += 1
+            else:
+                self._rewards.append(rollout.reward)
+
+    def _sum_up(self) -> int:
+        self._console.print(Rule(style="dim"))
+        graded = len(self._rewards)
+        mean = f", mean reward {sum(self._rewards) / graded:.3f}" if graded else ""
+        failed = f"; {self._failed} failed and would not be trained" if self._failed else ""
+        self._console.print(f"{counted(graded, 'rollout')} graded{mean}{failed}", highlight=False)
+        return EXIT_FAILED if self._failed else 0
+
+
+def _act(command: Command, prog: str) -> int:
+    run = None
+    if name := command.word("task", ""):
+        if (run := run_of(Path(name))) is None:
+            named = option_overrides([("TASK", "environment.name", [name])], Path.cwd())
+            command.layers[-1] = [*named, *command.layers[-1]]  # before the task's own arguments
+    policy = command.values.get("--policy", "")
+    if policy not in ("", DEMONSTRATIONS, TYPED):
+        run = run or first_run([policy])
+    prompts, samples = number_of(command, "--prompts", SHOWN_PROMPTS), number_of(command, "--samples", 1)
+    held_out = "--held-out" in command.flags
+    remedy = "name a task: file.py:Class, a bundled one (`titan-rl recipes`), or a run directory"
+    task = read_task(command, run, remedy=remedy)
+    config = task.config
+    config = replace(config, evaluation=replace(config.evaluation, prompts=prompts if held_out else 1))
+    task = task._replace(config=config)
+    console = Console(highlight=False, markup=False, emoji=False)
+    trial = Trial(console, prompts=prompts, samples=samples, purpose=Purpose.EVALUATE if held_out else Purpose.TRAIN)
+    if not train.may_start(problems_of(lambda: check_environment(config)), prog):
+        return EXIT_USAGE
+    policy = policy or (DEMONSTRATIONS if _demonstrates(config) else TYPED)
+    if policy == DEMONSTRATIONS and not _demonstrates(config):
+        raise ConfigError(f"{config.environment.name} has no method `demonstration`; --policy {TYPED} asks you")
+    if policy not in (DEMONSTRATIONS, TYPED) and "://" not in policy:
+
+        async def work(directory: Path, options: Options) -> tuple[int, str]:
+            async with weights_player(task, policy, options) as player:
+                return await trial.policy(player, policy), "is over"
+
+        print_line = partial(console.print, style="dim", markup=False, soft_wrap=True)
+        return run_until_signal("try", config, work, print_line)
+
+    async def play() -> int:
+        if policy == TYPED:
+            person = Person(console)
+            patient = replace(config, rollout=replace(config.rollout, seconds=0.0))  # people are slow
+            async with message_player(task._replace(config=patient), person.next_message) as player:
+                return await trial.typed(player, person)
+        if policy == DEMONSTRATIONS:
+            shown = Demonstration()
+            async with message_player(task, shown.next_message) as player:
+                return await trial.demonstrations(player, shown)
+        async with message_player(task, server_at(policy, command).next_message) as player:
+            return await trial.policy(player, policy)
+
+    try:
+        return asyncio.run(play())
+    except (TaskError, GeneratorFailed, ActorGone) as error:
+        print_error(prog, error)
+        return EXIT_FAILED
+
+
+def _demonstrates(config: RunConfig) -> bool:
+    task = import_name(config.environment.name, SHORT_NAMES)
+    return getattr(task, "demonstration", None) is not Environment.demonstration
+
+
+VERB = Verb(
+    act=_act,
+    config=lambda command: None,
+    about="""
+usage: {prog} TASK [--policy POLICY] [--prompts N] [--held-out] [--environment.kwargs.NAME VALUE ...]
+
+Play a task without training: prompts, tools, rewards and stop reasons on the screen.
+
+TASK is file.py:Class, pkg.mod:Class, a bundled task (`titan-rl recipes`), or a run directory.
+
+exit codes: 0 played; 1 a rollout failed, or nothing could be played; 2 wrong task or settings""",
+    options={
+        "--policy POLICY": "demonstrations: the task's own (default, if it has some); typed: by you; "
+        "http://HOST:PORT/v1: a server with OpenAI's API; a run, one of its checkpoints, or a Hugging Face directory",
+        "--prompts N": f"how many prompts ({SHOWN_PROMPTS})",
+        "--samples N": "rollouts of each prompt by a server or weights (1)",
+        "--held-out": "held-out prompts instead of training prompts",
+        "--model NAME": f"of the server at a URL (its first one); its key is read from {KEY_VARIABLE}",
+        "--recipe NAME": "play with a recipe's task and settings; TASK then takes the place of its task",
+        "--config FILE.toml": "settings; relative file names in it start at its directory",
+    },
+    takes_words=True,
+)

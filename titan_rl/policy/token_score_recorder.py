@@ -1,0 +1,75 @@
+"""What a step computes about every token of a few samples, for whoever records them.
+
+- The logprob is the trainer's, at the weights before the step.
+- The weight of a token is minus the derivative of the step's loss by that logprob, at the same weights: near them the
+  loss changes by -weight per nat. So it holds advantage, importance ratio, clip, masks and KL term, divided by the
+  trained tokens of the step. Positive: the step makes the token more likely; 0: the token pushes nothing. For
+  `policy_gradient` it is advantage / trained tokens. An entropy bonus is not in it, because it is about all tokens that
+  might have been sampled.
+
+The backward pass computes the derivatives in any case; here they are only read, so no bit of the weights changes.
+
+Importing this module does not load torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from titan_rl.types import TrainingSample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SampleName = tuple[int, int]
+"""(group_id, sample)."""
+
+
+class TokenScores(NamedTuple):
+    """Of the N trained tokens of one sample, in order."""
+
+    logprobs: np.ndarray  # [N] float32
+    weights: np.ndarray  # [N] float32
+
+
+class TokenScoreRecorder:
+    """Names the samples that are wanted, and collects their scores."""
+
+    def __init__(self, names: Iterable[SampleName] = ()) -> None:
+        self.names = frozenset(names)
+        self._scores: dict[SampleName, TokenScores] = {}
+        self._watched: dict[SampleName, tuple[Tensor, Tensor]] = {}
+
+    def watch(self, samples: Sequence[TrainingSample], logprobs: Tensor) -> None:
+        """Call before the backward pass through a micro-batch of these samples; `logprobs` [N] are those of their
+        trained tokens, and carry gradient."""
+        if not self.names:
+            return
+        ends = itertools.accumulate((int(np.count_nonzero(sample.loss_mask)) for sample in samples), initial=0)
+        spans = {
+            name: slice(*span)
+            for sample, span in zip(samples, itertools.pairwise(ends), strict=True)
+            if (name := (sample.group_id, sample.sample)) in self.names
+        }
+
+        def weigh(weights: Tensor) -> None:
+            self._watched.update((name, (values[span], weights[span])) for name, span in spans.items())
+
+        if spans:
+            values = logprobs.detach()
+            weigh(values.new_zeros(len(values)))  # a loss may do without them
+            logprobs.register_hook(lambda derivatives: weigh(-derivatives))
+
+    def update(self, scores: Mapping[SampleName, TokenScores]) -> None:
+        """Add what another process has collected."""
+        self._scores.update(scores)
+
+    @property
+    def scores(self) -> dict[SampleName, TokenScores]:
+        """By sample; complete after the last backward pass."""
+        watched = {name: TokenScores(*(each.cpu().numpy() for each in pair)) for name, pair in self._watched.items()}
+        return self._scores | watched

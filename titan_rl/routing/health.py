@@ -1,0 +1,325 @@
+"""The generators of one router: the state of each, by one table of transitions, and who is there, spare or to come.
+
+    RECOVERING ─▶ PULLING ─ verified ─▶ SERVING ─▶ DRAINING or SWAPPING ─ verified ─▶ SERVING
+                     ▲                                   any of the three ─ late ─▶ LATE ─ verified ─▶ SERVING
+                     └───────────── STALE ◀───────────── any of the four ─ failed
+    SERVING, STALE, RECOVERING ─ sleep ─▶ ASLEEP ─ wake ─▶ RECOVERING
+    SPARE ─ another died ─▶ RECOVERING         any ─▶ DEAD ─▶ GIVEN_UP
+
+Always true, after every method:
+
+- only a verified pull leads to SERVING. Nothing leads out of GIVEN_UP, and out of DEAD only that;
+- a generator whose process has ended is dead until a replacement joins under its name. That starts from nothing;
+- at most `serving` generators are in service. The rest are spares: when a generator dies, one takes its place at once;
+- the fleet is given up only when every generator is: before that a replacement comes.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from titan_rl.errors import GeneratorNotServing
+from titan_rl.types import PolicyVersion
+
+
+class GeneratorState(StrEnum):
+    """Whether a generator can serve requests now, and why not: what a run reports."""
+
+    RECOVERING = "recovering"
+    """Up, without weights, and about to pull them: new, a replacement, or just woken."""
+    SERVING = "serving"
+    """Holds verified weights and takes requests."""
+    SYNCING = "syncing"
+    """Draining for a pull, or pulling; takes no new requests."""
+    ASLEEP = "asleep"
+    """Gave up its memory, or waits as a spare that has never held weights."""
+    STALE = "stale"
+    """Its last pull failed or is late; serves nothing until a later pull is verified. The reason is kept."""
+    DEAD = "dead"
+    """Its process is gone."""
+
+
+class Phase(StrEnum):
+    """Where a generator is. Finer than `GeneratorState`."""
+
+    RECOVERING = "recovering"
+    SERVING = "serving"
+    DRAINING = "draining"
+    """It served, takes no new requests, and pulls once it is idle."""
+    PULLING = "pulling"
+    """It pulls, and did not serve before."""
+    SWAPPING = "swapping"
+    """It pulls between two steps and serves meanwhile, but no request for an exact version."""
+    LATE = "late"
+    """Its change of weights goes on after the time limit; nobody waits for it."""
+    STALE = "stale"
+    """Its last pull failed."""
+    ASLEEP = "asleep"
+    """Put to sleep; stays so until it is woken."""
+    SPARE = "spare"
+    """Built and without weights, for the place of a generator that dies."""
+    DEAD = "dead"
+    """A replacement under its name is to come."""
+    GIVEN_UP = "given up"
+    """Dead, and nothing will replace it."""
+
+    @property
+    def state(self) -> GeneratorState:
+        return _STATES.get(self) or GeneratorState(self.value)
+
+
+_STATES = {
+    Phase.DRAINING: GeneratorState.SYNCING,
+    Phase.PULLING: GeneratorState.SYNCING,
+    Phase.SWAPPING: GeneratorState.SERVING,
+    Phase.LATE: GeneratorState.STALE,
+    Phase.SPARE: GeneratorState.ASLEEP,
+    Phase.GIVEN_UP: GeneratorState.DEAD,
+}
+
+_GONE = {Phase.DEAD, Phase.GIVEN_UP}
+
+TRANSITIONS: dict[Phase, set[Phase]] = {
+    Phase.RECOVERING: {Phase.PULLING, Phase.ASLEEP, *_GONE},
+    Phase.SERVING: {Phase.DRAINING, Phase.SWAPPING, Phase.ASLEEP, *_GONE},
+    Phase.DRAINING: {Phase.SERVING, Phase.STALE, Phase.LATE, *_GONE},
+    Phase.PULLING: {Phase.SERVING, Phase.STALE, Phase.LATE, *_GONE},
+    Phase.SWAPPING: {Phase.SERVING, Phase.STALE, Phase.LATE, *_GONE},
+    Phase.LATE: {Phase.SERVING, Phase.STALE, *_GONE},
+    Phase.STALE: {Phase.PULLING, Phase.ASLEEP, *_GONE},
+    Phase.ASLEEP: {Phase.RECOVERING, *_GONE},
+    Phase.SPARE: {Phase.RECOVERING, *_GONE},
+    Phase.DEAD: {Phase.GIVEN_UP},
+    Phase.GIVEN_UP: set(),
+}
+
+
+class ServingListener(Protocol):
+    """Hears every change of who may serve. A routing strategy keeps its list of candidates with it."""
+
+    def serves(self, name: str, version: PolicyVersion) -> None:
+        """The generator takes requests now, at this version (new to the strategy, back, or at another version)."""
+        ...
+
+    def pauses(self, name: str) -> None:
+        """It takes no requests for now and will be back: syncing or asleep."""
+        ...
+
+    def leaves(self, name: str) -> None:
+        """It may never be back: stale or dead."""
+        ...
+
+
+@dataclass(slots=True)
+class GeneratorHealth:
+    """The state machine of one generator. A method that the table does not allow raises ValueError."""
+
+    name: str
+    listener: ServingListener = field(repr=False, compare=False)
+    phase: Phase = Phase.RECOVERING
+    version: PolicyVersion | None = None
+    """Last verified version; None before the first."""
+    pulls: PolicyVersion | None = None
+    """The version that the running change of weights brings; None: none is running."""
+    failures: int = 0
+    """Failed pulls of wanted versions since the last success, or since the wanted versions changed."""
+    must_wake: bool = False
+    """It gave up its memory in sleep, so it takes weights only by a wake-up."""
+    reason: str = ""
+    """Why it is stale or dead."""
+
+    @property
+    def state(self) -> GeneratorState:
+        return self.phase.state
+
+    @property
+    def is_syncing(self) -> bool:
+        """Whether a change of weights is running, late or not."""
+        return self.pulls is not None
+
+    def sync(self, version: PolicyVersion, *, swap: bool = False) -> None:
+        """A change of weights begins.
+
+        Args:
+            swap: it goes on serving meanwhile.
+        """
+        closed = Phase.DRAINING if self.phase is Phase.SERVING else Phase.PULLING
+        self._move(Phase.SWAPPING if swap else closed)
+        self.pulls = version
+
+    def verified(self, version: PolicyVersion) -> None:
+        """The pull succeeded, and the generator serves."""
+        self._move(Phase.SERVING, version=version)
+        self.pulls, self.failures, self.must_wake = None, 0, False
+
+    def failed(self, reason: str) -> None:
+        """The pull ended without verified weights; the generator serves nothing."""
+        self._move(Phase.STALE, reason)
+        self.pulls = None
+
+    def late(self, reason: str) -> None:
+        """The change of weights exceeds its time limit and goes on. Does nothing if it has ended."""
+        if self.is_syncing and self.phase is not Phase.LATE:
+            self._move(Phase.LATE, reason)
+
+    def sleep(self) -> None:
+        """From now on it takes no requests.
+
+        Raises:
+            GeneratorNotServing: it changes its weights, sleeps already, or is dead.
+        """
+        if Phase.ASLEEP not in TRANSITIONS[self.phase]:
+            doing = "in a change of weights" if self.is_syncing else self.state
+            raise GeneratorNotServing(f"{self.name} cannot be put to sleep: it is {doing}")
+        self._move(Phase.ASLEEP)
+        self.must_wake = True
+
+    def wake(self) -> None:
+        """It comes back through a verified pull.
+
+        Raises:
+            GeneratorNotServing: it is not asleep, or a spare.
+        """
+        if self.phase is not Phase.ASLEEP:
+            doing = "a spare" if self.phase is Phase.SPARE else self.state
+            raise GeneratorNotServing(f"{self.name} cannot be woken: it is {doing}")
+        self._move(Phase.RECOVERING)
+        self.failures = 0
+
+    def join_service(self) -> None:
+        """A spare takes the place of a generator that died."""
+        self._move(Phase.RECOVERING)
+
+    def died(self, reason: str) -> None:
+        """Idempotent: the first reason is kept."""
+        if self.phase not in _GONE:
+            self._move(Phase.DEAD, reason)
+            self.pulls = None
+
+    def give_up(self, reason: str) -> None:
+        """It is dead, and nothing will replace it."""
+        if self.phase is not Phase.GIVEN_UP:
+            self._move(Phase.GIVEN_UP, reason)
+            self.pulls = None
+
+    def _move(self, phase: Phase, reason: str = "", *, version: PolicyVersion | None = None) -> None:
+        if phase not in TRANSITIONS[self.phase]:
+            raise ValueError(f"generator {self.name} cannot go from {self.phase} to {phase}")
+        self.phase, self.reason = phase, reason
+        match phase:
+            case Phase.SERVING:
+                assert version is not None
+                self.version = version
+                self.listener.serves(self.name, version)
+            case Phase.SWAPPING:
+                pass
+            case Phase.STALE | Phase.LATE | Phase.DEAD | Phase.GIVEN_UP:
+                self.listener.leaves(self.name)
+            case _:
+                self.listener.pauses(self.name)
+
+
+_OUT_OF_SERVICE = {Phase.SPARE, *_GONE}
+
+
+class Fleet:
+    """Generators by name."""
+
+    def __init__(self, listener: ServingListener, *, serving: int | None = None) -> None:
+        """
+        Args:
+            serving: generators in service; further ones wait as spares. None: all are in service.
+        """
+        self._listener = listener
+        self._serving = serving
+        self._generators: dict[str, GeneratorHealth] = {}
+
+    def __getitem__(self, name: str) -> GeneratorHealth:
+        return self._generators[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._generators
+
+    def __iter__(self) -> Iterator[GeneratorHealth]:
+        return iter(self._generators.values())
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether no generator lives or is to be replaced."""
+        return bool(self._generators) and all(health.phase is Phase.GIVEN_UP for health in self)
+
+    def describe(self) -> str:
+        """Every generator's state, or why it is stale or dead."""
+        return "; ".join(f"{health.name}: {health.reason or health.state}" for health in self)
+
+    def join(self, name: str) -> None:
+        """A generator is up: a new one, or the replacement of a dead one.
+
+        Raises:
+            ValueError: the generator of that name is not dead.
+        """
+        if name in self and self[name].phase not in _GONE:
+            raise ValueError(f"generator {name} is already in the fleet")
+        phase = Phase.SPARE if self._is_full else Phase.RECOVERING
+        self._generators[name] = GeneratorHealth(name, self._listener, phase)
+
+    def expect(self, name: str) -> None:
+        """A generator that is dead, or not up yet, will join: nothing that it could serve is given up before."""
+        health = GeneratorHealth(name, self._listener, Phase.DEAD, reason="it is being replaced")
+        self._generators[name] = health
+
+    def died(self, name: str, reason: str) -> None:
+        """The generator is dead. Idempotent."""
+        self[name].died(reason)
+        self._wake_spares()
+
+    def give_up(self, name: str, reason: str) -> None:
+        """The generator is dead and will not be replaced. It may be unknown: dead before this router was there."""
+        if name not in self:
+            self.expect(name)
+        self[name].give_up(reason)
+        self._wake_spares()
+
+    def resize(self, serving: int) -> None:
+        """So many generators are to be in service from now on. If there are more, they go on until one of them dies."""
+        self._serving = serving
+        self._wake_spares()
+
+    def _wake_spares(self) -> None:
+        for health in self:
+            if health.phase is Phase.SPARE and not self._is_full:
+                health.join_service()
+
+    @property
+    def _is_full(self) -> bool:
+        in_service = sum(health.phase not in _OUT_OF_SERVICE for health in self)
+        return self._serving is not None and in_service >= self._serving
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorStatus:
+    """One generator as the router sees it; plain numbers and words."""
+
+    name: str
+    state: str
+    """A `GeneratorState`."""
+    version: str
+    load: int
+    """Estimated tokens in flight."""
+    in_flight: int
+    """Requests that it runs or is about to run."""
+    served: int
+    """Completions handed to callers whose last part this generator sampled."""
+    failed: int
+    """Attempts that ended in an error."""
+    aborted: int
+    """Answers that it was sampling when their callers gave them up, or out of time."""
+    aborted_tokens: int
+    """Tokens of these answers."""
+    last_error: str
+    """Why it is stale or dead."""

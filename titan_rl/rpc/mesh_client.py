@@ -1,0 +1,177 @@
+"""`MeshClient`: a mesh of actors, and those that replace it, as one object. All clients of meshes have this form.
+
+    replace(actors) ──▶ setup(**peers) ──▶ calls · set_peers(**peers) · pulse · watch ──▶ close
+           ▲                                            │
+           └────────────── lose(reason) ◀───────────────┘
+
+The client outlives its actors: it is made once, with or without them, and is handed to everybody who calls the mesh.
+Between `lose` and the next `setup`, a call fails with `ActorGone`, or waits for the replacement if it may be made twice
+(`retry_on_replacement`).
+
+| client                | `peers`: the actors that it calls                             | `files_left`     |
+|-----------------------|---------------------------------------------------------------|------------------|
+| `TrainerClient`       | `stores`                                                      |                  |
+| `GeneratorClient`     | `relay`                                                       |                  |
+| `RelayClient`         | `relays`                                                      |                  |
+| `RouterClient`        | none: generators join and leave by calls (`generator_joined`) |                  |
+| `GatewayClient`       | `router`                                                      |                  |
+| `RolloutWorkerClient` | `router`, `gateway`                                           | its sample store |
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any, ParamSpec, TypeVar
+
+from titan_rl.errors import ActorGone
+from titan_rl.metrics.timeline import Pulse
+from titan_rl.rpc.connection import ConnectedActor, Connection, RemoteMethod
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class MeshClient:
+    """Belongs to one event loop."""
+
+    actor_class: type[Any]
+    """Its endpoints `setup` and `set_peers` take the peers by name, unless the subclass calls others."""
+
+    def __init__(
+        self,
+        name: str,
+        actors: Sequence[Any] = (),
+        *,
+        start_seconds: float | None = None,
+        replaced_within: float | None = None,
+    ) -> None:
+        """
+        Args:
+            name: of the mesh, for errors.
+            actors: handle of each rank; empty: `replace` brings them.
+            start_seconds: bound on `setup`.
+            replaced_within: how long `retry_on_replacement` waits. None: somebody replaces the actors, or ends this
+                client once it gives them up.
+        """
+        self.name = name
+        self.actors: list[Any] = []
+        """Handle of each rank."""
+        self.ranks: list[Connection] = []
+        self.replacements = 0
+        """How often `replace` was called."""
+        self.has_worked = False
+        """Whether these actors have done their work once: if they die now, that is no failed start."""
+        self.files_left = ""
+        """Channel of the shared memory that the last mesh left. Whoever has ended its processes removes the files."""
+        self.start_seconds = start_seconds
+        self._replaced_within = replaced_within
+        self._peers: dict[str, Any] = {}
+        self._can_retry = asyncio.Event()
+        if actors:
+            self._use_actors(actors)
+
+    @property
+    def actor(self) -> Any:
+        """Handle of rank 0, for those who call the mesh."""
+        return self.actors[0]
+
+    def replace(self, actors: Sequence[Any]) -> None:
+        """From now on these actors are called, one per rank. Open calls to the ones before fail."""
+        self.replacements += 1
+        self.has_worked = False
+        self._use_actors(actors)
+        self._retry_now()
+
+    def lose(self, reason: str) -> None:
+        """The actors are gone or will be killed: open calls fail, and so do later ones until `replace`."""
+        for rank in self.ranks:
+            rank.lose(reason)
+
+    async def setup(self, **peers: Any) -> list[int]:
+        """Set the actors up with the handles of those that they call; returns their process ids. The first rank that
+        fails ends the wait, while the others still wait for it.
+
+        Raises:
+            TitanError: a rank did not start.
+        """
+        self._peers = peers
+        return await self._set_up(peers)
+
+    async def set_peers(self, **peers: Any) -> None:
+        """Let a mesh that is set up call these actors from now on; those that are not named stay as they are. Only what
+        has changed is sent. A mesh that is gone gets nothing: its successor gets the peers in `setup`."""
+        changed = {name: peer for name, peer in peers.items() if peer != self._peers.get(name)}
+        self._peers |= changed
+        if changed:
+            with suppress(ActorGone):
+                await self._send_peers(changed)
+
+    async def pulse(self) -> list[Pulse]:
+        """The progress of each rank. The caller sets the time limit."""
+        return await self.call_all(None, ConnectedActor.pulse)
+
+    async def watch(self) -> None:
+        """Return when there is nothing to watch but the processes and their pulse.
+
+        Raises:
+            ActorFailed: the mesh failed while its processes live.
+        """
+
+    async def close(self) -> None:
+        """Let the actors end their work and free what outlives a process. The caller sets the time limit."""
+
+    async def call_all(
+        self, seconds: float | None, endpoint: RemoteMethod[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]:
+        """The answers of all ranks to the same call. The first rank that fails ends the wait."""
+        return await asyncio.gather(*(rank.call(seconds, endpoint, *args, **kwargs) for rank in self.ranks))
+
+    async def retry_on_replacement(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The result of `call()`, which may be made twice: if the actors are gone before it has one, it is called again
+        once they are replaced. Raises ActorGone if that takes too long."""
+        while True:
+            can_retry = self._can_retry
+            try:
+                return await call()
+            except ActorGone as gone:
+                try:
+                    async with asyncio.timeout(self._replaced_within):
+                        await can_retry.wait()
+                except TimeoutError:
+                    raise gone from None
+
+    def _retry_now(self) -> None:
+        """Calls that wait for a replacement are made again."""
+        self._can_retry.set()
+        self._can_retry = asyncio.Event()
+
+    async def _set_up(self, peers: dict[str, Any]) -> list[int]:
+        return await self.call_all(self.start_seconds, self.actor_class.setup, **peers)
+
+    async def _send_peers(self, peers: dict[str, Any]) -> None:
+        await self.call_all(None, self.actor_class.set_peers, **peers)
+
+    def _use_actors(self, actors: Sequence[Any]) -> None:
+        self.actors = list(actors)
+        if self.ranks:
+            for connection, actor in zip(self.ranks, self.actors, strict=True):
+                connection.replace(actor)
+        else:
+            of_rank = len(self.actors) > 1
+            self.ranks = [
+                Connection(
+                    actor,
+                    what=f"{self.name}.{{}} of rank {rank}" if of_rank else f"{self.name}.{{}}",
+                    on_push=self._on_push,
+                    on_lost=self._on_lost,
+                )
+                for rank, actor in enumerate(self.actors)
+            ]
+
+    def _on_push(self, item: Any) -> None:
+        """Called with what an endpoint pushes; must not raise."""
+
+    def _on_lost(self, reason: str) -> None:
+        """Called when a rank is gone, or its connection is lost."""

@@ -1,0 +1,269 @@
+"""Requests and completions between actors: the requests of one tick travel together, each answer as it finishes.
+
+    client ── generate_many(requests) ──▶ server       one message per tick, in order
+    client ◀── Answers(pieces) ───────────────         for streamed requests: the tokens sampled so far
+    client ◀── Answers(completions, failures) ──       any number of messages; each request id once
+    client ── abort(ids) ──▶ server                    they are still answered, with the tokens they have
+
+Rank 0 of a generator and the router are both a `RequestServer`. Rollout workers and gateways talk to the router, the
+router talks to generators. Every accepted request is answered once; if its server is gone, it fails. Answers have no
+time-out, because only the server knows what it waits for. Pieces may be lost: the completion has all tokens. The
+requests of a client that is gone are stopped (`client_lost`): their ids may be used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titan_rl.errors import ActorFailed, ActorGone, GeneratorFailed, GeneratorNotServing, RequestError, TitanError
+from titan_rl.rpc.connection import Caller, ConnectedActor, Connection, caller, endpoint
+from titan_rl.rpc.mesh_client import MeshClient
+from titan_rl.types import Completion, GenerationRequest, Piece
+from titan_rl.wire import Packed, pack
+
+_log = logging.getLogger(__name__)
+
+Failures = Sequence[tuple[str, TitanError]]
+"""(request id, why)."""
+
+_NO_COMPLETIONS = pack(Completion, [])
+
+SESSIONS_SECONDS = 0.05
+"""An ended session is reported within this time. Each message costs 0.7 ms over all processes that it wakes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """One message to a client."""
+
+    completions: Packed[Completion] | None = None
+    failures: Failures = ()
+    pieces: Packed[Piece] | None = None
+
+
+class RequestServer(ConnectedActor):
+    """An actor that completes requests. A subclass implements `submit` and `stop_requests`, and calls `answer`."""
+
+    def __init__(self) -> None:
+        self._clients: dict[str, Caller] = {}  # by the ids of the requests that have no answer yet
+        self._answered = asyncio.Event()  # set by answers, for those who cleared it
+
+    @endpoint
+    async def generate_many(self, requests: Packed[GenerationRequest], who: str = "") -> None:
+        """Complete these requests; answers are pushed to the caller as they finish. A request whose id is in use is
+        refused. A message that raises fails its own requests and no others.
+
+        Args:
+            who: name of the client's mesh, for `client_lost`.
+        """
+        client = caller()
+        client.who = who
+        accepted: list[GenerationRequest] = []
+        refused: list[tuple[str, TitanError]] = []
+        for request in requests.unpack():
+            if request.request_id in self._clients:
+                refused.append((request.request_id, RequestError(f"request id {request.request_id} is already live")))
+            else:
+                self._clients[request.request_id] = client
+                accepted.append(request)
+        if refused:
+            client.push(Answers(failures=refused))
+        try:
+            self.submit(accepted)
+        except Exception as why:
+            _log.exception("a message of a client could not be submitted")
+            error = RequestError(f"the requests of one message failed: {type(why).__name__}: {why}")
+            self.answer([], [(request.request_id, error) for request in accepted])
+
+    @endpoint
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Stop these requests; each is answered with the tokens it has. Ids that are not live are ignored."""
+        self.stop_requests(request_ids)
+
+    @endpoint
+    async def end_sessions(self, session_ids: Sequence[str]) -> None:
+        """These conversations are over. The default does nothing."""
+
+    @endpoint
+    async def client_lost(self, who: str | None) -> None:
+        """The clients of this mesh are gone; None: all clients. Stop their requests. Returns when none is live."""
+        request_ids = [each for each, client in self._clients.items() if who in (None, client.who)]
+        self.stop_requests(request_ids)
+        while any(each in self._clients for each in request_ids):
+            self._answered.clear()
+            await self._answered.wait()
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Start on a message's requests. Must not block."""
+        raise NotImplementedError
+
+    def stop_requests(self, request_ids: Sequence[str]) -> None:
+        """Stop these requests, as in `abort`. Must not block."""
+        raise NotImplementedError
+
+    def live(self) -> list[str]:
+        """Request ids that have no answer yet."""
+        return list(self._clients)
+
+    def answer(self, completions: Sequence[Completion] | Packed[Completion], failures: Failures = ()) -> int:
+        """Send each answer to its client, one message per client; returns how many completions were sent. Answers to
+        ids that are not live are dropped. Where a message cannot be pickled, its requests fail.
+        """
+        if not (completions or failures):
+            return 0
+        if not isinstance(completions, Packed):
+            completions = pack(Completion, completions)
+        to: dict[Caller, tuple[list[int], list[tuple[str, TitanError]]]] = {}
+        for place, request_id in enumerate(completions.request_ids):
+            if (client := self._clients.pop(request_id, None)) is not None:
+                to.setdefault(client, ([], []))[0].append(place)
+        for request_id, error in failures:
+            if (client := self._clients.pop(request_id, None)) is not None:
+                to.setdefault(client, ([], []))[1].append((request_id, error))
+        self._answered.set()
+        for client, (places, failed) in to.items():
+            try:
+                client.push(Answers(completions.select(places) if places else None, failed))
+            except Exception as why:
+                _log.exception("answers cannot be sent")
+                error = RequestError(f"the answer cannot be sent: {type(why).__name__}: {why}")
+                ids = [completions.request_ids[place] for place in places] + [each for each, _ in failed]
+                client.push(Answers(failures=[(request_id, error) for request_id in ids]))
+        return sum(len(places) for places, _ in to.values())
+
+    def send_pieces(self, pieces: Sequence[Piece]) -> None:
+        """Send each piece to its client, one message per client. Pieces of ids that are not live are dropped."""
+        to: dict[Caller, list[Piece]] = {}
+        for piece in pieces:
+            if (client := self._clients.get(piece.request_id)) is not None:
+                to.setdefault(client, []).append(piece)
+        for client, its in to.items():
+            client.push(Answers(pieces=pack(Piece, its)))
+
+
+def is_gone(error: TitanError) -> bool:
+    """Whether this error of a generator means that it is gone, and not only out of service."""
+    return isinstance(error, (ActorGone, GeneratorFailed)) and not isinstance(error, GeneratorNotServing)
+
+
+class RequestClient(MeshClient):
+    """Sends requests to one server."""
+
+    def __init__(
+        self,
+        server: Any,
+        *,
+        name: str,
+        who: str = "",
+        replaced_within: float | None = 0.0,
+        on_answers: Callable[[Packed[Completion], Failures], None],
+        on_pieces: Callable[[list[Piece]], None],
+    ) -> None:
+        """
+        Args:
+            server: handle of a `RequestServer`. None: `replace` brings it.
+            name: of the server, for errors.
+            who: name of the mesh of this client, for `client_lost`.
+            replaced_within: as in `MeshClient`.
+            on_answers: called on the event loop when requests are over; must not raise.
+            on_pieces: called on the event loop when more of open requests was sampled; must not raise.
+        """
+        super().__init__(name, [] if server is None else [server], replaced_within=replaced_within)
+        self._who = who
+        self._on_answers = on_answers
+        self._on_pieces = on_pieces
+        self._open: set[str] = set()
+        self._tick: list[GenerationRequest] = []  # to be sent at the end of this tick
+        self._over: list[str] = []  # sessions that the server has not heard of
+
+    @property
+    def connection(self) -> Connection:
+        """For other calls to the same actor; they keep their order among the requests."""
+        return self.ranks[0]
+
+    def send(self, requests: Iterable[GenerationRequest]) -> None:
+        """Queue requests for this tick's message."""
+        self._flush_soon()
+        self._tell_ended()  # first: a session may begin again
+        for request in requests:
+            self._open.add(request.request_id)
+            self._tick.append(request)
+
+    @property
+    def waits(self) -> bool:
+        """Whether any request is not answered yet."""
+        return bool(self._open)
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether the request is not answered yet, aborted or not."""
+        return request_id in self._open
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Ask the server to stop these requests. They are still answered, with the tokens sampled so far."""
+        self._flush()  # the server would ignore an abort that arrives before its request
+        self.connection.tell(RequestServer.abort, request_ids)
+
+    def end_sessions(self, session_ids: Iterable[str]) -> None:
+        """These conversations are over. A sticky strategy forgets each once its live requests have ended. The server
+        hears of it with the next requests, or after `SESSIONS_SECONDS`."""
+        if not self._over:
+            asyncio.get_running_loop().call_later(SESSIONS_SECONDS, self._flush)
+        self._over += session_ids
+
+    def lose(self, reason: str) -> None:
+        """The server is gone: open requests fail, and so do later ones until `replace`."""
+        self._fail(list(self._open), ActorGone(reason))
+        super().lose(reason)
+
+    async def disconnect(self) -> None:
+        """Disconnect. Open requests fail, and the server stops them."""
+        self._flush()  # sessions that have ended
+        if self._open:
+            self.abort(tuple(self._open))
+            await asyncio.sleep(0)  # the abort is sent at the end of the tick
+        self._fail(list(self._open), ActorFailed(f"{self.name}: the client was closed"))
+        await self.connection.close()
+
+    def _flush_soon(self) -> None:
+        """At the end of this tick."""
+        if not self._tick:
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._send_tick()
+        self._tell_ended()
+
+    def _tell_ended(self) -> None:
+        ended, self._over = self._over, []
+        if ended:
+            self.connection.tell(RequestServer.end_sessions, ended)
+
+    def _send_tick(self) -> None:
+        requests, self._tick = [each for each in self._tick if each.request_id in self._open], []
+        if not requests:
+            return
+        try:
+            self.connection.tell(RequestServer.generate_many, pack(GenerationRequest, requests), self._who)
+        except Exception as why:  # a field of one of them cannot be pickled
+            error = RequestError(f"{self.name}: requests cannot be sent: {type(why).__name__}: {why}")
+            self._fail([request.request_id for request in requests], error)
+
+    def _on_lost(self, reason: str) -> None:
+        self._fail(list(self._open), ActorGone(f"{self.name}.generate_many: {reason}"))
+
+    def _on_push(self, answers: Answers) -> None:
+        if answers.pieces is not None:
+            self._on_pieces(answers.pieces.unpack())
+        completions = answers.completions or _NO_COMPLETIONS
+        self._open.difference_update(completions.request_ids, (request_id for request_id, _ in answers.failures))
+        if completions or answers.failures:
+            self._on_answers(completions, answers.failures)
+
+    def _fail(self, request_ids: Sequence[str], error: TitanError) -> None:
+        self._open.difference_update(request_ids)
+        if request_ids:
+            self._on_answers(_NO_COMPLETIONS, [(request_id, error) for request_id in request_ids])

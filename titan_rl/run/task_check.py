@@ -1,0 +1,222 @@
+"""Tries the task of a run before anything starts: plays one prompt as the run will, with a fixed answer as the policy.
+
+- User code runs as it does in the run: in child processes under the time limits of `environment`. torch is not
+  imported.
+- An error here would occur in every rollout, evaluation or warm-up step. The first one is reported in one sentence,
+  with file and line if they are known.
+- Held-out prompts must be the same for every seed and at every call.
+- If programs play the task, its rollouts are not tried, because that needs a gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+
+import numpy as np
+
+from titan_rl.chat.renderer import Renderer
+from titan_rl.config import RunConfig
+from titan_rl.environments.rubric import EXACT_MATCH
+from titan_rl.errors import AbsentError, ActorGone, ConfigError, TaskError
+from titan_rl.isolation.pool import UserCodePool
+from titan_rl.isolation.variables import passed_on
+from titan_rl.isolation.wire import LONGEST_SHOWN, CallKind, TaskCheck, TaskInfo, UserCall
+from titan_rl.one_line import one_line
+from titan_rl.policy.models.tiny import model_directory
+from titan_rl.rollout.group_runner import GroupRunner
+from titan_rl.run.checks import Problem, Severity
+from titan_rl.types import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    GroupRequest,
+    Message,
+    PolicyVersion,
+    Purpose,
+    SamplingParams,
+)
+
+TRIED_PROMPTS = 256
+"""Training prompts that are tried with the tokenizer."""
+RENDER_SECONDS = 1.0
+"""Time limit for trying prompts with the tokenizer."""
+
+
+def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
+    """The problem that keeps the task of `config` from being played, or its `warning`. Call it if `check_run` found
+    nothing.
+
+    Args:
+        imports: the user's modules.
+    """
+    # hide the output of user code and the ends of its processes: the problem says what matters of them
+    logging.getLogger("titan_rl.isolation").addHandler(logging.NullHandler())
+    name = config.environment.name
+    try:
+        warning = asyncio.run(_try(config, imports))
+    except BaseExceptionGroup as failures:
+        error: BaseException = failures.exceptions[0]
+        if not isinstance(error, (ConfigError, TaskError, ActorGone)):
+            raise
+    except (ConfigError, TaskError, ActorGone) as raised:
+        error = raised
+    else:
+        return [Problem(sentence=warning, severity=Severity.WARNING)] if warning else []
+    sentence = str(error) if isinstance(error, ConfigError) or name in str(error) else f"environment {name}: {error}"
+    if "did not finish within" in sentence:
+        sentence += "; environment.step_seconds is the time that each call may take"
+    for withheld in os.environ.keys() - passed_on(os.environ, config.environment.variables).keys():
+        if len(withheld) > 2 and re.search(rf"\b{re.escape(withheld)}\b", sentence):
+            sentence += f"; user code sees the variable {withheld} only if environment.variables names it"
+    severity = Severity.ABSENT if isinstance(error, AbsentError) else Severity.ERROR
+    return [Problem(sentence=sentence, severity=severity)]
+
+
+async def _try(config: RunConfig, imports: tuple[str, ...]) -> str:
+    """Returns the environment's warning."""
+    files = (Path(config.policy.path) / name for name in ("config.json", "tokenizer.json"))
+    tokenizer = config.policy.tiny is not None or all(file.is_file() for file in files)
+    runner = GroupRunner(
+        config.environment,
+        config.rollout,
+        model_path=str(model_directory(config)) if tokenizer else "",
+        run_seed=config.seed,
+        max_model_len=config.generator.max_model_len,
+        held_out=config.evaluation.prompts,
+        prompts=config.loop.prompts,
+        imports=imports,
+    )
+    other = UserCodePool(replace(runner.setup, run_seed=config.seed + 1))
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            started = tasks.create_task(runner.start(programs=False) if tokenizer else runner.pool.start())
+            tasks.create_task(other.start())
+        count = min(config.loop.steps * config.loop.groups_per_step, TRIED_PROMPTS)
+        check, others = await asyncio.gather(
+            runner.pool.call(UserCall(CallKind.CHECK, Purpose.TRAIN, count)),
+            other.call(UserCall(CallKind.CHECK, Purpose.TRAIN, 0)),
+        )
+        _check_held_out(config, check, others)
+        if tokenizer:
+            await _try_rollouts(config, runner, started.result(), check)
+        return check.warning
+    finally:
+        await asyncio.gather(runner.close(), other.close())
+
+
+def _check_held_out(config: RunConfig, check: TaskCheck, others: TaskCheck) -> None:
+    asked = f"environment {config.environment.name}: held_out({config.evaluation.prompts})"
+    if not check.held_out:
+        raise ConfigError(f"{asked} gave no prompts, and an evaluation needs some")
+    for when, again in (
+        ("when it is called again", check.held_out_again),
+        (f"with seed {config.seed + 1} instead of {config.seed}", others.held_out),
+    ):
+        if (place := _first_difference(check.held_out, again)) is not None:
+            raise ConfigError(
+                f"{asked} gives other prompts {when}, the first at {place}: {_shown(check.held_out, place)}, then "
+                f"{_shown(again, place)}; it must depend on neither chance nor the seed, or no two scores could be "
+                "compared"
+            )
+
+
+def _first_difference(first: Sequence[tuple[Message, ...]], second: Sequence[tuple[Message, ...]]) -> int | None:
+    shorter = min(len(first), len(second))
+    places = (place for place in range(shorter) if first[place] != second[place])
+    return next(places, None if len(first) == len(second) else shorter)
+
+
+def _shown(prompts: Sequence[tuple[Message, ...]], place: int) -> str:
+    if place >= len(prompts):
+        return "nothing"
+    return f"'{one_line(' '.join(message.content for message in prompts[place]), LONGEST_SHOWN)}'"
+
+
+async def _try_rollouts(config: RunConfig, runner: GroupRunner, info: TaskInfo, check: TaskCheck) -> None:
+    tiny = config.policy.tiny
+    remedy = (
+        "policy.tiny.symbols and policy.tiny.special_tokens have to hold every symbol of the task "
+        '(policy.tiny.tokenizer = "chat" writes any text)'
+        if tiny is not None and tiny.tokenizer == "symbols"
+        else "policy.path and rollout.renderer decide what can be written"
+    )
+    if not info.plays:
+        _render(runner.renderer, info, check, remedy)
+    if config.trainer.warmup.steps:
+        try:
+            await runner.run_group(_request(config, Purpose.DEMONSTRATE, samples=1), _SaysAlways(runner.renderer, ""))
+        except TaskError as error:
+            raise ConfigError(
+                f"demonstration 0: {error}" + (f"; {remedy}" if "symbol" in str(error) else "")
+            ) from error
+    if info.plays:
+        return
+    plays = ((Purpose.TRAIN, 2 if info.scores_groups else 1), (Purpose.EVALUATE, 1))
+    for (purpose, samples), answer in zip(plays, check.answers, strict=True):
+        policy = _SaysAlways(runner.renderer, answer)
+        result = await runner.run_group(_request(config, purpose, samples=samples), policy)
+        for rollout, trajectory in zip_longest(result.rollouts, result.trajectories):
+            if rollout.error:
+                messages = trajectory.messages if trajectory is not None else ()
+                answers = [message.content for message in messages if message.role == "assistant"]
+                said = f" in which the policy says '{one_line(answers[-1], LONGEST_SHOWN)}'" if answers else ""
+                raise TaskError(
+                    f"a rollout of {purpose} prompt 0{said} fails: {rollout.error}; correct the code there: "
+                    "a run would lose every rollout that fails so"
+                )
+            if info.scores_groups and config.evaluation.target_exact_match and EXACT_MATCH not in rollout.reward_parts:
+                raise ConfigError(
+                    "evaluation.target_exact_match is set, and group rewards alone do not say what an exact match is: "
+                    "add a reward function that returns the score `exact_match`, as Reward(function, weight=0)"
+                )
+
+
+def _render(renderer: Renderer, info: TaskInfo, check: TaskCheck, remedy: str) -> None:
+    until = time.monotonic() + RENDER_SECONDS
+    for which, prompts in (("training", check.training), ("held-out", check.held_out)):
+        for place, prompt in enumerate(prompts):
+            try:
+                renderer.render(prompt, info.tools)
+            except TaskError as error:
+                raise TaskError(f"{which} prompt {place} cannot be given to the policy: {error}; {remedy}") from error
+            if time.monotonic() > until:
+                return
+
+
+def _request(config: RunConfig, purpose: Purpose, *, samples: int) -> GroupRequest:
+    sampling = SamplingParams(max_new_tokens=config.rollout.sampling.max_new_tokens)
+    return GroupRequest(
+        group_id=0, purpose=purpose, samples=samples, sampling=sampling, min_version=PolicyVersion(0, 0)
+    )
+
+
+class _SaysAlways:
+    """A policy that always says one text, or repeats its prompt if the tokenizer cannot write that text."""
+
+    def __init__(self, renderer: Renderer, text: str):
+        self._renderer = renderer
+        self._text = text
+
+    async def __call__(self, request: GenerationRequest) -> Completion:
+        try:
+            said = self._renderer.encode(self._text)
+        except TaskError:
+            said = []
+        token_ids = [*(said or request.prompt_token_ids.tolist()), self._renderer.stop_token_ids[0]]
+        room = request.sampling.max_new_tokens
+        kept = np.asarray(token_ids[:room], dtype=np.int32)
+        return Completion(
+            request_id=request.request_id,
+            token_ids=kept,
+            logprobs=np.zeros(len(kept), dtype=np.float32),
+            versions=np.zeros(len(kept), dtype=np.int64),
+            finish_reason=FinishReason.STOP if len(token_ids) <= room else FinishReason.LENGTH,
+        )

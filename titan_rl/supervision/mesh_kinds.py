@@ -1,0 +1,342 @@
+"""All meshes of one run or service, and what each kind of mesh is: actor, arguments, client, peers, cost of its loss.
+
+A peer is an actor that a mesh calls. A mesh gets the handles of its peers when it is set up, and again whenever one of
+them was replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titan_rl.actors.gateway import Gateway, GatewayClient
+from titan_rl.actors.generator import Generator, GeneratorClient
+from titan_rl.actors.relay import RelayClient, WeightRelay
+from titan_rl.actors.rollout_worker import RolloutWorker
+from titan_rl.actors.rollouts import Rollouts, RolloutWorkerClient
+from titan_rl.actors.router import GeneratorRouter
+from titan_rl.actors.router_client import RouterClient
+from titan_rl.actors.trainer import PolicyTrainer
+from titan_rl.actors.trainer_client import TrainerClient
+from titan_rl.config import RunConfig
+from titan_rl.errors import ConfigError, MeshFailed, TitanError
+from titan_rl.gateway.config import GatewayConfig
+from titan_rl.hosts.host import Host
+from titan_rl.rpc.mesh_client import MeshClient
+from titan_rl.supervision.managed_mesh import ManagedMesh, MeshState
+from titan_rl.supervision.placement import Kind, MeshPlan, Placement, plan
+
+
+@dataclass(slots=True, kw_only=True)
+class MeshTable:
+    """All meshes of one run or service by name, and what they are made from."""
+
+    config: RunConfig
+    gateway: GatewayConfig
+    """Settings of the gateway, if there is one."""
+    model_path: Path
+    """Hugging Face directory that trainer and generators load."""
+    imports: tuple[str, ...]
+    """The user's modules."""
+    report: Callable[[TitanError], None]
+    """Called with the fault of a mesh that hangs."""
+    say: Callable[[str], None]
+    rollouts: Rollouts
+    """All rollout workers as one object."""
+    fleet: list[str]
+    """Names of the generators that there are to be, spares too."""
+    spares: int
+    """How many of these wait for the place of another one."""
+    hosts: Mapping[str, Host]
+    """Those that are not lost, by name."""
+    serving: bool
+    """There are neither trainer nor rollout workers."""
+    leaving: set[str] = field(default_factory=set)
+    """Hosts on which nothing is placed any more."""
+    meshes: dict[str, ManagedMesh] = field(default_factory=dict)
+    """Those that are to be, and those that are not gone yet."""
+    placement: Placement | None = None
+    """The newest one."""
+
+    @property
+    def placed(self) -> list[ManagedMesh]:
+        """Those for which there is room, in the order of their start."""
+        return [self.meshes[name] for name in self.placement.names] if self.placement else []
+
+    def trial(self, fleet: Sequence[str], *, without: str = "") -> Placement:
+        """The placement with these generators, without a host. What has no room is not in it. Raises ConfigError if
+        that happens at the start."""
+        hosts = [host.facts for host in self.hosts.values() if host.name not in {*self.leaving, without}]
+        return plan(self.config, *hosts, serving=self.serving, generators=fleet, kept=self.placement)
+
+    def place(self) -> list[MeshPlan]:
+        """Place what has no place yet, or has lost it; returns the plans of meshes that are new."""
+        self.placement = self.trial(self.fleet)
+        plans = {each.name: each for each in self.placement.meshes}
+        for name, mesh in self.meshes.items():
+            mesh.plan = plans.get(name, mesh.plan)
+            if mesh.kind in (Kind.RELAY, Kind.GENERATOR):  # its host may be gone, or it was taken out of the fleet
+                mesh.wanted = name in plans or name in self.fleet
+        for gone in [mesh for mesh in self.meshes.values() if mesh.is_idle and not mesh.wanted]:
+            del self.meshes[gone.name]
+        return [each for name, each in plans.items() if name not in self.meshes]
+
+    def of(self, kind: Kind) -> Iterator[ManagedMesh]:
+        return (mesh for mesh in self.meshes.values() if mesh.kind is kind)
+
+    def handle(self, name: str) -> Any:
+        """For those who call the mesh; None: there is no such mesh."""
+        return self.meshes[name].handle if name in self.meshes else None
+
+    def relays(self) -> dict[str, ManagedMesh]:
+        """By host, in the same order for everybody."""
+        there = {mesh.plan.hosts[0]: mesh for mesh in self.of(Kind.RELAY)}
+        return {host: there[host] for host in self.hosts if host in there and there[host].births}
+
+    def generators(self) -> dict[str, GeneratorClient]:
+        """Those that are up."""
+        return {mesh.name: mesh.client for mesh in self.of(Kind.GENERATOR) if mesh.is_up}
+
+    def left_out(self) -> set[str]:
+        """Generators that failed too often."""
+        return {mesh.name for mesh in self.of(Kind.GENERATOR) if mesh.state is MeshState.GIVEN_UP}
+
+    def to_serve(self) -> int:
+        """Generators that are to serve, left out or not, spares aside."""
+        return len(self.fleet) - self.spares
+
+
+class UpGenerators(Mapping[str, GeneratorClient]):
+    """Those that are up at the moment of each look."""
+
+    def __init__(self, table: MeshTable) -> None:
+        self._table = table
+
+    def __getitem__(self, name: str) -> GeneratorClient:
+        return self._table.generators()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table.generators())
+
+    def __len__(self) -> int:
+        return len(self._table.generators())
+
+
+class MeshKind:
+    """One kind of mesh, among the meshes of one run."""
+
+    actor: type[Any]
+    """Runs in each process."""
+    calls: tuple[Kind, ...] = ()
+    """The kinds of its peers."""
+    doing: str
+    """What the mesh does during its set-up, for the display."""
+    lost_with: str
+    """What has to be done again when it loses a process or hangs."""
+
+    def __init__(self, table: MeshTable) -> None:
+        self.table = table
+
+    def client(self, plan: MeshPlan) -> MeshClient:
+        """Its client, before it has any actors. Raises ConfigError if the mesh must not be there."""
+        raise NotImplementedError
+
+    def arguments(self, mesh: ManagedMesh) -> dict[str, Any]:
+        """Of the actor's constructor."""
+        raise NotImplementedError
+
+    def peers(self, mesh: ManagedMesh) -> dict[str, Any]:
+        """As its client takes them."""
+        return {}
+
+    async def announce(self, mesh: ManagedMesh) -> None:
+        """It came up while others were. Its handle is not all that they have to know."""
+
+    async def announce_loss(self, mesh: ManagedMesh, reason: str) -> None:
+        """It is lost."""
+
+    async def announce_end(self, mesh: ManagedMesh, reason: str) -> None:
+        """It will not be back."""
+
+    @property
+    def router(self) -> RouterClient:
+        return self.table.meshes["router"].client
+
+    @property
+    def start_seconds(self) -> float:
+        return self.table.config.placement.start_seconds
+
+
+class TrainerKind(MeshKind):
+    actor = PolicyTrainer
+    doing = "building the policy"
+    lost_with = "the step in flight"
+
+    def client(self, plan: MeshPlan) -> TrainerClient:
+        config, report = self.table.config, self.table.report
+        if len(set(plan.hosts)) > 1 and config.placement.untrusted():
+            raise ConfigError(
+                "torch's connections between the hosts of a trainer are not encrypted: keep it on one host "
+                "(placement.trainer), or add --trusted-network"
+            )
+        return TrainerClient(
+            config.trainer,
+            start_seconds=self.start_seconds,
+            step_seconds=config.placement.step_seconds,
+            host_seconds=config.placement.host_seconds if config.placement.several_hosts else 0.0,
+            on_hung=lambda reason: report(MeshFailed(reason, plan.name)),
+            say=self.table.say,
+        )
+
+    def arguments(self, mesh: ManagedMesh) -> dict[str, Any]:
+        config = self.table.config
+        return {
+            "config": config.trainer_settings(),
+            "weights": config.weights_settings(),
+            "model_path": str(self.table.model_path),
+            "served_dtype": config.generator.dtype,
+            "temperature": config.rollout.sampling.temperature,
+            "total_steps": config.loop.steps,
+            "device": mesh.plan.device,
+            "seed": config.seed,
+            "copies": config.checkpoint.in_memory,
+            "hosts": mesh.plan.hosts,
+        }
+
+    def peers(self, mesh: ManagedMesh) -> dict[str, Any]:
+        """The stores, of which it may read the samples of other hosts."""
+        if len(self.table.hosts) == 1:
+            return {}
+        host = {mesh.client.store: mesh.plan.hosts[0] for mesh in self.table.of(Kind.ROLLOUT)}
+        return {"stores": {store: (host[store], actor) for store, actor in self.table.rollouts.stores.items()}}
+
+
+class GeneratorKind(MeshKind):
+    actor = Generator
+    calls = (Kind.RELAY,)
+    doing = "building the engine"
+    lost_with = "the tokens that its requests have not streamed"
+
+    def client(self, plan: MeshPlan) -> GeneratorClient:
+        return GeneratorClient(plan.name, start_seconds=self.start_seconds)
+
+    def arguments(self, mesh: ManagedMesh) -> dict[str, Any]:
+        return {
+            "mesh": mesh.name,
+            "config": self.table.config.generator_settings(),
+            "model_path": str(self.table.model_path),
+            "device": mesh.plan.device,
+        }
+
+    def peers(self, mesh: ManagedMesh) -> dict[str, Any]:
+        """The relay of its host; None: there is none, because there is one host."""
+        relay = self.table.relays().get(mesh.plan.hosts[0])
+        return {"relay": relay and relay.handle}
+
+    async def announce(self, mesh: ManagedMesh) -> None:
+        await self.router.generator_joined(mesh.name, mesh.handle)
+
+    async def announce_loss(self, mesh: ManagedMesh, reason: str) -> None:
+        await self.router.generator_lost(mesh.name, reason)
+
+    async def announce_end(self, mesh: ManagedMesh, reason: str) -> None:
+        await self.router.generator_left_out(mesh.name, reason)
+
+
+class RelayKind(MeshKind):
+    actor = WeightRelay
+    calls = (Kind.RELAY,)
+    doing = "starting"
+    lost_with = "the weights that it is bringing to its host"
+
+    def client(self, plan: MeshPlan) -> RelayClient:
+        return RelayClient(plan.hosts[0], start_seconds=self.start_seconds)
+
+    def arguments(self, mesh: ManagedMesh) -> dict[str, Any]:
+        return {"host": mesh.plan.hosts[0]}
+
+    def peers(self, mesh: ManagedMesh) -> dict[str, Any]:
+        """The relay of every host, and which one it is."""
+        return {"relays": {host: (relay.births, relay.handle) for host, relay in self.table.relays().items()}}
+
+
+class RouterKind(MeshKind):
+    actor = GeneratorRouter
+    doing = "starting"
+    lost_with = "which sessions stick to which generator"
+
+    def client(self, plan: MeshPlan) -> RouterClient:
+        return RouterClient(seconds=self.start_seconds, who="controller", replaced_within=None)
+
+    def arguments(self, mesh: ManagedMesh) -> dict[str, Any]:
+        table, generators = self.table, self.table.generators()
+        return {
+            "config": table.config.router_settings(),
+            "generators": {name: generator.actor for name, generator in generators.items()},
+            "serving": table.to_serve(),
+            "awaited": tuple(name for name in table.fleet if name not in {*generators, *table.left_out()}),
+        }
+
+
+class GatewayKind(MeshKind):
+    actor = Gateway
+    calls = (Kind.ROUTER,)
+    doing = "listening"
+    lost_with = "the rollouts that programs are playing"
+
+    def client(self, plan: MeshPlan) -> GatewayClient:
+        return GatewayClient(start_seconds=self.start_seconds)
+
+    def arguments(self, mesh: ManagedMesh) -> dict[str, Any]:
+        config = self.table.config
+        return {
+            "config": self.table.gateway,
+            "model_path": str(self.table.model_path),
+            "renderer": config.rollout.renderer,
+            "renderer_kwargs": config.rollout.renderer_kwargs,
+            "max_model_len": config.generator.max_model_len,
+            "run_seed": config.seed,
+        }
+
+    def peers(self, mesh: ManagedMesh) -> dict[str, Any]:
+        return {"router": self.table.handle("router")}
+
+    async def announce_loss(self, mesh: ManagedMesh, reason: str) -> None:
+        await self.router.client_lost(mesh.name)
+
+
+class RolloutKind(MeshKind):
+    actor = RolloutWorker
+    calls = (Kind.ROUTER, Kind.GATEWAY)
+    doing = "starting the environment process"
+    lost_with = "the groups that it plays, and the samples that it holds"
+
+    def client(self, plan: MeshPlan) -> RolloutWorkerClient:
+        return next(worker for worker in self.table.rollouts.workers if worker.name == plan.name)
+
+    def arguments(self, mesh: ManagedMesh) -> dict[str, Any]:
+        table = self.table
+        return {
+            "config": table.config,
+            "mesh": mesh.name,
+            "model_path": str(table.model_path),
+            "imports": table.imports,
+        }
+
+    def peers(self, mesh: ManagedMesh) -> dict[str, Any]:
+        return {"router": self.table.handle("router"), "gateway": self.table.handle("gateway")}
+
+    async def announce_loss(self, mesh: ManagedMesh, reason: str) -> None:
+        await self.router.client_lost(mesh.name)
+
+
+KINDS: dict[Kind, type[MeshKind]] = {
+    Kind.RELAY: RelayKind,
+    Kind.TRAINER: TrainerKind,
+    Kind.GENERATOR: GeneratorKind,
+    Kind.ROUTER: RouterKind,
+    Kind.GATEWAY: GatewayKind,
+    Kind.ROLLOUT: RolloutKind,
+}

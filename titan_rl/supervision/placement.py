@@ -1,0 +1,398 @@
+"""Which process of which mesh runs on which host and device: a pure function of the run config and the hosts.
+
+Always true of a `Placement`:
+
+- Mesh names are unique: `trainer`, `generator0`, `generator1`, …, `router`, `rollout0`, …, and `gateway` where the task
+  defines `play`; where a checkpoint is served, generators, `router` and `gateway`. The last generators are spares.
+  With several hosts each has a `relay0`, `relay1`, …, which brings new weights there.
+- Only the trainer spans hosts, with equal shares of its ranks in the order of the hosts.
+- On CUDA every rank of the trainer and of the generators sees exactly one device, and no two ranks see the same one.
+  No other process sees a device, and on CPU none does: a stray `.cuda()` fails instead of taking memory from a rank.
+- The environment of a rank is complete before its Python starts. Variables that torchrun left in the controller's
+  environment never reach a rank, because they describe another process group.
+
+Imports neither Monarch nor torch, so that a dry run on any machine can show the plan of a run on another one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from typing import Literal
+
+from titan_rl.config import PlacementConfig, RunConfig
+from titan_rl.environments import SHORT_NAMES
+from titan_rl.environments.base import Environment
+from titan_rl.errors import ConfigError
+from titan_rl.gateway.config import is_loopback
+from titan_rl.generation.config import generator_environment
+from titan_rl.hosts.facts import HostFacts
+from titan_rl.importing import import_name
+
+Device = Literal["cpu", "cuda"]
+
+_KEEPS_EXIT_STATUS = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (6, 15)
+"""Whether the kernel still has the exit status of a process that Monarch has reaped."""
+
+SUPERVISION_ENVIRONMENT = {
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "10s" if _KEEPS_EXIT_STATUS else "1s",
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "1d",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "1d",
+    "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "3d",
+    "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "1d",
+    "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "1d",
+}
+"""Set in every process, the controller too, before Monarch is imported.
+
+- Monarch looks for failed actors every 10 s, because each look leaves some bytes in the controller for good; every
+  second where only Monarch knows how a process ended.
+- It never takes a silent process for dead, as it would after 30 s: a process may be stopped by SIGSTOP or a debugger,
+  or its laptop sleep. The kernel reports the end of a process instead (`supervision.child`), and every call has its own
+  time limit. The watchdog must be longer than both idle times together.
+- No process ends because it cannot return an answer to a dead sender, as it would after 30 s, even if nobody waits for
+  that answer."""
+
+TORCHRUN_VARIABLES = """
+RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE ROLE_NAME
+MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS
+TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_ERROR_FILE TORCHELASTIC_SIGNALS_TO_HANDLE TORCH_NCCL_ASYNC_ERROR_HANDLING
+""".split()
+"""Variables that torchrun sets in the process that it starts. They are removed before a mesh is spawned. For example,
+with TORCHELASTIC_USE_AGENT_STORE rank 0 of a mesh would wait for torchrun's store instead of opening its own."""
+
+_INTERFACE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Ranks that compute listen for each other on this network interface only."""
+
+_DETERMINISTIC_TRAINER = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Set for trainer ranks on CUDA in deterministic mode: torch refuses matrix products without it."""
+
+
+class Kind(StrEnum):
+    """What runs in a mesh. Its name is the kind, with a number where there are several."""
+
+    RELAY = "relay"
+    """Brings weights to its host."""
+    TRAINER = "trainer"
+    GENERATOR = "generator"
+    ROUTER = "router"
+    GATEWAY = "gateway"
+    ROLLOUT = "rollout"
+    """One rollout worker."""
+
+    @property
+    def computes(self) -> bool:
+        """Whether its ranks are one model's."""
+        return self in (Kind.TRAINER, Kind.GENERATOR)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshPlan:
+    """One mesh of `ranks` processes."""
+
+    kind: Kind
+    name: str
+    hosts: tuple[str, ...]
+    """Per rank, the name of its host; ranks of one host follow each other."""
+    env: tuple[dict[str, str], ...]
+    """Per rank, what to set before Python starts. The rendezvous (RANK, WORLD_SIZE, …) is not in it: it is known
+    when the mesh is spawned."""
+    devices: tuple[int | None, ...]
+    """Per rank, the CUDA device; None: CPU."""
+    positions: tuple[str, ...]
+    """Per rank, its place in the parallelism, for people."""
+
+    @property
+    def ranks(self) -> int:
+        return len(self.env)
+
+    @property
+    def device(self) -> Device:
+        """Of all its ranks."""
+        return "cpu" if self.devices[0] is None else "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """All meshes of a run."""
+
+    device: Device
+    """Device of trainer and generators."""
+    meshes: tuple[MeshPlan, ...]
+
+    def mesh(self, name: str) -> MeshPlan:
+        return next(mesh for mesh in self.meshes if mesh.name == name)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the meshes, in the order of their start: each uses handles of those before it."""
+        return [mesh.name for mesh in self.meshes]
+
+    @property
+    def processes(self) -> int:
+        return sum(mesh.ranks for mesh in self.meshes)
+
+
+def resolve_device(config: RunConfig, *hosts: HostFacts) -> Device:
+    """`placement.device` with `auto` decided."""
+    if config.placement.device == "auto":
+        return "cuda" if any(host.cuda_devices for host in hosts) else "cpu"
+    return config.placement.device
+
+
+def devices_needed(config: RunConfig, *, serving: bool = False) -> int:
+    """CUDA devices that the run takes on CUDA: one per rank of the trainer (if any) and of every generator."""
+    generators = len(config.generator_names()) * config.generator.tensor_parallel
+    return generators if serving else config.trainer.ranks + generators
+
+
+def plays(config: RunConfig) -> bool:
+    """Whether the task's rollouts are played by programs, which need a gateway. Imports the task's class.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    task = import_name(config.environment.name, SHORT_NAMES)
+    return getattr(task, "play", Environment.play) is not Environment.play
+
+
+class _Room:
+    """What is left of the hosts while meshes are placed."""
+
+    def __init__(self, device: Device, hosts: Sequence[HostFacts], where: PlacementConfig, *, some_lost: bool) -> None:
+        self.hosts = {host.name: host for host in hosts}
+        self._where = where
+        self._some_lost = some_lost
+        self._free = {host.name: list(host.cuda_devices) for host in hosts} if device == "cuda" else {}
+        self._computing = dict.fromkeys(self.hosts, 0)  # ranks
+        self._others = dict.fromkeys(self.hosts, 0)  # processes
+
+    def take(self, host: str, *, computes: bool, device: int | None = None) -> int | None:
+        """Place a process; returns its device: this one, if it has one already."""
+        if not computes:
+            self._others[host] += 1
+            return None
+        self._computing[host] += 1
+        if not self._free:
+            return None
+        device = self._free[host][0] if device is None else device
+        self._free[host].remove(device)
+        return device
+
+    def for_trainer(self, ranks: int, tensor_parallel: int) -> list[str]:
+        """Hosts that share the ranks: as few as have room, if the config names none. Raises ConfigError."""
+        names = self._named("trainer", self._where.trainer)
+        all_of_them = bool(self._where.trainer) and not self._some_lost
+        for count in [len(names)] if all_of_them else range(1, len(names) + 1):
+            found = self._with_room(names, ranks // count)
+            if len(found) >= count and ranks % (count * tensor_parallel) == 0:
+                return sorted(found[:count], key=names.index)
+        raise ConfigError(
+            f"placement.trainer: {ranks} ranks (trainer.data_parallel, trainer.tensor_parallel) cannot be shared "
+            f"evenly among {', '.join(names)}: whole tensor-parallel groups on each, and on CUDA a device for each rank"
+        )
+
+    def for_generator(self, ranks: int) -> list[str]:
+        """The emptiest host. Raises ConfigError."""
+        names = self._where.generators
+        joined = [name for name in self.hosts if int(name.removeprefix("host")) > len(self._where.hosts)]
+        if found := self._with_room(self._named("generators", [*names, *joined] if names else ()), ranks):
+            return found[:1]
+        raise ConfigError(f"placement.generators: no host has {ranks} CUDA devices left for one generator")
+
+    def for_process(self, setting: str, names: Sequence[str]) -> list[str]:
+        """The emptiest host for a process that does not compute. Raises ConfigError."""
+        return [min(self._named(setting, names), key=lambda name: self._others[name])]
+
+    def _named(self, setting: str, names: Sequence[str]) -> list[str]:
+        """Hosts that a setting names; all, if it names none, or those that it names are lost."""
+        there = [name for name in names if name in self.hosts]
+        if len(there) < len(names) and not self._some_lost:
+            name = next(name for name in names if name not in self.hosts)
+            raise ConfigError(f"placement.{setting}: there is no {name}; there are {', '.join(self.hosts)}")
+        return there or list(self.hosts)
+
+    def _with_room(self, names: Sequence[str], ranks: int) -> list[str]:
+        """Those with room for so many ranks that compute, the emptiest first."""
+        if self._free:
+            fit = [name for name in names if len(self._free[name]) >= ranks]
+            return sorted(fit, key=lambda name: -len(self._free[name]))
+        return sorted(names, key=lambda name: self._computing[name] / self.hosts[name].cpus)
+
+
+def plan(
+    config: RunConfig,
+    *hosts: HostFacts,
+    serving: bool = False,
+    generators: Sequence[str] | None = None,
+    kept: Placement | None = None,
+) -> Placement:
+    """Place the run.
+
+    Args:
+        hosts: the controller's first.
+        serving: there is a gateway, and neither trainer nor rollout workers.
+        generators: names of those that there are to be; None: those that the run starts with.
+        kept: the placement so far, of which hosts may be gone: its meshes stay where they are if their hosts are still
+            there, and they are still to be. A mesh for which no room is left is not in the new one.
+
+    Raises:
+        ConfigError: a mesh does not fit on any host, says by how much; or a host is named that does not exist, or the
+            task cannot be imported.
+    """
+    device, where = kept.device if kept else resolve_device(config, *hosts), config.placement
+    room = _Room(device, hosts, where, some_lost=kept is not None)
+    needed, devices = devices_needed(config, serving=serving), sum(len(host.cuda_devices) for host in hosts)
+    if kept is None and device == "cuda" and needed > devices:
+        trainer_share = "" if serving else f"trainer {config.trainer.ranks}, "
+        raise ConfigError(
+            f"the run needs {needed} CUDA devices ({trainer_share}generators "
+            f"{len(config.generator_names())} x {config.generator.tensor_parallel}) and "
+            f"{'this host has' if len(hosts) == 1 else f'these {len(hosts)} hosts have'} "
+            f'{devices or "none"}; placement.device = "cpu" needs none'
+        )
+    trainer, threads = config.trainer, str(where.threads)
+    common = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **SUPERVISION_ENVIRONMENT}
+    generators = config.generator_names() if generators is None else generators
+    stay = {
+        mesh.name: mesh
+        for mesh in (kept.meshes if kept else ())
+        if room.hosts.keys() >= set(mesh.hosts) and (mesh.kind is not Kind.GENERATOR or mesh.name in generators)
+    }
+    for mesh in stay.values():
+        for host, taken in zip(mesh.hosts, mesh.devices, strict=True):
+            room.take(host, computes=mesh.kind.computes, device=taken)
+    meshes: dict[str, MeshPlan] = {}  # in the order of their start
+
+    def place(
+        kind: Kind, name: str, find: Callable[[], Sequence[str]], positions: Sequence[str] = ("-",), **variables: str
+    ) -> None:
+        """`find` gives the hosts of the mesh, which share its ranks."""
+        if name in stay:
+            meshes[name] = stay[name]
+            return
+        try:
+            found = find()
+        except ConfigError:
+            if kept is None:
+                raise
+            return
+        chosen = [host for host in found for _ in range(len(positions) // len(found))]
+        indices = tuple(room.take(host, computes=kind.computes) for host in chosen)
+        env = tuple(
+            {
+                **common,
+                **(
+                    dict.fromkeys(_INTERFACE, room.hosts[host].interface if len(found) > 1 else "lo")
+                    if kind.computes
+                    else {}
+                ),
+                **variables,
+                "CUDA_VISIBLE_DEVICES": "" if index is None else str(index),
+            }
+            for host, index in zip(chosen, indices, strict=True)
+        )
+        meshes[name] = MeshPlan(
+            kind=kind, name=name, hosts=tuple(chosen), env=env, devices=indices, positions=tuple(positions)
+        )
+
+    for relayed in room.hosts if len(hosts) > 1 or "relay0" in stay else ():  # generators go on asking it
+        place(Kind.RELAY, f"relay{relayed.removeprefix('host')}", lambda host=relayed: [host])  # type: ignore[misc]
+    if not serving:
+        positions = [
+            f"fsdp {shard}/{trainer.data_parallel}, tp {rank}/{trainer.tensor_parallel}"
+            for shard in range(trainer.data_parallel)
+            for rank in range(trainer.tensor_parallel)
+        ]
+        find = partial(room.for_trainer, trainer.ranks, trainer.tensor_parallel)
+        extra = _DETERMINISTIC_TRAINER if config.trainer_settings().deterministic and device == "cuda" else {}
+        place(Kind.TRAINER, "trainer", find, positions, **extra)
+    engine = generator_environment(
+        device, threads=where.threads, deterministic=config.generator_settings().deterministic
+    )
+    if device == "cpu":
+        # otherwise vLLM pins its threads to cores of its own choice, the same ones in every process
+        engine["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    spares, ranks = config.generator_names()[config.generator.count :], config.generator.tensor_parallel
+    for name in generators:
+        positions = [f"{'spare, ' if name in spares else ''}tp {rank}/{ranks}" for rank in range(ranks)]
+        place(Kind.GENERATOR, name, partial(room.for_generator, ranks), positions, **engine)
+    place(Kind.ROUTER, "router", partial(room.for_process, "router", [where.router]))
+    if serving or plays(config):
+        place(Kind.GATEWAY, "gateway", partial(room.for_process, "gateway", [where.gateway]))
+    find = partial(room.for_process, "rollouts", where.rollouts)
+    for number in range(0 if serving else config.rollout.workers):  # a tokenizer is used on both sides of a fork
+        place(Kind.ROLLOUT, f"rollout{number}", find, TOKENIZERS_PARALLELISM="false")
+    if kept is None and "gateway" in meshes and not serving and is_loopback(address := config.rollout.agents.host):
+        [there], rollouts = meshes["gateway"].hosts, [each for each in meshes.values() if each.kind is Kind.ROLLOUT]
+        if apart := sorted({mesh.hosts[0] for mesh in rollouts} - {there}):
+            raise ConfigError(
+                f"rollout.agents.host: the gateway of {there} cannot be reached from {', '.join(apart)} at {address}: "
+                f"name an address of {there}, or keep the rollout workers there (placement.rollouts {there})"
+            )
+    return Placement(device=device, meshes=tuple(meshes.values()))
+
+
+def with_devices(host: HostFacts, config: RunConfig, *, serving: bool = False) -> HostFacts:
+    """The host with as many devices as a run that asks for CUDA would need, where it has fewer: for a drawing, and for
+    runs whose devices are on other hosts."""
+    needed = devices_needed(config, serving=serving)
+    if config.placement.device != "cuda" or len(host.cuda_devices) >= needed:
+        return host
+    return replace(host, cuda_devices=tuple(range(needed)), devices_there=len(host.cuda_devices))
+
+
+def assumed_hosts(config: RunConfig, here: HostFacts) -> list[HostFacts]:
+    """The hosts of the run as far as they are known before they are attached: all like this one."""
+    addresses = (worker.rpartition(":")[0] for worker in config.placement.hosts)
+    like = replace(here, devices_there=None)
+    others = (replace(like, name=f"host{number}", address=address) for number, address in enumerate(addresses, 1))
+    return [here, *others]
+
+
+def describe(placement: Placement, *hosts: HostFacts) -> list[str]:
+    """The placement as lines of text: a table of all processes, then the variables they start with."""
+    several = len(hosts) > 1
+    lines = [f"placement: {placement.processes} processes on {placement.device}"]
+    for host in hosts:
+        memory = f", {host.memory / 2**30:.1f} GiB of memory available" if host.memory else ""
+        name = f"{host.name}{f' at {host.address}' if host.address else ''}" if several else "host"
+        devices = f"{len(host.cuda_devices) or 'no'} CUDA devices"
+        if host.devices_there is not None:
+            devices = f"{host.devices_there or 'no'} CUDA devices; drawn as if it had {len(host.cuda_devices)}"
+        lines.append(f"({name}: {host.cpus} CPUs{memory}, {devices})")
+    if not several:
+        lines = [" ".join(lines)]
+    lines.append("")
+    rows = [(*(("host",) if several else ()), "mesh", "rank", "device", "threads", "position")]
+    for mesh in placement.meshes:
+        for rank, (host_name, env, device, position) in enumerate(
+            zip(mesh.hosts, mesh.env, mesh.devices, mesh.positions, strict=True)
+        ):
+            where = "cpu" if device is None else f"cuda:{device}"
+            cells = mesh.name, str(rank), where, env["OMP_NUM_THREADS"], position
+            rows.append((host_name, *cells) if several else cells)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += ["", "environment"]
+    for names, variables in _shared_environment(placement).items():
+        lines.append(f"  {names}:")
+        lines += [f"    {name}={value}" for name, value in sorted(variables.items())]
+    return lines
+
+
+def _shared_environment(placement: Placement) -> dict[str, dict[str, str]]:
+    """Variables by the meshes that have them: all processes first, then meshes with equal extras. Without the device,
+    which is in the table."""
+    extras = {mesh.name: dict(mesh.env[0]) for mesh in placement.meshes}
+    for variables in extras.values():
+        del variables["CUDA_VISIBLE_DEVICES"]
+    common = dict(set.intersection(*(set(variables.items()) for variables in extras.values())))
+    shared: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for name, variables in extras.items():
+        if own := tuple(sorted(variables.items() - common.items())):
+            shared.setdefault(own, []).append(name)
+    return {"every process": common, **{", ".join(names): dict(own) for own, names in shared.items()}}

@@ -1,0 +1,232 @@
+"""One process: its environment, its log file, its scratch directory, and the controller's signal handlers.
+
+- The controller prepares itself before it imports Monarch, every other process before any actor starts.
+- Everything that a process prints, Python or native, goes to its own log file. The terminal belongs to the controller.
+- The scratch directory holds files that must not outlive the process: sockets, rendezvous files, temporary files. The
+  process holds a lock on it, which the kernel releases when the process dies. The next process removes the directories
+  of dead ones.
+- `hold_signals` blocks signals until `StopSignals` handles them, because before that there is no event loop. The first
+  SIGINT, SIGTERM or SIGHUP ends the running work; saving the weights and closing still follow. Each further signal only
+  skips the saving. No signal interrupts the closing or kills this process: the handlers stay until
+  `processes.run_and_exit` ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import fcntl
+import functools
+import logging
+import os
+import resource
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO, cast
+
+from titan_rl.errors import Stopped, TitanError
+from titan_rl.importing import import_user_module
+from titan_rl.metrics.timeline import SPANS, timeline
+from titan_rl.processes import HOST
+from titan_rl.supervision.placement import SUPERVISION_ENVIRONMENT
+
+PREFIX = "titan_rl-"
+LONGEST_PARENT = 40
+"""Bytes. A longer TMPDIR is not used: a socket's path may have 107 bytes, and Monarch and vLLM append up to 63."""
+
+OPEN_FILES = 1 << 16
+"""To which a run raises the limit of its processes, as far as it may."""
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def prepare_controller() -> None:
+    """Call before anything that imports Monarch."""
+    if "monarch" in sys.modules and not SUPERVISION_ENVIRONMENT.items() <= os.environ.items():
+        logging.getLogger(__name__).warning(
+            "monarch was imported before titan_rl: a process that is stopped for 30 s will be taken for dead"
+        )
+    os.environ.update(SUPERVISION_ENVIRONMENT)
+    # Monarch's own log is one file of all runs, in the temporary directory, that nobody cuts: by default (`info`)
+    # megabytes of each run, now its errors.
+    os.environ.setdefault("MONARCH_FILE_LOG", "error")
+    # Monarch hangs without a word where a process may open no more files.
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, OPEN_FILES if most < 0 else min(OPEN_FILES, most)), most))
+    # All processes of this host inherit it. Where they share cores, a message to one does not interrupt another in its
+    # work: a step takes a tenth less.
+    with contextlib.suppress(OSError):  # a container may forbid either call
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def prepare_process(mesh: str, log_directory: str, imports: tuple[str, ...], spans: bool = False) -> None:
+    """Redirect output to the process's log file, begin its timeline, and import the user's modules under the names that
+    pickles refer to.
+
+    Args:
+        mesh: name of the mesh, for the file name; the rank comes from the environment.
+        log_directory: of the run; empty: do not redirect output.
+        imports: files or modules of the user, in order.
+        spans: whether there is a timeline, in `SPANS` beside the logs.
+    """
+    rank = os.environ.get("RANK", "0")
+    if log_directory and spans:
+        timeline.begin(Path(log_directory).parent / SPANS, mesh, rank=int(rank), host=os.environ.get(HOST, ""))
+    if log_directory:
+        alone = os.environ.get("WORLD_SIZE", "1") == "1"
+        redirect_output(Path(log_directory) / (f"{mesh}.log" if alone else f"{mesh}-rank{rank}.log"))
+    for name in imports:
+        import_user_module(name)
+
+
+@functools.cache
+def scratch_directory() -> Path:
+    """The scratch directory. It is made at the first call and removed when this process exits."""
+    parent = Path(tempfile.gettempdir())
+    if len(os.fsencode(parent)) > LONGEST_PARENT:
+        parent = Path("/tmp")
+    sweep_dead_scratch(parent)
+    # It gets its final name, which other processes look for, only once it is locked.
+    made = Path(tempfile.mkdtemp(prefix=".", dir=parent))
+    fcntl.flock(os.open(made, os.O_RDONLY), fcntl.LOCK_EX)  # for as long as this process lives
+    directory = made.rename(parent / f"{PREFIX}{os.getpid()}{made.name}")
+    atexit.register(_remove, directory, os.getpid())
+    return directory
+
+
+def _remove(directory: Path, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:  # not in a fork
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def sweep_dead_scratch(parent: Path) -> list[Path]:
+    """Remove the scratch directories of this user's dead processes; returns them."""
+    removed = []
+    for directory in dead_scratch(parent):
+        shutil.rmtree(directory, ignore_errors=True)
+        removed.append(directory)
+    return removed
+
+
+def dead_scratch(parent: Path) -> Iterator[Path]:
+    """The scratch directories of this user's dead processes, each locked until the next one is asked for."""
+    for directory in parent.glob(f"{PREFIX}*"):
+        try:
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue  # another process swept it first, or it is another user's
+        try:
+            if os.fstat(descriptor).st_uid == os.getuid():
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                yield directory
+        except BlockingIOError:
+            pass  # its owner lives
+        finally:
+            os.close(descriptor)
+
+
+def hold_signals() -> None:
+    """Block stop signals until `StopSignals`. Call it in the main thread, before any process is spawned."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+class StopSignals:
+    """Reports each signal as `Stopped`, in the main thread, even while the event loop sleeps."""
+
+    def __init__(self, report: Callable[[TitanError], None]) -> None:
+        """Call it in the main thread, in the event loop of the run.
+
+        Args:
+            report: told of every signal.
+        """
+        self._report = report
+        self._waking, signalled = socket.socketpair()
+        for end in (self._waking, signalled):
+            end.setblocking(False)
+        # The kernel may interrupt any thread. The byte wakes the event loop, whose thread then runs the handler.
+        # `loop.add_signal_handler` does the same, but removes its handlers when the loop is closed.
+        asyncio.get_running_loop().add_reader(self._waking, lambda: self._waking.recv(64))
+        signal.set_wakeup_fd(signalled.detach(), warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has set it
+                signal.signal(number, self._hear)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._report(Stopped(number))
+
+
+class _Lasting:
+    """A stream that drops what nobody reads any more."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
+@contextlib.contextmanager
+def lasting_output() -> Iterator[None]:
+    """Inside, a terminal or pipe that is closed without a signal, as that of a background job, ends nothing."""
+    output, errors = (cast(TextIO, _Lasting(stream)) for stream in (sys.stdout, sys.stderr))
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        yield
+
+
+_log = logging.getLogger(__name__)
+
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def redirect_output(file: Path) -> None:
+    """Send this process's standard output and error, and its logging, to `file` (appended)."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    logging.basicConfig(level=logging.INFO, format=_FORMAT, force=True)
+
+
+def log_to_file(file: Path) -> logging.Handler:
+    """Send the controller's logging to `file`, with what its threads raise; its output stays in the terminal.
+
+    Returns:
+        The handler to remove.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(file)
+    handler.setFormatter(logging.Formatter(_FORMAT))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    threading.excepthook = _log_thread
+    return handler
+
+
+def _log_thread(failed: threading.ExceptHookArgs) -> None:
+    """A library's thread that dies (TensorBoard's, on a full disk) is no news for the terminal. Our own tell those who
+    rely on them (`processes.start_thread`)."""
+    if failed.exc_value is not None:
+        _log.error("thread %s failed", failed.thread, exc_info=failed.exc_value)

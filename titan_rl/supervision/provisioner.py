@@ -1,0 +1,332 @@
+"""Spawns and stops meshes of processes on the hosts of a run.
+
+Every mesh has its own environment, set before Python starts, its own rendezvous file and its own log files, new at each
+spawn.
+
+The kernel reports the end of a process (`child`); Monarch reports actors that fail in a living process. A fault
+goes to the provisioner that spawned the mesh. Once a mesh is being stopped, its faults are dropped: Monarch may notice
+the end of a mesh much later, when another mesh, or another run in this process, has taken its place. Monarch's own
+actors (loggers, managers of RDMA) are no mesh's: they fail with their process, whose end is reported anyway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import monarch.actor
+from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
+from monarch.actor import MeshFailure, ProcMesh
+
+from titan_rl.errors import ActorFailed, HostLost, MeshFailed
+from titan_rl.hosts.attached_host import AttachedHost
+from titan_rl.hosts.host import ControllersHost, Host
+from titan_rl.processes import HOST, OWNER, RENDEZVOUS, ending_in_words
+from titan_rl.rpc.connection import bounded
+from titan_rl.supervision.placement import TORCHRUN_VARIABLES, MeshPlan
+from titan_rl.supervision.process import prepare_process
+
+STOP_SECONDS = 20.0
+"""Bound on stopping one mesh; past it its processes are killed."""
+
+TOO_LATE = "Timeout"
+"""In Monarch's reason why processes did not start. It hears of no process that takes more than 30 s to be born, however
+it is configured, so such a one has to be started again (a test pins that)."""
+
+_serial = itertools.count()
+"""Makes the name of every mesh and actor mesh of this process unique."""
+
+_provisioners: weakref.WeakSet[Provisioner] = weakref.WeakSet()
+
+_log = logging.getLogger(__name__)
+
+
+class SpawnedProcesses:
+    """The processes of one mesh, and the names of the actors on them."""
+
+    def __init__(self, name: str, spawn_id: str, parts: Sequence[tuple[Host, ProcMesh, int]]) -> None:
+        """
+        Args:
+            spawn_id: names this start of the mesh.
+            parts: its hosts, and on each its processes and how many they are.
+        """
+        self.name = name
+        self.spawn_id = spawn_id
+        self._parts = parts
+        self.over = asyncio.Event()
+        """A host of it is lost, or it is being stopped: Monarch may never say that the rest has started."""
+        self.actors: list[str] = []
+        """The names of the actor meshes spawned here, as Monarch knows them."""
+
+    @property
+    def hosts(self) -> list[Host]:
+        return [host for host, _, _ in self._parts]
+
+    @property
+    def any_ended(self) -> bool:
+        return any(host.any_ended(self.spawn_id) for host in self.hosts)
+
+    def spawn(self, name: str, actor: type[Any], *args: Any, **options: Any) -> list[Any]:
+        """One actor of this class in every process, made with these arguments; returns the handle of each rank."""
+        ranks = []
+        for _, processes, count in self._parts:
+            unique = f"{name}_{next(_serial)}"
+            self.actors.append(unique)
+            actors = processes.spawn(unique, actor, *args, **options)
+            ranks += [actors.slice(ranks=rank) for rank in range(count)]
+        return ranks
+
+    async def started(self) -> str:
+        """Returns when the processes have started or failed to, or will not be waited for any more: Monarch's reason if
+        they have failed to, else nothing."""
+        starting = asyncio.gather(*(part.initialized for _, part, _ in self._parts), return_exceptions=True)
+        either: list[asyncio.Future[Any]] = [starting, asyncio.ensure_future(self.over.wait())]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            results = starting.result() if starting.done() else []
+        finally:
+            for each in either:
+                each.cancel()
+            await asyncio.gather(*either, return_exceptions=True)
+        return next((_first_lines(str(each)) for each in results if isinstance(each, Exception)), "")
+
+    async def stop(self, *, kill: bool = False) -> None:
+        """End the processes. Never raises: a process that does not stop in time is killed and logged.
+
+        Args:
+            kill: do not ask them first, because they hang or because one of them is gone.
+        """
+        self.over.set()
+        await asyncio.gather(*(self._stop(host, processes, kill) for host, processes, _ in self._parts))
+
+    async def _stop(self, host: Host, processes: ProcMesh, kill: bool) -> None:
+        if host.lost:
+            return
+        try:
+            await host.expect_ends(self.spawn_id, kill)
+            if not host.lost:  # meanwhile; nobody would answer
+                await bounded(processes.stop(), what=f"stop of mesh {self.name}", seconds=STOP_SECONDS)
+        except Exception as error:  # also Monarch's own errors, if the mesh was stopped during its start
+            _log.warning("mesh %s: %s", self.name, error)
+        finally:
+            await host.end(self.spawn_id)
+
+
+class Provisioner:
+    """Meshes of processes on the hosts of a run."""
+
+    def __init__(
+        self,
+        *,
+        log_directory: str,
+        imports: tuple[str, ...],
+        spans: bool = False,
+        on_fault: Callable[[ActorFailed], None],
+        listens: tuple[str, int] = ("", 0),
+    ) -> None:
+        """
+        Args:
+            log_directory: where each process writes its log.
+            imports: the user's modules, imported first in every process.
+            spans: whether processes write timelines.
+            on_fault: called once for every process that ends and every actor that fails, and if the watch over the
+                processes of this host is broken; from any thread.
+            listens: see `listen_for`, if other hosts will be attached.
+        """
+        self._imports = imports
+        self._spans = spans
+        self._on_fault = on_fault
+        self._meshes: dict[str, SpawnedProcesses] = {}
+        self._stopping: list[SpawnedProcesses] = []
+        self._log_directory = log_directory
+        self._listens, (address, _) = listens, listens
+        here = ControllersHost(
+            log_directory=log_directory,
+            on_end=self._ended,
+            on_broken=lambda what: on_fault(ActorFailed(what)),
+            address=address,
+        )
+        self.hosts: dict[str, Host] = {here.name: here}
+        """Those that are not lost, by name."""
+        _provisioners.add(self)
+        monarch.actor.unhandled_fault_hook = _hear
+
+    async def attach(
+        self,
+        workers: Mapping[str, str],
+        *,
+        silent_seconds: float,
+        on_lost: Callable[[Host], None] = lambda host: None,
+        check: Callable[[Host], Awaitable[None]] | None = None,
+    ) -> None:
+        """Take hosts into the run: all of them, or none.
+
+        Args:
+            workers: ADDRESS:PORT of each, by the name that it gets.
+            silent_seconds: a host that answers nothing for so long is lost.
+            on_lost: told of a host that is lost, before the loss of each of its meshes is reported.
+            check: raises if a host that answers is not fit to be taken.
+
+        Raises:
+            HostLost: one does not answer.
+            ConfigError: one does not fit to the others.
+        """
+
+        def lost(host: Host) -> None:
+            if self.hosts.get(host.name) is not host:
+                return  # it was not taken yet: `attach` raises
+            del self.hosts[host.name]
+            on_lost(host)
+            for mesh in self._on(host):
+                mesh.over.set()
+                self._on_fault(MeshFailed(host.lost, mesh.name))
+
+        new = [
+            AttachedHost(
+                name,
+                worker,
+                log_directory=self._log_directory,
+                spans=self._spans,
+                controller=self._listens,
+                silent_seconds=silent_seconds,
+                on_end=self._ended,
+                on_lost=lost,
+            )
+            for name, worker in workers.items()
+        ]
+
+        async def take(host: AttachedHost) -> None:
+            await host.attach()
+            if check is not None:
+                await check(host)
+
+        try:
+            results = await asyncio.gather(*map(take, new), return_exceptions=True)
+            failed = [error for error in results if isinstance(error, BaseException)]
+            if failed := [*failed, *(HostLost(host.lost) for host in new if host.lost)]:
+                raise failed[0]
+        except BaseException:  # a cancellation too
+            await asyncio.gather(*(host.detach() for host in new))
+            raise
+        self.hosts |= {host.name: host for host in new}
+
+    def on(self, host: str) -> list[str]:
+        """The meshes that have processes on a host, those that are being stopped among them."""
+        return [mesh.name for mesh in self._on(self.hosts[host])] if host in self.hosts else []
+
+    def _on(self, host: Host) -> list[SpawnedProcesses]:
+        return [mesh for mesh in (*self._meshes.values(), *self._stopping) if host in mesh.hosts]
+
+    async def detach(self, name: str) -> None:
+        """Give up a host on which nothing is left."""
+        if (host := self.hosts.pop(name, None)) is not None:
+            await host.detach()
+
+    def spawn(self, plan: MeshPlan) -> SpawnedProcesses:
+        """Start the processes of a mesh, with a fresh rendezvous; a mesh of that name must have been stopped. Raises
+        HostLost if a host of it is lost."""
+        if plan.name in self._meshes:
+            raise ValueError(f"mesh {plan.name} is already up")
+        if gone := [host for host in dict.fromkeys(plan.hosts) if host not in self.hosts]:
+            raise HostLost(f"{plan.name} was placed on {', '.join(gone)}, which is lost")
+        ranks = len(plan.env)
+        spawn_id = f"{plan.name}-{next(_serial)}"
+        parts: list[tuple[Host, ProcMesh, int]] = []
+        mesh = self._meshes[plan.name] = SpawnedProcesses(plan.name, spawn_id, parts)
+        first = 0
+        for name, count in Counter(plan.hosts).items():
+            host = self.hosts[name]
+            command = functools.partial(_command, plan, spawn_id, host, first, count)
+            processes = host.mesh.spawn_procs(
+                per_host={"ranks": count},
+                name=plan.name,
+                bootstrap=functools.partial(prepare_process, plan.name, host.logs, self._imports, self._spans),
+                bootstrap_command=command,
+            )
+            parts.append((host, processes, count))
+            first += count
+        assert first == ranks
+        return mesh
+
+    async def started(self, name: str) -> str:
+        """Wait for the start of a mesh, as `SpawnedProcesses.started`. To pickle a handle on the mesh before that
+        blocks the event loop until then: hosts would hear nothing of this controller and end what they have of it."""
+        return await self._meshes[name].started() if name in self._meshes else ""
+
+    async def stop(self, name: str, *, kill: bool = False, remove: str = "") -> None:
+        """Stop one mesh, if it is up, and remove the channel of files that it leaves in shared memory."""
+        if (mesh := self._meshes.pop(name, None)) is None:
+            return
+        self._stopping.append(mesh)
+        try:
+            await mesh.stop(kill=kill)
+            if remove:
+                await asyncio.gather(*(host.remove_segments(remove) for host in mesh.hosts if not host.lost))
+        finally:
+            self._stopping.remove(mesh)
+
+    async def stop_all(self) -> None:
+        """Stop every mesh, and detach every host. Monarch's actor runtime stays up: it cannot be started twice in one
+        process, and a script may start a second system."""
+        stopped, self._meshes = self._meshes, {}
+        await asyncio.gather(*(mesh.stop() for mesh in stopped.values()))
+        await asyncio.gather(*(host.detach() for host in self.hosts.values()))
+
+    def hear(self, actors: str, report: str) -> None:
+        """Pass on a fault, if this actor mesh is of a mesh that is up. Called from a thread of Monarch."""
+        mesh = next((mesh for mesh in list(self._meshes.values()) if actors in mesh.actors), None)
+        if mesh is None:
+            return _log.info("a fault of no mesh that is up: %s", report)
+        _log.error("fault: %s", report)
+        if not mesh.any_ended:  # otherwise it follows from the end, which is reported with its exit status
+            self._on_fault(MeshFailed(f"mesh {mesh.name} failed: {_first_lines(report)}", mesh.name))
+
+    def _ended(self, spawn_id: str, process: str, code: int | None) -> None:
+        """Called from the thread that waited for the process, or with an agent's news."""
+        mesh = next((mesh for mesh in list(self._meshes.values()) if mesh.spawn_id == spawn_id), None)
+        if mesh is None:  # it was stopped
+            return
+        how = "ended, and nobody saw its exit status" if code is None else ending_in_words(code)
+        _log.error("fault: %s %s", process, how)
+        self._on_fault(MeshFailed(f"{process} {how}", mesh.name))
+
+
+def _command(plan: MeshPlan, spawn_id: str, host: Host, first: int, count: int, point: Any) -> BootstrapCommand:
+    """What a process of the mesh runs: the one at `point` among the `count` on this host, the first of which has rank
+    `first`."""
+    rank, ranks = first + int(point.rank), len(plan.env)
+    environment: dict[str, str | None] = {
+        **dict.fromkeys(TORCHRUN_VARIABLES),  # None removes a variable
+        **plan.env[rank],
+        "RANK": str(rank),
+        # On CUDA a rank sees only its own device, so that is always number 0.
+        "LOCAL_RANK": str(int(point.rank)) if plan.devices[rank] is None else "0",
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(count),
+        OWNER: str(host.owner),
+        HOST: host.name,
+        RENDEZVOUS: str(host.scratch / f"{spawn_id}.rendezvous") if count == ranks else host.facts.address,
+    }
+    arguments = ["-m", "titan_rl.supervision.child", str(host.scratch), spawn_id, plan.name, str(rank)]
+    return BootstrapCommand(host.python, None, arguments, environment)
+
+
+def _hear(failure: MeshFailure) -> None:
+    """Monarch's hook for the faults of this process's meshes."""
+    # Monarch ends this process if the hook raises, so every error in it is only logged.
+    try:
+        actors = failure.mesh_name.rsplit("-", 1)[0]  # Monarch appended an identifier
+        for provisioner in list(_provisioners):
+            provisioner.hear(actors, failure.report())
+    except BaseException:
+        _log.exception("a fault could not be reported")
+
+
+def _first_lines(report: str, count: int = 3) -> str:
+    return " ".join(line.strip() for line in report.strip().splitlines()[:count])

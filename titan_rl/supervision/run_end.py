@@ -1,0 +1,231 @@
+"""How a run ends: the first fatal fault or stop signal decides, what there is is saved, and the result is fixed.
+
+    fatal fault, signal ─▶ announced ─▶ weights saved ─▶ rollouts stopped, samples released ─▶ meshes closed
+
+- The first fatal fault ends the work that `watch` runs. It is announced at once. No fault is lost: the next `watch`
+  raises one that came while nobody watched.
+- After `settle` the result of the run is decided, and later faults are only logged. A run is done when its steps are
+  trained, its last evaluation is over and its weights are saved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, Protocol, TypeVar
+
+from titan_rl.errors import Stopped, TitanError, TrainerStateLost, TrainingError
+from titan_rl.loop.loop import TrainingLoop
+
+T = TypeVar("T")
+
+FAULT_GRACE_SECONDS = 1.0
+"""How long the running work may take to raise its own error after a fault. A call to the dead process will raise too,
+and its error says more about what was going on."""
+
+SAVE_SECONDS = 120.0
+"""Time limit for each thing that a stopped or failed run saves, including the step that is under way. Enough for a few
+GB. Another signal ends the wait sooner."""
+
+_log = logging.getLogger(__name__)
+
+
+class RunEnd:
+    """Collects fatal faults and stop signals for one event loop; both may come at any time and from any thread."""
+
+    def __init__(self, announce: Callable[[Exception], None] = lambda error: None) -> None:
+        """
+        Args:
+            announce: called as soon as it is known what ends the run: with the fault, and with the work's own error if
+                that is a different one.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._announce = announce
+        self._first: asyncio.Future[TitanError] = self._loop.create_future()
+        self.is_settled = False
+        """Whether the result is fixed."""
+        self.hurry = asyncio.Event()
+        """Set by a stop signal that comes while the run is already ending."""
+
+    def report(self, fault: TitanError) -> None:
+        """Report a fault that ends the run. Thread-safe. Only the first one does; later ones follow from it. A fault
+        that comes after the event loop has closed is dropped."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self.end, fault)
+
+    def end(self, fault: TitanError) -> None:
+        """`report` in the event loop's own thread."""
+        if not self._first.done() and not self.is_settled:
+            self._first.set_result(fault)
+            self._announce(fault)
+        elif isinstance(fault, Stopped):
+            self.hurry.set()
+        else:
+            _log.warning("after the run's end was decided: %s", fault)
+
+    async def watch(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work`. A fault cancels it and is raised instead. If `work` raises an error of its own too, that error
+        wins, because it is closer to the cause."""
+        if self._first.done():
+            work.close()
+            raise self._first.result()
+        async with until_either(work, self._first) as task:
+            if not task.done() and not isinstance(self._first.result(), Stopped):
+                await asyncio.wait({task}, timeout=FAULT_GRACE_SECONDS)
+            if not task.done():
+                raise self._first.result()
+            try:
+                return task.result()
+            except TrainerStateLost:  # not the end: the run goes on from an earlier step
+                raise
+            except Exception as error:
+                self._announce(error)
+                raise
+
+    @contextlib.asynccontextmanager
+    async def cancels(self) -> AsyncIterator[None]:
+        """As `watch`, for a block of a task: the first fatal fault cancels it and is raised instead."""
+        task, over = asyncio.current_task(), False
+
+        def cancel(first: asyncio.Future[TitanError]) -> None:
+            if task is not None and not over:
+                task.cancel()
+
+        self._first.add_done_callback(cancel)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if task is None or not self._first.done() or task.uncancel():
+                raise
+            raise self._first.result() from None
+        finally:
+            over = True
+
+    async def unless_given_up(self, mesh: str, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work`, whatever ends the run meanwhile, unless it is that this mesh was given up. That is raised."""
+        async with until_either(work, self._first) as task:
+            if not task.done() and getattr(self._first.result(), "mesh", "") != mesh:
+                await asyncio.wait({task})
+            if not task.done():
+                raise self._first.result()
+            return task.result()
+
+    def settle(self) -> TitanError | None:
+        """Fix the result of the run: from now on faults change nothing.
+
+        Returns:
+            The fault or signal that ended the run; None if there was none.
+        """
+        self.is_settled = True
+        return self._first.result() if self._first.done() else None
+
+
+@contextlib.asynccontextmanager
+async def until_either(work: Coroutine[Any, Any, T], end: asyncio.Future[Any]) -> AsyncIterator[asyncio.Future[T]]:
+    """Begins when `work` or `end` is done, with the task of `work`, which is cancelled after the block."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task, end}, return_when=asyncio.FIRST_COMPLETED)
+        yield task
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+class Announcer:
+    """Prints what ends a run, as soon as it is known, and each text only once."""
+
+    def __init__(self, say: Callable[[str], None], *, stopping: str) -> None:
+        """
+        Args:
+            stopping: text after the name of a stop signal: what happens next.
+        """
+        self._say = say
+        self._stopping = stopping
+        self._said: set[str] = set()
+
+    def __call__(self, error: Exception) -> None:
+        if isinstance(error, Stopped):
+            text = f"{error}: {self._stopping}"
+        else:
+            text = f"failed: {type(error).__name__}: {error}"
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text)
+
+
+Save = Callable[[], Coroutine[Any, Any, str]]
+"""Saves something that needs the trainer; returns where it is, in words."""
+
+
+class Meshes(Protocol):
+    """What saving needs of the `Supervisor`."""
+
+    run_end: RunEnd
+
+    async def unless_lost(self, mesh: str, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work`, which needs a mesh. Raises MeshFailed if it is not up, or is lost meanwhile."""
+        ...
+
+
+async def train_and_save(
+    loop: TrainingLoop, meshes: Meshes, saves: Mapping[str, Save], say: Callable[[str], None]
+) -> None:
+    """Train to the end, and save what there is, even if training fails or is stopped.
+
+    Args:
+        saves: by what each saves, as "the weights were".
+        say: called with where that is, or why it was not saved.
+
+    Raises:
+        TrainerStateLost: nothing was saved, and the run has not ended: another loop has to go on from an earlier step.
+        Stopped: a signal ended the loop.
+        TitanError, OSError: training or saving failed.
+    """
+    end = meshes.run_end
+    failure: Exception | None = None
+    unsaved: Exception | None = None
+    try:
+        await end.watch(loop.run())
+    except TrainerStateLost:
+        raise
+    except Exception as error:
+        failure = error
+    for what, save in saves.items():
+        try:
+            if failure is None:
+                work, seconds = end.unless_given_up("trainer", save()), None
+            else:  # it waits for no replacement
+                work, seconds = meshes.unless_lost("trainer", save()), SAVE_SECONDS
+            if where := await _save(work, end, seconds=seconds):
+                say(where)
+        except Exception as error:
+            _log.error("%s not saved", what, exc_info=error)
+            say(f"{what} not saved: {error}")
+            unsaved = unsaved or error
+    heard = end.settle()
+    if isinstance(heard, Stopped) and unsaved is None:
+        heard = None  # the signal came while the last weights were being saved, and changed nothing
+    cause = failure or heard or unsaved
+    await loop.end(failed=cause is not None)
+    if cause is not None:
+        raise cause
+
+
+async def _save(work: Coroutine[Any, Any, str], end: RunEnd, *, seconds: float | None) -> str:
+    saving = asyncio.ensure_future(work)
+    hurry = asyncio.ensure_future(end.hurry.wait())
+    try:
+        await asyncio.wait({saving, hurry}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if saving.done():
+            return saving.result()
+        if hurry.done():
+            raise TrainingError("another signal asked not to wait for it")
+        raise TrainingError(f"the trainer did not answer within {seconds:g} s")
+    finally:
+        for task in (saving, hurry):
+            task.cancel()
+        await asyncio.gather(saving, hurry, return_exceptions=True)

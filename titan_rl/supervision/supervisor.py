@@ -1,0 +1,400 @@
+"""The meshes of a run or a service: placed, started, watched, replaced and closed.
+
+    placement ─▶ ManagedMesh: one record, one state          MeshKind: actor, arguments, client, peers
+                    │ spawn                 │ set up, peers             │ close
+                    ▼                       ▼                           ▼
+                processes, actors ─▶ models, engines, servers ─▶ nothing is left
+                    ▲                       │ lost, or hangs
+                    └─── killed, pause ◀────┘
+
+- Before a mesh is up, its loss ends the run. One that was up is spawned again under its name. Its client stays the same
+  object, and makes calls again that were in flight.
+- A generator that is given up is left out while `placement.least_generators` are left; any other mesh ends the run.
+- `close` never raises. It leaves no process and no shared memory behind, whatever state the parts are in, and does not
+  wait for a part that has lost a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import os
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from titan_rl.actors.gateway import GatewayClient
+from titan_rl.actors.rollouts import Rollouts
+from titan_rl.actors.router_client import RouterClient
+from titan_rl.config import RunConfig
+from titan_rl.errors import ActorGone, HostLost, MeshFailed, MeshLeaves, TitanError
+from titan_rl.gateway.config import GatewayConfig
+from titan_rl.hosts.host import listen_for
+from titan_rl.loop.system import System
+from titan_rl.policy.models.tiny import model_directory
+from titan_rl.rpc.connection import bounded
+from titan_rl.supervision.managed_mesh import ManagedMesh, MeshState
+from titan_rl.supervision.mesh_kinds import KINDS, MeshKind, MeshTable, UpGenerators
+from titan_rl.supervision.placement import Kind
+from titan_rl.supervision.provisioner import TOO_LATE, Provisioner
+from titan_rl.supervision.pulse import until_still
+from titan_rl.supervision.run_end import RunEnd, until_either
+from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segments
+
+T = TypeVar("T")
+
+CLOSE_SECONDS = 5.0
+"""Time limit for a mesh's own `close`, before its processes are stopped. All meshes are closed at once."""
+
+_log = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """All meshes of one run or service. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        gateway: GatewayConfig,
+        serving: bool = False,
+        imports: tuple[str, ...] = (),
+        log_directory: Path | None = None,
+        run_end: RunEnd | None = None,
+        on_mesh: Callable[[str, str], None] = lambda mesh, doing: None,
+        say: Callable[[str], None] = lambda what: None,
+    ) -> None:
+        """
+        Args:
+            gateway: settings of the gateway, if the placement has one.
+            serving: serve a checkpoint, without trainer and rollout workers.
+            imports, log_directory, run_end, on_mesh, say: see `start.Options`.
+        """
+        self.config, self.log_directory, where = config, log_directory, config.placement
+        self.run_end = RunEnd() if run_end is None else run_end
+        self.say, self._on_mesh = say, on_mesh
+        self.provisioner = Provisioner(
+            log_directory=str(log_directory) if log_directory is not None else "",
+            imports=imports,
+            spans=config.logging.spans and not serving,
+            on_fault=self.report,
+            listens=listen_for(where),
+        )
+        self.table = MeshTable(
+            config=config,
+            gateway=gateway,
+            model_path=model_directory(config),
+            imports=imports,
+            report=self.report,
+            say=say,
+            rollouts=Rollouts(
+                workers=config.rollout.workers, start_seconds=where.start_seconds, step_seconds=where.step_seconds
+            ),
+            fleet=config.generator_names(),
+            spares=where.spares,
+            hosts=self.provisioner.hosts,
+            serving=serving,
+        )
+        self.meshes = self.table.meshes
+        self.kinds: dict[Kind, MeshKind] = {kind: make(self.table) for kind, make in KINDS.items()}
+        self._changed = asyncio.Event()  # a mesh has another state, was born, or its processes are gone
+        self._watching: dict[ManagedMesh, asyncio.Future[None]] = {}
+        self._working: set[asyncio.Future[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        # The thread that reports a fault may be one of Monarch's, in whose context no process can be spawned.
+        self._context = contextvars.copy_context()
+
+    @property
+    def router(self) -> RouterClient:
+        return self.meshes["router"].client
+
+    @property
+    def gateway(self) -> GatewayClient:
+        return self.meshes["gateway"].client
+
+    @property
+    def pids(self) -> dict[str, list[int]]:
+        """Process ids by mesh."""
+        return {mesh.name: mesh.pids for mesh in self.meshes.values()}
+
+    def system(self) -> System:
+        """The parts of a run as the training loop sees them."""
+        return System(
+            config=self.config,
+            model_path=self.table.model_path,
+            trainer=self.meshes["trainer"].client,
+            router=self.router,
+            rollouts=self.table.rollouts,
+            generators=UpGenerators(self.table),
+            gateway=self.gateway if "gateway" in self.meshes else None,
+        )
+
+    # Up and down.
+
+    def place_again(self) -> None:
+        """Place what has no place yet, or has lost it. Raises ConfigError if that is not possible at the start."""
+        for new in self.table.place():
+            client = self.kinds[new.kind].client(new)
+            self.meshes[new.name] = ManagedMesh(new, self.config.placement.restarts, client=client)
+
+    def spawn(self) -> None:
+        """Start the processes and actors of all meshes. Does not wait for them."""
+        sweep_dead_segments()
+        for mesh in self.table.placed:
+            mesh.begin()
+            self._spawn(mesh)
+
+    async def set_up(self, *names: str) -> None:
+        """Set these meshes up concurrently. From then on they are replaced when they are lost.
+
+        Raises:
+            TitanError: a part did not start.
+        """
+        meshes = [self.meshes[name] for name in names]
+        starts = [asyncio.ensure_future(self._set_up(mesh)) for mesh in meshes]
+        self._working.update(starts)  # where one fails, `close` ends the others
+        await asyncio.gather(*starts)
+        self._working.difference_update(starts)
+        await self._introduce(*meshes)
+
+    async def close(self) -> None:
+        """Close everything: first the gateway, which takes calls, then the other meshes, then every process."""
+        self.run_end.settle()
+        ending = [*self._watching.values(), *self._working]
+        for task in ending:
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+        living = [mesh for mesh in self.meshes.values() if mesh.is_up or (mesh.is_starting and mesh.born)]
+        await asyncio.gather(*(self._close(mesh) for mesh in living if mesh.kind is Kind.GATEWAY))
+        await asyncio.gather(*(self._close(mesh) for mesh in living if mesh.kind is not Kind.GATEWAY))
+        await self.provisioner.stop_all()
+        remove_segments_of(os.getpid())
+
+    async def _close(self, mesh: ManagedMesh) -> None:
+        started = time.monotonic()
+        try:
+            closing = bounded(mesh.client.close(), what=f"{mesh.name}.close", seconds=CLOSE_SECONDS)
+            await self._unless_lost(mesh, closing)
+        except Exception as error:
+            _log.warning("closing %s: %s", mesh.name, error)
+        _log.info("closing %s took %.1f s", mesh.name, time.monotonic() - started)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for what a change of some mesh can bring about."""
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    # Starts.
+
+    def _spawn(self, mesh: ManagedMesh) -> None:
+        self._on_mesh(mesh.name, "starting processes")
+        kind = self.kinds[mesh.kind]
+        mesh.client.replace(self.provisioner.spawn(mesh.plan).spawn(mesh.name, kind.actor, **kind.arguments(mesh)))
+
+    async def _set_up(self, mesh: ManagedMesh) -> None:
+        kind = self.kinds[mesh.kind]
+        self._on_mesh(mesh.name, kind.doing)
+        await self._birth(mesh)
+        await self.until(lambda: not any(each.is_unborn for each in self.meshes.values() if each.kind in kind.calls))
+        pids = await mesh.client.setup(**kind.peers(mesh))
+        if not mesh.is_starting:  # it was lost in this very moment
+            raise mesh.fault or MeshFailed(f"{mesh.name} was lost", mesh.name)
+        mesh.ready(pids, time.monotonic())
+        self._on_mesh(mesh.name, "ready")
+        self._watching[mesh] = asyncio.ensure_future(self._watch(mesh))
+        self._changed.set()
+
+    async def _birth(self, mesh: ManagedMesh) -> None:
+        """Wait for the processes of a mesh. Those that are slow in the first start are started again. Raises
+        MeshFailed."""
+        seconds = self.config.placement.start_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                while TOO_LATE in (reason := await self.provisioner.started(mesh.name)) and mesh.ends_start:
+                    self.say(f"the processes of {mesh.name} were slow to start: they are started again")
+                    await self.provisioner.stop(mesh.name, kill=True)
+                    self._spawn(mesh)
+        except TimeoutError:
+            reason = f"not within {seconds:g} s (placement.start_seconds)"
+        if reason:
+            raise MeshFailed(f"{mesh.name}: its processes did not start: {reason}", mesh.name)
+        mesh.bear()
+        self._changed.set()
+
+    async def _introduce(self, *meshes: ManagedMesh) -> None:
+        """Let others know of meshes that came up, and give every mesh the handles of those that it calls: some may have
+        been replaced while it was set up."""
+        await asyncio.gather(*(self.kinds[mesh.kind].announce(mesh) for mesh in meshes if mesh.is_up))
+        up = [mesh for mesh in self.meshes.values() if mesh.is_up]
+        await asyncio.gather(*(mesh.client.set_peers(**self.kinds[mesh.kind].peers(mesh)) for mesh in up))
+
+    # Faults and replacements.
+
+    def report(self, fault: TitanError) -> None:
+        """Report a fault of a mesh, or one that ends the run. Thread-safe."""
+        with suppress(RuntimeError):  # the loop is closed: nothing follows any more
+            self._loop.call_soon_threadsafe(self._note, fault, context=self._context)
+
+    def _note(self, fault: TitanError) -> None:
+        mesh = self.meshes.get(fault.mesh) if isinstance(fault, MeshFailed) else None
+        if mesh is None or not isinstance(fault, MeshFailed):
+            return self.run_end.end(fault)
+        was_up = mesh.is_up
+        if not mesh.lose(fault, time.monotonic(), has_worked=mesh.client.has_worked):
+            return
+        self._changed.set()
+        if mesh.ends_start or self.run_end.is_settled:
+            self.run_end.end(fault)
+        elif was_up:
+            self.work(self._replace(mesh, fault))
+        # else `start` hears of it, which is under way
+
+    async def unless_lost(self, name: str, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work`, which needs every process of this mesh. Raises MeshFailed if the mesh is not up, or is lost
+        meanwhile."""
+        mesh = self.meshes[name]
+        if not mesh.is_up:
+            work.close()
+            raise mesh.fault or MeshFailed(f"{name} is not up", name)
+        return await self._unless_lost(mesh, work)
+
+    async def _unless_lost(self, mesh: ManagedMesh, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work`. If the mesh is lost, raise its fault instead of waiting for an answer that cannot come."""
+        losses = mesh.losses
+        lost = asyncio.ensure_future(self.until(lambda: mesh.losses > losses))
+        try:
+            async with until_either(work, lost) as task:
+                if not task.done():
+                    assert mesh.fault is not None
+                    raise mesh.fault
+                return task.result()
+        finally:
+            lost.cancel()
+
+    async def _watch(self, mesh: ManagedMesh) -> None:
+        """Report a mesh whose actor ends by itself, or that makes no progress. The kernel reports the end of one."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._watch_pulse(mesh))
+                tasks.create_task(mesh.client.watch())
+        except* ActorGone as group:
+            if isinstance(hangs := group.exceptions[0], MeshFailed):
+                self.report(hangs)
+        except* Exception as group:
+            self.report(MeshFailed(str(group.exceptions[0]), mesh.name))
+
+    async def _watch_pulse(self, mesh: ManagedMesh) -> None:
+        bound = self.config.placement.hang_seconds
+        await until_still(mesh.client.pulse, bound)
+        raise MeshFailed(f"{mesh.name} hangs: no progress for {bound:g} s (placement.hang_seconds)", mesh.name)
+
+    async def _replace(self, mesh: ManagedMesh, fault: MeshFailed) -> None:
+        """Replace a mesh that was up."""
+        lost, kind = time.monotonic(), self.kinds[mesh.kind]
+        mesh.client.lose(str(fault))
+        self._watching.pop(mesh).cancel()
+        self._on_mesh(mesh.name, "lost" if mesh.wanted else "")
+        again = f"lost {mesh.name}: {fault}; done again: {kind.lost_with}"
+        self.say(again if mesh.wanted else f"{mesh.name} leaves: {fault}")
+        self.work(kind.announce_loss(mesh, str(fault)))
+        if await self.start(mesh):
+            self.say(f"{mesh.name} is back after {time.monotonic() - lost:.1f} s")
+
+    async def start(self, mesh: ManagedMesh) -> bool:
+        """Start a mesh while others are up, as often as it takes. Returns whether it is up: it is not if it is given
+        up, is not wanted any more, or is lost again."""
+        while True:
+            await self.provisioner.stop(mesh.name, kill=True, remove=mesh.client.files_left)
+            self._changed.set()
+            if await self._is_gone(mesh):
+                return False
+            if mesh.state is MeshState.LOST:
+                if mesh.exhausted and self._may_give_up(mesh):
+                    return False
+                if pause := mesh.back_off():
+                    self.say(f"{mesh.name} starts again in {pause:g} s: {mesh.fault}")
+                    await asyncio.sleep(pause)
+                    if await self._is_gone(mesh):
+                        return False
+            mesh.begin()
+            try:
+                await self._unless_lost(mesh, self._start(mesh))
+                break
+            except Exception as error:
+                fault = MeshFailed(f"{mesh.name} did not start again: {error}", mesh.name)
+                _log.warning("%s", fault, exc_info=error)
+                mesh.lose(fault, time.monotonic())
+        await self._introduce(mesh)
+        return mesh.is_up
+
+    async def _start(self, mesh: ManagedMesh) -> None:
+        if mesh not in self.table.placed:
+            raise HostLost(f"no host that is left has room for {mesh.name}")
+        if mesh.kind is Kind.TRAINER and self.log_directory is not None:  # it may have moved
+            for host in set(mesh.plan.hosts):
+                await self.provisioner.hosts[host].require_sees(self.log_directory.parent)
+        self._spawn(mesh)
+        await self._set_up(mesh)
+
+    async def start_missing(self) -> None:
+        """Start what has a place, but neither is up nor starts, also a generator that was given up. One call at a
+        time."""
+        missing = [mesh for mesh in self.table.placed if mesh.is_idle]
+        for mesh in missing:
+            mesh.revive()
+        await asyncio.gather(*map(self.start, missing))
+
+    async def _is_gone(self, mesh: ManagedMesh) -> bool:
+        """Whether the mesh, for which a place is sought, is not to be there any more."""
+        self.place_again()
+        if mesh.wanted:
+            return False
+        if self.meshes.get(mesh.name) is mesh:
+            del self.meshes[mesh.name]
+        self._changed.set()
+        self._on_mesh(mesh.name, "")
+        await self.kinds[mesh.kind].announce_end(mesh, str(mesh.fault))
+        await self._introduce()
+        return True
+
+    def _may_give_up(self, mesh: ManagedMesh) -> bool:
+        """Give a mesh up that fails again and again, unless the run waits for its generators."""
+        where = self.config.placement
+        times = f"{mesh.name} failed {where.restarts + 1} time{'s in a row' if where.restarts else ''}"
+        generator, least = mesh.kind is Kind.GENERATOR, where.least_generators
+        may_go = generator and len({*self.table.fleet} - self.table.left_out()) > least
+        if generator and not may_go and where.too_few_generators == "wait":
+            return False
+        mesh.give_up()
+        if may_go:
+            self.say(f"{times} and is left out: {mesh.fault}")
+            self.work(self.kinds[mesh.kind].announce_end(mesh, str(mesh.fault)))
+        else:
+            why = f"; placement.least_generators is {least}" if generator else ""
+            self.run_end.end(MeshFailed(f"{times}: {mesh.fault}{why}", mesh.name))
+        return True
+
+    def retire(self, names: Sequence[str], reason: str) -> None:
+        """End meshes by command. They start elsewhere, unless they are not wanted any more."""
+        for name in names:
+            self._note(MeshLeaves(reason, name))
+
+    def work(self, work: Coroutine[Any, Any, None]) -> None:
+        """Work beside everything else. If it raises, the run ends: nobody else would ever hear of it."""
+
+        async def watched() -> None:
+            try:
+                await work
+            except ActorGone as error:  # the end of a mesh that was given up is reported by itself
+                _log.warning("%s", error)
+            except Exception as error:
+                unknown = TitanError(f"{type(error).__name__}: {error}")
+                self.run_end.end(error if isinstance(error, TitanError) else unknown)
+
+        task = asyncio.ensure_future(watched())
+        self._working.add(task)
+        task.add_done_callback(self._working.discard)

@@ -1,0 +1,336 @@
+"""What a person sees while a run goes on: a live panel in a terminal, one plain line per step elsewhere.
+
+    step 137/400 ━━━━━━━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━━━━━━━━━━  1:15 · 1:12 left
+    reward 0.812 ▁▂▃▅▆▇   held-out 0.750 (step 100)   tokens/s 1,934
+
+    trainer     train step 138                                  ██████░░  71%
+    generator0  serving v137, 12 requests                       ████████  98%
+    rollouts    16 groups
+
+The display only shows what it is told and never changes the run. Rows do not come and go with the work, so nothing
+jumps.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from titan_rl.metrics.timeline import Span
+from titan_rl.one_line import counted, one_line
+
+READY = "ready"
+LOST = "lost"
+WARNINGS = 3
+"""That the panel keeps in sight."""
+PLAIN_LINE_SECONDS = 2.0
+"""Seconds between two step lines outside a terminal. Evaluations are always printed."""
+FAILURE_LINE_SECONDS = 10.0
+"""Seconds between two lines about failures while no step line reports them."""
+LONGEST_CAUSE = 160
+"""Characters of a failure's cause. The logs have all of it."""
+MOST_CAUSES = 2
+"""Causes of failures that one line names."""
+PACE_STEPS = 50
+"""Newest steps by which the time that is left is estimated."""
+
+_PROMPT = re.compile(r"prompt \d+")
+_OF_TRAINER = ("train", "publish", "checkpoint", "warm_up", "restore")
+"""Spans of the trainer's work."""
+_FIRST = ("reward", "held-out", "staleness", "tokens/s")
+"""Numbers that are shown before others, in this order."""
+_BARS = "▁▂▃▄▅▆▇█"
+_CURVE = 16
+"""Characters of the curve of rewards."""
+_METER = 8
+"""Characters of a mesh's meter."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class MeshState:
+    """A mesh as the panel shows it."""
+
+    doing: str
+    since: float
+    """When its start began."""
+    took: float | None = None
+    """Seconds that its start took; None: it is starting."""
+
+
+class RunDisplay:
+    """The display of one run.
+
+    The controller calls `mesh(name, doing)` whenever it knows what a mesh does, then `add_group`, `step` and
+    `evaluation`. As a sink of `Activities` it also shows open spans.
+    """
+
+    def __init__(
+        self,
+        *,
+        steps: int,
+        live: bool,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console or Console()
+        self._clock = clock
+        self._live = live and self._console.is_terminal
+        self._steps, self._done = steps, 0
+        self._began = clock()
+        self._training = False  # whether the start is over
+        self._paces: deque[tuple[float, int]] = deque(maxlen=PACE_STEPS)  # when which step was finished
+        self._numbers: dict[str, str] = {}
+        self._rewards: list[float] = []
+        self._phases: dict[str, float] = {}  # seconds of the last step
+        self._meshes: dict[str, MeshState] = {}
+        self._busy: dict[str, float] = {}  # by mesh, the share of its time in which it works, 0..1
+        self._warnings: deque[tuple[float, str]] = deque(maxlen=WARNINGS)
+        self._spans: dict[Span, None] = {}
+        self._groups = self._groups_failed = 0  # since failures were last printed
+        self._errors: dict[str, tuple[str, int]] = {}  # an example and a count of each cause
+        self._late: dict[str, tuple[str, int]] = {}
+        self._last_line = float("-inf")
+        self._panel = Live(get_renderable=self.render, console=self._console, refresh_per_second=4)
+
+    def __enter__(self) -> RunDisplay:
+        if self._live:
+            self._panel.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._panel.stop()
+
+    def print_line(self, text: str, level: int = logging.INFO) -> None:
+        """One line that stays, on the console and in the log. Warnings stay in the panel for a while too."""
+        _log.log(level, "%s", text)
+        if level >= logging.WARNING:
+            self._warnings.append((self._clock(), one_line(text, LONGEST_CAUSE)))
+        self._console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+    def mesh(self, name: str, doing: str) -> None:
+        """What a mesh is doing now, such as `("generator0", "building the engine")`. Its start is over when it is
+        `READY`. Empty: it is not there any more."""
+        if not doing:
+            self._meshes.pop(name, None)
+            return
+        now = self._clock()
+        mesh = self._meshes.get(name)
+        if mesh is None or mesh.doing == LOST:
+            mesh = self._meshes[name] = MeshState(doing, now)
+        mesh.doing = doing
+        if doing == READY and mesh.took is None:
+            mesh.took = now - mesh.since
+
+    def on_begin(self, span: Span) -> None:
+        """Show a span until it ends."""
+        self._training = True
+        self._spans[span] = None
+
+    def on_end(self, span: Span) -> None:
+        del self._spans[span]
+
+    def add_group(self, errors: Sequence[str], late: Sequence[str] = ()) -> None:
+        """Count a group that was played, and its rollouts that failed. They are printed with the next step's line, or
+        after `FAILURE_LINE_SECONDS` without one: if all rollouts fail there is no step.
+
+        Args:
+            errors: of the failed rollouts, but those that ran out of time.
+            late: of those. They are printed last, because they may have waited for others.
+        """
+        self._groups += 1
+        self._groups_failed += bool(errors or late)
+        for causes, those in ((self._errors, errors), (self._late, late)):
+            for error in those:
+                known = _PROMPT.sub("", error)  # the same error of other prompts
+                example, count = causes.get(known, (error, 0))
+                causes[known] = example, count + 1
+        if self._clock() - self._last_line >= FAILURE_LINE_SECONDS and (failures := self._take_failures()):
+            self._last_line = self._clock()
+            self.print_line(failures, logging.WARNING)
+
+    def step(
+        self,
+        step: int,
+        numbers: Mapping[str, str],
+        phases: Mapping[str, float],
+        *,
+        reward: float | None = None,
+        busy: Mapping[str, float] | None = None,
+    ) -> None:
+        """A finished optimizer step.
+
+        Args:
+            numbers: by name, as they are shown.
+            phases: seconds by phase.
+            reward: for the curve.
+            busy: by mesh, the share of its time in which it worked.
+        """
+        now = self._clock()
+        self._done, self._phases = step, dict(phases)
+        self._numbers |= numbers
+        self._busy |= busy or {}
+        if reward is not None:
+            self._rewards.append(reward)
+        self._paces.append((now, step))
+        if now - self._last_line < PLAIN_LINE_SECONDS and step != self._steps:
+            return
+        failures = self._take_failures()
+        if not self._live or failures:
+            self._last_line = now
+            values = "  ".join(f"{name} {value}" for name, value in numbers.items())
+            timing = " ".join(f"{name} {1000 * value:.0f}" for name, value in phases.items())
+            line = f"step {step:>4}/{self._steps}  {values}  [ms: {timing}]"
+            self.print_line("  ".join(filter(None, (line, failures))), logging.WARNING if failures else logging.INFO)
+
+    def evaluation(self, step: int, exact_match: float, reward: float, transcripts: Sequence[str] = ()) -> None:
+        """A finished evaluation, with lines that show what was answered."""
+        self._numbers["held-out"] = f"{exact_match:.3f} (step {step})"
+        self.print_line(f"held-out after step {step}: exact match {exact_match:.3f}, reward {reward:.3f}")
+        for transcript in transcripts:
+            self.print_line(f"  {transcript}")
+
+    def _take_failures(self) -> str:
+        """Failures since the last call; empty if there were none."""
+        most, late = (sorted(causes.values(), key=itemgetter(1), reverse=True) for causes in (self._errors, self._late))
+        causes = most + late
+        named = [f"{count} × {one_line(example, LONGEST_CAUSE)}" for example, count in causes[:MOST_CAUSES]]
+        more = [f"{sum(count for _, count in rest)} of other causes"] if (rest := causes[MOST_CAUSES:]) else []
+        failed = sum(count for _, count in causes)
+        groups = f"in {self._groups_failed} of the {self._groups} groups played"
+        self._groups = self._groups_failed = 0
+        self._errors, self._late = {}, {}
+        return f"failed rollouts: {failed}, {groups}: {'; '.join(named + more)}" if failed else ""
+
+    # --- the panel ---------------------------------------------------------------------------------------------------
+
+    def render(self) -> RenderableType:
+        """The panel as it is now. Called by the panel's own thread, several times a second. Never raises."""
+        try:
+            return self._draw(self._clock())
+        except Exception as error:
+            return Text(f"the panel cannot be drawn: {type(error).__name__}: {error}", style="red")
+
+    def _draw(self, now: float) -> RenderableType:
+        """What the event loop changes meanwhile is copied before it is looped over."""
+        parts = [self._head(now)]
+        if numbers := self._numbers.copy():
+            first = {name: numbers[name] for name in _FIRST if name in numbers}
+            parts.append(Columns([self._number(*each) for each in (first | numbers).items()], padding=(0, 3)))
+        meshes = self._meshes.copy()
+        width = max(map(len, ("last step", *meshes)))
+        parts.append(Padding(self._table(meshes, now, width), (1, 0, 0, 0) if self._training else 0))
+        if self._phases:
+            timing = ", ".join(f"{name} {_seconds(value)}" for name, value in self._phases.items())
+            parts.append(Text(f"{'last step':<{width}}  {timing}", style="dim", overflow="ellipsis", no_wrap=True))
+        for at, text in self._warnings.copy():
+            line = f"{_minutes(now - at)} ago  {text}"
+            parts.append(Text(line, style="yellow", overflow="ellipsis", no_wrap=True))
+        return Group(*parts)
+
+    def _head(self, now: float) -> RenderableType:
+        head = Table.grid(padding=(0, 1), expand=True)
+        if not self._training:
+            head.add_row(Text("starting", style="bold"), Text(_minutes(now - self._began), justify="right"))
+            return head
+        left = ""
+        (first, step), (newest, done) = (self._paces[0], self._paces[-1]) if self._paces else ((now, 0), (now, 0))
+        if done > step:  # not where a run has gone back to a checkpoint
+            left = f" · {_minutes((newest - first) / (done - step) * (self._steps - done))} left"
+        head.add_column()
+        head.add_column(ratio=1)
+        head.add_column(justify="right")
+        head.add_row(
+            Text(f"step {self._done}/{self._steps}", style="bold"),
+            ProgressBar(total=self._steps, completed=self._done),
+            f"{_minutes(now - self._began)}{left}",
+        )
+        return head
+
+    def _number(self, name: str, value: str) -> Text:
+        text = Text.assemble((name, "dim"), " ", (value, "bold"), no_wrap=True)
+        return text.append(f" {curve(self._rewards):<{_CURVE}}", "cyan") if name == "reward" else text
+
+    def _table(self, meshes: Mapping[str, MeshState], now: float, width: int) -> RenderableType:
+        table = Table.grid(padding=(0, 2), expand=True)
+        table.add_column(no_wrap=True, width=width)
+        table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        table.add_column(no_wrap=True, justify="right")
+        idle, work = [], self._work()
+        for name, mesh in meshes.items():
+            share = self._busy.get(name)
+            doing = work.get(name, mesh.doing)
+            if self._training and mesh.took is not None and doing == READY and share is None:
+                idle.append(name)
+                continue
+            last = "" if share is None else _meter(share)
+            if mesh.took is None:
+                last = f"{now - mesh.since:.0f} s"
+            elif not self._training:
+                last = f"{mesh.took:.0f} s"
+            starts = "yellow" if mesh.took is None else "green" if mesh.doing == READY else ""
+            table.add_row(Text(name, style="dim"), Text(doing, style="red" if mesh.doing == LOST else starts), last)
+        for name, doing in work.items():
+            if name not in meshes:
+                table.add_row(Text(name, style="dim"), doing, "")
+        if idle:
+            table.add_row(Text(READY, style="dim"), Text(", ".join(idle), style="dim"), "")
+        return table
+
+    def _work(self) -> dict[str, str]:
+        """What goes on in the parts that are no single mesh, or whose work the controller knows best, by open spans."""
+        if not self._training:
+            return {}
+        spans = list(self._spans.copy())
+        trains = [each for each in spans if each.waits_for is None and each.name in _OF_TRAINER]
+        waits = [each.waits_for for each in spans if each.waits_for is not None and each.name == "trainer"]
+        groups = sum(each.name == "rollout" for each in spans)
+        plays = [counted(groups, "group")] if groups else []
+        plays += [f"evaluate {each.ids.get('version', '')}" for each in spans if each.name == "evaluate"]
+        pulls = [f"generators pull {each.ids.get('version', '')}" for each in spans if each.name == "pull"]
+        idle = f"waits for {waits[0]()}" if waits else "waits"
+        return {
+            "trainer": f"{trains[-1].name} {trains[-1]}" if trains else idle,
+            "rollouts": ", ".join(plays) or "wait",
+            "weights": ", ".join(pulls) or "up to date",
+        }
+
+
+def curve(values: Sequence[float], width: int = _CURVE) -> str:
+    """Numbers as a line of bars, between the least and the largest; of more than `width` the means of neighbours."""
+    count = min(width, len(values))
+    parts = [values[len(values) * place // count : len(values) * (place + 1) // count] for place in range(count)]
+    means = [sum(part) / len(part) for part in parts]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def _meter(share: float) -> Text:
+    full = round(min(1.0, max(0.0, share)) * _METER)
+    return Text.assemble(("█" * full, "cyan"), ("░" * (_METER - full), "dim"), f" {share:4.0%}")
+
+
+def _seconds(value: float) -> str:
+    return f"{1000 * value:.0f} ms" if value < 1 else f"{value:.1f} s"
+
+
+def _minutes(seconds: float) -> str:
+    """75 → 1:15; 3675 → 1:01:15."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,355 @@
+"""What the numbers of a run say in plain words, and what to do about it.
+
+- A metric with a limit makes a finding by itself; limit and advice are in `metric_table`. The rules here are for what
+  one number does not say: trends, several numbers together, rollouts.
+- Every finding is a pure function of the numbers; nothing is said of fewer than `FEWEST_STEPS` steps. A finding that is
+  not sure enough to act on is not made.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import fmean, stdev
+
+from titan_rl.metrics.metric_table import metric_of
+from titan_rl.types import StopReason
+from titan_rl.view.read import Run
+from titan_rl.view.rollouts import ListedRollout
+from titan_rl.view.timelines import COMPUTE, HINTS, MEANINGS, Account
+
+FEWEST_STEPS = 9
+"""Below, the thirds of a run that are compared hold fewer than three steps each."""
+SURE = 2.0
+"""Standard errors; a smaller change of a mean counts as none."""
+TOP_SHARE = 0.98
+"""Of the largest reward seen; a mean above it has nothing left to gain."""
+SOLVED_SHARE = 0.9
+"""Of the largest reward seen; groups that are all equal below it have settled on answers that are partly right."""
+MOST_CLIPPED_STEPS = 0.5
+MISMATCH_GROWTH = 3.0
+LEAST_MISMATCH = 1e-5
+"""Nats. Rounding of float32 alone makes less."""
+COLLAPSED_ENTROPY = 0.1
+"""Of the entropy that the run began with."""
+MOST_SYMBOLS = 100
+"""Characters in the wanted answers; a task with more has no alphabet to speak of."""
+LEAST_GAIN = 0.02
+"""Of held-out exact match; a smaller change counts as none."""
+FEWEST_WANTED = 5
+"""Rollouts that want a symbol before it is called dead."""
+
+
+SCORES = ("evaluation/exact_match", "evaluation/reward", "rollout/reward_mean")
+"""By which runs are compared: the first that all of them have."""
+MOST_NAMED = 5
+"""Settings that a comparison names; the page lists all."""
+
+
+class Kind(StrEnum):
+    PROBLEM = "problem"  # the run does not do what it is for, or will not for long
+    WARNING = "warning"  # something is lost: speed, samples, trust in the numbers
+    NOTE = "note"  # good to know
+    GOOD = "good"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    kind: Kind
+    title: str
+    text: str
+    do: str = ""
+    see: str = ""
+    """A metric, or "timeline" or "rollouts": where the page shows it."""
+
+
+def findings(run: Run) -> list[Finding]:
+    """Of one run, the gravest first."""
+    order = list(Kind)
+    return sorted((each for rule in RULES for each in rule(run)), key=lambda each: order.index(each.kind))
+
+
+def compare(runs: Sequence[Run]) -> list[Finding]:
+    """Of several runs, which of them did best, and by which settings it differs from the others."""
+    metric = next((name for name in SCORES if all(run.values(name) for run in runs)), None)
+    if len(runs) < 2 or metric is None:
+        return []
+    scores = [run.values(metric)[-1] for run in runs]
+    best = max(range(len(runs)), key=lambda number: scores[number])
+    found = []
+    for run, score in zip(runs, scores, strict=True):
+        if run is runs[best]:
+            continue
+        names = [name for name in {**runs[best].config, **run.config} if not name.startswith("logging.")]
+        apart = [name for name in names if runs[best].config.get(name) != run.config.get(name)]
+        said = [f"`{name}` ({runs[best].config.get(name)} and {run.config.get(name)})" for name in apart[:MOST_NAMED]]
+        more = f" and {len(apart) - MOST_NAMED} more" if len(apart) > MOST_NAMED else ""
+        found.append(
+            Finding(
+                Kind.NOTE,
+                f"{runs[best].name} did better than {run.name}" if score < scores[best] else "The runs ended equal",
+                f"`{metric}` ended at {scores[best]:.3f} and {score:.3f}.",
+                f"They differ in {', '.join(said)}{more}." if apart else "They have the same settings.",
+                metric,
+            )
+        )
+    return found
+
+
+def _thirds(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]] | None:
+    """The first and the last third; None where they say nothing."""
+    if len(values) < FEWEST_STEPS:
+        return None
+    size = len(values) // 3
+    return values[:size], values[-size:]
+
+
+def _change(values: Sequence[float]) -> tuple[float, float, bool] | None:
+    """Mean of the first and the last third, and whether they differ by more than chance."""
+    if (thirds := _thirds(values)) is None:
+        return None
+    first, last = thirds
+    error = math.hypot(*(stdev(each) / math.sqrt(len(each)) for each in thirds))
+    before, after = fmean(first), fmean(last)
+    return before, after, abs(after - before) > SURE * error
+
+
+def _late(run: Run, name: str) -> float | None:
+    """Mean over the last third of the steps."""
+    thirds = _thirds(run.values(name))
+    return None if thirds is None else fmean(thirds[1])
+
+
+def _limit(name: str) -> float:
+    metric = metric_of(name)
+    assert metric is not None and metric.limit is not None
+    return metric.limit
+
+
+def _advice(name: str) -> str:
+    """What the table of metrics says to do, as a sentence."""
+    metric = metric_of(name)
+    return f"{metric.do[0].upper()}{metric.do[1:]}." if metric else ""
+
+
+def _percent(share: float) -> str:
+    """As the page writes it: three digits that matter."""
+    return f"{100 * share:.3g}%"
+
+
+def _learned(run: Run) -> Iterator[Finding]:
+    scores = run.values("evaluation/exact_match")
+    if len(scores) < 2:
+        return
+    first, last = scores[0], scores[-1]
+    said = f"Held-out exact match went from {_percent(first)} to {_percent(last)}."
+    if last - first > LEAST_GAIN:
+        yield Finding(Kind.GOOD, "The policy learned", said, see="evaluation/exact_match")
+    elif first - last > LEAST_GAIN:
+        do = "Read held-out answers in the rollouts below: the reward may pay for something else than the score."
+        yield Finding(Kind.PROBLEM, "The held-out score fell", said, do, "evaluation/exact_match")
+    if run.summary and last < (target := run.config.get("evaluation.target_exact_match", 0.0)):
+        text = f"Held-out exact match ended at {_percent(last)}, below evaluation.target_exact_match = {target:g}."
+        if last - scores[-1 - max(len(scores) // 4, 1)] > LEAST_GAIN:
+            do = f"It still rose: `titan-rl train --resume {run.directory} --loop.steps N` goes on."
+        else:
+            do = (
+                "It rose no more. Read the wrong held-out answers in the rollouts below, and look at pass@k of"
+                f" `titan-rl eval {run.directory}`: if more samples find no right answers either, raise"
+                " entropy_bonus in trainer.loss.kwargs or make the reward finer."
+            )
+        yield Finding(Kind.WARNING, "The run missed its target", text, do, "evaluation/exact_match")
+    best = max(scores)
+    if best - last > 0.1:
+        do = "Take an earlier checkpoint, or lower trainer.optimizer.lr."
+        text = f"It reached {_percent(best)} and ended at {_percent(last)}."
+        yield Finding(Kind.WARNING, "The best score was earlier", text, do, "evaluation/exact_match")
+
+
+def _reward(run: Run) -> Iterator[Finding]:
+    rewards = run.values("rollout/reward_mean")
+    if (change := _change(rewards)) is None:
+        return
+    before, after, sure = change
+    said = f"Mean reward was {before:.3f} in the first third of the steps and {after:.3f} in the last."
+    largest = max((facts.reward for facts in run.facts), default=max(rewards))
+    if after >= TOP_SHARE * largest > 0:
+        return
+    if not sure:
+        text, do = f"{said} The difference is within chance.", _advice("rollout/reward_mean")
+        yield Finding(Kind.PROBLEM, "Reward is flat", text, do, "rollout/reward_mean")
+    elif after < before:
+        do = "Lower trainer.optimizer.lr; look at the gradient norm and the importance weights where it turns."
+        yield Finding(Kind.PROBLEM, "Reward falls", said, do, "rollout/reward_mean")
+
+
+def _equal_groups(run: Run) -> Iterator[Finding]:
+    equal = _late(run, "groups/equal_rewards")
+    reward = _late(run, "rollout/reward_mean")
+    if equal is None or reward is None or equal <= _limit("groups/equal_rewards"):
+        return
+    largest = max((facts.reward for facts in run.facts), default=1.0)
+    solved = reward >= SOLVED_SHARE * largest
+    whole = "All groups are equal" if equal > 0.999 else "Nearly all groups are equal"
+    text = f"In {equal:.0%} of the last third's groups every rollout got the same reward: they teach nothing."
+    harder = "The task is solved at this difficulty: harder prompts, or stop here."
+    do = harder if solved else _advice("groups/equal_rewards")
+    yield Finding(Kind.NOTE if solved else Kind.PROBLEM, whole, text, do, "groups/equal_rewards")
+
+
+def _mismatch(run: Run) -> Iterator[Finding]:
+    name = "train/logprob_difference_mean"
+    do = _advice(name)
+    if alarms := sum(value > 0 for value in run.values("train/logprob_alarm")):
+        text = f"In {alarms} of {run.steps} steps the mismatch was beyond trainer.logprob_alarm."
+        yield Finding(Kind.PROBLEM, "Trainer and generator disagree", text, do, name)
+    change = _change(run.values(name))
+    if change and change[2] and change[1] > max(LEAST_MISMATCH, MISMATCH_GROWTH * change[0]):
+        text = f"The mean difference of logprobs on on-policy tokens grew from {change[0]:.1e} to {change[1]:.1e} nats."
+        yield Finding(Kind.WARNING, "Mismatch is rising", text, do, name)
+
+
+def _idle(run: Run) -> Iterator[Finding]:
+    if run.steps < FEWEST_STEPS:
+        return
+    synchronous = run.config.get("loop.max_staleness") == 0  # then trainer and generators take turns
+    alike: dict[tuple[str, str], list[Account]] = defaultdict(list)
+    for lane in run.timelines[0].lanes if run.timelines else ():
+        if (account := lane.account) and account.idle > _limit("idle/<mesh>") and account.kind in COMPUTE:
+            alike[account.kind, next(iter(account.waits))].append(account)
+    for (meshes, cause), accounts in alike.items():
+        one = len(accounts) == 1
+        who = f"{accounts[0].mesh} is" if one else f"{len(accounts)} {meshes}s are"
+        shares = dict.fromkeys(f"{share(account.idle for account in accounts):.0%}" for share in (min, max))
+        text = (
+            f"{'It' if one else 'They'} waited {' to '.join(shares)} of the time of the steps, longest for "
+            f"{MEANINGS.get(cause, cause)}."
+        )
+        hint = HINTS.get((meshes, cause))
+        do = f"{hint[0].upper()}{hint[1:]}." if hint else ""
+        kind = Kind.NOTE if synchronous else Kind.WARNING
+        yield Finding(kind, f"{who} idle more than half of the time", text, do, "timeline")
+
+
+def _beyond_limits(run: Run) -> Iterator[Finding]:
+    """The metrics whose limit no other rule looks at."""
+    for name in run.series:
+        metric, value = metric_of(name), _late(run, name)
+        if metric is None or metric.limit is None or value is None or metric.name in LOOKED_AT:
+            continue
+        if value > metric.limit if metric.above is not None else value < metric.limit:
+            said, limit = (
+                _percent(each) if metric.unit == "share" else f"{each:.3g}" for each in (value, metric.limit)
+            )
+            side = "above" if metric.above is not None else "below"
+            text = f"{said} in the last third of the steps, {side} {limit}: {metric.meaning}."
+            kind, title = (Kind.WARNING, metric.title) if metric.title else (Kind.NOTE, f"{name} is {side} {limit}")
+            yield Finding(kind, title, text, _advice(name), name)
+
+
+def _failed(run: Run) -> Iterator[Finding]:
+    failed, played = run.series.get("rollout/failed", {}), run.values("rollout/failed")
+    size = run.config.get("rollout.samples_per_group", 0) * run.config.get("loop.groups_per_step", 0)
+    rollouts = size * len(failed) + run.config.get("rollout.samples_per_group", 0) * sum(
+        run.values("groups/failed")[-1:]
+    )
+    share = sum(played) / rollouts if failed and rollouts else 0.0
+    if share > _limit("rollout/failed"):
+        late_last = sorted(run.facts, key=lambda facts: facts.stop_reason is StopReason.TIMEOUT)
+        cause = next((facts.error for facts in late_last if facts.error), "")
+        text = f"{share:.0%} of the rollouts failed and were not trained." + (
+            f" One cause: {cause[:200]}" if cause else ""
+        )
+        yield Finding(Kind.WARNING, "Rollouts fail", text, _advice("rollout/failed"), "rollout/failed")
+
+
+def _entropy(run: Run) -> Iterator[Finding]:
+    change, reward = _change(run.values("train/entropy")), _late(run, "rollout/reward_mean")
+    largest = max((facts.reward for facts in run.facts), default=1.0)
+    if change and reward is not None and reward < largest / 2 and change[1] < COLLAPSED_ENTROPY * change[0]:
+        text = f"Entropy fell from {change[0]:.2f} to {change[1]:.2f} nats while the mean reward is {reward:.2f}."
+        yield Finding(Kind.PROBLEM, "The policy settled too soon", text, _advice("train/entropy"), "train/entropy")
+
+
+def _gradient(run: Run) -> Iterator[Finding]:
+    norms, most = run.values("train/grad_norm"), run.config.get("trainer.optimizer.max_grad_norm", 0)
+    clipped = sum(norm > most for norm in norms) / len(norms) if norms and most else 0.0
+    if len(norms) >= FEWEST_STEPS and clipped > MOST_CLIPPED_STEPS:
+        text = f"In {clipped:.0%} of the steps the gradient was longer than max_grad_norm = {most:g}."
+        do = "Raise trainer.optimizer.max_grad_norm, or count on a smaller step than trainer.optimizer.lr says."
+        yield Finding(Kind.NOTE, "Most gradients are clipped", text, do, "train/grad_norm")
+
+
+def _not_finite(run: Run) -> Iterator[Finding]:
+    for name, series in run.series.items():
+        if missing := [step for step, value in series.items() if value is None]:
+            text = f"{name} was NaN or infinite in {len(missing)} steps, first in step {missing[0]}."
+            do = "Look at the step before: gradient norm, importance weights, its rollouts."
+            yield Finding(Kind.PROBLEM, "A number is not finite", text, do, name)
+
+
+def _dead_symbols(run: Run) -> Iterator[Finding]:
+    """Characters of the wanted answers that the policy does not write, or never writes to any profit, at the end."""
+    last = run.steps - max(run.steps // 3, 1)
+    late = [facts for facts in run.facts if facts.step > last and facts.wanted and not facts.error]
+    wanting: dict[str, list[ListedRollout]] = defaultdict(list)
+    for facts in late:
+        for symbol in {*facts.wanted}:
+            wanting[symbol].append(facts)
+    if not late or len(wanting) > MOST_SYMBOLS:
+        return
+    written = {symbol for facts in late for symbol in facts.answer}
+    best = max(facts.reward for facts in late)
+    for symbol, rollouts in sorted(wanting.items()):
+        if len(rollouts) < FEWEST_WANTED or symbol.isspace():
+            continue
+        count = f"{len(rollouts)} recorded rollouts of the last third want {symbol!r}"
+        do = "Set entropy_bonus in trainer.loss.kwargs, so that no symbol dies out before it is found to be right."
+        if symbol not in written:
+            text = f"{count}; no answer has it."
+            yield Finding(Kind.PROBLEM, f"{symbol!r} is a dead symbol", text, do, "rollouts")
+        elif all(facts.reward <= 0 < best for facts in rollouts):
+            text = f"{count}; none of them got any reward."
+            yield Finding(Kind.WARNING, f"{symbol!r} never gets reward", text, do, "rollouts")
+
+
+def _lost(run: Run) -> Iterator[Finding]:
+    if lost := max(run.values("fleet/lost"), default=0.0):
+        text = f"Up to {lost:.0f} generators were dead at once; their requests went on elsewhere."
+        yield Finding(Kind.NOTE, "Generators were lost", text, "Their logs say why.", "fleet/lost")
+
+
+def _unfinished(run: Run) -> Iterator[Finding]:
+    wanted = run.config.get("loop.steps", 0)
+    if not run.summary and run.steps < wanted:
+        text = f"It has {run.steps} of {wanted} steps: it was stopped, it failed, or it is still going on."
+        yield Finding(
+            Kind.NOTE,
+            "The run is not done",
+            text,
+            f"titan-rl train --resume {shlex.quote(str(run.directory))} goes on.",
+        )
+
+
+RULES: tuple[Callable[[Run], Iterator[Finding]], ...] = (
+    _learned,
+    _reward,
+    _equal_groups,
+    _entropy,
+    _not_finite,
+    _mismatch,
+    _dead_symbols,
+    _failed,
+    _beyond_limits,
+    _idle,
+    _lost,
+    _gradient,
+    _unfinished,
+)
+
+LOOKED_AT = ("groups/equal_rewards", "idle/<mesh>", "rollout/failed")
+"""Metrics whose limit a rule of its own looks at."""

@@ -1,0 +1,116 @@
+"""What a run directory says, as plain data.
+
+Files may be missing, cut off in the middle of a line, or from an older run. Whatever is there is read; a line that is
+not whole JSON is left out. Values of other types than a run writes are not looked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import tomli
+
+from titan_rl.metrics.json_lines import json_lines, json_object
+from titan_rl.metrics.rollout_record import ROLLOUTS, RolloutRecord, read_record
+from titan_rl.overrides import flat
+from titan_rl.run_directory import CONFIG, METRICS, SUMMARY
+from titan_rl.view.rollouts import ListedRollout, read_listed
+from titan_rl.view.timelines import Timeline, read_timelines
+
+MOST_ROLLOUTS_BYTES = 400 << 20
+"""Of a larger `rollouts.jsonl` only every n-th line is parsed, so that a report takes seconds, not minutes."""
+
+Series = dict[int, float | None]
+"""One metric: step → value; None where it was NaN or infinite."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, as its files tell it."""
+
+    directory: Path
+    config: Mapping[str, Any]
+    """Setting, as `trainer.optimizer.lr` → value."""
+    summary: Mapping[str, Any]
+    """Empty where the run is not done."""
+    series: Mapping[str, Series]
+    timelines: list[Timeline] = field(default_factory=list)
+    facts: list[ListedRollout] = field(default_factory=list)
+    """Of every recorded rollout, in the order of the file."""
+    recorded: int = 0
+    """Rollouts in the file; more than `facts` where the file is too large to parse whole."""
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+    @property
+    def steps(self) -> int:
+        """Finished optimizer steps."""
+        return max(self.series.get("train/loss", ()), default=0)
+
+    @cached_property
+    def seconds(self) -> dict[int, float]:
+        """Seconds since the start of the run's process, by step: what `seconds/step` adds up to."""
+        spent = {step: value or 0.0 for step, value in self.series.get("seconds/step", {}).items()}
+        return dict(zip(spent, accumulate(spent.values()), strict=True))
+
+    def values(self, name: str) -> list[float]:
+        """The finite values of a metric, in the order of the steps."""
+        return [value for value in self.series.get(name, {}).values() if value is not None]
+
+
+def read_run(directory: Path) -> Run:
+    """Read everything but the tokens of the rollouts."""
+    facts, recorded = _facts(directory / ROLLOUTS)
+    return Run(
+        directory=directory,
+        config=dict(flat(_read_config(directory / CONFIG))),
+        summary=json_object(directory / SUMMARY),
+        series=_read_series(directory / METRICS),
+        timelines=read_timelines(directory),
+        facts=facts,
+        recorded=recorded,
+    )
+
+
+def rollout_at(file: BinaryIO, rollout: ListedRollout) -> RolloutRecord:
+    """The whole record of a rollout."""
+    file.seek(rollout.offset)
+    return read_record(json.loads(file.readline(), parse_constant=lambda name: None))
+
+
+def _facts(path: Path) -> tuple[list[ListedRollout], int]:
+    size = path.stat().st_size if path.is_file() else 0
+    every = 1 + size // MOST_ROLLOUTS_BYTES
+    facts = []
+    for offset, line in json_lines(path, every):
+        with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):  # not a rollout as we know it
+            facts.append(read_listed(line, offset))
+    return facts, len(facts) * every
+
+
+def _read_series(path: Path) -> dict[str, Series]:
+    series: dict[str, Series] = {}
+    for _, line in json_lines(path):
+        step = line.pop("step", None)
+        if not isinstance(step, int):
+            continue
+        for name, value in line.items():
+            if value is None or isinstance(value, (int, float)):
+                series.setdefault(name, {})[step] = None if value is None or abs(value) == math.inf else value
+    return {name: dict(sorted(values.items())) for name, values in series.items()}
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        return tomli.loads(path.read_text(encoding="utf-8"))
+    return {}

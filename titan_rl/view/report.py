@@ -1,0 +1,265 @@
+"""`titan-rl report RUN [RUN2 ...] [--output FILE]`: one HTML file that shows a run, or compares several. It needs
+nothing else: no network, no server, no account.
+
+- No text of a run is HTML or script: all of it is packed data (`packed`), and the page sets it as text only.
+- A content security policy lets the page's own script run and nothing else, and forbids every request.
+- What is large is thinned, and the page says so.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from titan_rl import __version__
+from titan_rl.errors import ConfigError
+from titan_rl.metrics.metric_table import metric_of
+from titan_rl.one_line import one_line
+from titan_rl.overrides import Command, Verb
+from titan_rl.run_directory import CONFIG, METRICS
+from titan_rl.view.findings import Finding, compare, findings
+from titan_rl.view.read import ROLLOUTS, Run, read_run, rollout_at
+from titan_rl.view.rollouts import ListedRollout, chunks, packed, round_robin
+from titan_rl.view.timelines import Timeline
+
+REPORT = "report.html"
+MOST_ROLLOUT_BYTES = 7_500_000
+"""Of packed rollouts in a report, over all its runs; with everything else it stays below 10 MB."""
+MOST_POINTS = 1_000
+"""Of a curve; a longer one is drawn by means over equally many steps."""
+LENGTH_BINS = 24
+PREVIEW = 60
+"""Characters of a text in the list of rollouts."""
+
+TITLE = b"<title>titan_rl report</title>"
+"""By which an earlier report is recognised."""
+HEAD_BYTES = 2048
+
+SCRIPTS = ("base.js", "head.js", "charts.js", "lanes.js", "browser.js", "tokens.js", "main.js")
+LIBRARY = "uPlot.iife.min.js"
+"""uPlot 1.6.32 from npm, MIT."""
+
+
+def write_report(runs: Sequence[Path], output: Path) -> Path:
+    """Write the report of one run, or of several to compare; returns where it is."""
+    draft = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        with open(draft, "w", encoding="utf-8") as file:
+            file.writelines(_page([read_run(directory) for directory in runs]))
+        draft.replace(output)
+    finally:
+        draft.unlink(missing_ok=True)
+    return output
+
+
+def _page(runs: Sequence[Run]) -> Iterator[str]:
+    styles = _asset("vendor/uPlot.min.css") + _asset("page/style.css")
+    script = "\n".join([_asset(f"vendor/{LIBRARY}"), *(_asset(f"page/{name}") for name in SCRIPTS)])
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    shown: list[dict[str, Any]] = []
+    blocks: list[tuple[str, str]] = []
+    for number, run in enumerate(runs):
+        for chunk, (kept, block) in enumerate(_chunks(run, MOST_ROLLOUT_BYTES // len(runs))):
+            blocks.append((f"rollouts-{number}-{chunk}", block))
+            shown += [_row(facts, number, chunk, place) for place, facts in enumerate(kept)]
+    head = _asset("page/page.html").replace("{{script-hash}}", f"sha256-{digest}").replace("{{style}}", styles)
+    before, after = head.split("{{data}}")
+    yield before
+    yield _block("main", packed(json.dumps(_main(runs, len(shown)), ensure_ascii=False, allow_nan=False)))
+    yield f"<script>{script}</script>\n"
+    columns = {name: [row[name] for row in shown] for name in (shown[0] if shown else ())}
+    yield _block("rollouts", packed(json.dumps(columns, ensure_ascii=False, separators=(",", ":"), allow_nan=False)))
+    for name, block in blocks:
+        yield _block(name, block)
+    yield after
+
+
+def _asset(name: str) -> str:
+    return files("titan_rl.view").joinpath(name).read_text(encoding="utf-8")
+
+
+def _block(name: str, data: str) -> str:
+    return f'<script type="text/plain" id="data-{name}">{data}</script>\n'
+
+
+def _chunks(run: Run, most_bytes: int) -> Iterator[tuple[list[ListedRollout], str]]:
+    if run.facts:
+        with open(run.directory / ROLLOUTS, "rb") as file:
+            yield from chunks(round_robin(run.facts), lambda facts: rollout_at(file, facts), most_bytes)
+
+
+def _row(facts: ListedRollout, run: int, chunk: int, place: int) -> dict[str, Any]:
+    """One line of the list of rollouts."""
+    texts = {name: one_line(getattr(facts, name), PREVIEW) for name in ("error", "prompt", "answer", "wanted")}
+    numbers = {name: getattr(facts, name) for name in ("reward", "advantage", "gap")}
+    return {
+        **{name: getattr(facts, name) for name in ("step", "group", "attempt", "sample")},
+        **{"stop": facts.stop_reason, "tokens": facts.sampled_tokens},
+        **texts,
+        **{name: None if number is None else _short(number) for name, number in numbers.items()},
+        **{"evaluated": int(facts.evaluated), "kept": " ".join(facts.kept)},
+        **{"run": run, "chunk": chunk, "place": place},
+    }
+
+
+def _main(runs: Sequence[Run], shown: int) -> dict[str, Any]:
+    """Everything but rollouts."""
+    names = dict.fromkeys(name for run in runs for name in run.series)
+    return {
+        "version": __version__,
+        "written": time.strftime("%Y-%m-%d %H:%M"),
+        "runs": [_about(run) for run in runs],
+        "findings": [[_plain(each) for each in findings(run)] for run in runs],
+        "compared": [_plain(each) for each in compare(runs)],
+        "metrics": {name: _meaning(name) for name in names},
+        "series": {name: [_curve(run.series.get(name, {})) for run in runs] for name in names},
+        "seconds": [_curve(run.seconds) for run in runs],
+        "ages": [_ages(run) for run in runs],
+        "lengths": _lengths(runs),
+        "timelines": [[_window(timeline) for timeline in run.timelines] for run in runs],
+        "settings": _settings(runs),
+        "rollouts": {"shown": shown, "recorded": sum(run.recorded for run in runs)},
+    }
+
+
+def _plain(finding: Finding) -> dict[str, str]:
+    return {name: str(value) for name, value in asdict(finding).items()}
+
+
+def _about(run: Run) -> dict[str, Any]:
+    return {
+        "name": run.name,
+        "directory": str(run.directory),
+        "recipe": str(run.config.get("recipe", "")),
+        "steps": run.steps,
+        "wanted_steps": run.config.get("loop.steps"),
+        "done": bool(run.summary),
+        "stopped_early": str(run.summary.get("stopped_early") or ""),
+        "seconds": _short(max([run.summary.get("seconds_total") or 0.0, *run.seconds.values()])),
+        "tokens": sum(run.values("rollout/tokens")),
+    }
+
+
+def _meaning(name: str) -> dict[str, str]:
+    metric = metric_of(name)
+    if metric is None:
+        return {}
+    return {"unit": metric.unit, "meaning": metric.meaning, "bad": metric.bad_value, "do": metric.do}
+
+
+def _curve(series: Mapping[int, float | None]) -> dict[str, Any]:
+    """Steps and values; `of` is the number of steps of which each value is the mean."""
+    entries = [(step, value) for step, value in series.items()]
+    of = -(-len(entries) // MOST_POINTS) or 1
+    steps, values = [], []
+    for at in range(0, len(entries), of):
+        part = [value for _, value in entries[at : at + of] if value is not None]
+        steps.append(entries[min(at + of, len(entries)) - 1][0])
+        values.append(_short(sum(part) / len(part)) if part else None)
+    return {"steps": steps, "values": values, "of": of}
+
+
+def _ages(run: Run) -> list[float]:
+    """Share of the trained samples by age in optimizer steps, mean over the steps."""
+    ages: list[float] = []
+    while values := run.values(f"staleness/share_of_age_{len(ages)}"):
+        ages.append(_short(sum(values) / len(values)))
+    return ages
+
+
+def _lengths(runs: Sequence[Run]) -> dict[str, Any]:
+    """Shares of rollouts by sampled tokens. Only those that were kept at random: best and worst are a choice."""
+    lengths = [
+        [each.sampled_tokens for each in run.facts if "random" in each.kept and not each.evaluated] for run in runs
+    ]
+    longest = max((length for each in lengths for length in each), default=0)
+    width = max(1, -(-(longest + 1) // LENGTH_BINS))
+    bins = longest // width + 1
+    shares = []
+    for each in lengths:
+        counts = [0] * bins
+        for length in each:
+            counts[length // width] += 1
+        shares.append([_short(count / len(each)) for count in counts] if each else [])
+    return {"width": width, "shares": shares, "rollouts": [len(each) for each in lengths]}
+
+
+def _window(timeline: Timeline) -> dict[str, Any]:
+    lanes = [
+        {
+            "mesh": lane.mesh,
+            "ranks": lane.ranks,
+            "idle": None if lane.account is None else _short(lane.account.idle),
+            "kinds": [
+                {
+                    "name": name,
+                    "waits_for": waits_for,
+                    "share": _short(sum(shares) / len(shares)),
+                    "shares": [round(share, 3) for share in shares],
+                }
+                for (name, waits_for), shares in lane.shares.items()
+            ],
+        }
+        for lane in timeline.lanes
+    ]
+    return {"window": timeline.window, "start": timeline.start, "seconds": timeline.seconds, "lanes": lanes}
+
+
+def _settings(runs: Sequence[Run]) -> list[list[Any]]:
+    """Every setting with its value in each run; None: the run has no such setting."""
+    names = dict.fromkeys(name for run in runs for name in run.config)
+    return [[name, *(_text(run.config[name]) if name in run.config else None for run in runs)] for name in names]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def _act(command: Command, prog: str) -> int:
+    runs = [Path(word) for word in command.words]
+    if not runs:
+        raise ConfigError("say which runs: their directories")
+    for run in runs:
+        if not any((run / name).is_file() for name in (CONFIG, METRICS)):
+            raise ConfigError(f"{run} is no run directory: it has neither {CONFIG} nor {METRICS}")
+    output = command.values.get("--output")
+    where = Path(output) if output else runs[0] / REPORT if len(runs) == 1 else Path(REPORT)
+    if where.is_file():
+        with open(where, "rb") as there:
+            if TITLE not in there.read(HEAD_BYTES):
+                raise ConfigError(
+                    f"{where} is there and is no report: it is not replaced; name another file, --output FILE"
+                )
+    try:
+        print(write_report([run.resolve() for run in runs], where))
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be written: {error.strerror or error}") from error
+    return 0
+
+
+VERB = Verb(
+    act=_act,
+    about="""
+usage: {prog} RUN [RUN2 ...] [--output FILE]
+
+Write one HTML file that shows a run, or compares several: findings, curves, staleness and lengths, what every mesh did,
+rollouts token by token, settings. It needs no network. A run may still be going on.""",
+    options={
+        "--output FILE": f"where to; RUN/{REPORT}, of several runs ./{REPORT}, without it. A file that is no report is "
+        "not replaced"
+    },
+    takes_words=True,
+    takes_settings=False,
+)

@@ -1,0 +1,227 @@
+"""What every mesh did, and for whom it waited.
+
+    generator0    |decode 0.9, pull 0.1|decode 1.0|waits for rollouts 0.8, decode 0.2|    a lane: shares per bin of time
+
+- A lane is a mesh: the mean over its ranks. Its size depends on the number of bins, never on the length of the run;
+  every single span is in RUN/trace.json.gz.
+- Idle shares (`Account`) are of the time from the beginning of the first step to the end of the last. The time between
+  the end of a run and its resumption, up to its next step, is not counted.
+- Every moment of every rank is work, a wait, or the time without a process. So the shares of a mesh add up to 1.
+- If A waits for B, and all of B waits for C, then A waits for C. For example, a generator without requests waits for
+  free slots while the rollout workers do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from titan_rl.view.spans import Process, RecordedSpan, read_processes
+
+BINS = 480
+"""Of a lane."""
+STEPS, WHOLE = "steps", "whole run"
+
+ROLLOUTS, RANK_0, SLOTS, GONE = "rollouts", "rank 0", "slots", "its restart"
+"""Labels of waits: the rollout workers; the first rank of the same mesh; room for one more group; a process."""
+
+ORDER = ("trainer", "generator", "rollout", "gateway", "router", "relay", "controller")
+COMPUTE = ("trainer", "generator")
+"""Kinds of meshes whose devices cost something."""
+
+MOST_CELLS = 500_000
+"""Beyond so many changes of anybody's state, the window is cut into so many equal cells."""
+
+MEANINGS = {
+    ROLLOUTS: "the rollout workers, which were busy",
+    SLOTS: "free slots, which a train step and its weight sync give back",
+    "generators": "the generators, which were busy",
+    "environment": "user code of the environment",
+    "programs": "the environment's programs",
+    "weights": "weights",
+    RANK_0: "rank 0",
+}
+
+HINTS = {
+    ("generator", SLOTS): "a larger loop.max_staleness lets them go on while the trainer works",
+    ("generator", ROLLOUTS): "more rollout.workers keep them supplied",
+    ("generator", "environment"): "more groups in flight (loop.max_staleness) or quicker user code fills this time",
+    ("trainer", "generators"): "more generators, shorter answers or a larger loop.max_staleness fill this time",
+    ("trainer", "environment"): "quicker user code or a larger loop.max_staleness fills this time",
+    ("trainer", ROLLOUTS): "more rollout.workers fill this time",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """How one mesh spent the window, averaged over its ranks."""
+
+    mesh: str
+    ranks: int
+    busy: float
+    """A share of the window, like all that follow."""
+    waits: dict[str, float]
+    """By for whom, the longest first."""
+
+    @property
+    def kind(self) -> str:
+        return self.mesh.rstrip("0123456789")
+
+    @property
+    def idle(self) -> float:
+        return sum(self.waits.values())
+
+
+Kind = tuple[str, str]
+"""Name of the work and "", or "" and for whom it waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One mesh."""
+
+    mesh: str
+    ranks: int
+    shares: dict[Kind, list[float]] = field(default_factory=dict)
+    """[BINS] each."""
+    account: Account | None = None
+    """How it spent the steps; None: there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """All meshes in one window of time."""
+
+    window: str
+    """STEPS or WHOLE."""
+    start: float
+    """Seconds since the run's first process was born."""
+    seconds: float
+    lanes: list[Lane]
+
+
+def steps_of(processes: Sequence[Process]) -> list[RecordedSpan]:
+    """The train steps, as the controller saw them."""
+    spans = (span for process in processes if process.mesh == "controller" for span in process.others)
+    return sorted((span for span in spans if span.lane == "train"), key=lambda span: span.began)
+
+
+def idle_accounts(processes: Sequence[Process]) -> list[Account]:
+    """How all meshes spent the time of the steps; empty if there is no step."""
+    parts = [steps for process in processes if (steps := steps_of([process]))]
+    windows = [(steps[0].began, max(step.ended for step in steps)) for steps in parts]
+    return accounts(processes, *windows) if windows else []
+
+
+def accounts(processes: Sequence[Process], *windows: tuple[float, float]) -> list[Account]:
+    """How every mesh spent some windows of time, from one moment to another each, that do not overlap."""
+    ranks: dict[tuple[str, int], list[RecordedSpan]] = {}
+    for process in processes:
+        ranks.setdefault((process.mesh, process.rank), []).extend(process.main)
+    labels = ["", GONE, *sorted({span.waits_for for spans in ranks.values() for span in spans if span.waits_for})]
+    codes = {label: code for code, label in enumerate(labels)}
+    grids = [_grid(ranks.values(), *window) for window in windows]
+    middles = np.concatenate([(grid[:-1] + grid[1:]) / 2 for grid in grids])
+    seconds = np.concatenate([np.diff(grid) for grid in grids])
+    states = {
+        rank: _states(sorted(spans, key=lambda span: span.began), middles, codes) for rank, spans in ranks.items()
+    }
+
+    for (mesh, rank), mine in states.items():
+        if rank and RANK_0 in codes and (mesh, 0) in states:
+            _resolve(mine, codes[RANK_0], [states[mesh, 0]])
+    players = [state for (mesh, _), state in sorted(states.items()) if mesh.startswith("rollout")]
+    if ROLLOUTS in codes and players:
+        for (mesh, _), mine in states.items():
+            if not mesh.startswith("rollout"):
+                _resolve(mine, codes[ROLLOUTS], players)
+
+    found: dict[str, list[np.ndarray]] = {}
+    for (mesh, _), state in states.items():
+        found.setdefault(mesh, []).append(np.bincount(state, weights=seconds, minlength=len(labels)))
+    meshes = []
+    for mesh, each in found.items():
+        shares = np.mean(each, axis=0) / max(seconds.sum(), 1e-9)
+        waits = {label: float(share) for label, share in zip(labels[1:], shares[1:], strict=True) if share > 0}
+        by_length = dict(sorted(waits.items(), key=lambda item: -item[1]))
+        meshes.append(Account(mesh, len(each), float(shares[0]), by_length))
+    return sorted(meshes, key=lambda each: (ORDER.index(each.kind) if each.kind in ORDER else len(ORDER), each.mesh))
+
+
+def _grid(everything: object, first: float, last: float) -> np.ndarray:
+    """[K + 1] times between which no state changes, the window's edges first and last."""
+    moments = [moment for spans in everything for span in spans for moment in (span.began, span.ended)]  # type: ignore[attr-defined]
+    inside = np.unique(np.clip(np.array([first, last, *moments]), first, last))
+    return inside if len(inside) <= MOST_CELLS else np.linspace(first, last, MOST_CELLS + 1)
+
+
+def _states(spans: Sequence[RecordedSpan], middles: np.ndarray, codes: dict[str, int]) -> np.ndarray:
+    """[K] int64, the code of what one rank does in each cell; 0 is work."""
+    if not spans:
+        return np.full(len(middles), codes[GONE])
+    began = np.array([span.began for span in spans])
+    ended = np.array([span.ended for span in spans])
+    code = np.array([codes[span.waits_for] for span in spans])
+    at = np.searchsorted(began, middles, side="right") - 1
+    # between two pieces there is only what rounding took away
+    inside = (at >= 0) & (middles <= ended[at] + _ROUNDING)
+    return np.where(inside, code[at], codes[GONE])
+
+
+_ROUNDING = 1e-5
+
+
+def _resolve(mine: np.ndarray, label: int, others: Sequence[np.ndarray]) -> None:
+    """Where one waits for others that all wait, it waits for what the first of them waits for."""
+    all_wait = np.all([other > 0 for other in others], axis=0)
+    at = (mine == label) & all_wait
+    mine[at] = others[0][at]
+
+
+# --- lanes -----------------------------------------------------------------------------------------------------------
+
+
+def read_timelines(run: Path) -> list[Timeline]:
+    """Of the steps, if there are any, and of the whole run; none where there are no spans."""
+    processes: list[Process] = []
+    with contextlib.suppress(OSError):
+        processes = [process for process in read_processes(run) if process.main]
+    if not processes:
+        return []
+    born, end = min(process.began for process in processes), max(process.ended for process in processes)
+    windows = [(WHOLE, born, end)]
+    accounts: list[Account] = []
+    if steps := steps_of(processes):
+        accounts = idle_accounts(processes)
+        windows.insert(0, (STEPS, steps[0].began, max(step.ended for step in steps)))
+    of = {account.mesh: account for account in accounts}
+    names = dict.fromkeys((*of, *sorted(process.mesh for process in processes)))
+    meshes = {name: [process for process in processes if process.mesh == name] for name in names}
+    timelines = []
+    for window, first, last in windows:
+        edges = np.linspace(first, max(last, first + 1e-9), BINS + 1)
+        lanes = [_lane(mesh, some, edges, of.get(mesh)) for mesh, some in meshes.items()]
+        timelines.append(Timeline(window, first - born, last - first, lanes))
+    return timelines
+
+
+def _lane(mesh: str, processes: Sequence[Process], edges: np.ndarray, account: Account | None) -> Lane:
+    ranks = len({process.rank for process in processes})
+    pieces: dict[Kind, list[tuple[float, float]]] = {}
+    shares: dict[Kind, np.ndarray] = {}
+    for process in processes:
+        pieces.clear()
+        for span in process.main:
+            kind = ("", span.waits_for) if span.waits_for else (span.name, "")
+            pieces.setdefault(kind, []).append((span.began, span.ended))
+        for kind, spans in pieces.items():
+            moments = np.maximum.accumulate(np.array(spans).ravel())  # [2n] began, ended, began, ended, …
+            done = np.repeat(np.cumsum([0.0, *np.diff(moments)[::2]]), 2)[1:-1]  # [2n] seconds at those moments
+            bins = np.diff(np.interp(edges, moments, done)) / (np.diff(edges) * ranks)
+            shares[kind] = shares.get(kind, 0.0) + bins
+    longest = sorted(shares, key=lambda kind: (bool(kind[1]), -shares[kind].sum()))
+    return Lane(mesh, ranks, {kind: shares[kind].tolist() for kind in longest if shares[kind].any()}, account)
