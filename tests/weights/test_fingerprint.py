@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from titan_rl.errors import WeightsError
 from titan_rl.weights import fingerprint as module
-from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint
-from titan_rl.weights.fingerprint_keys import BLOCK, odd_key, signed, unsigned
+from titan_rl.weights.fingerprint import BLOCK, combined_fingerprint, odd_key, shard_fingerprint, signed, unsigned
 from titan_rl.weights.manifest import Manifest, TensorEntry
 
 MODULUS = 1 << 64

@@ -31,20 +31,40 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from titan_rl.errors import WeightsError
-from titan_rl.weights.fingerprint_keys import BLOCK, odd_key, unsigned
 from titan_rl.weights.manifest import Manifest
+
+BLOCK = 1024
+"""Elements that share a key. Their places' keys, 8 KiB, must leave most of a first-level cache to the elements: with
+twice as many the sum over large tensors takes a quarter longer."""
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 """Dtypes that can be served, and the integer that an element's bits are read as."""
 
 _DEVICE_CHUNK = 1 << 24
 """Elements that are widened to int64 at a time on an accelerator: 128 MiB."""
+
+
+_MODULUS = 1 << 64
+
+
+def signed(value: int) -> int:
+    """The int64 that is `value` modulo 2**64: what a tensor or a collective can carry."""
+    value %= _MODULUS
+    return value - _MODULUS if value >= _MODULUS >> 1 else value
+
+
+def unsigned(value: int) -> int:
+    """The inverse of `signed`."""
+    return value % _MODULUS
 
 
 def shard_fingerprint(data: Tensor, global_shape: Sequence[int], offset: Sequence[int]) -> int:
@@ -119,6 +139,20 @@ def _planes(data: Tensor, global_shape: Sequence[int], offset: Sequence[int]) ->
         yield box[index], first + start, pitches[-2]
 
 
+_STEP, _FIRST, _SECOND = map(signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def odd_key(number):  # type: ignore[no-untyped-def]
+    """SplitMix64's output number `number` (Steele et al. 2014), made odd: of an int64 in compiled code, or of a tensor.
+
+    The masks make the arithmetic shifts of signed integers logical ones.
+    """
+    mixed = number * _STEP
+    mixed = (mixed ^ ((mixed >> 30) & 0x3FFFFFFFF)) * _FIRST
+    mixed = (mixed ^ ((mixed >> 27) & 0x1FFFFFFFFF)) * _SECOND
+    return (mixed ^ ((mixed >> 31) & 0x1FFFFFFFF)) | 1
+
+
 @functools.cache
 def _place_keys(device: torch.device) -> Tensor:
     """[BLOCK] int64: the keys of the places in a block."""
@@ -127,12 +161,46 @@ def _place_keys(device: torch.device) -> Tensor:
 
 
 def _sum_on_host(plane: Tensor, first: int, pitch: int) -> int:
-    from titan_rl.weights.compiled_sum import sum_rows
-
     rows, columns = plane.shape
     stride = plane.stride(0)
     span = plane.view(BITS[plane.dtype]).as_strided(((rows - 1) * stride + columns,), (1,)).numpy()
-    return int(sum_rows(span, rows, columns, stride, first, pitch, _place_keys(plane.device).numpy()))
+    return compiled_sum()(span, rows, columns, stride, first, pitch, _place_keys(plane.device).numpy())
+
+
+@functools.cache
+def compiled_sum() -> Callable[..., int]:
+    """`_sum_rows` as machine code: one pass at memory speed, in one thread.
+
+    Call it only after the engine is built. It imports numba, and vLLM's engine looks into every object of every loaded
+    module for kernels to replace; llvmlite has one that does not bear it.
+    """
+    from numba import njit
+    from numba.extending import register_jitable
+
+    register_jitable(odd_key)
+    # Machine code is kept beside this file, which spares every process 0.3 s; in a read-only place each compiles anew.
+    compiled: Callable[..., int] = njit(nogil=True, cache=os.access(Path(__file__).parent, os.W_OK))(_sum_rows)
+    return compiled
+
+
+def _sum_rows(bits, rows, columns, stride, first, pitch, keys):  # type: ignore[no-untyped-def]
+    """`bits` is signed, one-dimensional and contiguous; all other integers are int64 and wrap."""
+    total = np.int64(0)
+    for row in range(rows):
+        done = 0
+        while done < columns:
+            position = first + row * pitch + done
+            place = position % BLOCK
+            size = min(BLOCK - place, columns - done)
+            # Unsigned, because indices that might be negative keep the compiler from using vector instructions.
+            start, start_key = np.uint64(row * stride + done), np.uint64(place)
+            block_sum = np.int64(0)
+            for index in range(np.uint64(size)):
+                element = np.int64(bits[start + index])
+                block_sum += (element + (element >> 16)) * keys[start_key + index]
+            total += block_sum * odd_key(BLOCK + position // BLOCK)
+            done += size
+    return total
 
 
 def _sum_on_device(plane: Tensor, first: int, pitch: int) -> int:

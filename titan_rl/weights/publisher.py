@@ -34,8 +34,7 @@ from torch import Tensor
 from titan_rl.errors import StorageError, WeightsError
 from titan_rl.processes import HOST
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.fingerprint import BITS, check_box, shard_fingerprint
-from titan_rl.weights.fingerprint_keys import signed, unsigned
+from titan_rl.weights.fingerprint import BITS, check_box, shard_fingerprint, signed, unsigned
 from titan_rl.weights.manifest import Manifest, Publication, TensorEntry, TensorShard
 from titan_rl.weights.ranks import Ranks
 from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_segment, segment_at, segment_location

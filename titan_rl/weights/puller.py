@@ -18,8 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from titan_rl.errors import StorageError, WeightsError
-from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint
-from titan_rl.weights.fingerprint_keys import signed, unsigned
+from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint, signed, unsigned
 from titan_rl.weights.manifest import Manifest, Publication, TensorEntry, TensorShard
 from titan_rl.weights.ranks import Ranks
 from titan_rl.weights.segment_files import Identity, identity_of, map_segment, segment_at
