@@ -182,7 +182,7 @@ async def test_a_sleeping_generator_wakes_only_with_weights(fleet: Fleet) -> Non
     with pytest.raises(GeneratorNotServing, match="asleep"):
         await patient.call(Generator.pull_model_state_dict, fleet.publications[1])
     gone = dataclasses.replace(fleet.publications[1], location="/dev/shm/nothing")
-    with pytest.raises(WeightsError, match="v1 cannot be served: rank 0: .* is gone"):
+    with pytest.raises(WeightsError, match="v1 cannot be served: .* is gone"):
         await patient.call(Generator.wake_up, gone)
     with pytest.raises(GeneratorNotServing, match="patient: stale: .* is gone"):
         await patient.client.generate(request())

@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from titan_rl.generation.decisions import LoopDecision
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.engine_loop import EngineLoop
-from titan_rl.generation.lockstep import DecisionChannel, Lockstep
+from titan_rl.generation.lockstep import Lockstep
 from titan_rl.generation.simulated_engine import SimulatedEngine, simulated_token
 from titan_rl.types import Completion, GenerationRequest, Piece, PolicyVersion, SamplingParams
 from titan_rl.weights.manifest import Manifest, Publication
+from titan_rl.weights.ranks import Ranks
 
 PROMPT = (2, 3, 4, 5, 12)
 
@@ -145,32 +147,39 @@ class Collector:
         return self.errors.get(timeout=BOUND)
 
 
-class InProcessChannel(DecisionChannel):
-    """Between threads of one process."""
+class Wires:
+    """Between ranks that are threads of one process."""
 
-    class Wires:
-        def __init__(self, ranks: int) -> None:
-            self.queues = [queue.Queue[LoopDecision]() for _ in range(ranks)]
-            self.failures = [""] * ranks
-            self.barrier = threading.Barrier(ranks, timeout=BOUND)
+    def __init__(self, ranks: int) -> None:
+        self.decisions = [queue.Queue[Any]() for _ in range(ranks)]
+        self.values: list[Any] = [None] * ranks
+        self.barrier = threading.Barrier(ranks, timeout=BOUND)
+
+
+class InProcessRanks(Ranks):
+    """One rank's end of the wires."""
 
     def __init__(self, wires: Wires, rank: int) -> None:
+        super().__init__(None)
         self._wires = wires
         self._rank = rank
 
-    def send(self, decision: LoopDecision) -> None:
-        for each in self._wires.queues[1:]:
-            each.put(decision)
+    def broadcast(self, value: Any) -> Any:
+        if self._rank:
+            return self._wires.decisions[self._rank].get(timeout=BOUND)
+        for each in self._wires.decisions[1:]:
+            each.put(value)
+        return value
 
-    def receive(self) -> LoopDecision:
-        return self._wires.queues[self._rank].get(timeout=BOUND)
-
-    def gather_failures(self, failure: str) -> list[str]:
-        self._wires.failures[self._rank] = failure
+    def gather(self, value: Any) -> list[Any]:
+        self._wires.values[self._rank] = value
         self._wires.barrier.wait()
-        gathered = list(self._wires.failures)
+        gathered = list(self._wires.values)
         self._wires.barrier.wait()
         return gathered
+
+    def maximum(self, values: Tensor) -> None:
+        values.copy_(torch.stack(self.gather(values.clone())).amax(0))
 
 
 def no_tensors(publication: Publication) -> Iterable[tuple[str, Any]]:
@@ -188,14 +197,14 @@ def make_loop(
     rank: int = 0,
     burst_steps: int = 1,
     heartbeat_seconds: float = 5.0,
-    channel: DecisionChannel | None = None,
+    ranks: Ranks | None = None,
     load: Callable[[Publication], Iterable[tuple[str, Any]]] = no_tensors,
     verify: Callable[[Publication, Engine], int] = all_well,
 ) -> EngineLoop:
-    channel = channel or DecisionChannel()
-
     def make_lockstep() -> Lockstep:
-        collector.lockstep = Lockstep(engine(), rank=rank, channel=channel, load_publication=load, verify=verify)
+        collector.lockstep = Lockstep(
+            engine(), rank=rank, ranks=ranks or Ranks(None), load_publication=load, verify=verify
+        )
         return collector.lockstep
 
     return EngineLoop(
@@ -213,13 +222,13 @@ def make_ranks(
     collectors: list[Collector], engines: list[Callable[[], Engine]], *, burst_steps: int = 4, **kwargs: Any
 ) -> tuple[EngineLoop, EngineLoop]:
     """Rank 0 and its follower, started."""
-    wires = InProcessChannel.Wires(2)
+    wires = Wires(2)
     loops = [
         make_loop(
             collectors[rank],
             engine=engines[rank],
             rank=rank,
-            channel=InProcessChannel(wires, rank),
+            ranks=InProcessRanks(wires, rank),
             burst_steps=burst_steps,
             **{name: value[rank] if isinstance(value, tuple) else value for name, value in kwargs.items()},
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from loop_harness import (
@@ -18,14 +19,16 @@ from loop_harness import (
     make_request,
     simulated_tokens,
 )
+from torch import Tensor
 
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, RequestError
 from titan_rl.generation.decisions import LoopAction, LoopDecision
 from titan_rl.generation.engine import Engine, StepOutput
 from titan_rl.generation.engine_loop import EngineLoop
-from titan_rl.generation.lockstep import DecisionChannel, RunningDigest
+from titan_rl.generation.lockstep import RunningDigest
 from titan_rl.generation.simulated_engine import SimulatedEngine
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
+from titan_rl.weights.ranks import Ranks
 
 
 def test_requests_before_the_first_pull_wait_and_are_then_served(collector: Collector) -> None:
@@ -191,11 +194,11 @@ def test_a_crash_fails_everything_outstanding_and_everything_later(collector: Co
 
 
 def test_a_crash_during_a_pull_fails_that_pull(collector: Collector) -> None:
-    class Broken(DecisionChannel):
-        def gather_failures(self, failure: str) -> list[str]:
+    class Broken(Ranks):
+        def maximum(self, values: Tensor) -> None:
             raise ConnectionError("peer is gone")
 
-    loop = make_loop(collector, channel=Broken())
+    loop = make_loop(collector, ranks=Broken(None))
     loop.start().result(timeout=BOUND)
     with pytest.raises(GeneratorFailed, match="ConnectionError: peer is gone"):
         loop.pull(make_publication(0)).result(timeout=BOUND)
@@ -252,13 +255,13 @@ def test_the_engine_is_used_by_one_thread_only(collector: Collector) -> None:
 
 
 def test_a_follower_takes_no_calls(collector: Collector) -> None:
-    class Silent(DecisionChannel):
-        def receive(self) -> LoopDecision:
+    class Silent(Ranks):
+        def broadcast(self, value: Any) -> Any:
             assert done.wait(BOUND)
             return LoopDecision(sequence=0, action=LoopAction.CLOSE, digest=RunningDigest().value)
 
     done = threading.Event()
-    loop = make_loop(collector, rank=1, channel=Silent())
+    loop = make_loop(collector, rank=1, ranks=Silent(None))
     loop.start().result(timeout=BOUND)
     with pytest.raises(GeneratorFailed, match="only rank 0"):
         loop.submit([make_request("a")])

@@ -97,7 +97,7 @@ def test_a_kept_prefix_cache_is_reused_across_versions_and_logprobs_are_of_no_si
 )
 def test_damaged_weights_are_never_served(facts: Facts, damage: str, reason: str) -> None:
     found = facts["damaged"][damage]
-    assert "cannot be served: rank 0: WeightsError" in found["error"] and reason in found["error"]
+    assert " cannot be served: " in found["error"] and reason in found["error"]
     assert reason in found["refused"]
     assert found["flying"].finish_reason is FinishReason.ABORT
     assert set(found["flying"].versions.tolist()) == {found["good"]} and 4 <= len(found["flying"].token_ids) < 40

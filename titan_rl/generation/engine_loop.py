@@ -226,7 +226,7 @@ class EngineLoop:
         while action is not LoopAction.CLOSE:
             decision = self._next_decision(lockstep)
             action = decision.action
-            lockstep.channel.send(decision)
+            lockstep.ranks.broadcast(decision)
             decided_at = self._clock()
             outcome = self._apply(decision, lockstep)
             timeline.doing("settle")
@@ -236,7 +236,7 @@ class EngineLoop:
         action = None
         while action is not LoopAction.CLOSE:
             timeline.doing("wait", "rank 0")
-            decision = lockstep.channel.receive()
+            decision: LoopDecision = lockstep.ranks.broadcast(None)
             action = decision.action
             self._apply(decision, lockstep)
 

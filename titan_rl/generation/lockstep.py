@@ -11,7 +11,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from titan_rl.weights.manifest import Publication, PullReport
 if TYPE_CHECKING:
     from torch import Tensor
 
-T = TypeVar("T")
+    from titan_rl.weights.ranks import Ranks
 
 _DIGEST_BYTES = 8
 
@@ -34,25 +34,6 @@ LoadPublication = Callable[[Publication], "Iterable[tuple[str, Tensor]]"]
 Verify = Callable[[Publication, Engine], int]
 """Compares the engine's weights with the manifest; returns the combined fingerprint or raises WeightsError. It runs on
 all of the generator's ranks or on none, so it may use collectives."""
-
-
-class DecisionChannel:
-    """Carries decisions from rank 0 to all ranks. Every rank calls the same methods in the same order. This one is that
-    of a generator with one rank: it sends nothing."""
-
-    def open(self) -> None:
-        """Called once by every rank, after its engine is built."""
-
-    def send(self, decision: LoopDecision) -> None:
-        """Rank 0: hand a decision to every other rank."""
-
-    def receive(self) -> LoopDecision:
-        """Other ranks: wait for the next decision."""
-        raise RuntimeError("a generator of one rank has no follower")
-
-    def gather_failures(self, failure: str) -> list[str]:
-        """The failures of all ranks, the same list on all; empty means success."""
-        return [failure]
 
 
 class RunningDigest:
@@ -123,7 +104,7 @@ class Lockstep:
         engine: Engine,
         *,
         rank: int,
-        channel: DecisionChannel,
+        ranks: Ranks,
         load_publication: LoadPublication,
         verify: Verify,
         keep_cache: bool = False,
@@ -131,11 +112,11 @@ class Lockstep:
     ) -> None:
         """
         Args:
-            engine: built; the channel is opened here.
+            ranks: of the generator; `rank` is this one's number.
             keep_cache: whether KV of older weights stays in use after a pull; see `GeneratorConfig.keep_prefix_cache`.
         """
         self.engine = engine
-        self.channel = channel
+        self.ranks = ranks
         self._rank = rank
         self._load_publication = load_publication
         self._verify = verify
@@ -143,7 +124,6 @@ class Lockstep:
         self._clock = clock
         self._digest = RunningDigest()
         self._decisions = 0
-        channel.open()
 
     @property
     def digest(self) -> int:
@@ -203,13 +183,16 @@ class Lockstep:
         engine = self.engine
         timeline.doing("pull")
         in_flight = len(engine.running())
-        started = self._clock()
-        _, error = self._on_all_ranks(publication, lambda: self._load(publication))
-        copied = self._clock()
-        fingerprint: int | None = None
-        if error is None:
+        started = copied = self._clock()
+        fingerprint, error = None, None
+        what = f"{publication.channel} {publication.version} cannot be served"
+        try:
+            self.ranks.together(what, lambda: self._load(publication))
+            copied = self._clock()
             timeline.doing("verify")
-            fingerprint, error = self._on_all_ranks(publication, lambda: self._verify(publication, engine))
+            fingerprint = self.ranks.together(what, lambda: self._verify(publication, engine))
+        except WeightsError as failure:
+            error = failure
         report = PullReport(
             version=publication.version,
             seconds_waited=0.0,
@@ -218,7 +201,7 @@ class Lockstep:
             bytes=publication.manifest.nbytes,
             requests_in_flight=in_flight,
         )
-        self._digest.add_loaded(publication.version, None if error else fingerprint)
+        self._digest.add_loaded(publication.version, fingerprint)
         completions = engine.abort(engine.running()) if error else []
         return Outcome(completions=completions, pull=report, pull_error=error)
 
@@ -226,20 +209,3 @@ class Lockstep:
         self.engine.load_weights(self._load_publication(publication), publication.version)
         if not self._keep_cache:
             self.engine.drop_cache()
-
-    def _on_all_ranks(self, publication: Publication, work: Callable[[], T]) -> tuple[T | None, WeightsError | None]:
-        """Do this rank's part, then exchange failures with all ranks. Returns its result, and the error if any rank
-        failed."""
-        result: T | None = None
-        cause: Exception | None = None
-        try:
-            result = work()
-        except Exception as error:
-            cause = error
-        failures = self.channel.gather_failures("" if cause is None else f"{type(cause).__name__}: {cause}")
-        reasons = [f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure]
-        if not reasons:
-            return result, None
-        failed = WeightsError(f"{publication.channel} {publication.version} cannot be served: {'; '.join(reasons)}")
-        failed.__cause__ = cause
-        return result, failed

@@ -52,6 +52,13 @@ class Ranks:
         dist.all_gather_object(values, value, group=self._group)
         return values  # type: ignore[return-value]
 
+    def broadcast(self, value: T | None) -> T:
+        """Rank 0's value, on every rank; that of other ranks is not looked at. Pickles."""
+        values = [value]
+        if self._group is not None:
+            dist.broadcast_object_list(values, group=self._group, group_src=0)
+        return values[0]  # type: ignore[return-value]
+
     def together(self, what: str, work: Callable[[], T], *, equal: Callable[[T], object] | None = None) -> T:
         """Do this rank's part of `what`; returns when every rank has done its part.
 
@@ -79,7 +86,7 @@ class Ranks:
         if failed:
             reasons = self.gather("" if cause is None else _reason(cause))
             by_rank = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
-            raise WeightsError(f"{what}: {'; '.join(by_rank) if self._group else reasons[0]}") from cause
+            raise WeightsError(f"{what}: {'; '.join(by_rank) if len(reasons) > 1 else reasons[0]}") from cause
         if highest != -negated_lowest:
             assert equal is not None
             values = [f"rank {rank}: {value}" for rank, value in enumerate(self.gather(repr(equal(result))))]
