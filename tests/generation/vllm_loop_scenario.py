@@ -163,7 +163,7 @@ class Loop:
         version = PolicyVersion(0, self._steps)
         self._steps += 1
         self.weights_of[version.encode()] = weights
-        return self.loop.pull(dataclasses.replace(self._published[weights], version=version), go_back=True)
+        return self.loop.pull(dataclasses.replace(self._published[weights], version=version))
 
     def serve(self, *requests: GenerationRequest) -> dict[str, Completion]:
         assert self.loop.submit(requests) == [None] * len(requests)
@@ -249,7 +249,7 @@ def damaged_weights(this: Loop) -> dict[str, dict[str, Any]]:
         this.engine.hold_in(4)
         this.loop.submit([make_request(f"flying-{name}", new=40, seed=5)])
         this.engine.wait_until_held()
-        pull = this.loop.pull(bad, go_back=True)
+        pull = this.loop.pull(bad)
         this.loop.submit([make_request(f"waiting-{name}", min_version=(SKIPPED_BY_ONE, 99))])
         this.engine.let_go()
         found: dict[str, Any] = {"error": "", "refused": "", "good": good.encode()}

@@ -106,7 +106,7 @@ class Generator(RequestServer):
     @endpoint
     async def pull_model_state_dict(self, publication: Publication) -> PullReport:
         """The weights may be older than those before: groups of an exact version are played again."""
-        report = await self._pulled(publication, lambda: self._running().pull(publication, go_back=True))
+        report = await self._pulled(publication, lambda: self._running().pull(publication))
         _log.info("serving %s: %s", report.version, report)
         return report
 

@@ -6,7 +6,7 @@ Invariants, whatever the order of calls:
   by `interrupt`. Requests are admitted in the order of submission.
 - A request is admitted only while a verified version is served, and only `verified` makes one served.
 - CLOSE > SLEEP and WAKE > PULL_MODEL_STATE_DICT > STEP > IDLE; sequence numbers rise by one per decision.
-- Of several waiting pulls only the last one is loaded; the version never goes back.
+- Of several waiting pulls only the last one is loaded. It may be older: the router knows what is to be served.
 
     submit(a)  pull(v0)      -> 0 PULL v0      (a waits: nothing is served before weights are verified)
     verified(v0)             -> 1 STEP admit a
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from titan_rl.errors import GeneratorFailed, GeneratorNotServing, RequestError, WeightsError
+from titan_rl.errors import GeneratorFailed, GeneratorNotServing, RequestError
 from titan_rl.types import GenerationRequest, PolicyVersion
 from titan_rl.weights.manifest import Publication
 
@@ -83,7 +83,6 @@ class DecisionMaker:
         self._aborts: dict[str, None] = {}  # an ordered set
         self._change: LoopAction | None = None  # PULL, SLEEP or WAKE that is requested and not decided yet
         self._publication: Publication | None = None  # for that change
-        self._newest: PolicyVersion | None = None  # the last requested version
         self._closing = False
 
     # What callers want. Each of these raises GeneratorFailed once `close` was called.
@@ -115,23 +114,14 @@ class DecisionMaker:
             self._aborts[request_id] = None
         return request
 
-    def pull(self, publication: Publication, *, go_back: bool = False) -> None:
-        """Ask for a publication; of several that wait, only the last is loaded.
-
-        Args:
-            go_back: it may be older than those before.
-
-        Raises:
-            WeightsError: older than a version requested before.
-            GeneratorNotServing: asleep (`wake` pulls) or about to be.
-        """
+    def pull(self, publication: Publication) -> None:
+        """Ask for a publication. Raises GeneratorNotServing if asleep (`wake` pulls) or about to be."""
         self._refuse_when_closing()
         waking = self._change is LoopAction.WAKE
         if self._change is LoopAction.SLEEP or (self._asleep and not waking):
             raise GeneratorNotServing(_ASLEEP)
-        self._request_change(
-            LoopAction.WAKE if waking else LoopAction.PULL_MODEL_STATE_DICT, publication, go_back=go_back
-        )
+        self._change = LoopAction.WAKE if waking else LoopAction.PULL_MODEL_STATE_DICT
+        self._publication = publication
 
     def sleep(self) -> None:
         """Ask to sleep. A pull that waits is dropped. Raises GeneratorNotServing while a wake-up is under way."""
@@ -141,11 +131,12 @@ class DecisionMaker:
         self._change, self._publication = LoopAction.SLEEP, None
 
     def wake(self, publication: Publication) -> None:
-        """Ask to wake up with a publication, the only way out of sleep. Raises as `pull`."""
+        """Ask to wake up with a publication, the only way out of sleep. Raises GeneratorNotServing while falling
+        asleep."""
         self._refuse_when_closing()
         if self._change is LoopAction.SLEEP:
             raise GeneratorNotServing("falling asleep: wait for that before waking it up")
-        self._request_change(LoopAction.WAKE, publication)
+        self._change, self._publication = LoopAction.WAKE, publication
 
     def close(self) -> None:
         """Ask to end. From now on everything else is refused."""
@@ -220,11 +211,6 @@ class DecisionMaker:
     def _refuse_when_closing(self) -> None:
         if self._closing:
             raise GeneratorFailed("the generator was closed")
-
-    def _request_change(self, change: LoopAction, publication: Publication, *, go_back: bool = False) -> None:
-        if self._newest is not None and publication.version < self._newest and not go_back:
-            raise WeightsError(f"{publication.version} is older than {self._newest}, which was requested before")
-        self._change, self._publication, self._newest = change, publication, publication.version
 
     def _admissible(self) -> Iterator[GenerationRequest]:
         """Requests that allow the served version; the others wait for a pull."""

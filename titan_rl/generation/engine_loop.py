@@ -147,17 +147,17 @@ class EngineLoop:
         if completions:
             self._on_completions(completions)
 
-    def pull(self, publication: Publication, *, go_back: bool = False) -> Future[PullReport]:
+    def pull(self, publication: Publication) -> Future[PullReport]:
         """Load, verify and serve a publication between two decisions; requests in flight go on under it.
 
         Of several pulls that wait only the last is loaded, and all their futures resolve with it. The future
         fails with WeightsError when the pull does: then requests in flight come back aborted with their tokens so
-        far, and requests are refused until a pull succeeds. Raises at once what `DecisionMaker.pull` raises, as `sleep`
-        and `wake_up` do what theirs raise.
+        far, and requests are refused until a pull succeeds. Raises at once what `DecisionMaker.pull` raises; so do
+        `sleep` and `wake_up`.
         """
         with self._changed:
             self._leading_engine()
-            self._inbox.pull(publication, go_back=go_back)
+            self._inbox.pull(publication)
             return self._wait()
 
     def sleep(self) -> Future[int]:
