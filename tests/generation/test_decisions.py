@@ -21,18 +21,6 @@ def serving(step: int = 0, **kwargs: int) -> DecisionMaker:
     return inbox
 
 
-def test_a_pull_that_comes_to_a_wake_up_brings_its_newer_version() -> None:
-    inbox = serving()
-    inbox.sleep()
-    inbox.decide(False)
-    inbox.wake(make_publication(1))
-    inbox.pull(make_publication(2))
-    decision = inbox.decide(False)
-    assert decision.action is LoopAction.WAKE
-    assert decision.publication == make_publication(2)
-    assert inbox.next_action(False) is LoopAction.IDLE
-
-
 def test_a_sleeper_refuses_everything_but_a_wake_up() -> None:
     inbox = serving()
     inbox.sleep()
@@ -59,21 +47,6 @@ def test_a_request_for_a_newer_version_waits_for_the_pull_that_brings_it() -> No
     inbox.decide(True)
     inbox.verified(PolicyVersion(0, 2))
     assert [request.request_id for request in inbox.decide(True).admit] == ["new"]
-
-
-def test_after_close_everything_is_refused() -> None:
-    inbox = serving()
-    inbox.close()
-    calls = (
-        lambda: inbox.submit(make_request("a")),
-        lambda: inbox.abort("a"),
-        lambda: inbox.pull(make_publication(1)),
-        lambda: inbox.wake(make_publication(1)),
-        inbox.sleep,
-    )
-    for call in calls:
-        with pytest.raises(GeneratorFailed, match="closed"):
-            call()
 
 
 class AnyScheduleOfCalls(RuleBasedStateMachine):

@@ -105,6 +105,7 @@ def test_close_hands_everything_back_and_later_calls_fail_at_once(
         lambda: loop.submit([make_request("a")]),
         lambda: loop.pull(make_publication(2)),
         lambda: loop.abort(["flying"]),
+        lambda: loop.wake_up(make_publication(2)),
         loop.sleep,
     ):
         with pytest.raises(GeneratorFailed, match="closed"):

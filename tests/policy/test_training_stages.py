@@ -17,7 +17,6 @@ from policy_scenarios import (
     gradients,
     logprobs_of,
     mixed_batch,
-    names_of,
     relative_error,
     sampled_with,
     shards_of,
@@ -40,7 +39,6 @@ from titan_rl.policy.config import (
 )
 from titan_rl.policy.models.checkpoint import load_weights
 from titan_rl.policy.models.tiny import make_tiny_policy
-from titan_rl.policy.token_score_recorder import TokenScoreRecorder
 from titan_rl.types import NO_VERSION
 
 TEMPERATURE = 0.7
@@ -151,18 +149,11 @@ def tied_and_uneven(model_path: str, save_to: str, adapted: bool) -> float:
 
 
 def one_rank(model_path: str) -> dict[str, Any]:
-    """The alarm, and the decoupled loss."""
-    result: dict[str, Any] = {}
+    """The alarm."""
     batch = mixed_batch()
-    config = trainer(1, 1, optimizer=REVEALING, loss=LossConfig(name="decoupled_ppo", kwargs={"weight_cap": 2.0}))
-    policy = updater(model_path, config, temperature=TEMPERATURE)
-    result["loaded"] = shards_of(policy)
-    kept = TokenScoreRecorder(names_of(batch))
-    result["decoupled", "metrics"] = train(policy, batch, kept)
-    result["kept"] = kept.scores
-    result["decoupled", "weights"] = shards_of(policy)
-
-    logprobs = logprobs_of(updater(model_path, trainer(1, 1)), batch)
+    policy = updater(model_path, trainer(1, 1))
+    result: dict[str, Any] = {"loaded": shards_of(policy)}
+    logprobs = logprobs_of(policy, batch)
     for name, shift in (("equal", 0.0), ("off", 0.2), ("far off", 0.6)):
         policy = updater(model_path, trainer(1, 1, logprob_alarm=LogprobAlarmConfig(stop_mean=0.5)))
         shifted = sampled_with(batch, logprobs, shift)
@@ -309,24 +300,6 @@ def test_a_tied_weight_of_uneven_shards_is_gathered_as_it_is_now(results):
 def test_fsdp_still_gathers_a_tied_weight_of_uneven_shards_as_it_was(results):
     """When this fails, `share_padding_of_tied_shards` can go."""
     assert max(results["uneven", False]) > 1e-2
-
-
-def test_the_decoupled_loss_has_the_gradient_of_decoupled_ppo(results, paths):
-    """With logprobs recomputed over the batch before the step, as the paper does."""
-    alone = results["one rank"][0]
-    model, batch = transformer(paths["start"]), mixed_batch()
-    loss, dropped = torch.zeros(()), 0
-    for sample in batch.samples:
-        mask = sample.loss_mask
-        weight = np.exp(alone["kept"][sample.group_id, sample.sample].logprobs - sample.logprobs[mask])
-        dropped += int((weight > 2.0).sum())
-        weight = torch.from_numpy(np.where(weight > 2.0, 0, weight))
-        loss = loss - (weight * sample.advantage * trained_logprobs(model, sample)).sum()
-    (loss / batch.trained_tokens).backward()
-    got = gradients([alone["loaded"]], [alone["decoupled", "weights"]])
-    assert relative_error(got, gradients_of(model)) < 2e-5
-    assert dropped
-    assert alone["decoupled", "metrics"]["clip_share"] == pytest.approx(dropped / batch.trained_tokens)
 
 
 def test_the_alarm_warns_in_the_metrics_and_stops_at_the_limit(results):

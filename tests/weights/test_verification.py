@@ -1,6 +1,5 @@
 """What an engine computes with is compared with what was published, one rank (1 s); several: test_weight_ranks.py."""
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,10 +40,6 @@ def test_what_was_loaded_whole_is_verified(publication: Publication, engine: Eng
     assert verify(publication, engine.served_shards(), None) == combined_fingerprint(publication.manifest)
 
 
-def test_every_version_has_a_combined_fingerprint_of_its_own(tmp_path: Path) -> None:
-    assert combined_fingerprint(publish(tmp_path, 1).manifest) != combined_fingerprint(publish(tmp_path, 2).manifest)
-
-
 @pytest.mark.parametrize("name", [*SHAPES, HEAD])
 def test_one_flipped_bit_is_refused_and_the_tensor_named(publication: Publication, engine: Engine, name: str) -> None:
     engine.parameters[name].view(torch.int32).view(-1)[3] ^= 1
@@ -60,14 +55,6 @@ def test_a_skipped_tensor_is_refused_the_tied_head_too(publication: Publication,
     engine.load(SharedMemoryReader().tensors(publication))
     engine.parameters[name].copy_(before)
     with pytest.raises(WeightsError, match=f"{name} is not what was published"):
-        verify(publication, engine.served_shards(), None)
-
-
-def test_two_exchanged_tensors_are_refused_and_both_named(publication: Publication, engine: Engine) -> None:
-    first, second = (f"layers.{index}.q_proj.weight" for index in (0, 1))
-    parameters = engine.parameters
-    parameters[first], parameters[second] = parameters[second], parameters[first]
-    with pytest.raises(WeightsError, match=f"{first} is not what was published; {second} is not what was published"):
         verify(publication, engine.served_shards(), None)
 
 
@@ -105,13 +92,6 @@ def test_a_tensor_that_is_reported_in_part_is_refused(publication: Publication, 
 
     with pytest.raises(WeightsError, match=f"{EMBEDDING} has 40 of 88 elements"):
         verify(publication, served(), None)
-
-
-def test_a_replica_that_differs_is_refused(publication: Publication, engine: Engine) -> None:
-    (norm,) = whole_shards({"norm.weight": engine.parameters["norm.weight"] + 1})
-    replica = dataclasses.replace(norm, counted=False)
-    with pytest.raises(WeightsError, match="the replica of norm.weight is not what was published"):
-        verify(publication, [*engine.served_shards(), replica], None)
 
 
 def test_an_engine_that_cannot_tell_its_weights_is_refused(publication: Publication) -> None:

@@ -32,7 +32,7 @@ from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 from xxhash import xxh3_64_intdigest as checksum_of
@@ -40,11 +40,7 @@ from xxhash import xxh3_64_intdigest as checksum_of
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef, encoded_size, reference_to
 from titan_rl.errors import ConfigError, InvariantError, SampleError, SampleStoreFull, SharedMemoryFull, StorageError
 from titan_rl.types import TrainingSample
-from titan_rl.weights.segment_files import DIRECTORY, segment_path
-
-DEFAULT_MAX_BYTES = 1 << 30
-"""About 60 million tokens."""
-
+from titan_rl.weights.segment_files import DIRECTORY, check_channel, free_bytes, segment_path
 
 _ARRAYS = (
     ("token_ids", np.dtype("<i4")),
@@ -115,13 +111,6 @@ class HeldReport:
         return f"{self.store}: {groups or 'nothing'}, {self.nbytes} bytes"
 
 
-class _Held(NamedTuple):
-    group_id: int
-    path: str
-    offset: int
-    nbytes: int
-
-
 class SampleStore:
     """The samples of one process. Thread-safe; bytes are encoded and written outside the lock.
 
@@ -131,19 +120,17 @@ class SampleStore:
         max_bytes: shared memory that the samples may take.
     """
 
-    def __init__(
-        self, name: str, *, owner_pid: int, max_bytes: int = DEFAULT_MAX_BYTES, directory: Path = DIRECTORY
-    ) -> None:
+    def __init__(self, name: str, *, owner_pid: int, max_bytes: int = 1 << 30, directory: Path = DIRECTORY) -> None:
         self.name = name
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, SampleRef] = {}
         self._in_file: Counter[str] = Counter()  # samples that are held
         self._nbytes = 0
         self._files = 0
         self._next_id = 0
         self._closed = False
-        self._path = str(segment_path(directory, owner_pid, channel_of(name), 0))[:-1]  # without the file's number
+        self._directory, self._owner_pid, self._channel = directory, owner_pid, check_channel(channel_of(name))
 
     def put(self, samples: Sequence[TrainingSample]) -> tuple[SampleRef, ...]:
         """Store copies of these samples. The caller owns them and has to release them.
@@ -158,14 +145,12 @@ class SampleStore:
         content, checksums = encode(samples)
         path, first = self._reserve(len(samples), len(content))
         refs: list[SampleRef] = []
-        held: dict[int, _Held] = {}
         offset = 0
         for sample_id, (sample, checksum) in enumerate(zip(samples, checksums, strict=True), start=first):
             ref = reference_to(
                 sample, store=self.name, sample_id=sample_id, location=path, offset=offset, checksum=checksum
             )
             refs.append(ref)
-            held[sample_id] = _Held(ref.group_id, path, offset, ref.nbytes)
             offset += ref.nbytes
         if not refs:
             return ()
@@ -176,7 +161,7 @@ class SampleStore:
                     os.unlink(path)
                 self._check_open()
                 self._in_file[path] = len(refs)
-                self._held |= held
+                self._held |= {ref.sample_id: ref for ref in refs}
         except BaseException:
             with self._lock:
                 self._nbytes -= len(content)
@@ -186,32 +171,32 @@ class SampleStore:
     def release(self, ids: Iterable[int]) -> None:
         """The owner gives these samples up for good."""
         with self._lock:
-            for sample_id, held in self._known(ids, "released").items():
+            for sample_id, ref in self._known(ids, "released").items():
                 del self._held[sample_id]
-                self._nbytes -= held.nbytes
-                self._in_file[held.path] -= 1
-                if not self._in_file[held.path]:
-                    del self._in_file[held.path]
-                    _remove(held.path)
+                self._nbytes -= ref.nbytes
+                self._in_file[ref.location] -= 1
+                if not self._in_file[ref.location]:
+                    del self._in_file[ref.location]
+                    _remove(ref.location)
 
     def read(self, ids: Sequence[int]) -> np.ndarray:
         """The bytes of these samples, one after the other: [bytes] uint8, a copy."""
         with self._lock:
             self._check_open()
             known = self._known(ids, "read").values()
-            content = np.empty(sum(held.nbytes for held in known), np.uint8)
+            content = np.empty(sum(ref.nbytes for ref in known), np.uint8)
             end = 0
-            for path, in_file in itertools.groupby(known, key=lambda held: held.path):
+            for path, in_file in itertools.groupby(known, key=lambda ref: ref.location):
                 with open(path, "rb", buffering=0) as file:
-                    for held in in_file:
-                        os.preadv(file.fileno(), [content.data[end : end + held.nbytes]], held.offset)
-                        end += held.nbytes
+                    for ref in in_file:
+                        os.preadv(file.fileno(), [content.data[end : end + ref.nbytes]], ref.offset)
+                        end += ref.nbytes
             return content
 
     def held(self) -> HeldReport:
         with self._lock:
-            groups = Counter(held.group_id for held in self._held.values())
-            nbytes = sum(held.nbytes for held in self._held.values())
+            groups = Counter(ref.group_id for ref in self._held.values())
+            nbytes = sum(ref.nbytes for ref in self._held.values())
             return HeldReport(self.name, dict(sorted(groups.items())), nbytes)
 
     def close(self) -> HeldReport:
@@ -235,14 +220,14 @@ class SampleStore:
                     f"and the bound is {self._max_bytes} (data_plane.store_mib)"
                 )
             self._nbytes += nbytes
-            path = f"{self._path}{self._files}"
+            path = str(segment_path(self._directory, self._owner_pid, self._channel, self._files))
             self._files += 1
             first = self._next_id
             self._next_id += samples
             return path, first
 
-    def _known(self, ids: Iterable[int], done: str) -> dict[int, _Held]:
-        known: dict[int, _Held] = {}
+    def _known(self, ids: Iterable[int], done: str) -> dict[int, SampleRef]:
+        known: dict[int, SampleRef] = {}
         for sample_id in ids:
             if sample_id in known:
                 raise InvariantError(f"{self.name}: sample id {sample_id} is to be {done} twice in one call")
@@ -359,11 +344,10 @@ def _write(path: str, content: bytes) -> None:
         raise ConfigError(f"{path} exists: two sample stores have one name") from error
     except OSError as error:
         _remove(path)
-        directory = os.path.dirname(path)
-        state = os.statvfs(directory)
+        directory = Path(path).parent
         raise SharedMemoryFull(
-            f"{nbytes} bytes for samples do not fit in {directory}, where {state.f_bavail * state.f_frsize} bytes "
-            f"are free ({error.strerror}); make it larger (containers: --shm-size) or keep fewer samples"
+            f"{nbytes} bytes for samples do not fit in {directory}, where {free_bytes(directory)} bytes are free "
+            f"({error.strerror}); make it larger (containers: --shm-size) or keep fewer samples"
         ) from error
 
 

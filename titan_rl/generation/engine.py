@@ -13,6 +13,7 @@ Contract of every implementation, the same on all ranks of a generator:
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -42,7 +43,7 @@ class StepOutput(NamedTuple):
 class Engine(ABC):
     """A text-generation engine, as one tensor-parallel rank sees it."""
 
-    def __init__(self, *, max_model_len: int, vocab_size: int, clock: Callable[[], float]) -> None:
+    def __init__(self, *, max_model_len: int, vocab_size: int, clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
             max_model_len: longest prompt and completion together, in tokens.

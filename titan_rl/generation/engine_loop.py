@@ -53,7 +53,6 @@ class EngineLoop:
         on_pieces: called like `on_completions`, once per decision, with pieces of streamed requests.
         on_fatal: called once, on any rank, if the loop dies after it had started. A follower's process must exit then,
             so that rank 0 notices before a collective times out.
-        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class EngineLoop:
         on_completions: Callable[[list[Completion]], None],
         on_pieces: Callable[[list[Piece]], None],
         on_fatal: Callable[[BaseException], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._make_lockstep = make_lockstep
         self._rank = rank
@@ -74,7 +72,6 @@ class EngineLoop:
         self._on_completions = on_completions
         self._on_pieces = on_pieces
         self._on_fatal = on_fatal
-        self._clock = clock
         self._changed = threading.Condition()  # guards everything below
         self._inbox = DecisionMaker(burst_steps=burst_steps)
         self._submitted_at: dict[str, float] = {}  # of waiting requests
@@ -120,7 +117,7 @@ class EngineLoop:
             except Exception as error:  # such as a temperature that is a string: only this request fails
                 reason = f"request {request.request_id!r}: {type(error).__name__}: {error}"
                 answers.append(RequestError(reason))
-        now = self._clock()
+        now = time.monotonic()
         with self._changed:
             self._leading_engine()
             for index, request in enumerate(requests):
@@ -227,7 +224,7 @@ class EngineLoop:
             decision = self._next_decision(lockstep)
             action = decision.action
             lockstep.ranks.broadcast(decision)
-            decided_at = self._clock()
+            decided_at = time.monotonic()
             outcome = self._apply(decision, lockstep)
             timeline.doing("settle")
             self._settle(decision, outcome, decided_at)
@@ -257,7 +254,7 @@ class EngineLoop:
             )
             timeline.doing("settle")
             decision = self._inbox.decide(has_work, lockstep.digest)
-            now = self._clock()
+            now = time.monotonic()
             for request in decision.admit:
                 self._queued_for[request.request_id] = now - self._submitted_at.pop(request.request_id)
             self._applying = []
@@ -321,7 +318,7 @@ class EngineLoop:
         return self._engine
 
     def _wait(self, *, sleeps: bool = False) -> Future[Any]:
-        call = _Call(sleeps, self._clock(), _promise())
+        call = _Call(sleeps, time.monotonic(), _promise())
         self._waiting.append(call)
         self._changed.notify()
         return call.future
@@ -334,7 +331,7 @@ class EngineLoop:
             logprobs=np.zeros(0, dtype=np.float32),
             versions=np.zeros(0, dtype=np.int64),
             finish_reason=FinishReason.ABORT,
-            metrics={"generation/seconds_queued": self._clock() - self._submitted_at.pop(request.request_id)},
+            metrics={"generation/seconds_queued": time.monotonic() - self._submitted_at.pop(request.request_id)},
         )
 
 

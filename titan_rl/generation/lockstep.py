@@ -108,7 +108,6 @@ class Lockstep:
         load_publication: LoadPublication,
         verify: Verify,
         keep_cache: bool = False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
@@ -121,7 +120,6 @@ class Lockstep:
         self._load_publication = load_publication
         self._verify = verify
         self._keep_cache = keep_cache
-        self._clock = clock
         self._digest = RunningDigest()
         self._decisions = 0
 
@@ -183,12 +181,12 @@ class Lockstep:
         engine = self.engine
         timeline.doing("pull")
         in_flight = len(engine.running())
-        started = copied = self._clock()
+        started = copied = time.monotonic()
         fingerprint, error = None, None
         what = f"{publication.channel} {publication.version} cannot be served"
         try:
             self.ranks.together(what, lambda: self._load(publication))
-            copied = self._clock()
+            copied = time.monotonic()
             timeline.doing("verify")
             fingerprint = self.ranks.together(what, lambda: self._verify(publication, engine))
         except WeightsError as failure:
@@ -197,7 +195,7 @@ class Lockstep:
             version=publication.version,
             seconds_waited=0.0,
             seconds_copied=copied - started,
-            seconds_verifying=self._clock() - copied,
+            seconds_verifying=time.monotonic() - copied,
             bytes=publication.manifest.nbytes,
             requests_in_flight=in_flight,
         )

@@ -15,12 +15,11 @@ import numpy as np
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.engine import Engine, RunningRequest, StepOutput
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion
-from titan_rl.weights.manifest import TensorShard
+from titan_rl.weights.manifest import EMBEDDING, LM_HEAD, TensorShard
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MIXER = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 
@@ -119,8 +118,8 @@ class SimulatedEngine(Engine):
 
     def served_shards(self) -> Iterator[TensorShard]:
         weights = dict(self._weights)
-        if _EMBEDDING in weights:
-            weights.setdefault(_LM_HEAD, weights[_EMBEDDING])  # tied
+        if EMBEDDING in weights:
+            weights.setdefault(LM_HEAD, weights[EMBEDDING])  # tied
         for name, tensor in weights.items():
             yield TensorShard(name=name, data=tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.dim())
 

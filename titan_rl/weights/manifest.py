@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""Hugging Face names of the two tensors that are one where embeddings are tied."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorShard:
     """A box of a global tensor, held by this rank.

@@ -22,7 +22,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,7 @@ from titan_rl.errors import StorageError, WeightsError
 from titan_rl.processes import HOST
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.fingerprint import BITS, check_box, shard_fingerprint, signed, unsigned
-from titan_rl.weights.manifest import Manifest, Publication, TensorEntry, TensorShard
+from titan_rl.weights.manifest import EMBEDDING, LM_HEAD, Manifest, Publication, TensorEntry, TensorShard
 from titan_rl.weights.ranks import Ranks
 from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_segment, segment_at, segment_location
 
@@ -49,8 +49,6 @@ Aliases = tuple[tuple[str, str], ...]
 ALIGNMENT = 64
 """Bytes; what tensors start at a multiple of (a cache line, and what vector loads like)."""
 
-_EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
 _CHUNK_BYTES = 1 << 20
 """Written and fingerprinted at a time: small enough that the fingerprint finds the bytes still in the cache (it would
 cost half a copy more otherwise), large enough that the call does not matter."""
@@ -61,16 +59,6 @@ of some ten hosts."""
 
 _Box = tuple[str, tuple[slice, ...]]
 """Name of a tensor, index into it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where each tensor of a publication lies, agreed by all ranks before anything is written."""
-
-    entries: dict[str, TensorEntry]
-    """By name, in order of name and offset; fingerprints are 0."""
-    aliases: Aliases
-    nbytes: int
 
 
 class SharedMemoryPublisher:
@@ -107,7 +95,7 @@ class SharedMemoryPublisher:
         self._locations = [segment_location(directory, channel, slot) for slot in range(max_live)]
         self._mapped: dict[int, Tensor] = {}  # slot -> its bytes
         self._live: dict[PolicyVersion, int] = {}  # version -> slot
-        self._layout: Layout | None = None
+        self._layout: Manifest | None = None  # where everything lies; fingerprints are 0
         self._layout_of: object = None
         self._closed = False
 
@@ -146,7 +134,7 @@ class SharedMemoryPublisher:
         segment = self._open(what, slot, layout)
         sums = self._ranks.together(what, lambda: _write(segment, layout, written))
         self._ranks.add(sums)
-        manifest = _manifest(what, layout, *sums.tolist())
+        manifest = _with_fingerprints(what, layout, *sums.tolist())
         if self._exchange is not None:
             self._exchange.complete(what, segment, layout, written)
         self._live[version] = slot
@@ -175,7 +163,7 @@ class SharedMemoryPublisher:
             for location in self._locations:
                 segment_at(location).unlink(missing_ok=True)
 
-    def _open(self, what: str, slot: int, layout: Layout) -> Tensor:
+    def _open(self, what: str, slot: int, layout: Manifest) -> Tensor:
         """The bytes of a slot; its file is made or replaced where it is missing or too small (on all ranks alike)."""
         mapped, path = self._mapped.get(slot), segment_at(self._locations[slot])
         nbytes = max(layout.nbytes, ALIGNMENT)  # an empty file cannot be mapped
@@ -199,7 +187,7 @@ class SharedMemoryPublisher:
     def _live_names(self) -> str:
         return ", ".join(map(str, sorted(self._live))) or "none"
 
-    def _agreed_layout(self, what: str, shapes: Shapes, dtype: torch.dtype, aliases: Aliases) -> Layout:
+    def _agreed_layout(self, what: str, shapes: Shapes, dtype: torch.dtype, aliases: Aliases) -> Manifest:
         """The same layout on all ranks, of the names that any rank has. Kept for as long as no rank's names change."""
         described = (shapes, dtype, aliases)
         if self._ranks.any(self._layout_of != described):
@@ -229,7 +217,7 @@ class HostExchange:
         self._firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
         self._group = dist.new_group(self._firsts, backend="gloo")
 
-    def complete(self, what: str, segment: Tensor, layout: Layout, written: Sequence[TensorShard]) -> None:
+    def complete(self, what: str, segment: Tensor, layout: Manifest, written: Sequence[TensorShard]) -> None:
         """Returns when every host's segment has everything. This rank has written these shards, all ranks theirs."""
         of_hosts: dict[str, list[_Box]] = {}
         everyones = self._ranks.gather([(shard.name, shard.slices) for shard in written])
@@ -265,10 +253,10 @@ def publish_checkpoint(directory: Path, publisher: SharedMemoryPublisher, *, dty
         WeightsError: there are no weights, or a file is damaged.
     """
     tied = bool(json.loads((directory / "config.json").read_text()).get("tie_word_embeddings", False))
-    shards = [each for each in shards_of_files(directory) if not (tied and each.name == _LM_HEAD)]
+    shards = [each for each in shards_of_files(directory) if not (tied and each.name == LM_HEAD)]
     if not shards:
         raise WeightsError(f"{directory} has no weights (*.safetensors)")
-    aliases = ((_LM_HEAD, _EMBEDDING),) if tied else ()
+    aliases = ((LM_HEAD, EMBEDDING),) if tied else ()
     return publisher.publish(PolicyVersion(0, 0), shards, dtype=dtype, aliases=aliases)
 
 
@@ -286,7 +274,7 @@ def _shapes_of(shards: Iterable[TensorShard]) -> Shapes:
     return shapes
 
 
-def _merged_layout(everyones: list[tuple[Shapes, torch.dtype, Aliases]]) -> Layout:
+def _merged_layout(everyones: list[tuple[Shapes, torch.dtype, Aliases]]) -> Manifest:
     """One layout from what every rank has."""
     shapes: Shapes = {}
     _, dtype, aliases = everyones[0]
@@ -301,27 +289,27 @@ def _merged_layout(everyones: list[tuple[Shapes, torch.dtype, Aliases]]) -> Layo
     for alias, name in aliases:
         if alias in shapes or name not in shapes:
             raise WeightsError(f"alias {alias} of {name}: the first must be no tensor of its own, the second one")
-    entries = {}
+    entries = []
     offset = 0
+    text = str(dtype).removeprefix("torch.")
     for name, shape in sorted(shapes.items()):
         nbytes = math.prod(shape) * dtype.itemsize
-        text = str(dtype).removeprefix("torch.")
-        entries[name] = TensorEntry(name=name, shape=shape, dtype=text, offset=offset, nbytes=nbytes, fingerprint=0)
+        entries.append(TensorEntry(name=name, shape=shape, dtype=text, offset=offset, nbytes=nbytes, fingerprint=0))
         offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
-    return Layout(entries, aliases, nbytes=offset)
+    return Manifest(entries=tuple(entries), aliases=aliases, nbytes=offset)
 
 
-def _manifest(what: str, layout: Layout, fingerprints: list[int], elements: list[int]) -> Manifest:
+def _with_fingerprints(what: str, layout: Manifest, fingerprints: list[int], elements: list[int]) -> Manifest:
     """The manifest once all is written; `elements` were written of each entry, over all ranks."""
     entries = []
     gaps = []
-    for entry, fingerprint, written in zip(layout.entries.values(), fingerprints, elements, strict=True):
+    for entry, fingerprint, written in zip(layout.entries, fingerprints, elements, strict=True):
         if written != math.prod(entry.shape):
             gaps.append(f"{written} of {math.prod(entry.shape)} elements of {entry.name}")
         entries.append(replace(entry, fingerprint=unsigned(fingerprint)))
     if gaps:
         raise WeightsError(f"{what}: the ranks' shards hold {', '.join(gaps)}")
-    return Manifest(entries=tuple(entries), aliases=layout.aliases, nbytes=layout.nbytes)
+    return replace(layout, entries=tuple(entries))
 
 
 def _create(path: Path, nbytes: int) -> None:
@@ -335,14 +323,14 @@ def _map(path: Path) -> Tensor:
     return torch.frombuffer(map_segment(path)[0], dtype=torch.uint8)
 
 
-def _write(segment: Tensor, layout: Layout, shards: Sequence[TensorShard]) -> Tensor:
+def _write(segment: Tensor, layout: Manifest, shards: Sequence[TensorShard]) -> Tensor:
     """Store the shards; returns [2, entries] int64: their fingerprints, and how many elements they have."""
     sums = torch.zeros(2, len(layout.entries), dtype=torch.int64)
     fingerprints, elements = sums.numpy()  # writes through; an index into an array is cheaper than into a tensor
-    indices = {name: index for index, name in enumerate(layout.entries)}
+    indices = {entry.name: index for index, entry in enumerate(layout.entries)}
     for shard in shards:
         index = indices[shard.name]
-        written = _write_shard(shard, layout.entries[shard.name].view(segment))
+        written = _write_shard(shard, layout.entries[index].view(segment))
         fingerprints[index] = signed(int(fingerprints[index]) + written)
         elements[index] += shard.data.numel()
     return sums
@@ -361,10 +349,11 @@ def _write_shard(shard: TensorShard, whole: Tensor) -> int:
     return fingerprint
 
 
-def _pieces(segment: Tensor, layout: Layout, boxes: Sequence[_Box]) -> Iterator[Tensor]:
+def _pieces(segment: Tensor, layout: Manifest, boxes: Sequence[_Box]) -> Iterator[Tensor]:
     """The boxes as views of the publication, cut by rows where one is large."""
+    entries = {entry.name: entry for entry in layout.entries}
     for name, index in boxes:
-        box = layout.entries[name].view(segment)[index]
+        box = entries[name].view(segment)[index]
         box = box if box.ndim else box.reshape(1)
         yield from box.split(max(1, _PIECE_BYTES * len(box) // box.nbytes))
 

@@ -38,7 +38,7 @@ class SharedMemoryReader:
     """Zero-copy views of what was published on this host, on any channel. Belongs to one thread."""
 
     def __init__(self) -> None:
-        self._mapped: dict[Path, _Mapping] = {}
+        self._mapped: dict[Path, tuple[Tensor, Identity]] = {}  # the bytes [N] uint8, and of which file
 
     def tensors(self, publication: Publication) -> Iterator[tuple[str, Tensor]]:
         """Name and whole tensor of every entry; aliases are left out.
@@ -54,28 +54,22 @@ class SharedMemoryReader:
 
     def _content(self, publication: Publication) -> Tensor:
         path = segment_at(publication.location)
-        mapping = self._mapped.get(path)
+        content, identity = self._mapped.get(path, (None, None))
         try:
-            if mapping is None or mapping.identity != identity_of(path):
+            if content is None or identity != identity_of(path):
                 # A name with another file behind it: the publisher was started again, or needed more room.
                 self._mapped = {name: kept for name, kept in self._mapped.items() if name.exists()}
                 memory, identity = map_segment(path)
-                # The tensor keeps the mapping alive; it goes with the last view.
-                mapping = self._mapped[path] = _Mapping(torch.frombuffer(memory, dtype=torch.uint8), identity)
+                content = torch.frombuffer(memory, dtype=torch.uint8)  # the mapping goes with the last view of it
+                self._mapped[path] = content, identity
         except FileNotFoundError as error:
             raise WeightsError(f"{publication.channel} {publication.version} is gone: there is no {path}") from error
-        if mapping.content.numel() < publication.manifest.nbytes:
+        if content.numel() < publication.manifest.nbytes:
             raise WeightsError(
-                f"{publication.channel} {publication.version}: {path} holds {mapping.content.numel()} bytes, "
+                f"{publication.channel} {publication.version}: {path} holds {content.numel()} bytes, "
                 f"its manifest says {publication.manifest.nbytes}"
             )
-        return mapping.content
-
-
-@dataclass(frozen=True, slots=True)
-class _Mapping:
-    content: Tensor  # [bytes] uint8
-    identity: Identity
+        return content
 
 
 def save_publication(publication: Publication, directory: Path) -> None:

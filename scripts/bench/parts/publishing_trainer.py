@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.models.qwen3 import EMBEDDING, LM_HEAD
 from titan_rl.policy.models.tiny import tiny_shape
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.manifest import Publication, TensorShard
+from titan_rl.weights.manifest import EMBEDDING, LM_HEAD, Publication, TensorShard
 from titan_rl.weights.publisher import SharedMemoryPublisher
 from titan_rl.weights.puller import SharedMemoryReader
 

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -97,14 +96,7 @@ class VllmEngine(Engine):
             `config.deterministic` cannot be kept on this CPU.
     """
 
-    def __init__(
-        self,
-        config: GeneratorConfig,
-        model_path: str | Path,
-        device: str = "cpu",
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, config: GeneratorConfig, model_path: str | Path, device: str = "cpu") -> None:
         check_environment(device, tensor_parallel=config.tensor_parallel, deterministic=config.deterministic)
         self._device = device
         self._rank = int(os.environ["RANK"])
@@ -131,7 +123,7 @@ class VllmEngine(Engine):
         self._block_hasher = core.request_block_hasher
         self._params = lru_cache(_CACHED_SAMPLINGS)(self._vllm_params)
         vocab_size = self._engine.model_config.get_vocab_size()
-        super().__init__(max_model_len=config.max_model_len, vocab_size=vocab_size, clock=clock)
+        super().__init__(max_model_len=config.max_model_len, vocab_size=vocab_size)
         self._asleep = False
         self._kv_drops: Counter[str] = Counter()  # by request: how often a new version took its KV
         self._kv_use = 0.0  # share of the KV cache, after the last step

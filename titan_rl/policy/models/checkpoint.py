@@ -26,8 +26,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_rl.directories import replacing
 from titan_rl.errors import ConfigError, WeightsError
-from titan_rl.policy.models.qwen3 import LM_HEAD, Qwen3Shape
-from titan_rl.weights.manifest import TensorShard
+from titan_rl.policy.models.qwen3 import Qwen3Shape
+from titan_rl.weights.manifest import LM_HEAD, TensorShard
 
 if TYPE_CHECKING:
     from titan_rl.policy.models.model import Policy

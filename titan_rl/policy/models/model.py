@@ -20,6 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +41,7 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.microbatch import MicroBatch, Run
-from titan_rl.policy.models.qwen3 import EMBEDDING, LM_HEAD, Qwen3Shape
+from titan_rl.policy.models.qwen3 import Qwen3Shape
 from titan_rl.policy.models.titan_adaptation import (
     local_part,
     reduce_gradients_by_plain_sums,
@@ -48,6 +49,7 @@ from titan_rl.policy.models.titan_adaptation import (
     without_its_trainer,
 )
 from titan_rl.policy.token_scores import token_scores
+from titan_rl.weights.manifest import EMBEDDING, LM_HEAD
 
 SPMD_BACKEND = "partial_dtensor"
 """torchtitan's default, spmd_types, fails on two or more ranks of torch 2.13."""
@@ -146,7 +148,7 @@ def build_policy(
     varlen = device.type == "cuda" and config.dtype == "bfloat16"  # the kernel knows no other case
     model_config = qwen3_model_config(shape, VarlenAttention.Config() if varlen else DocumentAttention.Config())
     with without_its_trainer():
-        model_config.update_from_config(config=_ParallelismOnly(parallelism=parallelism))
+        model_config.update_from_config(config=SimpleNamespace(parallelism=parallelism))  # it reads nothing else
     with torch.device("meta"):
         model = model_config.build()
     parallelize_qwen3(
@@ -197,13 +199,6 @@ def _build_meshes(parallelism: ParallelismConfig, ranks: int) -> ParallelDims:
         # the ranks different gradient norms and let replicated weights drift apart.
         dims.get_mesh(["fsdp", "tp"])._flatten()
     return dims
-
-
-@dataclasses.dataclass
-class _ParallelismOnly:
-    """What `update_from_config` reads of a run that is not torchtitan's own trainer."""
-
-    parallelism: ParallelismConfig
 
 
 def qwen3_model_config(shape: Qwen3Shape, attention: VarlenAttention.Config) -> Qwen3Model.Config:

@@ -3,7 +3,7 @@
 `tensor_shapes` is the one list of tensors: the tiny policy writes exactly these, the trainer loads exactly these,
 and a checkpoint that has more or fewer is refused by name.
 
-Standard library only, so that a config can be checked before any process starts.
+Needs neither torch nor torchtitan, so that a config can be checked before any process starts.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.errors import ConfigError
-
-EMBEDDING = "model.embed_tokens.weight"
-LM_HEAD = "lm_head.weight"
+from titan_rl.weights.manifest import EMBEDDING, LM_HEAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
