@@ -280,11 +280,7 @@ class SharedMemorySource:
 
 
 def write_samples(path: Path, samples: Sequence[TrainingSample]) -> None:
-    """Write samples one after the other to a new file, from which `references_in` and a `SharedMemorySource` read.
-
-    Raises:
-        StorageError: it could not be written.
-    """
+    """Write samples one after the other to a new file, for `references_in`. Raises StorageError."""
     try:
         with open(path, "xb") as file:
             for sample in samples:

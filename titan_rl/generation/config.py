@@ -119,11 +119,7 @@ class GeneratorConfig:
 
 
 def refuse_more_ranks(tensor_parallel: int) -> None:
-    """Refuse what deterministic mode cannot keep on CPU.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
+    """Raises ConfigError for what deterministic mode cannot keep on CPU."""
     if tensor_parallel > DETERMINISTIC_RANKS:
         raise ConfigError(
             f"generator.tensor_parallel is {tensor_parallel}, and on CPU deterministic = true holds for 1 and "
@@ -132,13 +128,8 @@ def refuse_more_ranks(tensor_parallel: int) -> None:
 
 
 def generator_environment(device: str, *, threads: int = 1, deterministic: bool = False) -> dict[str, str]:
-    """Variables for every rank of a generator, apart from the rendezvous (RANK, WORLD_SIZE, …).
-
-    Args:
-        device: "cpu" or "cuda".
-        threads: OpenMP threads per process, on CPU.
-        deterministic: `GeneratorConfig.deterministic`.
-    """
+    """Variables for every rank of a generator, apart from the rendezvous (RANK, WORLD_SIZE, …). `threads`: of OpenMP,
+    per process on a CPU."""
     mode = _DETERMINISTIC[device] if deterministic else {}
     if device == "cpu":
         return _COMMON | _CPU | mode | {"OMP_NUM_THREADS": str(threads)}
@@ -146,11 +137,7 @@ def generator_environment(device: str, *, threads: int = 1, deterministic: bool 
 
 
 def check_environment(device: str, *, tensor_parallel: int, deterministic: bool = False) -> None:
-    """Refuse to build an engine where its environment is not in place.
-
-    Raises:
-        ConfigError: naming the variables.
-    """
+    """Raises ConfigError, naming the variables, where an engine's environment is not in place."""
     required = _COMMON | (_CPU if device == "cpu" else {}) | (_DETERMINISTIC[device] if deterministic else {})
     wrong = [f"{name}={value}" for name, value in required.items() if os.environ.get(name) != value]
     if wrong:

@@ -65,10 +65,8 @@ class LoopDecision:
 
 
 class DecisionMaker:
-    """Rank 0's inbox. Callers put in requests and commands; `decide` takes out the next decision.
-
-    Not thread-safe: the engine loop calls it under one lock. The loop reports the outcome of a decision: `verified` or
-    `failed` after a pull, `finished` after a step.
+    """Rank 0's inbox. Callers put in requests and commands; `decide` takes out the next decision; the engine loop
+    reports its outcome. Not thread-safe: the loop calls it under one lock.
     """
 
     def __init__(self, *, burst_steps: int = 1) -> None:
@@ -102,12 +100,8 @@ class DecisionMaker:
         self._waiting[request.request_id] = request
 
     def abort(self, request_id: str) -> GenerationRequest | None:
-        """Abort a request; an id that is not live is ignored (it may just have finished).
-
-        Returns:
-            The request if it was still waiting, so that no engine has seen it. None if the engine has it (the next STEP
-            aborts it) or the id is unknown.
-        """
+        """Abort a request. Returns it if it was still waiting, so that no engine has seen it; None if the engine has it
+        (the next STEP aborts it) or the id is not live (it may just have finished)."""
         self._refuse_when_closing()
         request = self._waiting.pop(request_id, None)
         if request is None and request_id in self._admitted:
@@ -155,16 +149,10 @@ class DecisionMaker:
         return LoopAction.IDLE
 
     def decide(self, engine_has_work: bool, digest: int = 0) -> LoopDecision:
-        """Take the next decision out of the inbox.
-
-        Args:
-            engine_has_work: whether the engine holds unfinished requests.
-            digest: this rank's digest of everything so far.
-        """
+        """Take the next decision out of the inbox. `digest`: this rank's, of everything so far."""
         action = self.next_action(engine_has_work)
-        sequence = self._sequence
+        decision = LoopDecision(sequence=self._sequence, action=action, digest=digest)
         self._sequence += 1
-        decision = LoopDecision(sequence=sequence, action=action, digest=digest)
         match action:
             case LoopAction.STEP:
                 admit, abort = tuple(self._admissible()), tuple(self._aborts)

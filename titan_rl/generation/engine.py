@@ -44,12 +44,7 @@ class Engine(ABC):
     """A text-generation engine, as one tensor-parallel rank sees it."""
 
     def __init__(self, *, max_model_len: int, vocab_size: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """
-        Args:
-            max_model_len: longest prompt and completion together, in tokens.
-            vocab_size: token ids are in [0, vocab_size).
-            clock: seconds, for metrics.
-        """
+        """`max_model_len` and `vocab_size`: see `validate_request`. `clock`: seconds, for metrics."""
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._clock = clock
@@ -58,8 +53,7 @@ class Engine(ABC):
         self._version = NO_VERSION  # encoded
 
     def validate(self, request: GenerationRequest) -> None:
-        """Refuse a request that `add` could not take, as `validate_request`. Thread-safe and without any effect on the
-        engine."""
+        """Raise what `validate_request` raises. Any thread may call it."""
         validate_request(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
 
     @abstractmethod
@@ -67,11 +61,7 @@ class Engine(ABC):
         """Add a validated request, whose id must not be running."""
 
     def abort(self, request_ids: Sequence[str]) -> list[Completion]:
-        """End running requests now; unknown ids are ignored.
-
-        Returns:
-            Completions with the tokens so far and `FinishReason.ABORT`, in the order of the ids.
-        """
+        """End running requests now, in the order of the ids, with the tokens so far; unknown ids are ignored."""
         aborted = [self._end(request_id) for request_id in request_ids if request_id in self._running]
         now = self._clock()
         return [running.complete(FinishReason.ABORT, now) for running in aborted]
@@ -89,11 +79,10 @@ class Engine(ABC):
         return [each.new_piece() for each in self._streaming.values() if each.streamed < len(each.tokens)]
 
     def running(self) -> tuple[str, ...]:
-        """Ids of the unfinished requests, oldest first."""
+        """Oldest first."""
         return tuple(self._running)
 
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
         return bool(self._running)
 
     @abstractmethod
@@ -143,7 +132,6 @@ class Engine(ABC):
         return self._running.pop(request_id)
 
     def _serve(self, version: PolicyVersion) -> None:
-        """This version samples the tokens from now on."""
         self._version = version.encode()
         for running in self._running.values():
             running.spans.append((self._version, len(running.tokens)))
@@ -243,7 +231,6 @@ class RunningRequest:
         )
 
     def complete(self, reason: FinishReason, now: float) -> Completion:
-        """The completion of all tokens so far."""
         metrics = {
             "generation/seconds_in_engine": now - self.added_at,
             "generation/prompt_tokens": float(len(self.request.prompt_token_ids)),

@@ -45,9 +45,6 @@ class EngineLoop:
 
     Args:
         make_lockstep: called in the engine thread; builds the engine and the `Lockstep` around it.
-        rank: of this process within its generator.
-        burst_steps: engine steps per decision.
-        heartbeat_seconds: an idle rank 0 sends a decision at least this often.
         on_completions: called on rank 0 with finished and aborted requests, in the engine thread (for a request that
             never reached the engine: in the thread that calls `abort`). Must be quick and must not raise.
         on_pieces: called like `on_completions`, once per decision, with pieces of streamed requests.
@@ -94,9 +91,7 @@ class EngineLoop:
         return self._ready
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[RequestError | None]:
-        """Validate requests and queue the valid ones; their completions come through `on_completions`.
-
-        Before the first verified pull they wait. A refused request does not affect the others.
+        """Queue the valid ones of these requests. Before the first verified pull they wait.
 
         Returns:
             One entry per request: None when it was queued.
@@ -131,11 +126,8 @@ class EngineLoop:
         return answers
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Abort requests; each live one completes with the tokens so far. Other ids are ignored.
-
-        Raises:
-            GeneratorFailed: crashed or closed, with the cause.
-        """
+        """Abort requests; each live one completes with the tokens so far. Other ids are ignored. Raises
+        GeneratorFailed if crashed or closed."""
         with self._changed:
             self._leading_engine()
             dropped = [self._inbox.abort(request_id) for request_id in request_ids]

@@ -37,9 +37,8 @@ all of the generator's ranks or on none, so it may use collectives."""
 
 
 class RunningDigest:
-    """64-bit digest of every decision, every sampled token of every step, and the fingerprint of every loaded version.
-
-    Equal on ranks that did the same. After any difference the digests stay different.
+    """64-bit digest of every decision, every sampled token and the fingerprint of every loaded version: equal on ranks
+    that did the same, different for good after any difference.
     """
 
     def __init__(self) -> None:
@@ -51,7 +50,6 @@ class RunningDigest:
         return int.from_bytes(self._hash.copy().digest(), "little")
 
     def add_decision(self, decision: LoopDecision) -> None:
-        """A decision that is about to be applied."""
         version = "" if decision.publication is None else decision.publication.version
         self._hash.update(
             f"{decision.sequence}|{decision.action}|{decision.burst_steps}|{version}|{decision.abort}|".encode()
@@ -61,7 +59,7 @@ class RunningDigest:
             self._hash.update(request.prompt_token_ids.astype(np.int32, copy=False).tobytes())
 
     def add_sampled(self, token_ids: np.ndarray) -> None:
-        """Every token of one engine step, in the engine's order; [N] int32."""
+        """`StepOutput.sampled`."""
         self._hash.update(token_ids.tobytes())
 
     def add_loaded(self, version: PolicyVersion, fingerprint: int | None) -> None:
@@ -69,11 +67,7 @@ class RunningDigest:
         self._hash.update(f"loaded|{version}|{fingerprint}|".encode())
 
     def check(self, decision: LoopDecision, rank: int) -> None:
-        """Compare with rank 0, before `decision` is applied.
-
-        Raises:
-            InvariantError: this rank's decisions or results differ from rank 0's.
-        """
+        """Compare with rank 0, before `decision` is applied. Raises InvariantError."""
         if decision.digest != self.value:
             raise InvariantError(
                 f"rank {rank} differs from rank 0 before decision {decision.sequence} ({decision.action}): digest "
@@ -111,8 +105,7 @@ class Lockstep:
     ) -> None:
         """
         Args:
-            ranks: of the generator; `rank` is this one's number.
-            keep_cache: whether KV of older weights stays in use after a pull; see `GeneratorConfig.keep_prefix_cache`.
+            keep_cache: whether KV of older weights stays in use after a pull (`GeneratorConfig.keep_prefix_cache`).
         """
         self.engine = engine
         self.ranks = ranks
@@ -129,12 +122,8 @@ class Lockstep:
         return self._digest.value
 
     def apply(self, decision: LoopDecision) -> Outcome:
-        """Apply a decision.
-
-        Raises:
-            InvariantError: this rank no longer agrees with rank 0, or missed a decision.
-            Exception: the engine failed. Either is fatal for the generator.
-        """
+        """Apply a decision. Whatever it raises is fatal for the generator: InvariantError where this rank no longer
+        agrees with rank 0 or missed a decision, or the engine's own error."""
         if decision.sequence != self._decisions:
             raise InvariantError(f"rank {self._rank} got decision {decision.sequence} instead of {self._decisions}")
         self._digest.check(decision, self._rank)

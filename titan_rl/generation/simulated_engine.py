@@ -33,8 +33,7 @@ def simulated_token(seed: int, position: int, vocab_size: int) -> int:
 
 
 def simulated_engine(config: GeneratorConfig, model_path: str | Path, device: str) -> SimulatedEngine:
-    """What `generator.engine = "simulated"` stands for: the model's vocabulary, the config's limits, steps that take
-    no time."""
+    """`generator.engine = "simulated"`: steps take no time."""
     return SimulatedEngine(
         max_model_len=config.max_model_len,
         vocab_size=json.loads((Path(model_path) / "config.json").read_text())["vocab_size"],
@@ -43,16 +42,12 @@ def simulated_engine(config: GeneratorConfig, model_path: str | Path, device: st
 
 
 class SimulatedEngine(Engine):
-    """Samples nothing: it waits as long as a step is said to take and makes up its tokens.
-
-    For tests of scheduling, benchmarks of what stands above an engine, and planning.
+    """For tests of scheduling, benchmarks of what stands above an engine, and planning.
 
     Args:
         vocab_size: of the tokens that are made up; the logprob of each is that of a uniform choice.
         max_num_seqs: requests that advance in one step; the others wait in order.
-        seconds_per_step: what a step takes, whatever the batch.
-        seconds_per_sequence: what each request in the batch adds to it.
-        seconds_per_load: what loading weights takes.
+        seconds_per_step, seconds_per_sequence: a step takes the first, and the second for each request in its batch.
         completion_length: tokens that a request gets, at most its `max_new_tokens`; default: all of them. A
             shorter one ends with `FinishReason.STOP`, and so does a stop token.
         sleep: waits; hand in a fake one to simulate faster than time.

@@ -61,11 +61,8 @@ def plan_packing(
     """Spread samples over ranks evenly, then over as few micro-batches as first-fit-decreasing needs, or fewer.
 
     Args:
-        lengths: tokens of each sample, at least 1.
-        groups: of each sample.
+        lengths, groups: of each sample its tokens, at least 1, and its group.
         ranks: data-parallel ranks.
-        tokens_per_microbatch: budget of one micro-batch.
-        trained_tokens: of all samples, for those who train by the plan.
 
     Raises:
         TrainingError: a sample is empty or longer than the budget.

@@ -64,15 +64,8 @@ class StateCopies:
         self._laid: dict[int, tuple[Sequence[Tensor], str, list[_Batch]]] = {}
 
     def write(self, version: PolicyVersion, state: Sequence[Tensor], reference: Sequence[Tensor] = ()) -> None:
-        """Copy the state after a step.
-
-        Args:
-            state: this rank's tensors, on any device; always of the same shapes.
-            reference: if there is one and it is new.
-
-        Raises:
-            StorageError: there is no room.
-        """
+        """Copy this rank's tensors after a step, and those of the reference policy if it is new. Raises StorageError if
+        there is no room."""
         if reference or not self._is_laid(version.step % 2, state):
             sizes = {0: _nbytes(state), 1: _nbytes(state)} | ({_REFERENCE: _nbytes(reference)} if reference else {})
             self._make_room({slot: nbytes for slot, nbytes in sizes.items() if not self._is_mapped(slot, nbytes)})
@@ -81,11 +74,8 @@ class StateCopies:
         self._write(version.step % 2, version, state)
 
     def read(self, version: PolicyVersion, state: Sequence[Tensor], reference: Sequence[Tensor] = ()) -> None:
-        """Fill these tensors with the copy of a version. Collective.
-
-        Raises:
-            CheckpointError: a rank has no usable copy of it (on all ranks; nothing was changed).
-        """
+        """Fill these tensors with the copy of a version. Collective. Raises CheckpointError, on all ranks and with
+        nothing changed, if a rank has no usable copy of it."""
         parts = [(version.step % 2, version, state), (_REFERENCE, PolicyVersion(version.incarnation, 0), reference)]
         parts = [part for part in parts if part[2]]
         reason = next(filter(None, (self._why_unusable(*part) for part in parts)), "")

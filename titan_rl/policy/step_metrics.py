@@ -62,17 +62,17 @@ e^709, and e^-600 is above 0: otherwise the effective sample size would be infin
 
 
 class StepMetrics:
-    """Add micro-batches, `reduce_sums`, then `report` (or `describe_failure`)."""
+    """Add micro-batches, `reduce_sums`, then `report` (or `describe_failure`).
+
+    Args:
+        declared: the loss's metrics.
+        counted: False on ranks that repeat another's tokens (tensor parallelism); they add nothing to sums.
+        reference: whether there is a reference policy.
+    """
 
     def __init__(
         self, declared: Mapping[str, Literal["mean", "max"]], *, counted: bool, reference: bool = False
     ) -> None:
-        """
-        Args:
-            declared: the loss's metrics.
-            counted: False on ranks that repeat another's tokens (tensor parallelism); they add nothing to sums.
-            reference: whether there is a reference policy.
-        """
         self._ranks = Ranks(dist.group.WORLD)
         self._declared = declared
         self._counted = counted

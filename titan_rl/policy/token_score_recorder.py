@@ -37,7 +37,7 @@ class TokenScores(NamedTuple):
 
 
 class TokenScoreRecorder:
-    """Names the samples that are wanted, and collects their scores."""
+    """Collects the scores of the samples with these names."""
 
     def __init__(self, names: Iterable[SampleName] = ()) -> None:
         self.names = frozenset(names)

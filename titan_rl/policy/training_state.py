@@ -92,11 +92,7 @@ class StateWriter:
         self._writing: Future[Any] | None = None
 
     def begin(self, state: dict[str, Any], directory: Path) -> None:
-        """Copy `state` in memory and begin to write it to `directory`. Collective.
-
-        Raises:
-            StorageError: nothing can be written there.
-        """
+        """Copy `state` in memory and begin to write it to `directory`. Collective. Raises StorageError."""
         if self._writing is not None:
             wait([self._writing])  # only of a checkpoint that was given up
         try:
@@ -113,11 +109,7 @@ class StateWriter:
         self._writing = writing
 
     def finish(self) -> None:
-        """Wait until the state is written. May be called from another thread.
-
-        Raises:
-            StorageError: it could not be written.
-        """
+        """Wait until the state is written, in any thread. Raises StorageError if it could not be."""
         assert self._writing is not None
         try:
             self._writing.result()
@@ -139,11 +131,8 @@ def part_of(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def read_state(state: dict[str, Any], directory: Path) -> None:
-    """Fill the tensors of `state` in place, and replace its other values. Collective.
-
-    Raises:
-        CheckpointError: `directory` lacks something that `state` has, or another shape of it.
-    """
+    """Fill the tensors of `state` in place, and replace its other values. Collective. Raises CheckpointError if
+    `directory` lacks something that `state` has, or has another shape of it."""
     try:
         dcp.load(state, storage_reader=_Reader(directory), planner=_LoadPlanner())
     except _ANY_ERROR as error:
@@ -152,11 +141,7 @@ def read_state(state: dict[str, Any], directory: Path) -> None:
 
 def read_tensors(directory: Path, part: str) -> dict[str, Tensor]:
     """The whole tensors of a part of a state ("": of all parts) by their own names, in a process without
-    torch.distributed; weights are float32.
-
-    Raises:
-        CheckpointError: `directory` holds no state.
-    """
+    torch.distributed; weights are float32. Raises CheckpointError."""
     try:
         stored = _Reader(directory).read_metadata().state_dict_metadata
         tensors = {

@@ -1,13 +1,10 @@
 """Everything one trainer rank does, without actors: `warm_up_step`, `train_step`, its shards, saving.
 
-Every public method is collective: all ranks call the same methods in the same order with the same batch, or with their
-shares of it. They return the same on every rank, except `local_shards`, which returns this rank's.
-If the batch holds references, a rank fetches only its own samples: those of the next micro-batch while it computes the
-current one.
+Every public method is collective, unless it says otherwise: all ranks call the same methods in the same order with the
+same batch, or with their shares of it. They return the same on every rank, except `local_shards`.
 
 A step changes the weights completely or not at all: samples, loss and gradients are looked at, on all ranks, before
-the optimizer runs. A rank that cannot fetch a sample goes through the step's remaining collectives with nothing to
-train, so that no other rank waits for it, and then all ranks raise.
+the optimizer runs.
 
 The weights after a step do not depend (beyond rounding) on the number of ranks or on the packing, because losses are
 summed and divided once, by the step's global number of trained tokens.
@@ -80,11 +77,9 @@ class PolicyUpdater:
         """Load the policy and shard it. Needs the environment of `join_world`.
 
         Args:
-            config: parallelism, dtype, token budget, optimizer and loss.
             model_path: a Qwen3 checkpoint directory in Hugging Face format.
             temperature: what the engines sample with; logprobs and entropies are taken at it.
             total_steps: length of the learning-rate schedule; after it lr keeps its last value.
-            device: "cpu" or "cuda".
             seed: of the process's random numbers (the bundled losses draw none).
             samples: where batches by reference are fetched from; None: the shared memory of this host.
 
@@ -137,18 +132,9 @@ class PolicyUpdater:
     def warm_up_step(self, batch: SampleBatch, plan: PackingPlan) -> dict[str, float]:
         """One supervised step on demonstrations: cross entropy of their responses. No policy version.
 
-        The first call makes an optimizer of its own, the first `train_step` throws it away.
-
-        Args:
-            batch: demonstrations, or references to them, all or this rank's; of their fields token ids and loss mask
-                are used.
-            plan: of this batch.
-
-        Returns:
-            loss (nats per response token), grad_norm (before clipping), lr, trained_tokens, tokens and imbalance.
-
-        Raises:
-            SamplesLost, TrainingError: as `train_step`; also when RL has begun, or `trainer.warmup.steps` is 0.
+        The first call makes an optimizer of its own, the first `train_step` throws it away. Of a demonstration, only
+        token ids and loss mask are used. Raises as `train_step`; also when RL has begun, or `trainer.warmup.steps` is
+        0.
         """
         from titan_rl.policy.optimizer import warm_up_optimizer
 
@@ -178,7 +164,8 @@ class PolicyUpdater:
         """One optimizer step on a batch; every rank computes its own part.
 
         Args:
-            batch, plan: the step's samples or references to them, all or this rank's (`PackingPlan.share`); their plan.
+            batch: all samples of the step, or this rank's (`PackingPlan.share`).
+            plan: of this batch.
             recorder: collects scores of those of this rank's samples that it names.
 
         Returns:
@@ -224,11 +211,7 @@ class PolicyUpdater:
 
     def begin_save(self, directory: Path) -> None:
         """Copy in memory all that later steps depend on, and begin to write it to `directory`; `finish_save` waits.
-
-        Raises:
-            StorageError: nothing can be written there.
-            TrainingError: nothing was trained yet, or the optimizer raised in the middle of a step.
-        """
+        Raises StorageError where it cannot be written, TrainingError where there is nothing whole to save."""
         if not self.step:
             raise TrainingError("there is nothing to save before the first step")
         if self._torn:

@@ -144,8 +144,8 @@ class SharedMemoryPublisher:
         )
 
     def adopt(self, publications: Iterable[Publication]) -> None:
-        """Take over what the ranks before left live, to release it: readers find it as it was. Call it on all
-        ranks, before anything is published."""
+        """Take over what the ranks before left live, to release it. Call it on all ranks, before anything is
+        published."""
         self._live = {each.version: self._locations.index(each.location) for each in publications}
 
     def release(self, version: PolicyVersion) -> None:
@@ -203,11 +203,6 @@ class HostExchange:
 
     The ranks of a host share its segment, so one rank per host, the first, sends what all of them wrote. A host's link
     carries less than one copy in each direction. All ranks make it, and call `complete`, in the same order.
-
-    Args:
-        rank: of this process in the default process group.
-        ranks: that group's.
-        hosts: of every rank, by rank.
     """
 
     def __init__(self, rank: int, ranks: Ranks, hosts: Sequence[str]) -> None:
@@ -243,15 +238,8 @@ class HostExchange:
 
 
 def publish_checkpoint(directory: Path, publisher: SharedMemoryPublisher, *, dtype: torch.dtype) -> Publication:
-    """Publish the weights of a Hugging Face directory as version v0.
-
-    Args:
-        publisher: of one rank.
-        dtype: what the engines compute with.
-
-    Raises:
-        WeightsError: there are no weights, or a file is damaged.
-    """
+    """Publish the weights of a Hugging Face directory as version v0. Raises WeightsError if there are none, or a file
+    is damaged."""
     tied = bool(json.loads((directory / "config.json").read_text()).get("tie_word_embeddings", False))
     shards = [each for each in shards_of_files(directory) if not (tied and each.name == LM_HEAD)]
     if not shards:

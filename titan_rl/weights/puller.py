@@ -73,12 +73,8 @@ class SharedMemoryReader:
 
 
 def save_publication(publication: Publication, directory: Path) -> None:
-    """Write a live publication to a new directory, for `shards_of_files`.
-
-    Raises:
-        WeightsError: the publication is gone, or is not as it was published.
-        StorageError: it could not be written.
-    """
+    """Write a live publication to a new directory, for `shards_of_files`. Raises WeightsError if it is gone or is not
+    as it was published, StorageError if it cannot be written."""
     file = directory / "model.safetensors"
     tensors = dict(SharedMemoryReader().tensors(publication))
     expected = _expected(publication.manifest)

@@ -27,12 +27,12 @@ _CHANNEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
 
 
 def segment_path(directory: Path, owner_pid: int, channel: str, slot: int) -> Path:
-    """Where a publication slot of a channel lives. Raises ConfigError for a channel that is no plain word."""
+    """Where a slot of a channel lives. Raises as `check_channel`."""
     return directory / f"titan_rl-{owner_pid}-{check_channel(channel)}-{slot}"
 
 
 def segment_location(directory: Path, channel: str, slot: int) -> str:
-    """Of a publication: the same on every host. Raises ConfigError for a channel that is no plain word."""
+    """Of a publication: the same on every host. Raises as `check_channel`."""
     return f"{directory}/{check_channel(channel)}-{slot}"
 
 
@@ -51,10 +51,7 @@ def check_channel(channel: str) -> str:
 
 def create_segment(path: Path, nbytes: int) -> None:
     """A new file whose memory is really there, so that no write to it can fail later; one of that name is removed.
-
-    Raises:
-        StorageError: it does not fit.
-    """
+    Raises StorageError if it does not fit."""
     path.unlink(missing_ok=True)  # of a process with the same owner that did not close
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

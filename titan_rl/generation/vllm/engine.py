@@ -135,14 +135,13 @@ class VllmEngine(Engine):
 
     @property
     def llm_engine(self) -> LLMEngine:
-        """vLLM's own engine, for tests and benchmarks. Not for use while requests run here."""
+        """vLLM's own engine. Not for use while requests run here."""
         if self._engine is None:
             raise GeneratorFailed("the engine was closed")
         return self._engine
 
     @property
     def model(self) -> Any:
-        """The model of this rank's worker."""
         return self._worker.get_model()
 
     @property

@@ -83,16 +83,8 @@ def _some(names: list[str], limit: int = 5) -> str:
 
 
 def write_checkpoint(directory: Path, source: Path, tensors: Mapping[str, Tensor], dtype: str) -> None:
-    """Write `tensors` with the config and tokenizer files of `source` as the checkpoint `directory`.
-
-    Args:
-        directory: new, empty, or written by an earlier call, which is replaced.
-        source: the checkpoint directory training started from.
-        dtype: of `tensors`, as config.json names it.
-
-    Raises:
-        ConfigError: see `directories.check_replaceable`.
-    """
+    """Write `tensors`, of this dtype, with the config and tokenizer files of `source` as the checkpoint `directory`,
+    which is new, empty, or written by an earlier call. Raises ConfigError otherwise."""
     with replacing(directory) as draft:
         for file in source.iterdir():
             if file.is_file() and not _holds_weights(file):

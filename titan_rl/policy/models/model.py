@@ -131,11 +131,7 @@ def build_policy(
     Args:
         beside: a model of the same parallelism in this process, whose process groups are used. Groups of its own would
             not do: DTensor takes equal meshes for the same one, so two models' collectives could mix their groups.
-
-    Raises:
-        ConfigError: tensor parallelism that does not divide the model.
     """
-    shape.check_tensor_parallel(config.tensor_parallel)
     parallelism = ParallelismConfig(
         data_parallel_shard_degree=config.data_parallel,
         tensor_parallel_degree=config.tensor_parallel,

@@ -49,16 +49,13 @@ def model_directory(config: RunConfig) -> Path:
 
 
 def make_tiny_policy(config: TinyPolicyConfig, cache: Path | None = None) -> Path:
-    """The checkpoint directory of `config`, made now if it is not in `cache` yet.
-
-    Token ids are in the order of `token_names`.
+    """The checkpoint directory of `config` (a seed of None counts as 0), made now if it is not in `cache` yet.
 
     Args:
-        config: sizes, tokens and seed; a seed of None counts as 0.
         cache: defaults to `$XDG_CACHE_HOME/titan_rl` or `~/.cache/titan_rl`.
 
     Raises:
-        ConfigError: a symbol or special token occurs twice, sizes that make no model, or `cache` cannot be written.
+        ConfigError: as `tiny_shape`, or `cache` cannot be written.
     """
     shape = tiny_shape(config)
     config = dataclasses.replace(config, seed=config.seed or 0)
@@ -202,7 +199,6 @@ def token_names(config: TinyPolicyConfig) -> list[str]:
 
 
 def make_tokenizer(config: TinyPolicyConfig) -> Tokenizer:
-    """The tokenizer that `config` describes."""
     ids = {token: index for index, token in enumerate(token_names(config))}
     if config.tokenizer == "symbols":
         # No unknown token: a text with a foreign character is an error, not a prompt with a hole.
