@@ -23,7 +23,7 @@ from vllm.v1.attention.backends import cpu_attn
 
 from titan_rl.errors import ConfigError
 from titan_rl.generation.config import GeneratorConfig, check_environment, generator_environment
-from titan_rl.generation.vllm.deterministic import check_rows, halved_linear, one_token_each, row_linear
+from titan_rl.generation.vllm.adaptation import check_rows, halved_linear, one_token_each, row_linear
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 

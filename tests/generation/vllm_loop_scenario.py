@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from titan_rl.errors import GeneratorNotServing, WeightsError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.engine import StepOutput
-from titan_rl.generation.rank import make_engine_loop
+from titan_rl.generation.engine_loop import make_engine_loop
 from titan_rl.generation.vllm.engine import VllmEngine
 from titan_rl.types import Completion, GenerationRequest, PolicyVersion
 from titan_rl.weights.manifest import Publication, PullReport, TensorShard

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from titan_rl.actors.relay import WeightRelay
 from titan_rl.errors import ActorGone, GeneratorFailed, TitanError, WeightsError
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.generation.engine_loop import EngineLoop
+from titan_rl.generation.engine_loop import EngineLoop, make_engine_loop
 from titan_rl.metrics.timeline import Pulse
 from titan_rl.rpc.connection import ConnectedActor, Connection, endpoint
 from titan_rl.rpc.mesh_client import MeshClient
@@ -74,8 +74,6 @@ class Generator(RequestServer):
             rank0: handle of this generator's rank 0, where a follower reports its failure.
             relay: handle of the `WeightRelay` of this host. None: publications are here without one.
         """
-        from titan_rl.generation.rank import make_engine_loop
-
         self._rank0 = Connection(rank0, what=f"{self._name}.{{}} of rank 0")
         await Generator.set_peers.answer(self, relay)
         self._event_loop = asyncio.get_running_loop()

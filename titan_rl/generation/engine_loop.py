@@ -14,22 +14,31 @@ a request come before its completion and in order, and no token comes in two pie
 
 from __future__ import annotations
 
+import datetime
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, RequestError
+from titan_rl.generation.config import ENGINES, GeneratorConfig
 from titan_rl.generation.decisions import DecisionMaker, LoopAction, LoopDecision
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.lockstep import Lockstep, Outcome
+from titan_rl.importing import import_name
 from titan_rl.metrics.timeline import timeline
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
 from titan_rl.weights.manifest import Publication, PullReport
+
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
+"""Followers wait in one collective for as long as rank 0 takes for a decision (a burst of steps, a pull) or, when idle,
+for a heartbeat. A dead rank is noticed at once."""
 
 
 class _Call(NamedTuple):
@@ -332,3 +341,45 @@ def _promise() -> Future[Any]:
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
+
+
+def make_engine_loop(
+    config: GeneratorConfig,
+    *,
+    model_path: Path,
+    device: str,
+    on_completions: Callable[[list[Completion]], None],
+    on_pieces: Callable[[list[Piece]], None],
+    on_fatal: Callable[[BaseException], None],
+) -> EngineLoop:
+    """The engine loop of this process, whose environment must be that of `join_world`."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def make_lockstep() -> Lockstep:
+        # Imported here: the controller imports this module and has no use for torch.
+        import torch.distributed as dist
+
+        from titan_rl.weights.puller import SharedMemoryReader, verify
+        from titan_rl.weights.ranks import Ranks
+
+        engine: Engine = import_name(config.engine, ENGINES)(config, model_path, device)
+        # It ends with the process groups that the engine has made: to destroy it earlier breaks the engine's own exit.
+        group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world_size > 1 else None
+        return Lockstep(
+            engine,
+            rank=rank,
+            ranks=Ranks(group),
+            load_publication=SharedMemoryReader().tensors,
+            verify=lambda publication, engine: verify(publication, engine.served_shards(), group),
+            keep_cache=config.keep_prefix_cache,
+        )
+
+    return EngineLoop(
+        make_lockstep,
+        rank=rank,
+        burst_steps=config.burst_steps if world_size > 1 else 1,  # alone, there is no broadcast to amortise
+        heartbeat_seconds=config.heartbeat_seconds,
+        on_completions=on_completions,
+        on_pieces=on_pieces,
+        on_fatal=on_fatal,
+    )

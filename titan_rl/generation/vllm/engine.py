@@ -32,7 +32,7 @@ from vllm.v1.request import Request
 from titan_rl.errors import GeneratorFailed
 from titan_rl.generation.config import GeneratorConfig, check_environment, refuse_more_ranks
 from titan_rl.generation.engine import Engine, RunningRequest, StepOutput
-from titan_rl.generation.vllm import adaptation, deterministic, weights
+from titan_rl.generation.vllm import adaptation, weights
 from titan_rl.generation.vllm.steps import SeededSampling, StepScheduler, decoder_of
 from titan_rl.processes import RENDEZVOUS, join_world
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion, SamplingParams
@@ -105,7 +105,7 @@ class VllmEngine(Engine):
             if config.deterministic:
                 refuse_more_ranks(config.tensor_parallel)
             self._linears = adaptation.adapt_linear(adaptation.linear_of(config, Path(model_path)))
-            deterministic.adapt_attention(config.deterministic)
+            adaptation.adapt_attention(config.deterministic)
             adaptation.adapt_process()
         adaptation.adapt_progress_bars()
         join_world("gloo" if device == "cpu" else "nccl")  # vLLM would listen on a port
@@ -131,7 +131,7 @@ class VllmEngine(Engine):
         self._sampling = SeededSampling(runner)
         self._decoder = decoder_of(self._scheduler, runner)
         if config.deterministic and device == "cpu":
-            deterministic.check_rows(self.model)
+            adaptation.check_rows(self.model)
 
     @property
     def llm_engine(self) -> LLMEngine:
