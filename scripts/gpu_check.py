@@ -162,11 +162,7 @@ def publication(device: str) -> Finding:
         served = {name: tensor.to(device) for name, tensor in SharedMemoryReader().tensors(published)}
         served |= {alias: served[name] for alias, name in policy.aliases}
 
-        def whole(name: str) -> TensorShard:
-            shape = tuple(served[name].shape)
-            return TensorShard(name=name, data=served[name], global_shape=shape, offset=(0,) * len(shape))
-
-        verify(published, map(whole, served), None)
+        verify(published, (TensorShard.whole(name, tensor) for name, tensor in served.items()), None)
     finally:
         publisher.close()
     return Finding("works", f"{len(served)} tensors are what was published")

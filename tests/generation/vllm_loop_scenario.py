@@ -27,7 +27,7 @@ from titan_rl.generation.engine import StepOutput
 from titan_rl.generation.engine_loop import make_engine_loop
 from titan_rl.generation.vllm.engine import VllmEngine
 from titan_rl.types import Completion, GenerationRequest, PolicyVersion
-from titan_rl.weights.manifest import Publication, PullReport, TensorShard
+from titan_rl.weights.manifest import TIED, Publication, PullReport, TensorShard
 from titan_rl.weights.publisher import SharedMemoryPublisher
 from titan_rl.weights.segment_files import segment_at
 
@@ -135,16 +135,9 @@ class Loop:
 
     def publish(self, name: str, tensors: dict[str, torch.Tensor]) -> Publication:
         """A set of weights of its own, in a segment of its own."""
-        shards = [
-            TensorShard(name=each, data=tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.dim())
-            for each, tensor in tensors.items()
-        ]
-        self._published[name] = self._publisher.publish(
-            PolicyVersion(0, len(self._published)),
-            shards,
-            dtype=torch.float32,
-            aliases=(("lm_head.weight", "model.embed_tokens.weight"),),
-        )
+        shards = [TensorShard.whole(each, tensor) for each, tensor in tensors.items()]
+        version = PolicyVersion(0, len(self._published))
+        self._published[name] = self._publisher.publish(version, shards, dtype=torch.float32, aliases=TIED)
         return self._published[name]
 
     def publish_perturbed(self, name: str, seed: int) -> Publication:

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from weight_examples import (
-    ALIASES,
     EMBEDDING,
-    HEAD,
+    LM_HEAD,
     SCALE,
     SHAPES,
+    TIED,
     Engine,
     copied,
     publisher_in,
@@ -59,7 +59,7 @@ def tensor_parallel_shards(rank: int, tensors: dict[str, Tensor]) -> Iterator[Te
     """Matrices cut by rows or by columns, the rest replicated."""
     holder = Engine(rank, 2, shapes=CUT_SHAPES)
     holder.load(tensors.items())
-    return (shard for shard in holder.served_shards() if shard.name != HEAD)
+    return (shard for shard in holder.served_shards() if shard.name != LM_HEAD)
 
 
 def parallelism_pairs(rank: int, directory: Path) -> dict[str, bool]:
@@ -71,14 +71,14 @@ def parallelism_pairs(rank: int, directory: Path) -> dict[str, bool]:
         channel = writing.replace(" ", "_")
         publisher = publisher_in(directory, channel=channel, rank=rank, group=dist.group.WORLD)
         publication = publisher.publish(
-            PolicyVersion(0, step), shards(rank, policy(step)), dtype=torch.float32, aliases=ALIASES
+            PolicyVersion(0, step), shards(rank, policy(step)), dtype=torch.float32, aliases=TIED
         )
         results |= {f"{writing} → {each}": right for each, right in _read(reader, publication, rank, step).items()}
         publisher.close()
     alone = publisher_in(directory, channel="alone") if rank == 0 else None
     published: list[Publication | None] = [None]
     if alone is not None:
-        published = [alone.publish(V3, whole_shards(policy(3)), dtype=torch.float32, aliases=ALIASES)]
+        published = [alone.publish(V3, whole_shards(policy(3)), dtype=torch.float32, aliases=TIED)]
     dist.broadcast_object_list(published, src=0)
     assert published[0] is not None
     results |= {f"1 → {each}": right for each, right in _read(reader, published[0], rank, 3).items()}
@@ -107,8 +107,8 @@ def two_writers(rank: int, directory: Path) -> dict[str, Publication]:
     by_columns = publisher_in(directory, channel="columns", rank=rank, group=dist.group.WORLD)
     shards = fsdp_shards(rank, policy(1)), tensor_parallel_shards(rank, policy(1))
     return {
-        "float32": by_rows.publish(V1, shards[0], dtype=torch.float32, aliases=ALIASES),
-        "bfloat16": by_columns.publish(V1, shards[1], dtype=torch.bfloat16, aliases=ALIASES),
+        "float32": by_rows.publish(V1, shards[0], dtype=torch.float32, aliases=TIED),
+        "bfloat16": by_columns.publish(V1, shards[1], dtype=torch.bfloat16, aliases=TIED),
     }
 
 
@@ -168,7 +168,7 @@ def verified_engines(rank: int, directory: Path) -> dict[str, Any]:
     """A tensor-parallel engine of two ranks: right, and wrong on one rank in several ways."""
     publisher = publisher_in(directory, channel="verified", rank=rank, group=dist.group.WORLD)
     tensors = policy(3)
-    publication = publisher.publish(V3, fsdp_shards(rank, tensors), dtype=torch.float32, aliases=ALIASES)
+    publication = publisher.publish(V3, fsdp_shards(rank, tensors), dtype=torch.float32, aliases=TIED)
 
     def check(damage: str = "", on: int = 1) -> Any:
         engine = Engine(rank, 2, shapes=CUT_SHAPES)
@@ -196,7 +196,7 @@ def verified_engines(rank: int, directory: Path) -> dict[str, Any]:
         "with replicated part": replicated_part(damaged=False)(),
         "errors": {
             "column shard": error_of(check(BY_COLUMNS)),
-            "head": error_of(check(HEAD)),
+            "head": error_of(check(LM_HEAD)),
             "counted norm": error_of(check(NORM, on=0)),
             "replicated norm": error_of(check(NORM, on=1)),
             "replicated part": error_of(replicated_part(damaged=True)),
@@ -209,7 +209,7 @@ def verified_engines(rank: int, directory: Path) -> dict[str, Any]:
 def a_writer_that_dies(rank: int, directory: Path) -> dict[str, Any]:
     """Rank 1 kills itself when it has written a part of v2. On rank 0: v1, and what publishing v2 came to."""
     publisher = publisher_in(directory, channel="dying", rank=rank, group=dist.group.WORLD)
-    first = publisher.publish(V1, fsdp_shards(rank, policy(1)), dtype=torch.float32, aliases=ALIASES)
+    first = publisher.publish(V1, fsdp_shards(rank, policy(1)), dtype=torch.float32, aliases=TIED)
     if rank == 1:
         fingerprint, written = publishing.shard_fingerprint, 0
 
@@ -223,7 +223,7 @@ def a_writer_that_dies(rank: int, directory: Path) -> dict[str, Any]:
         publishing.shard_fingerprint = dying
     error = ""
     try:
-        publisher.publish(V2, fsdp_shards(rank, policy(2)), dtype=torch.float32, aliases=ALIASES)
+        publisher.publish(V2, fsdp_shards(rank, policy(2)), dtype=torch.float32, aliases=TIED)
     except Exception as lost:  # gloo's own: the other rank is gone
         error = f"{type(lost).__name__}: {lost}"
     return {"first": first, "error": error}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from support.ranks import Scenario, run_scenarios
 from torch import Tensor
-from weight_examples import ALIASES, SHAPES, copied, same_bytes, weights
+from weight_examples import SHAPES, TIED, copied, same_bytes, weights
 
 from titan_rl.processes import OWNER, join_world
 from titan_rl.types import PolicyVersion
@@ -55,7 +55,7 @@ def publish_on(hosts: tuple[str, ...], directory: Path) -> list[Publication]:
             publisher.release(PolicyVersion(0, step - 2))
         parts = shards(rank, len(hosts), weights(step, SHAPES))
         dtype = torch.bfloat16 if step == 2 else torch.float32
-        published.append(publisher.publish(PolicyVersion(0, step), parts, dtype=dtype, aliases=ALIASES))
+        published.append(publisher.publish(PolicyVersion(0, step), parts, dtype=dtype, aliases=TIED))
     return published
 
 

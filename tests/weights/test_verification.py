@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import weight_examples
-from weight_examples import EMBEDDING, HEAD, Engine, publisher_in, weights, whole_shards
+from weight_examples import EMBEDDING, LM_HEAD, Engine, publisher_in, weights, whole_shards
 
 from titan_rl.errors import WeightsError
 from titan_rl.weights.fingerprint import combined_fingerprint
@@ -40,14 +40,14 @@ def test_what_was_loaded_whole_is_verified(publication: Publication, engine: Eng
     assert verify(publication, engine.served_shards(), None) == combined_fingerprint(publication.manifest)
 
 
-@pytest.mark.parametrize("name", [*SHAPES, HEAD])
+@pytest.mark.parametrize("name", [*SHAPES, LM_HEAD])
 def test_one_flipped_bit_is_refused_and_the_tensor_named(publication: Publication, engine: Engine, name: str) -> None:
     engine.parameters[name].view(torch.int32).view(-1)[3] ^= 1
     with pytest.raises(WeightsError, match=f"policy v7 is not what the engine computes with: {name} is not what was"):
         verify(publication, engine.served_shards(), None)
 
 
-@pytest.mark.parametrize("name", [*SHAPES, HEAD])
+@pytest.mark.parametrize("name", [*SHAPES, LM_HEAD])
 def test_a_skipped_tensor_is_refused_the_tied_head_too(publication: Publication, tmp_path: Path, name: str) -> None:
     engine = Engine(shapes=SHAPES)
     engine.load(SharedMemoryReader().tensors(publish(tmp_path, 6)))
@@ -58,7 +58,7 @@ def test_a_skipped_tensor_is_refused_the_tied_head_too(publication: Publication,
         verify(publication, engine.served_shards(), None)
 
 
-@pytest.mark.parametrize("name", ["norm.weight", HEAD])
+@pytest.mark.parametrize("name", ["norm.weight", LM_HEAD])
 def test_a_tensor_or_alias_that_the_engine_does_not_report_is_missing(
     publication: Publication, engine: Engine, name: str
 ) -> None:

@@ -20,7 +20,7 @@ from rank_scenarios import (
     writers_that_fail,
 )
 from support.ranks import Scenario, run_scenarios
-from weight_examples import ALIASES, EMBEDDING, HEAD, copied, publisher_in, same_bytes, whole_shards
+from weight_examples import EMBEDDING, LM_HEAD, TIED, copied, publisher_in, same_bytes, whole_shards
 
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint
@@ -88,7 +88,7 @@ def test_a_sharded_engine_is_verified_to_the_same_number_on_both_ranks(results: 
     "damage, sentence",
     [
         ("column shard", f"{BY_COLUMNS} is not what was published"),
-        ("head", f"{HEAD} is not what was published"),
+        ("head", f"{LM_HEAD} is not what was published"),
         ("counted norm", f"{NORM} is not what was published"),
         ("replicated norm", f"the replica of {NORM} is not what was published (rank 1)"),
         ("replicated part", f"the replica of {EMBEDDING} at (0, 0) is not what the rank that counts it has (rank 1)"),
@@ -123,6 +123,6 @@ def test_a_trainer_that_starts_again_after_a_death_publishes(results: Results) -
     directory = Path(results[0]["a_writer_that_dies"]["first"].location).parent
     publisher = publisher_in(directory, channel="dying", max_live=3)
     for version in (V2, PolicyVersion(1, 1)):
-        again = publisher.publish(version, whole_shards(policy(2)), dtype=torch.float32, aliases=ALIASES)
+        again = publisher.publish(version, whole_shards(policy(2)), dtype=torch.float32, aliases=TIED)
         assert same_bytes(copied(SharedMemoryReader().tensors(again)), policy(2))
     publisher.close()

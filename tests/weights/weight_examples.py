@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.manifest import Publication, TensorShard
+from titan_rl.weights.manifest import EMBEDDING, LM_HEAD, TIED, Publication, TensorShard
 from titan_rl.weights.publisher import SharedMemoryPublisher
 
-EMBEDDING, HEAD, SCALE, EMPTY = "model.embed_tokens.weight", "lm_head.weight", "scale", "empty"
+SCALE, EMPTY = "scale", "empty"
 SHAPES = {
     "model.norm.weight": (7,),
     EMBEDDING: (13, 64),
@@ -23,7 +23,6 @@ SHAPES = {
     SCALE: (),
     EMPTY: (0, 3),
 }
-ALIASES = ((HEAD, EMBEDDING),)
 
 
 def weights(seed: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
@@ -32,10 +31,7 @@ def weights(seed: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str,
 
 
 def whole_shards(tensors: dict[str, Tensor]) -> list[TensorShard]:
-    return [
-        TensorShard(name=name, data=data, global_shape=tuple(data.shape), offset=(0,) * data.dim())
-        for name, data in tensors.items()
-    ]
+    return [TensorShard.whole(name, data) for name, data in tensors.items()]
 
 
 def publisher_in(
@@ -54,7 +50,7 @@ def publish(publisher: SharedMemoryPublisher, step: int, tensors: dict[str, Tens
         PolicyVersion(0, step),
         whole_shards(tensors),
         dtype=torch.float32,
-        aliases=ALIASES if EMBEDDING in tensors else (),
+        aliases=TIED if EMBEDDING in tensors else (),
     )
 
 
@@ -83,12 +79,12 @@ class Engine:
         self._rank, self._ranks = rank, ranks
         self._boxes: dict[str, tuple[tuple[slice, ...], tuple[int, ...], bool]] = {}
         self.parameters: dict[str, Tensor] = {}
-        heads = {HEAD: shapes[EMBEDDING]} if EMBEDDING in shapes else {}
+        heads = {LM_HEAD: shapes[EMBEDDING]} if EMBEDDING in shapes else {}
         cut_dims = itertools.cycle((0, 1))
         for name, shape in (shapes | heads).items():
             index, counted = [slice(0, size) for size in shape], rank == 0
             if ranks > 1 and len(shape) == 2 and min(shape) >= ranks:
-                dim = 0 if name in (EMBEDDING, HEAD) else next(cut_dims)
+                dim = 0 if name in (EMBEDDING, LM_HEAD) else next(cut_dims)
                 size = -(-shape[dim] // ranks)
                 index[dim], counted = slice(rank * size, min((rank + 1) * size, shape[dim])), True
             self._boxes[name] = (tuple(index), shape, counted)
@@ -99,7 +95,7 @@ class Engine:
         self.loaded = []
         for name, tensor in tensors:
             self.loaded.append(name)
-            for target in (name, HEAD) if name == EMBEDDING else (name,):
+            for target in (name, LM_HEAD) if name == EMBEDDING else (name,):
                 self.parameters[target].copy_(tensor[self._boxes[target][0]])
 
     def served_shards(self) -> Iterator[TensorShard]:

@@ -116,7 +116,7 @@ class SimulatedEngine(Engine):
         if EMBEDDING in weights:
             weights.setdefault(LM_HEAD, weights[EMBEDDING])  # tied
         for name, tensor in weights.items():
-            yield TensorShard(name=name, data=tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.dim())
+            yield TensorShard.whole(name, tensor)
 
     def drop_cache(self) -> None:
         """There is no KV."""

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Hugging Face names of the two tensors that are one where embeddings are tied."""
+TIED = ((LM_HEAD, EMBEDDING),)
+"""The aliases of a publication whose embeddings are tied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,13 @@ class TensorShard:
     """Global index of the box's first element, one entry per dimension."""
     counted: bool = True
     """False on a replica whose box another rank already counts (it is written once and checked locally)."""
+
+    @staticmethod
+    def whole(name: str, data: Tensor, *, counted: bool = True) -> TensorShard:
+        """A tensor that this rank holds as a whole."""
+        return TensorShard(
+            name=name, data=data, global_shape=tuple(data.shape), offset=(0,) * data.dim(), counted=counted
+        )
 
     @property
     def slices(self) -> tuple[slice, ...]:

@@ -35,7 +35,7 @@ from titan_rl.errors import StorageError, WeightsError
 from titan_rl.processes import HOST
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.fingerprint import BITS, check_box, shard_fingerprint, signed, unsigned
-from titan_rl.weights.manifest import EMBEDDING, LM_HEAD, Manifest, Publication, TensorEntry, TensorShard
+from titan_rl.weights.manifest import LM_HEAD, TIED, Manifest, Publication, TensorEntry, TensorShard
 from titan_rl.weights.ranks import Ranks
 from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_segment, segment_at, segment_location
 
@@ -244,8 +244,7 @@ def publish_checkpoint(directory: Path, publisher: SharedMemoryPublisher, *, dty
     shards = [each for each in shards_of_files(directory) if not (tied and each.name == LM_HEAD)]
     if not shards:
         raise WeightsError(f"{directory} has no weights (*.safetensors)")
-    aliases = ((LM_HEAD, EMBEDDING),) if tied else ()
-    return publisher.publish(PolicyVersion(0, 0), shards, dtype=dtype, aliases=aliases)
+    return publisher.publish(PolicyVersion(0, 0), shards, dtype=dtype, aliases=TIED if tied else ())
 
 
 def _shapes_of(shards: Iterable[TensorShard]) -> Shapes:
@@ -352,8 +351,6 @@ def shards_of_files(directory: Path) -> Iterator[TensorShard]:
         try:
             with safe_open(str(file), framework="pt") as tensors:
                 for name in tensors.keys():
-                    data = tensors.get_tensor(name)
-                    shape = tuple(data.shape)
-                    yield TensorShard(name=name, data=data, global_shape=shape, offset=(0,) * data.ndim)
+                    yield TensorShard.whole(name, tensors.get_tensor(name))
         except Exception as error:  # the library's own error type, or an OSError
             raise WeightsError(f"{file} cannot be read: {error}") from error

@@ -18,7 +18,7 @@ from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig
 from titan_rl.routing.config import RouterConfig
 from titan_rl.supervision.process import prepare_controller
 from titan_rl.types import GenerationRequest, PolicyVersion, SamplingParams
-from titan_rl.weights.manifest import Publication
+from titan_rl.weights.manifest import TIED, Publication
 
 prepare_controller()
 from titan_rl.actors.generator import Generator, GeneratorClient  # noqa: E402
@@ -53,16 +53,10 @@ class Checkpoint:
     """What a trainer of one rank would publish: a checkpoint's weights, each time under the next version."""
 
     def __init__(self, model_path: Path) -> None:
-        from safetensors.torch import load_file
-
-        from titan_rl.weights.manifest import TensorShard
-        from titan_rl.weights.publisher import SharedMemoryPublisher
+        from titan_rl.weights.publisher import SharedMemoryPublisher, shards_of_files
 
         self._publisher = SharedMemoryPublisher(channel="policy", rank=0, group=None, max_live=2)
-        self._shards = [
-            TensorShard(name=name, data=tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.ndim)
-            for name, tensor in load_file(model_path / "model.safetensors").items()
-        ]
+        self._shards = list(shards_of_files(model_path))
         self._step = 0
 
     def publish(self) -> Publication:
@@ -74,9 +68,7 @@ class Checkpoint:
             self._publisher.release(PolicyVersion(0, self._step - 2))
         version = PolicyVersion(0, self._step)
         self._step += 1
-        return self._publisher.publish(
-            version, self._shards, dtype=torch.float32, aliases=(("lm_head.weight", "model.embed_tokens.weight"),)
-        )
+        return self._publisher.publish(version, self._shards, dtype=torch.float32, aliases=TIED)
 
     def close(self) -> None:
         self._publisher.close()

@@ -10,7 +10,7 @@ from torch import Tensor
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import tiny_shape
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.manifest import EMBEDDING, LM_HEAD, Publication, TensorShard
+from titan_rl.weights.manifest import TIED, Publication, TensorShard
 from titan_rl.weights.publisher import SharedMemoryPublisher
 from titan_rl.weights.puller import SharedMemoryReader
 
@@ -36,14 +36,9 @@ class Trainer:
 
     def publish(self, step: int) -> Timed:
         """Store and fingerprint."""
-        shards = [
-            TensorShard(name=name, data=tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.dim())
-            for name, tensor in self._trained[step % 2].items()
-        ]
+        shards = [TensorShard.whole(name, tensor) for name, tensor in self._trained[step % 2].items()]
         started = time.perf_counter()
-        publication = self._publisher.publish(
-            PolicyVersion(0, step), shards, dtype=torch.float32, aliases=((LM_HEAD, EMBEDDING),)
-        )
+        publication = self._publisher.publish(PolicyVersion(0, step), shards, dtype=torch.float32, aliases=TIED)
         return publication, time.perf_counter() - started
 
     def copy_in(self, publication: Publication) -> float:

@@ -24,6 +24,7 @@ from titan_rl.generation.simulated_engine import SimulatedEngine, simulated_engi
 from titan_rl.planner.scenario import EngineSpeed, TrainerSpeed
 from titan_rl.seeding import derive_seed
 from titan_rl.types import GenerationRequest, PolicyVersion, Purpose
+from titan_rl.weights.manifest import TIED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +39,6 @@ MEAN, SPREAD, MOST = 30.0, 1.0, 200
 """Of completions in tokens: log-normal, as answers of reasoning models are; the longest of 64 is 5 times the mean."""
 STEADY_SECONDS = 0.04
 """Of a step of `steady`."""
-_TIED = (("lm_head.weight", "model.embed_tokens.weight"),)
 
 
 def completion_length(group_id: int, sample: int) -> int:
@@ -123,17 +123,12 @@ class SimulatedTrainer:
 
     def __init__(self, model_path: Path) -> None:
         import torch
-        from safetensors.torch import load_file
 
-        from titan_rl.weights.manifest import TensorShard
-        from titan_rl.weights.publisher import SharedMemoryPublisher
+        from titan_rl.weights.publisher import SharedMemoryPublisher, shards_of_files
 
         self._dtype = torch.float32
         self._publisher = SharedMemoryPublisher(channel="simulated", rank=0, group=None, max_live=3)
-        self._shards = [
-            TensorShard(name=name, data=tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.ndim)
-            for name, tensor in load_file(model_path / "model.safetensors").items()
-        ]
+        self._shards = list(shards_of_files(model_path))
         self._turn = asyncio.Lock()
         self._step = 0
         self.ended_at = 0.0
@@ -160,7 +155,7 @@ class SimulatedTrainer:
     async def push_model_state_dict(self) -> Publication:
         async with self._turn:
             await asyncio.sleep(TRAINER.seconds_per_publication)
-            return self._publisher.publish(PolicyVersion(0, self._step), self._shards, dtype=self._dtype, aliases=_TIED)
+            return self._publisher.publish(PolicyVersion(0, self._step), self._shards, dtype=self._dtype, aliases=TIED)
 
     async def release(self, publication: Publication) -> None:
         self._publisher.release(publication.version)

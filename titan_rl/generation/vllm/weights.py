@@ -72,13 +72,7 @@ def served_shards(model: torch.nn.Module, tp_rank: int) -> Iterator[TensorShard]
                     offset=(0, module.tp_rank * columns),
                 )
             elif kind in (RowParallelLinear, ReplicatedLinear, RMSNorm):
-                yield TensorShard(
-                    name=f"{path}.{name}",
-                    data=data,
-                    global_shape=tuple(data.shape),
-                    offset=(0,) * data.dim(),
-                    counted=tp_rank == 0,
-                )
+                yield TensorShard.whole(f"{path}.{name}", data, counted=tp_rank == 0)
             else:
                 raise WeightsError(
                     f"{path}.{name}: the layout of {kind.__name__} is unknown, so its weights cannot be verified"

@@ -107,7 +107,7 @@ def local_shard(name: str, tensor: Tensor) -> TensorShard:
     parallelism both cut, it gives the layout of a strided redistribution, which is not where FSDP put the data.
     """
     if not isinstance(tensor, DTensor):
-        return TensorShard(name=name, data=tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.ndim)
+        return TensorShard.whole(name, tensor)
     mesh, data = tensor.device_mesh, tensor.to_local()
     coordinate = mesh.get_coordinate()
     if coordinate is None:

@@ -49,7 +49,7 @@ from titan_rl.policy.models.titan_adaptation import (
     without_its_trainer,
 )
 from titan_rl.policy.token_scores import token_scores
-from titan_rl.weights.manifest import EMBEDDING, LM_HEAD
+from titan_rl.weights.manifest import TIED
 
 SPMD_BACKEND = "partial_dtensor"
 """torchtitan's default, spmd_types, fails on two or more ranks of torch 2.13."""
@@ -120,7 +120,7 @@ class Policy:
     @property
     def aliases(self) -> tuple[tuple[str, str], ...]:
         """`(name, name of the stored tensor)` of tensors that share another's storage."""
-        return ((LM_HEAD, EMBEDDING),) if self.shape.tied else ()
+        return TIED if self.shape.tied else ()
 
 
 def build_policy(
