@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from support.ranks import Scenario
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import StorageError, TrainingError
@@ -107,6 +108,12 @@ def updater(model_path: str, config: TrainerConfig, **kwargs: Any):
 def train(policy_updater: Any, batch: SampleBatch, kept: TokenScoreRecorder | None = None) -> dict[str, float]:
     """One step, planned as the controller plans it."""
     return policy_updater.train_step(batch, policy_updater.plan(batch), kept)
+
+
+def on_layout(function: Any, layout: tuple[int, int], **kwargs: Any) -> Scenario:
+    """`function` on all ranks of a layout: data parallel, tensor parallel."""
+    data, tensor = layout
+    return Scenario(function, data * tensor, {"data_parallel": data, "tensor_parallel": tensor, **kwargs})
 
 
 def names_of(batch: SampleBatch) -> list[tuple[int, int]]:

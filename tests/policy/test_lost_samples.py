@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
-from policy_scenarios import mixed_batch, shards_of, train, trainer, updater
-from support.ranks import Scenario, run_scenarios
+from policy_scenarios import mixed_batch, on_layout, shards_of, train, trainer, updater
+from support.ranks import run_scenarios
 
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
 from titan_rl.data_plane.store import SampleStore, SharedMemorySource
@@ -117,17 +117,13 @@ def batches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Samp
 def results(batches: dict[str, SampleBatch], tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
     model_path = make_tiny_policy(TinyPolicyConfig(), tmp_path_factory.mktemp("cache"))
     scenarios = {
-        layout: Scenario(
+        layout: on_layout(
             lost_samples,
-            2,
-            {
-                "model_path": str(model_path),
-                "data_parallel": layout[0],
-                "tensor_parallel": layout[1],
-                "good": batches["good"],
-                "bad": {name: batches[name] for name in LOST},
-                "lost_on_rank_1": list(ON_RANK_1),
-            },
+            layout,
+            model_path=str(model_path),
+            good=batches["good"],
+            bad={name: batches[name] for name in LOST},
+            lost_on_rank_1=list(ON_RANK_1),
         )
         for layout in LAYOUTS
     }

@@ -17,6 +17,7 @@ from policy_scenarios import (
     gradients,
     logprobs_of,
     mixed_batch,
+    on_layout,
     relative_error,
     sampled_with,
     shards_of,
@@ -174,14 +175,13 @@ def results(paths, tmp_path_factory) -> Results:
     directory = tmp_path_factory.mktemp("ranks")
     start = {"model_path": str(paths["start"])}
     scenarios: dict[Any, Scenario] = {}
-    for data, tensor in LAYOUTS:
-        sizes = {"data_parallel": data, "tensor_parallel": tensor}
-        if (data, tensor) in REFERENCE_LAYOUTS:
-            estimators = [estimator for *layout, estimator in ESTIMATES if layout == [data, tensor]]
-            other = {"other_path": str(paths["other"]), "estimators": estimators}
-            scenarios["reference", data, tensor] = Scenario(against_reference, data * tensor, start | sizes | other)
-        saved = {"save_to": str(directory / f"warm-{data}-{tensor}")}
-        scenarios["warm-up", data, tensor] = Scenario(warm_up, data * tensor, start | sizes | saved)
+    for layout in LAYOUTS:
+        if layout in REFERENCE_LAYOUTS:
+            estimators = [estimator for *each, estimator in ESTIMATES if tuple(each) == layout]
+            scenarios["reference", *layout] = on_layout(
+                against_reference, layout, **start, other_path=str(paths["other"]), estimators=estimators
+            )
+        scenarios["warm-up", *layout] = on_layout(warm_up, layout, **start, save_to=f"{directory}/warm-{layout}")
     for adapted in (True, False):
         scenarios["uneven", adapted] = Scenario(
             tied_and_uneven, 4, start | {"save_to": str(directory / f"uneven-{adapted}"), "adapted": adapted}

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from policy_scenarios import assemble, batch_of, shards_of, train, trainer, updater
+from policy_scenarios import assemble, batch_of, on_layout, shards_of, train, trainer, updater
 from support.ranks import Results, Scenario, cells
 
 from titan_rl.errors import CheckpointError, StorageError
@@ -79,16 +79,7 @@ def ways(directory: Path) -> tuple[Results, Results]:
     model = str(make_tiny_policy(TinyPolicyConfig(), directory / "policy"))
 
     def scenario(function: Any, written: tuple[int, int], layout: tuple[int, int]) -> Scenario:
-        return Scenario(
-            function,
-            layout[0] * layout[1],
-            {
-                "directory": f"{directory}/{written}",
-                "model_path": model,
-                "data_parallel": layout[0],
-                "tensor_parallel": layout[1],
-            },
-        )
+        return on_layout(function, layout, directory=f"{directory}/{written}", model_path=model)
 
     for name in ("saved", "restored"):
         (directory / name).mkdir()
