@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from loop_harness import BOUND, VOCAB, Collector, Turnstile, make_loop, make_publication
-from safetensors.numpy import load_file, save_file
+from loop_harness import BOUND, VOCAB, Collector, Turnstile, make_loop, make_publication, sharper_policy
 
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.simulated_engine import SimulatedEngine
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.models.tiny import make_tiny_policy
-
-SHARPER = 8.0
-"""Factor on the matrices of a fresh policy, whose next-token distribution would be almost uniform otherwise."""
 
 
 @pytest.fixture(scope="session")
@@ -26,12 +19,8 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     models = {}
     for tying, tied in (("tied", True), ("untied", False)):
         for seed, letter in enumerate("ab"):
-            made = make_tiny_policy(TinyPolicyConfig(tied_embeddings=tied, seed=seed), cache)
-            model = Path(shutil.copytree(made, cache / f"{tying}_{letter}"))
-            tensors = load_file(model / "model.safetensors")
-            sharper = {name: tensor * SHARPER if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
-            save_file(sharper, model / "model.safetensors", metadata={"format": "pt"})
-            models[f"{tying}_{letter}"] = str(model)
+            config = TinyPolicyConfig(tied_embeddings=tied, seed=seed)
+            models[f"{tying}_{letter}"] = sharper_policy(config, cache / f"{tying}_{letter}")
     return models
 
 

@@ -5,23 +5,31 @@ The engines are simulated; a test lets their steps through one by one."""
 from __future__ import annotations
 
 import queue
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.lockstep import Lockstep
 from titan_rl.generation.simulated_engine import SimulatedEngine, simulated_token
+from titan_rl.policy.config import TinyPolicyConfig
+from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.types import Completion, GenerationRequest, Piece, PolicyVersion, SamplingParams
 from titan_rl.weights.manifest import Manifest, Publication
 from titan_rl.weights.ranks import Ranks
 
 PROMPT = (2, 3, 4, 5, 12)
+
+SHARPER = 8.0
+"""Factor on the matrices of a fresh policy, whose next-token distribution would be almost uniform otherwise."""
 
 SWAPS = (
     ("tied", "float32", "plain"),
@@ -33,6 +41,15 @@ SWAPS = (
 )
 """Engines that take new weights: whether the head is tied, dtype, linear layers."""
 SWAPS_OF_CI = (SWAPS[0], SWAPS[-1])
+
+
+def sharper_policy(config: TinyPolicyConfig, directory: Path) -> str:
+    """A checkpoint of a tiny policy in a new directory."""
+    shutil.copytree(make_tiny_policy(config, directory.parent), directory)
+    tensors = load_file(directory / "model.safetensors")
+    sharper = {name: tensor * SHARPER if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
+    save_file(sharper, directory / "model.safetensors", metadata={"format": "pt"})
+    return str(directory)
 
 
 def make_request(

@@ -70,10 +70,26 @@ def test_options_that_count_the_tokens_so_far_say_so(option: dict[str, float]) -
     assert not make_request("a", temperature=0.5, top_p=0.9, top_k=3, stop_token_ids=(1,)).sampling.depends_on_output
 
 
-def test_an_engine_refuses_a_process_without_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in generator_environment("cpu").items():
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("device", "variable"), [("cpu", "VLLM_CPU_ATTN_SPLIT_KV=0"), ("cuda", "VLLM_BATCH_INVARIANT=1")]
+)
+def test_a_deterministic_engine_refuses_a_process_without_its_environment(
+    monkeypatch: pytest.MonkeyPatch, device: str, variable: str
+) -> None:
+    for name, value in (generator_environment(device, deterministic=True) | ALONE).items():
         monkeypatch.setenv(name, value)
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+    check_environment(device, tensor_parallel=1, deterministic=True)
+    monkeypatch.delenv(variable.partition("=")[0])
+    check_environment(device, tensor_parallel=1)
+    with pytest.raises(ConfigError, match=variable):
+        check_environment(device, tensor_parallel=1, deterministic=True)
+
+
+def test_an_engine_refuses_a_process_without_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (generator_environment("cpu") | ALONE).items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv(RENDEZVOUS, raising=False)
     check_environment("cpu", tensor_parallel=1)  # one rank meets nobody

@@ -6,14 +6,13 @@ head size, and engines of other shapes.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from loop_harness import sharper_policy
 from rank_processes import run_on_ranks
-from safetensors.numpy import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear
 from vllm import _custom_ops as ops
@@ -22,10 +21,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import cpu_attn
 
 from titan_rl.errors import ConfigError
-from titan_rl.generation.config import GeneratorConfig, check_environment, generator_environment
+from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.vllm.adaptation import check_rows, halved_linear, one_token_each, row_linear
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.models.tiny import make_tiny_policy
 
 Answers = dict[str, tuple[list[int], bytes]]
 Found = dict[str, dict[str, Answers]]
@@ -35,8 +33,6 @@ COUNT = 40
 LENGTH = 1536
 LONGEST = 1400
 """Prompt tokens: past the length from which tiles of keys no longer hold all of them."""
-SHARPER = 8.0
-"""Factor on the matrices of a fresh policy, whose next-token distribution would be almost uniform otherwise."""
 WAYS = ["together", "again, from its cache", "backwards", "trickling", "preempted"]
 
 SMALL = {"tied": TinyPolicyConfig(max_length=LENGTH, seed=0)}
@@ -50,15 +46,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "small steps": {"max_num_batched_tokens": LENGTH},
     "large blocks": {"block_size": 128},
 }
-
-
-def policy(config: TinyPolicyConfig, directory: Path) -> str:
-    made = make_tiny_policy(config, directory / "made")
-    model = Path(shutil.copytree(made, directory / "sharper"))
-    tensors = load_file(model / "model.safetensors")
-    sharper = {name: tensor * SHARPER if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
-    save_file(sharper, model / "model.safetensors", metadata={"format": "pt"})
-    return str(model)
 
 
 def run_cells(model: str, ranks: int, cells: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -84,7 +71,7 @@ def different(found: Answers, expected: Answers) -> list[str]:
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    model = policy(SMALL["tied"], tmp_path_factory.mktemp("policy"))
+    model = sharper_policy(SMALL["tied"], tmp_path_factory.mktemp("policy") / "sharper")
     return {"model": model, **run_cells(model, 1, {"orders": {}})[0]}
 
 
@@ -123,7 +110,7 @@ def test_two_ranks_give_what_one_gives(one: dict[str, Any], two: list[dict[str, 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [*SMALL, *OTHERS])
 def test_engines_of_all_shapes_give_the_same(shape: str, dtype: str, tmp_path: Path) -> None:
-    model = policy((SMALL | OTHERS)[shape], tmp_path)
+    model = sharper_policy((SMALL | OTHERS)[shape], tmp_path / "sharper")
     cells = {name: {**overrides, "dtype": dtype} for name, overrides in SHAPES.items()}
     found = run_cells(model, 1, {"orders": {"dtype": dtype}, **cells})[0]
     ranks = run_cells(model, 2, {"orders at TP 2": {"dtype": dtype}, "max_num_seqs 4 at TP 2": cells["max_num_seqs 4"]})
@@ -140,7 +127,7 @@ def test_engines_of_all_shapes_give_the_same(shape: str, dtype: str, tmp_path: P
 
 @pytest.mark.acceptance
 def test_plain_engines_give_a_request_something_else_in_a_batch(tmp_path: Path) -> None:
-    model = policy(SMALL["tied"], tmp_path)
+    model = sharper_policy(SMALL["tied"], tmp_path / "sharper")
     found = run_cells(model, 1, {"orders": {"deterministic": False}})[0]["orders"]
     assert different(found["together"], found["alone"]), "deterministic mode is no longer needed in float32"
 
@@ -239,19 +226,3 @@ def queries_that_tiles_change(length: int = 1024, heads: int = 4, size: int = 12
 def test_another_linear_function_is_refused_in_deterministic_mode() -> None:
     with pytest.raises(ConfigError, match="not with generator.linear"):
         GeneratorConfig(deterministic=True, linear="torch.nn.functional:linear")
-
-
-@pytest.mark.parametrize(
-    ("device", "variable"), [("cpu", "VLLM_CPU_ATTN_SPLIT_KV=0"), ("cuda", "VLLM_BATCH_INVARIANT=1")]
-)
-def test_a_deterministic_engine_refuses_a_process_without_its_environment(
-    monkeypatch: pytest.MonkeyPatch, device: str, variable: str
-) -> None:
-    rendezvous = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    for name, value in (generator_environment(device, deterministic=True) | rendezvous).items():
-        monkeypatch.setenv(name, value)
-    check_environment(device, tensor_parallel=1, deterministic=True)
-    monkeypatch.delenv(variable.partition("=")[0])
-    check_environment(device, tensor_parallel=1)
-    with pytest.raises(ConfigError, match=variable):
-        check_environment(device, tensor_parallel=1, deterministic=True)
