@@ -1,9 +1,8 @@
 """Seeds that depend on what is asked, never on when it arrives.
 
-`request_seed` is a pure function of the run seed, the rollout, the prompt's tokens, and how often the rollout has asked
-the same before. So two runs that ask for the same things draw the same tokens, whatever the order, the batching or the
-number of generators, and also where a program has several calls open at once. Only requests of one rollout with equal
-prompts are told apart by their order.
+So two runs that ask for the same things draw the same tokens, whatever the order, the batching or the number of
+generators, and also where a program has several calls open at once. Only requests of one rollout with equal prompts are
+told apart by their order.
 """
 
 import hashlib

@@ -52,11 +52,8 @@ _ARRAYS = (
 
 
 def encode(samples: Iterable[TrainingSample]) -> tuple[bytes, list[int]]:
-    """The bytes of these samples one after the other, and the checksum of each.
-
-    Raises:
-        ValueError: an array has another dtype than `TrainingSample` says; names the sample.
-    """
+    """The bytes of these samples one after the other, and the checksum of each. Raises ValueError, which names the
+    sample, for an array of another dtype than `TrainingSample` says."""
     parts: list[bytes | memoryview] = []
     sizes = []
     for sample in samples:
@@ -76,10 +73,7 @@ def encode(samples: Iterable[TrainingSample]) -> tuple[bytes, list[int]]:
 
 def decode(buffer: bytes | memoryview, ref: SampleRef) -> TrainingSample:
     """The sample in `buffer`, which `ref` refers to. Its arrays are views: they live with `buffer` and change with it.
-
-    Raises:
-        SampleError: the bytes are not what was written.
-    """
+    Raises SampleError if the bytes are not what was written."""
     if (found := checksum_of(buffer)) != ref.checksum:
         reason = f"{len(buffer)} bytes with checksum {found:016x}, written was {ref.checksum:016x}"
         raise SampleError(reason, ref.group_id, ref.sample)
@@ -251,11 +245,8 @@ class SampleSource(Protocol):
     """Thread-safe."""
 
     def fetch(self, batch: SampleBatch) -> tuple[TrainingSample, ...]:
-        """The samples of a batch, in its order; those that it takes along as they are.
-
-        Raises:
-            SampleError: a sample is missing or damaged.
-        """
+        """The samples of a batch, in its order; those that it takes along as they are. Raises SampleError if one is
+        missing or damaged."""
         ...
 
 

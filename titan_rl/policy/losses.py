@@ -267,10 +267,6 @@ def kl_penalty(estimator: Literal["k1", "k2", "k3"], logprobs: Tensor, reference
 
     No estimate is weighted for the age of a sample. k3 replaces x below -`LARGEST_LOG_RATIO` by that bound: exp(-x)
     would overflow, and one token's gradient would drown all others long before.
-
-    Args:
-        logprobs: [N] under the current weights; carries gradient.
-        reference_logprobs: [N] of the same tokens; no gradient.
     """
     difference = logprobs - reference_logprobs
     match estimator:

@@ -101,8 +101,7 @@ class StepMetrics:
         """One micro-batch of N >= 1 trained tokens; nothing here carries gradient.
 
         Args:
-            loss: scalar sum.
-            loss_metrics: what the loss returned.
+            loss, loss_metrics: what the loss returned.
             entropies: [N] nats.
             log_ratio: [N] logprob - behaviour logprob.
             on_policy: [N] bool, whether the current version sampled the token.

@@ -28,10 +28,10 @@ def token_scores(
     """Log-probability of `targets` and entropy under softmax(logits / temperature).
 
     Args:
-        logits: [N, V] or this rank's part of the vocabulary; any float dtype; gradients come back in that dtype.
+        logits: [N, V] or this rank's part of the vocabulary, from token id `vocab_start` on; any float dtype, which
+            gradients come back in.
         targets: [N] int64 token ids of the whole vocabulary.
         temperature: > 0, what the engine sampled with (vLLM's `processed_logprobs`).
-        vocab_start: token id of column 0.
         group: the ranks that hold the other parts, None when `logits` is whole. All of them must call with the
             same rows and use the results alike.
 

@@ -72,8 +72,7 @@ def shard_fingerprint(data: Tensor, global_shape: Sequence[int], offset: Sequenc
 
     Args:
         data: the box, any shape (empty: 0), float32 or bfloat16, on any device; rows need not be contiguous.
-        global_shape: of the whole tensor.
-        offset: global index of the box's first element.
+        global_shape, offset: of the whole tensor, and the box's first element in it.
 
     Raises:
         WeightsError: a box that does not lie in the tensor, or another dtype.

@@ -116,7 +116,7 @@ def _group_name_of_process(communicator: CpuCommunicator) -> str:
 
 
 def linear_of(config: GeneratorConfig, model_path: Path) -> str:
-    """What `adapt_linear` is to be called with for an engine of this checkpoint."""
+    """`GeneratorConfig.linear` for an engine of this checkpoint, without "auto"; or "deterministic"."""
     if config.deterministic:
         return DETERMINISTIC
     if config.linear != AUTO:
@@ -126,14 +126,8 @@ def linear_of(config: GeneratorConfig, model_path: Path) -> str:
 
 
 def adapt_linear(name: str) -> Linears:
-    """Choose how linear layers of engines built from now on are computed on CPU.
-
-    Args:
-        name: `GeneratorConfig.linear` but for "auto", or "deterministic".
-
-    Raises:
-        ConfigError: `name` cannot be imported.
-    """
+    """Choose how linear layers of engines built from now on are computed on CPU: by `linear_of`'s name. Raises
+    ConfigError if it cannot be imported."""
     if name == PACKED:
         linears: Linears = PackedLinears()
     elif name == DETERMINISTIC:
@@ -167,11 +161,7 @@ class Linears:
         """New weights were loaded; here no copy of them exists."""
 
     def check(self, model: torch.nn.Module) -> None:
-        """Verify that every layer computes with its live weight.
-
-        Raises:
-            WeightsError: names a layer that does not.
-        """
+        """Raises WeightsError, which names it, for a layer that does not compute with its live weight."""
         for path, layer in _linear_layers(model):
             if layer.cpu_linear is not self._function_of(layer):
                 raise WeightsError(f"{path} computes with a copy of its weight, which new weights would not reach")
@@ -210,16 +200,7 @@ def _linear_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` with every row computed alike, whatever rows stand beside it.
-
-    Args:
-        x: [M, K].
-        weight: [N, K].
-        bias: [N] or None.
-
-    Returns:
-        [M, N].
-    """
+    """`F.linear` with every row computed alike, whatever rows stand beside it."""
     rows = x.shape[0]
     if x.dtype == torch.float32:
         return linear(x, weight, bias) if rows >= TILE else linear(_padded(x, TILE), weight, bias)[:rows]
@@ -255,11 +236,8 @@ def adapt_attention(deterministic: bool) -> None:
 
 
 def one_token_each(common: Any) -> Any:
-    """The same tokens, each as a request of its own that sees the keys up to itself.
-
-    Args:
-        common: vLLM's `CommonAttentionMetadata` of decoder attention.
-    """
+    """The same tokens (in vLLM's `CommonAttentionMetadata`), each as a request of its own that sees the keys up to
+    itself."""
     if common.max_query_len == 1:
         return common
     tokens = common.num_actual_tokens
@@ -280,11 +258,8 @@ def one_token_each(common: Any) -> Any:
 
 
 def check_rows(model: torch.nn.Module) -> None:
-    """Try, for every shape of product in the model, whether a row comes out the same in batches of all sizes.
-
-    Raises:
-        ConfigError: it does not, on this CPU with these libraries.
-    """
+    """Try, for every shape of product in the model, whether a row comes out the same in batches of all sizes. Raises
+    ConfigError where it does not, on this CPU with these libraries."""
     generator = torch.Generator().manual_seed(0)
     tried = set()
     for path, layer in _linear_layers(model):

@@ -6,18 +6,14 @@ the model of a small policy. Three things are therefore done here in another way
 
 - `StepScheduler.plan_decode` plans such a step. Requests whose block begins or is full go through vLLM's cache manager;
   where free blocks might not do, vLLM's `schedule` decides.
-- `Decoder` runs it. vLLM's own `_update_states` brings the batch up to date where requests joined or left. Where none
-  did, each row has one computed token more, and some have a new block. Inputs are read from the batch in numpy: row i
-  is query i. vLLM's sampler makes the distribution and draws. Ranks of tokens and lists of the most likely ones are not
-  computed.
-- `StepScheduler.collect` returns what any step sampled, as lists. vLLM makes objects per request and token, for options
-  that nobody here has.
+- `Decoder` runs it. Inputs are read from the batch in numpy: row i is query i. vLLM's sampler makes the distribution
+  and draws; ranks of tokens and lists of the most likely ones are not computed.
+- `StepScheduler.collect` returns what any step sampled, as lists. vLLM makes objects per request and token.
 
 After each of these vLLM's scheduler and its persistent batch are as `schedule`, `execute_model`, `sample_tokens` and
 `update_from_output` would have left them, with the same tokens and logprobs to the last bit. So either way may take any
-step, and whatever is not plain decoding is left to vLLM: prompts, preemption, and all steps of a model or a device that
-`decoder_of` refuses. A test compares tokens, logprobs and the state after every step with vLLM's own, and one fails
-when vLLM changes a function whose work is done here.
+step, and whatever is not plain decoding is left to vLLM. A test compares tokens, logprobs and the state after every
+step with vLLM's own, and one fails when vLLM changes a function whose work is done here.
 
 Sampling noise, on every device, is a function of (request seed, position, token id). vLLM keeps a random generator per
 seeded request, whose state depends on where the request was sampled so far. Here nothing is stored: the noise of a
@@ -173,14 +169,8 @@ class StepScheduler(Scheduler):
 
 
 def decoder_of(scheduler: Any, runner: Any) -> Decoder | None:
-    """For the steps of one engine; None where more than what is done here belongs to a decode step.
-
-    Looks at what a checkpoint decides; `engine_arguments` configures nothing else that would matter.
-
-    Args:
-        scheduler: a `StepScheduler`.
-        runner: vLLM's model runner of this rank, after its warm-up.
-    """
+    """For the steps of one engine; None where more than what is done here belongs to a decode step. Looks at what a
+    checkpoint decides; `engine_arguments` configures nothing else that would matter."""
     unusual = (
         runner.uses_mrope
         or runner.supports_mm_inputs
@@ -301,10 +291,7 @@ class SeededSampling:
     """Takes the place of vLLM's sampler of random rows in one model runner."""
 
     def __init__(self, runner: Any) -> None:
-        """
-        Args:
-            runner: vLLM's model runner of this rank, after its warm-up. Its requests carry no seed of vLLM's.
-        """
+        """`runner`: vLLM's, of this rank, after its warm-up. Its requests carry no seed of vLLM's."""
         self._batch = runner.input_batch
         self.seeds: dict[str, int] = {}
         """By request id; every request that is sampled must have one."""
@@ -323,15 +310,7 @@ class SeededSampling:
 
 
 def noise_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """One key per row, well mixed.
-
-    Args:
-        seeds: [N] int64.
-        positions: [N] integers.
-
-    Returns:
-        [N] int64.
-    """
+    """One key per row, well mixed: [N] int64 of seeds [N] int64 and positions [N]."""
     mixed = seeds.astype(np.uint64) + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_FIRST)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_SECOND)
@@ -339,26 +318,15 @@ def noise_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def sample(logits: Tensor, keys: Tensor) -> Tensor:
-    """One token per row from softmax(logits), with the noise of the row's key.
-
-    Args:
-        logits: [N, V] float32.
-        keys: [N] int64, from `noise_keys`.
-
-    Returns:
-        [N] int64.
-    """
+    """One token per row [N] from softmax(logits [N, V] float32), with the noise of the row's key (`noise_keys`)."""
     if logits.device.type == "cpu":
         return torch.ops._C.fused_gumbel_argmax(logits, keys)  # vLLM's: splitmix64 of key and token id
     return (logits - exponential_noise(keys, logits.shape[1]).log_()).argmax(dim=-1)
 
 
 def exponential_noise(keys: Tensor, size: int) -> Tensor:
-    """Exponential noise, hashed from key and column (splitmix64); minus its logarithm is Gumbel noise.
-
-    Returns:
-        [N, size] float32, in (0, 37).
-    """
+    """Exponential noise [N, size] in (0, 37), hashed from key and column (splitmix64); minus its logarithm is Gumbel
+    noise."""
     mixed = keys[:, None] + (torch.arange(1, size + 1, device=keys.device) * _signed(GOLDEN))[None, :]
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         mixed ^= (mixed >> shift) & (2 ** (64 - shift) - 1)

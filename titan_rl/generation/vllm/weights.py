@@ -39,15 +39,8 @@ class _Part(NamedTuple):
 
 
 def served_shards(model: torch.nn.Module, tp_rank: int) -> Iterator[TensorShard]:
-    """This rank's shards of every weight of a vLLM language model.
-
-    Args:
-        model: of the worker.
-        tp_rank: tensor-parallel rank of this process.
-
-    Raises:
-        WeightsError: a module holds parameters in an unknown layout.
-    """
+    """This rank's shards of every weight of a vLLM language model. Raises WeightsError for parameters in an unknown
+    layout."""
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     for path, module in model.named_modules(remove_duplicate=False):
         parameters = list(module.named_parameters(recurse=False, remove_duplicate=False))
