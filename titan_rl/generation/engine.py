@@ -16,6 +16,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -122,7 +123,7 @@ class Engine(ABC):
         """Free everything. The last call."""
 
     def _begin(self, request: GenerationRequest) -> RunningRequest:
-        running = self._running[request.request_id] = RunningRequest(request, self._version, self._clock())
+        running = self._running[request.request_id] = RunningRequest(request, self._clock(), [(self._version, 0)])
         if request.streams:
             self._streaming[request.request_id] = running
         return running
@@ -196,21 +197,21 @@ def validate_request(request: GenerationRequest, *, max_model_len: int, vocab_si
         refuse(f"the seed must be in [0, 2**63), got {request.seed}")
 
 
+@dataclass(slots=True)
 class RunningRequest:
     """A request in an engine and its tokens so far. A token costs two list appends; arrays are made at the end."""
 
-    __slots__ = ("request", "added_at", "first_at", "cached", "tokens", "logprobs", "spans", "streamed")
-
-    def __init__(self, request: GenerationRequest, version: int, now: float) -> None:
-        self.request = request
-        self.added_at = now
-        self.first_at = 0.0
-        self.cached = 0
-        """Prompt tokens whose KV was in the prefix cache."""
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.spans = [(version, 0)]  # (encoded version, index of its first token)
-        self.streamed = 0  # tokens that pieces had
+    request: GenerationRequest
+    added_at: float
+    spans: list[tuple[int, int]]
+    """Encoded version, index of its first token."""
+    first_at: float = 0.0
+    cached: int = 0
+    """Prompt tokens whose KV was in the prefix cache."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    streamed: int = 0
+    """Tokens that pieces had."""
 
     def add(self, token: int, logprob: float, now: float) -> None:
         """Add the token of one step."""

@@ -1,10 +1,4 @@
-"""Policy losses, and their corrections for samples that older weights drew.
-
-    name              per token (r: current / behaviour probability)      old samples
-    grpo              min(r A, clip(r) A)                                 stop pushing past the clip
-    policy_gradient   A log p                                             count as new ones (for comparison)
-    tis               min(r, cap) A log p                                 weigh at most `cap`
-    decoupled_ppo     r A log p where r <= weight_cap, else 0             weigh r, or nothing above `weight_cap`
+"""Policy losses, and their corrections for samples that older weights drew (a table of them is in `README.md`).
 
 A loss sees trained tokens only and returns a SUM over them. The updater divides that sum by the number of trained
 tokens of the whole step, over all ranks and micro-batches. So a gradient does not depend on how the samples were
