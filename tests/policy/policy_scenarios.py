@@ -312,10 +312,9 @@ def one_rank(model_path: str, broken: dict[str, str], loss_file: str) -> dict[st
         policy = updater(model_path, config)
         result[name, "metrics"] = train(policy, batch)
         result[name, "weights"] = shards_of(policy)
-    outcome(
-        "undeclared metric",
-        lambda: train(updater(model_path, trainer(1, 1, loss=LossConfig(name=f"{loss_file}:Careless"))), batch),
-    )
+    careless = updater(model_path, trainer(1, 1, loss=LossConfig(name=f"{loss_file}:Careless")))
+    outcome("undeclared metric", lambda: train(careless, batch))
+    result["gradients after errors"] = any(each.grad is not None for each in careless._policy.module.parameters())
 
     spiky = updater(model_path, trainer(1, 1, loss=LossConfig(name=f"{loss_file}:Spiky")))
     result["before spike"] = shards_of(spiky)

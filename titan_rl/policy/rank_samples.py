@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class RankSamples:
-    """Iterate once over `rounds`, to its end, then call `losses`. All ranks do so alike: both are collective."""
+    """Iterate once over `rounds`, to its end, then call `raise_if_lost`. All ranks do so alike: both are collective."""
 
     def __init__(self, source: SampleSource, policy: Policy, batch: SampleBatch, plan: PackingPlan) -> None:
         if plan.share_of not in (None, policy.data_rank):
@@ -54,16 +54,16 @@ class RankSamples:
             yield () if given_up else samples
         fetching.close()
 
-    def losses(self, what: str) -> SamplesLost | None:
-        """The error to be raised, the same on all ranks, if any rank lost a sample of `what`."""
+    def raise_if_lost(self, what: str) -> None:
+        """Raises SamplesLost, the same on all ranks, if any rank lost a sample of `what`."""
         lost = self._lost_groups() if self._lost else []
         everyones = Ranks(dist.group.WORLD).gather(lost)
         errors = {error.group_id: error for errors in everyones for error in errors}
         if not errors:
-            return None
+            return
         groups = tuple(sorted(errors))
         named = f"group{'s' if len(groups) > 1 else ''} {', '.join(map(str, groups))}"
-        return SamplesLost(f"{what}: {named} lost: {errors[groups[0]]}; the weights were not changed", groups)
+        raise SamplesLost(f"{what}: {named} lost: {errors[groups[0]]}; the weights were not changed", groups)
 
     def _lost_groups(self) -> list[SampleError]:
         """One error per group of this rank that is lost: the first one hid the others."""

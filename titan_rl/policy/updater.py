@@ -276,21 +276,22 @@ class PolicyUpdater:
         declared, reference = ({}, False) if warm_up else (self._loss.metrics, self._reference is not None)
         metrics = StepMetrics(declared, counted=self._policy.tensor_rank == 0, reference=reference)
         samples = RankSamples(self.samples, self._policy, batch, plan)
-        for each in samples.rounds():
-            microbatch = pack(each, self._device, share=self._policy.shares_prompts)
-            loss = self._round_loss(microbatch, trained, metrics, warm_up=warm_up)
-            timeline.doing("backward")
-            (loss / trained).backward()
-        if (error := samples.losses(what)) is not None:
+        try:
+            for each in samples.rounds():
+                microbatch = pack(each, self._device, share=self._policy.shares_prompts)
+                loss = self._round_loss(microbatch, trained, metrics, warm_up=warm_up)
+                timeline.doing("backward")
+                (loss / trained).backward()
+            samples.raise_if_lost(what)
+            timeline.doing("optimizer")
+            grad_norm = optimizer.clip_gradients()
+            metrics.reduce_sums(gradient_finite=math.isfinite(grad_norm))
+            if not metrics.finite:
+                raise TrainingError(f"{what}: {metrics.describe_failure(grad_norm)}; the weights were not changed")
+            alarmed = not warm_up and self._disagrees_with_engine(metrics)
+        except Exception:
             optimizer.discard_gradients()
-            raise error
-        timeline.doing("optimizer")
-        grad_norm = optimizer.clip_gradients()
-        metrics.reduce_sums(gradient_finite=math.isfinite(grad_norm))
-        if not metrics.finite:
-            optimizer.discard_gradients()
-            raise TrainingError(f"{what}: {metrics.describe_failure(grad_norm)}; the weights were not changed")
-        alarmed = not warm_up and self._disagrees_with_engine(metrics)
+            raise
         self._torn = True  # while some weights may be those after the step and others not
         lr = optimizer.step()
         self._torn = False
@@ -307,7 +308,6 @@ class PolicyUpdater:
         """Whether trainer and generators do, the same on every rank; raises TrainingError where that is fatal."""
         warning, fatal = logprob_alarm(self._config.logprob_alarm, *metrics.engine_difference)
         if fatal:
-            self._optimizer.discard_gradients()
             raise TrainingError(f"step {self.step}: {warning}; the weights were not changed")
         if warning and dist.get_rank() == 0:
             _log.warning("step %d: %s", self.step, warning)
