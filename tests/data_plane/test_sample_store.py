@@ -225,7 +225,7 @@ def any_sample(draw: st.DrawFn) -> TrainingSample:
 
 def encoded(sample: TrainingSample) -> tuple[bytearray, SampleRef]:
     content, (checksum,) = encode([sample])
-    return bytearray(content), reference_to(sample, checksum=checksum)
+    return bytearray(content), reference_to(sample)._replace(checksum=checksum)
 
 
 @given(any_sample())

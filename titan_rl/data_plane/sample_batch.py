@@ -57,29 +57,21 @@ class SampleRef(NamedTuple):
         return encoded_size(self.length)
 
 
-def reference_to(
-    sample: TrainingSample,
-    *,
-    store: str = "",
-    sample_id: int = 0,
-    location: str = "",
-    offset: int = 0,
-    checksum: int = 0,
-) -> SampleRef:
-    """The reference to a sample that lies there."""
+def reference_to(sample: TrainingSample) -> SampleRef:
+    """The reference to a sample that is in no store."""
     versions = sample.versions[sample.loss_mask]
     return SampleRef(
-        store=store,
-        sample_id=sample_id,
+        store="",
+        sample_id=0,
         group_id=sample.group_id,
         sample=sample.sample,
         length=len(sample.token_ids),
         trained_tokens=len(versions),
         reward=sample.reward,
         oldest_version=int(np.minimum.reduce(versions)) if len(versions) else NO_VERSION,
-        location=location,
-        offset=offset,
-        checksum=checksum,
+        location="",
+        offset=0,
+        checksum=0,
         advantage=sample.advantage,
     )
 
