@@ -25,6 +25,7 @@ import contextlib
 import itertools
 import math
 import os
+import shutil
 import struct
 import threading
 from collections import Counter
@@ -40,7 +41,7 @@ from xxhash import xxh3_64_intdigest as checksum_of
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef, encoded_size, reference_to
 from titan_rl.errors import ConfigError, InvariantError, SampleError, SampleStoreFull, SharedMemoryFull, StorageError
 from titan_rl.types import TrainingSample
-from titan_rl.weights.segment_files import DIRECTORY, check_channel, free_bytes, segment_path
+from titan_rl.weights.segment_files import DIRECTORY, check_channel, segment_path
 
 _ARRAYS = (
     ("token_ids", np.dtype("<i4")),
@@ -332,9 +333,10 @@ def _write(path: str, content: bytes) -> None:
     except OSError as error:
         _remove(path)
         directory = Path(path).parent
+        free = shutil.disk_usage(directory).free
         raise SharedMemoryFull(
-            f"{nbytes} bytes for samples do not fit in {directory}, where {free_bytes(directory)} bytes are free "
-            f"({error.strerror}); make it larger (containers: --shm-size) or keep fewer samples"
+            f"{nbytes} bytes for samples do not fit in {directory}, where {free} bytes are free ({error.strerror}); "
+            f"make it larger (containers: --shm-size) or keep fewer samples"
         ) from error
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
+import shutil
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from torch import Tensor
 from titan_rl.errors import CheckpointError, StorageError
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.ranks import Ranks
-from titan_rl.weights.segment_files import DIRECTORY, create_segment, free_bytes, map_segment, segment_path
+from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_segment, segment_path
 
 LARGEST_SHARE = 0.5
 """Of the free shared memory that the copies of all ranks may take. What is left is at least as much, and publications
@@ -95,7 +96,7 @@ class StateCopies:
 
     def _make_room(self, missing: dict[int, int]) -> None:
         directory = self._paths[0].parent
-        if (needed := sum(missing.values()) * self._here) > (free := free_bytes(directory)) * LARGEST_SHARE:
+        if (needed := sum(missing.values()) * self._here) > (free := shutil.disk_usage(directory).free) * LARGEST_SHARE:
             raise StorageError(
                 f"{needed / 2**20:.0f} MiB, for two copies of every rank's state, are more than half of the "
                 f"{free / 2**20:.0f} MiB that are free in {directory}"

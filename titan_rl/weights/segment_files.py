@@ -14,6 +14,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -58,10 +59,10 @@ def create_segment(path: Path, nbytes: int) -> None:
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
         path.unlink()
+        free = shutil.disk_usage(path.parent).free
         raise StorageError(
-            f"a segment of {nbytes / 2**20:.0f} MiB does not fit in {path.parent}, where "
-            f"{free_bytes(path.parent) / 2**20:.0f} MiB are free ({error.strerror}); make it larger (containers: "
-            f"--shm-size)"
+            f"a segment of {nbytes / 2**20:.0f} MiB does not fit in {path.parent}, where {free / 2**20:.0f} MiB are "
+            f"free ({error.strerror}); make it larger (containers: --shm-size)"
         ) from error
     finally:
         os.close(descriptor)
@@ -91,12 +92,6 @@ def identity_of(path: Path) -> Identity:
 
 def _identity(state: os.stat_result) -> Identity:
     return state.st_dev, state.st_ino, state.st_size
-
-
-def free_bytes(directory: Path) -> int:
-    """For this user's files."""
-    state = os.statvfs(directory)
-    return state.f_bavail * state.f_frsize
 
 
 def dead_segments(directory: Path = DIRECTORY) -> list[Path]:

@@ -42,6 +42,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from titan_rl.weights.fingerprint import signed
+
 GOLDEN = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """splitmix64's constants."""
@@ -327,15 +329,11 @@ def sample(logits: Tensor, keys: Tensor) -> Tensor:
 def exponential_noise(keys: Tensor, size: int) -> Tensor:
     """Exponential noise [N, size] in (0, 37), hashed from key and column (splitmix64); minus its logarithm is Gumbel
     noise."""
-    mixed = keys[:, None] + (torch.arange(1, size + 1, device=keys.device) * _signed(GOLDEN))[None, :]
+    mixed = keys[:, None] + (torch.arange(1, size + 1, device=keys.device) * signed(GOLDEN))[None, :]
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         mixed ^= (mixed >> shift) & (2 ** (64 - shift) - 1)
-        mixed *= _signed(factor)
+        mixed *= signed(factor)
     mixed ^= (mixed >> 31) & (2**33 - 1)
     # 53 bits, never 0. Small values keep their precision, and those decide: the smallest exponential wins.
     uniform = ((mixed >> 11) & (2**53 - 1) | 1).to(torch.float32).mul_(2.0**-53)
     return uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
-
-
-def _signed(constant: int) -> int:
-    return constant - 2**64 if constant >= 2**63 else constant
