@@ -1,8 +1,7 @@
-"""One rank's samples of a batch, fetched round by round.
+"""One rank's samples of a batch: those of the next round are fetched while the current one is computed.
 
-- Samples of the next round are fetched while the current round is computed.
-- A rank that cannot fetch a sample takes part in all remaining rounds without samples, so that no other rank waits for
-  it in a collective. At the end it tries its groups one by one, and all ranks exchange which groups were lost.
+A rank that cannot fetch a sample takes part in all remaining rounds without samples, so that no other rank waits for
+it in a collective. At the end it tries its groups one by one, and all ranks exchange which groups were lost.
 """
 
 from __future__ import annotations

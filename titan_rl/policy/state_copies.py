@@ -45,7 +45,7 @@ _BATCH_BYTES = 1 << 20
 """Copied and hashed at a time, so that the checksum finds the bytes in the cache."""
 
 _Batch = tuple[list[Tensor], list[Tensor], memoryview]
-"""See `_batches`."""
+"""Pieces of tensors, their places in a slot, and the bytes that the places make up."""
 
 
 class StateCopies:
@@ -167,8 +167,7 @@ def _room_of(tensor: Tensor) -> int:
 
 
 def _batches(tensors: Sequence[Tensor], content: Tensor) -> Iterator[_Batch]:
-    """The tensors a cacheful at a time, in pieces, with the places of the pieces and the bytes of the slot that those
-    make up."""
+    """The tensors a cacheful at a time."""
     stored = content.numpy().data
     pieces: list[Tensor] = []
     places: list[Tensor] = []

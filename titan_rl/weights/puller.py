@@ -43,11 +43,8 @@ class SharedMemoryReader:
     def tensors(self, publication: Publication) -> Iterator[tuple[str, Tensor]]:
         """Name and whole tensor of every entry; aliases are left out.
 
-        Never write to them. They are good until the publication is released or the next one of its channel is read.
-        They are views of the publication itself; a recycled segment keeps its mapping.
-
-        Raises:
-            WeightsError: at once, if the publication is gone or shorter than its manifest says.
+        They are views of the publication itself: never write to them. They are good until it is released or the next
+        one of its channel is read. Raises WeightsError at once, if it is gone or shorter than its manifest says.
         """
         content = self._content(publication)
         return ((entry.name, entry.view(content)) for entry in publication.manifest.entries)

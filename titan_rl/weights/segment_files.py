@@ -111,8 +111,7 @@ def sweep_dead_segments(directory: Path = DIRECTORY) -> list[Path]:
 
 
 def remove_segments_of(owner_pid: int, directory: Path = DIRECTORY, *, channel: str = "") -> list[Path]:
-    """Remove all files of one owner, whoever wrote them, or those of one channel; returns which. Mappings that exist
-    stay valid."""
+    """Remove all files of one owner, or those of one channel; returns which. Mappings that exist stay valid."""
     return _remove(
         path
         for path, match in _segments(directory)

@@ -1,9 +1,8 @@
 """A Qwen3 checkpoint directory as a torchtitan model, sharded by torchtitan's own parallelise function.
 
 Built on the meta device, then sharded (tensor parallelism where configured; FSDP2, which also applies the compute
-dtype, unless one rank computes in float32), then filled from safetensors, every rank reading only its own part. With
-separate q, k and v projections every Hugging Face tensor is exactly one torchtitan tensor, so names translate and
-layouts do not.
+dtype, unless one rank computes in float32); `checkpoint` fills it. With separate q, k and v projections every Hugging
+Face tensor is exactly one torchtitan tensor, so names translate and layouts do not.
 
 `DocumentAttention` computes causal attention over packed documents where torchtitan's varlen kernel does not run: on
 CPU, and in float32. A document attends to itself only, and gets the same bits whatever other groups are packed beside
@@ -255,18 +254,18 @@ class PackedDocuments(VarlenMetadata):
         lengths = [run.length for run in runs for _ in range(run.segments)]
         boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
         self = cls(cu_seq_q=boundaries, cu_seq_k=boundaries, max_q=max(lengths), max_k=max(lengths))
-        self.runs = tuple((run.segments, _mask(run, device) if run.shared else None) for run in runs)
+
+        def mask(run: Run) -> Tensor:
+            keys = run.shared + run.length
+            return torch.ones(run.length, keys, dtype=torch.bool, device=device).tril(run.shared)
+
+        self.runs = tuple((run.segments, mask(run) if run.shared else None) for run in runs)
         self.key_rows = key_rows
         self.sizes = (
             [run.segments * run.length for run in runs],
             [run.segments * (run.shared + run.length) for run in runs],
         )
         return self
-
-
-def _mask(run: Run, device: torch.device) -> Tensor:
-    keys = run.shared + run.length
-    return torch.ones(run.length, keys, dtype=torch.bool, device=device).tril(run.shared)
 
 
 class DocumentAttention(VarlenAttention):
