@@ -192,13 +192,6 @@ def test_a_dtype_that_is_not_served_is_refused() -> None:
         shard_fingerprint(torch.zeros(2, dtype=torch.float64), (2,), (0,))
 
 
-@ANY_TIME
-@given(value=st.integers(0, MODULUS - 1))
-def test_signed_and_unsigned_are_inverse(value: int) -> None:
-    assert -(1 << 63) <= signed(value) < 1 << 63
-    assert unsigned(signed(value)) == value
-
-
 def test_the_combined_fingerprint_depends_on_names_bytes_and_aliases_not_on_order() -> None:
     def entry(name: str, fingerprint: int) -> TensorEntry:
         return TensorEntry(name=name, shape=(2,), dtype="float32", offset=0, nbytes=8, fingerprint=fingerprint)
