@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
+from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.data_plane.store import SampleStore
 from titan_rl.types import NO_VERSION, PolicyVersion, TrainingSample
 
 ARRAYS = ("token_ids", "loss_mask", "logprobs", "versions")
@@ -28,6 +32,14 @@ def sample_of(length: int, *, group_id: int = 0, sample: int = 0, seed: int = 0)
 
 def group_of(count: int, length: int, *, group_id: int = 0, seed: int = 0) -> list[TrainingSample]:
     return [sample_of(length, group_id=group_id, sample=number, seed=seed) for number in range(count)]
+
+
+def put(store: SampleStore, samples: list[TrainingSample]) -> SampleBatch:
+    return SampleBatch.of(store.put(samples))
+
+
+def all_bits(samples: Iterable[TrainingSample]) -> list[tuple[object, ...]]:
+    return [bits(sample) for sample in samples]
 
 
 def bits(sample: TrainingSample) -> tuple[object, ...]:

@@ -6,7 +6,7 @@ import struct
 import threading
 
 import pytest
-from sample_examples import bits, group_of, sample_of
+from sample_examples import all_bits, group_of, put, sample_of
 
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
 from titan_rl.data_plane.store import SampleStore, SharedMemorySource, encode, prefetched, references_in, write_samples
@@ -18,14 +18,6 @@ def store(tmp_path):
     store = SampleStore("worker0", owner_pid=77, directory=tmp_path)
     yield store
     store.close()
-
-
-def put(store, samples):
-    return SampleBatch.of(store.put(samples))
-
-
-def all_bits(samples):
-    return [bits(sample) for sample in samples]
 
 
 def test_a_stored_batch_comes_in_its_order_and_outlives_its_store(store):

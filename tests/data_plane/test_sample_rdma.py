@@ -8,13 +8,12 @@ import signal
 from typing import Any
 
 from sample_actors import Fetcher, Keeper
-from sample_examples import bits, group_of, sample_of
+from sample_examples import all_bits, group_of, sample_of
 from support.meshes import mesh_plan
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.rpc.connection import bounded
 from titan_rl.supervision.provisioner import Provisioner
-from titan_rl.types import TrainingSample
 from titan_rl.weights.segment_files import remove_segments_of
 
 SECONDS = 100.0
@@ -24,10 +23,6 @@ OTHER = group_of(4, 300, group_id=4)
 
 async def ask(actor: Any, endpoint: str, *args: Any) -> Any:
     return await bounded(getattr(actor, endpoint).call_one(*args), what=endpoint, seconds=SECONDS)
-
-
-def all_bits(samples: list[TrainingSample]) -> list[tuple[object, ...]]:
-    return [bits(sample) for sample in samples]
 
 
 async def test_samples_come_bit_for_bit_or_their_group_is_named_and_nothing_stays_exposed() -> None:

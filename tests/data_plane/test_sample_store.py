@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from sample_examples import bits, group_of, sample_of
+from sample_examples import all_bits, bits, group_of, put, sample_of
 
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef, encoded_size, reference_to
 from titan_rl.data_plane.store import SampleStore, SharedMemorySource, decode, encode
@@ -25,16 +25,8 @@ def store_in(directory, name="worker0", **settings):
     return SampleStore(name, owner_pid=77, directory=directory, **settings)
 
 
-def put(store, samples):
-    return SampleBatch.of(store.put(samples))
-
-
 def ids_of(batch):
     return list(batch.stored_ids.get("worker0", ()))
-
-
-def same(fetched, samples):
-    return [bits(sample) for sample in fetched] == [bits(sample) for sample in samples]
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -77,7 +69,8 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def everything_held_is_as_it_was_stored(self):
         batch = SampleBatch.of(ref for _, ref in self.stored.values())
-        assert same(SharedMemorySource().fetch(batch), [sample for sample, _ in self.stored.values()])
+        samples = [sample for sample, _ in self.stored.values()]
+        assert all_bits(SharedMemorySource().fetch(batch)) == all_bits(samples)
         report = self.store.held()
         assert (report.samples, report.nbytes) == (len(self.stored), self.nbytes)
         files = {ref.location for _, ref in self.stored.values()}
@@ -194,7 +187,7 @@ def test_threads_store_and_release_at_once(tmp_path):
         for step in range(30):
             samples = group_of(3, 40, group_id=thread, seed=step)
             batch = put(store, samples)
-            assert same(source.fetch(batch), samples)
+            assert all_bits(source.fetch(batch)) == all_bits(samples)
             store.release(ids_of(batch))
 
     with ThreadPoolExecutor(4) as threads:
