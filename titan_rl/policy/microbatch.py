@@ -1,4 +1,4 @@
-"""Samples laid end to end in one row: a micro-batch.
+"""Samples laid end to end in one row: a micro-batch. `RankSamples` fetches and packs those of one rank.
 
     sample 0   P P P P P a a a          the row   P P P P P | a a a | b b | c c c
     sample 1   P P P P P b b                      the prompt that neighbours of one group begin with stands there
@@ -10,16 +10,23 @@ before it, in the same document.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.data_plane.store import SampleSource, prefetched
+from titan_rl.errors import SampleError, SamplesLost, TrainingError
+from titan_rl.metrics.timeline import timeline
+from titan_rl.policy.packing import PackingPlan
 from titan_rl.types import TrainingSample
+from titan_rl.weights.ranks import Ranks
 
 WORTH_SHARING = 0.07
 """Share of a group's tokens that must be saved. Attention to a shared prompt copies keys and values: with 5 to 6 %
@@ -156,3 +163,77 @@ def _families(
     more = np.add.reduceat(scores - lengths**2 // 2, firsts) + prompts**2 // 2
     worth = (saved >= WORTH_SHARING * np.add.reduceat(lengths, firsts)) & (more <= MOST_SCORES * saved)
     return families, prompts * (worth & (np.maximum.reduceat(scores, firsts) <= LARGEST_MASK))
+
+
+class RankSamples:
+    """One rank's samples of a batch. Iterate once over `microbatches`, to its end, then call `raise_if_lost`. All ranks
+    do so alike: both are collective.
+
+    A rank that cannot fetch a sample takes part in all remaining rounds without samples, so that no other rank waits
+    for it in a collective. At the end it tries its groups one by one, and all ranks exchange which groups were lost.
+
+    Args:
+        any_of_tensor_group: whether a flag is set on any rank that computes the same samples; collective.
+    """
+
+    def __init__(
+        self,
+        source: SampleSource,
+        batch: SampleBatch,
+        plan: PackingPlan,
+        *,
+        data_rank: int,
+        any_of_tensor_group: Callable[[bool], bool],
+    ) -> None:
+        if plan.share_of not in (None, data_rank):
+            raise TrainingError(f"data-parallel rank {data_rank} was given the share of rank {plan.share_of}")
+        self._source = source
+        self._any_of_tensor_group = any_of_tensor_group
+        self._batches = [batch.select(indices) for indices in plan.microbatches[data_rank]]
+        self._lost: list[SampleError] = []
+
+    def microbatches(self, device: torch.device, *, share: bool) -> Iterator[MicroBatch]:
+        """One for each round; dummies from the round on whose samples cannot be had. The next round's samples are
+        fetched meanwhile.
+
+        The ranks of one tensor-parallel group compute the same samples, so they give up in the same round.
+        """
+        fetching = prefetched(self._source, self._batches)
+        given_up = False
+        for _ in self._batches:
+            timeline.doing("pack")
+            samples: Sequence[TrainingSample] = ()
+            if not given_up:
+                try:
+                    samples = next(fetching)
+                except SampleError as error:
+                    self._lost.append(error)
+                given_up = self._any_of_tensor_group(bool(self._lost))
+            yield pack(() if given_up else samples, device, share=share)
+        fetching.close()
+
+    def raise_if_lost(self, what: str) -> None:
+        """Raises SamplesLost, the same on all ranks, if any rank lost a sample of `what`."""
+        lost = self._lost_groups() if self._lost else []
+        everyones = Ranks(dist.group.WORLD).gather(lost)
+        errors = {error.group_id: error for errors in everyones for error in errors}
+        if not errors:
+            return
+        groups = tuple(sorted(errors))
+        named = f"group{'s' if len(groups) > 1 else ''} {', '.join(map(str, groups))}"
+        raise SamplesLost(f"{what}: {named} lost: {errors[groups[0]]}; the weights were not changed", groups)
+
+    def _lost_groups(self) -> list[SampleError]:
+        """One error per group of this rank that is lost: the first one hid the others."""
+        mine = SampleBatch.concat(self._batches)
+        positions: dict[int, list[int]] = {}
+        for position, group_id in enumerate(mine.group_ids):
+            positions.setdefault(group_id, []).append(position)
+        lost = {error.group_id: error for error in self._lost}
+        for group_id, places in positions.items():
+            if group_id not in lost:
+                try:
+                    self._source.fetch(mine.select(places))
+                except SampleError as error:
+                    lost[group_id] = error
+        return list(lost.values())

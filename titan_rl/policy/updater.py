@@ -30,12 +30,11 @@ from titan_rl.errors import ConfigError, StorageError, TrainingError
 from titan_rl.metrics.timeline import timeline
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.losses import PolicyLoss, TrainedTokens, build_loss, kl_penalty
-from titan_rl.policy.microbatch import MicroBatch, pack
+from titan_rl.policy.microbatch import MicroBatch, RankSamples
 from titan_rl.policy.models.checkpoint import load_weights, local_shard, write_checkpoint
 from titan_rl.policy.models.qwen3 import read_shape
 from titan_rl.policy.models.titan_adaptation import choose_device, join_ranks, lean_imports
 from titan_rl.policy.packing import PackingPlan, plan_packing
-from titan_rl.policy.rank_samples import RankSamples
 from titan_rl.policy.state_copies import StateCopies
 from titan_rl.policy.step_metrics import StepMetrics, logprob_alarm
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
@@ -275,10 +274,12 @@ class PolicyUpdater:
             raise TrainingError(f"{what}: a sample has {longest} tokens, the policy has {positions} positions")
         declared, reference = ({}, False) if warm_up else (self._loss.metrics, self._reference is not None)
         metrics = StepMetrics(declared, counted=self._policy.tensor_rank == 0, reference=reference)
-        samples = RankSamples(self.samples, self._policy, batch, plan)
+        policy = self._policy
+        samples = RankSamples(
+            self.samples, batch, plan, data_rank=policy.data_rank, any_of_tensor_group=policy.any_of_tensor_group
+        )
         try:
-            for each in samples.rounds():
-                microbatch = pack(each, self._device, share=self._policy.shares_prompts)
+            for microbatch in samples.microbatches(policy.device, share=policy.shares_prompts):
                 loss = self._round_loss(microbatch, trained, metrics, warm_up=warm_up)
                 timeline.doing("backward")
                 (loss / trained).backward()
