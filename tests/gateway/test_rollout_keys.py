@@ -13,8 +13,8 @@ from support.sessions import rendered_anew
 from titan_rl.chat.renderer import SymbolRenderer
 from titan_rl.errors import GeneratorFailed, RequestError, RequestLost, RolloutOver
 from titan_rl.gateway.callers import RolloutKeys
+from titan_rl.gateway.calls import ApiError
 from titan_rl.gateway.choices import StreamedText
-from titan_rl.gateway.responses import ApiError
 from titan_rl.types import Endpoint, FinishReason, Message
 
 URL = "http://gateway/v1"

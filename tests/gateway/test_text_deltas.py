@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from titan_rl.chat import make_renderer
 from titan_rl.chat.renderer import Renderer
-from titan_rl.gateway.calls import Chat, Choice, CompletionCall
+from titan_rl.gateway.calls import ApiError, Chat, Choice, CompletionCall
 from titan_rl.gateway.choices import HALF, ChoiceReader, StreamedText
-from titan_rl.gateway.responses import ApiError
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Message, SamplingParams, ToolSpec

@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from titan_rl.errors import GatewayClosing, RequestError, RequestLost, RolloutOver, TaskError, TitanError
-from titan_rl.gateway.calls import Chat, Choice, CompletionCall, ServedPolicy
-from titan_rl.gateway.responses import ApiError
+from titan_rl.gateway.calls import ApiError, Chat, Choice, CompletionCall, ServedPolicy
 from titan_rl.generation.engine import validate_request
 from titan_rl.rollout.trajectory import Prompt, RolloutRequest, Trajectory
 from titan_rl.seeding import derive_seed

@@ -22,8 +22,7 @@ from dataclasses import replace
 import numpy as np
 
 from titan_rl.chat.renderer import Renderer
-from titan_rl.gateway.calls import Chat, Choice, CompletionCall, Delta
-from titan_rl.gateway.responses import ApiError
+from titan_rl.gateway.calls import ApiError, Chat, Choice, CompletionCall, Delta
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Message, Piece
 
 LOWEST_LOGPROB = -9999.0

@@ -18,13 +18,13 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from titan_rl.errors import TitanError
 from titan_rl.gateway.callers import CALLER, Caller
-from titan_rl.gateway.calls import Choice, Delta, ServedPolicy
+from titan_rl.gateway.calls import ApiError, Choice, Delta, ServedPolicy, api_error
 from titan_rl.gateway.openai_protocol import ChatCompletionRequest, CompletionRequest
-from titan_rl.gateway.responses import ApiError, EventStream, JsonResponse, api_error, to_json
 from titan_rl.gateway.sampling import Sampler
 from titan_rl.types import Message
 
@@ -228,3 +228,34 @@ def _finish_reason(choice: Choice) -> str:
     if choice.message.tool_calls:
         return "tool_calls"
     return "stop" if choice.stopped else "length"
+
+
+class JsonResponse(JSONResponse):
+    """JSON in ASCII: text of a client that comes back in an error may hold what UTF-8 cannot."""
+
+    def render(self, content: Any) -> bytes:
+        return to_json(content)
+
+
+class EventStream(Response):
+    """Server-sent events. However the response ends, `events` is closed, and with it the engine work behind it."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            body = await anext(events)  # what fails before it is answered with a status of its own
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            async for body in events:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def to_json(content: Any) -> bytes:
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()

@@ -21,9 +21,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from titan_rl.errors import GeneratorFailed, TitanError
 from titan_rl.gateway.callers import Caller
-from titan_rl.gateway.calls import Choice, CompletionCall, Delta, Fleet, ServedPolicy
+from titan_rl.gateway.calls import ApiError, Choice, CompletionCall, Delta, Fleet, ServedPolicy
 from titan_rl.gateway.choices import ChoiceReader
-from titan_rl.gateway.responses import ApiError
 from titan_rl.routing.health import GeneratorStatus
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
 
