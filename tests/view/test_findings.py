@@ -12,8 +12,7 @@ from msgspec import structs
 from titan_rl.metrics.metric_table import METRICS, Metric
 from titan_rl.types import Purpose, StopReason
 from titan_rl.view.findings import LOOKED_AT, Finding, Kind, compare, findings
-from titan_rl.view.read import Run
-from titan_rl.view.rollouts import ListedRollout
+from titan_rl.view.read import ListedRollout, Run
 from titan_rl.view.timelines import Account, Lane, Timeline
 
 STEPS = 30

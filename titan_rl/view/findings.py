@@ -18,8 +18,7 @@ from statistics import fmean, stdev
 
 from titan_rl.metrics.metric_table import metric_of
 from titan_rl.types import StopReason
-from titan_rl.view.read import Run
-from titan_rl.view.rollouts import ListedRollout
+from titan_rl.view.read import ListedRollout, Run
 from titan_rl.view.timelines import COMPUTE, HINTS, MEANINGS, Account
 
 FEWEST_STEPS = 9
