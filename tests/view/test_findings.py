@@ -84,12 +84,6 @@ def test_a_reward_that_does_not_rise_is_a_problem_unless_it_is_at_its_top(reward
     assert {(each.title, each.kind) for each in findings(run_of(rollout__reward_mean=rewards, facts=[FACTS]))} == found
 
 
-@pytest.mark.parametrize(("reward", "kind"), [(0.02, Kind.PROBLEM), (0.87, Kind.PROBLEM), (0.97, Kind.NOTE)])
-def test_equal_groups_are_a_problem_unless_the_task_is_solved(reward: float, kind: Kind):
-    run = run_of(groups__equal_rewards=[1.0] * STEPS, rollout__reward_mean=[reward] * STEPS, facts=[FACTS])
-    assert said(run, "All groups are equal").kind is kind
-
-
 def test_a_rising_mismatch_is_told_from_rounding():
     growing = [2e-5 * (1 + step) for step in range(STEPS)]
     assert "Mismatch is rising" in titles(run_of(train__logprob_difference_mean=growing))

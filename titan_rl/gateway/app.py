@@ -5,9 +5,6 @@
 - A call ends its engine work: answered, refused, failed, or aborted because its client hung up. It is cancelled then,
   whatever it waits for.
 - Nothing that a client sends is a 500: a 4xx says what is wrong with it before anything is sent to an engine.
-
-A dialect is two modules: the bodies that it takes and the `CompletionCall` that each is (`openai_protocol`), and how
-deltas, choices and errors are written (`openai_routes`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Samples a call's completions with the engines and turns them into choices for its client.
 
-- A call ends its engine work: answered, failed, or aborted because its client hung up or its caller must stop.
 - Every request has an id of its own, and is sent once.
 - Nothing bounds the time of an answer but `router.request_seconds`. A dead fleet fails its requests, and a client that
   has waited long enough hangs up.

@@ -27,8 +27,6 @@ SURE = 2.0
 """Standard errors; a smaller change of a mean counts as none."""
 TOP_SHARE = 0.98
 """Of the largest reward seen; a mean above it has nothing left to gain."""
-SOLVED_SHARE = 0.9
-"""Of the largest reward seen; groups that are all equal below it have settled on answers that are partly right."""
 MOST_CLIPPED_STEPS = 0.5
 MISMATCH_GROWTH = 3.0
 LEAST_MISMATCH = 1e-5
@@ -189,20 +187,6 @@ def _reward(run: Run) -> Iterator[Finding]:
         yield _finding(Kind.PROBLEM, name, "Reward falls", said, do)
 
 
-def _equal_groups(run: Run) -> Iterator[Finding]:
-    name = "groups/equal_rewards"
-    equal, reward = _late(run, name), _late(run, "rollout/reward_mean")
-    if equal is None or reward is None or equal <= _limit(name):
-        return
-    whole = "All groups are equal" if equal > 0.999 else "Nearly all groups are equal"
-    text = f"In {equal:.0%} of the last third's groups every rollout got the same reward: they teach nothing."
-    if reward >= SOLVED_SHARE * _largest_reward(run):
-        harder = "The task is solved at this difficulty: harder prompts, or stop here."
-        yield _finding(Kind.NOTE, name, whole, text, harder)
-    else:
-        yield _finding(Kind.PROBLEM, name, whole, text)
-
-
 def _mismatch(run: Run) -> Iterator[Finding]:
     name = "train/logprob_difference_mean"
     if alarms := sum(value > 0 for value in run.values("train/logprob_alarm")):
@@ -332,7 +316,6 @@ def _unfinished(run: Run) -> Iterator[Finding]:
 RULES: tuple[Callable[[Run], Iterator[Finding]], ...] = (
     _learned,
     _reward,
-    _equal_groups,
     _entropy,
     _not_finite,
     _mismatch,
@@ -345,5 +328,5 @@ RULES: tuple[Callable[[Run], Iterator[Finding]], ...] = (
     _unfinished,
 )
 
-LOOKED_AT = ("groups/equal_rewards", "idle/<mesh>", "rollout/failed")
+LOOKED_AT = ("idle/<mesh>", "rollout/failed")
 """Metrics whose limit a rule of its own looks at."""
