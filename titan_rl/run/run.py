@@ -255,7 +255,6 @@ async def _train(
             directory,
             tensorboard=config.logging.tensorboard,
             wandb_project=config.logging.wandb_project,
-            run_name=directory.name,
             config=dataclasses.asdict(config),
             keep_bytes=ledger.metrics_bytes,
             warn=display.print_line,
