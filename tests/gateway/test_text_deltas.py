@@ -19,40 +19,38 @@ from titan_rl.types import Completion, FinishReason, GenerationRequest, Message,
 
 TOOL = ToolSpec("look_up", "Looks a word up.", {"type": "object", "properties": {"word": {"type": "string"}}})
 CALL = '<tool_call>\n{"name": "look_up", "arguments": {"word": "é"}}\n</tool_call>'
-FRAGMENTS = (
-    *(
-        "a",
-        "b ",
-        " ",
-        "\n",
-        "é",
-        "😀",
-        "€",
-        "<",
-        ">",
-        "</",
-        "[",
-        "]",
-        "{",
-        "1 < 2",
-        "List<int>",
-        "<b>",
-        "END",
-        "EN",
-        "D",
-    ),
-    *(
-        "<think>",
-        "</think>",
-        "<tool_call>",
-        "</tool_call>",
-        "<tool_response>",
-        "tool_call>",
-        CALL,
-        '{"name"',
-        "STOP me",
-    ),
-)
+WORDS = [
+    "a",
+    "b ",
+    " ",
+    "\n",
+    "é",
+    "😀",
+    "€",
+    "<",
+    ">",
+    "</",
+    "[",
+    "]",
+    "{",
+    "1 < 2",
+    "List<int>",
+    "<b>",
+    "END",
+    "EN",
+    "D",
+]
+MARKS = [
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "tool_call>",
+    CALL,
+    '{"name"',
+    "STOP me",
+]
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +99,7 @@ def deltas_of(renderer: Renderer, prompt: list[int], stops: Sequence[str], tools
 
 @settings(max_examples=400)
 @given(
-    fragments=st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=14),
+    fragments=st.lists(st.sampled_from(WORDS + MARKS) | st.text(max_size=3), max_size=14),
     cuts=st.lists(st.integers(1, 120), max_size=40),
     end=st.integers(0, 3),
     stops=st.lists(st.sampled_from(["END", "STOP", "\n", "ab", "</think>"]), max_size=2),
