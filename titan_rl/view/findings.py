@@ -119,7 +119,7 @@ def _late(run: Run, name: str) -> float | None:
 
 def _largest_reward(run: Run, default: float = 1.0) -> float:
     """Of the recorded rollouts."""
-    return max((facts.reward for facts in run.facts), default=default)
+    return max((rollout.reward for rollout in run.rollouts), default=default)
 
 
 def _limit(name: str) -> float:
@@ -241,8 +241,8 @@ def _failed(run: Run) -> Iterator[Finding]:
     groups = run.config.get("loop.groups_per_step", 0) * steps + sum(run.values("groups/failed")[-1:])
     share = sum(run.values(name)) / (samples * groups) if steps and samples * groups else 0.0
     if share > _limit(name):
-        late_last = sorted(run.facts, key=lambda facts: facts.stop_reason is StopReason.TIMEOUT)
-        cause = next((f" One cause: {facts.error[:200]}" for facts in late_last if facts.error), "")
+        late_last = sorted(run.rollouts, key=lambda rollout: rollout.stop_reason is StopReason.TIMEOUT)
+        cause = next((f" One cause: {rollout.error[:200]}" for rollout in late_last if rollout.error), "")
         text = f"{share:.0%} of the rollouts failed and were not trained.{cause}"
         yield _finding(Kind.WARNING, name, "Rollouts fail", text)
 
@@ -277,15 +277,15 @@ def _not_finite(run: Run) -> Iterator[Finding]:
 def _dead_symbols(run: Run) -> Iterator[Finding]:
     """Characters of the wanted answers that the policy does not write, or never writes to any profit, at the end."""
     last = run.steps - max(run.steps // 3, 1)
-    late = [facts for facts in run.facts if facts.step > last and facts.wanted and not facts.error]
+    late = [rollout for rollout in run.rollouts if rollout.step > last and rollout.wanted and not rollout.error]
     wanting: dict[str, list[ListedRollout]] = defaultdict(list)
-    for facts in late:
-        for symbol in {*facts.wanted}:
-            wanting[symbol].append(facts)
+    for rollout in late:
+        for symbol in {*rollout.wanted}:
+            wanting[symbol].append(rollout)
     if not late or len(wanting) > MOST_SYMBOLS:
         return
-    written = {symbol for facts in late for symbol in facts.answer}
-    best = max(facts.reward for facts in late)
+    written = {symbol for rollout in late for symbol in rollout.answer}
+    best = max(rollout.reward for rollout in late)
     for symbol, rollouts in sorted(wanting.items()):
         if len(rollouts) < FEWEST_WANTED or symbol.isspace():
             continue
@@ -294,7 +294,7 @@ def _dead_symbols(run: Run) -> Iterator[Finding]:
         if symbol not in written:
             text = f"{count}; no answer has it."
             yield Finding(Kind.PROBLEM, f"{symbol!r} is a dead symbol", text, do, "rollouts")
-        elif all(facts.reward <= 0 < best for facts in rollouts):
+        elif all(rollout.reward <= 0 < best for rollout in rollouts):
             text = f"{count}; none of them got any reward."
             yield Finding(Kind.WARNING, f"{symbol!r} never gets reward", text, do, "rollouts")
 

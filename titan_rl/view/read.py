@@ -59,10 +59,10 @@ class Run:
     """Empty where the run is not done."""
     series: Mapping[str, Series]
     timelines: list[Timeline] = field(default_factory=list)
-    facts: list[ListedRollout] = field(default_factory=list)
+    rollouts: list[ListedRollout] = field(default_factory=list)
     """Of every recorded rollout, in the order of the file."""
     recorded: int = 0
-    """Rollouts in the file; more than `facts` where the file is too large to parse whole."""
+    """Rollouts in the file; more than `rollouts` where the file is too large to parse whole."""
 
     @property
     def name(self) -> str:
@@ -86,14 +86,14 @@ class Run:
 
 def read_run(directory: Path) -> Run:
     """Read everything but the tokens of the rollouts."""
-    facts, recorded = _facts(directory / ROLLOUTS)
+    rollouts, recorded = _read_rollouts(directory / ROLLOUTS)
     return Run(
         directory=directory,
         config=dict(flat(_read_config(directory / CONFIG))),
         summary=json_object(directory / SUMMARY),
         series=_read_series(directory / METRICS),
         timelines=read_timelines(directory),
-        facts=facts,
+        rollouts=rollouts,
         recorded=recorded,
     )
 
@@ -134,14 +134,14 @@ def rollout_at(file: BinaryIO, rollout: ListedRollout) -> RolloutRecord:
     return read_record(json.loads(file.readline(), parse_constant=lambda name: None))
 
 
-def _facts(path: Path) -> tuple[list[ListedRollout], int]:
+def _read_rollouts(path: Path) -> tuple[list[ListedRollout], int]:
     size = path.stat().st_size if path.is_file() else 0
     every = 1 + size // MOST_ROLLOUTS_BYTES
-    facts = []
+    rollouts = []
     for offset, line in json_lines(path, every):
         with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):  # not a rollout as we know it
-            facts.append(read_listed(line, offset))
-    return facts, len(facts) * every
+            rollouts.append(read_listed(line, offset))
+    return rollouts, len(rollouts) * every
 
 
 def _read_series(path: Path) -> dict[str, Series]:

@@ -80,7 +80,7 @@ def _page(runs: Sequence[Run]) -> Iterator[str]:
     for number, run in enumerate(runs):
         for chunk, (kept, block) in enumerate(_chunks(run, MOST_ROLLOUT_BYTES // len(runs))):
             blocks.append((f"rollouts-{number}-{chunk}", block))
-            shown += [_row(facts, number, chunk, place) for place, facts in enumerate(kept)]
+            shown += [_row(rollout, number, chunk, place) for place, rollout in enumerate(kept)]
     head = _asset("page/page.html").replace("{{script-hash}}", f"sha256-{digest}").replace("{{style}}", styles)
     before, after = head.split("{{data}}")
     yield before
@@ -169,7 +169,7 @@ def _ages(run: Run) -> list[float]:
 def _lengths(runs: Sequence[Run]) -> dict[str, Any]:
     """Shares of rollouts by sampled tokens. Only those that were kept at random: best and worst are a choice."""
     lengths = [
-        [each.sampled_tokens for each in run.facts if "random" in each.kept and not each.evaluated] for run in runs
+        [each.sampled_tokens for each in run.rollouts if "random" in each.kept and not each.evaluated] for run in runs
     ]
     longest = max((length for each in lengths for length in each), default=0)
     width = max(1, -(-(longest + 1) // LENGTH_BINS))
@@ -222,12 +222,12 @@ def _short(value: float, digits: int = 5) -> float:
 
 def _chunks(run: Run, most_bytes: int) -> Iterator[tuple[list[ListedRollout], str]]:
     """Rollouts with their packed details, until `most_bytes` are full."""
-    if not run.facts:
+    if not run.rollouts:
         return
     used = size = 0
     chunk: list[ListedRollout] = []
     details: list[str] = []
-    rollouts = _round_robin(run.facts)
+    rollouts = _round_robin(run.rollouts)
     with open(run.directory / ROLLOUTS, "rb") as file:
         for number, each in enumerate(rollouts):
             chunk.append(each)
@@ -252,24 +252,24 @@ def _round_robin(rollouts: Sequence[ListedRollout]) -> list[ListedRollout]:
     return [each for _, each in sorted(ranked, key=itemgetter(0))]
 
 
-def _row(facts: ListedRollout, run: int, chunk: int, place: int) -> dict[str, Any]:
+def _row(rollout: ListedRollout, run: int, chunk: int, place: int) -> dict[str, Any]:
     """One line of the list of rollouts."""
     return {
-        "step": facts.step,
-        "group": facts.group,
-        "attempt": facts.attempt,
-        "sample": facts.sample,
-        "stop": facts.stop_reason,
-        "tokens": facts.sampled_tokens,
-        "error": one_line(facts.error, PREVIEW),
-        "prompt": one_line(facts.prompt, PREVIEW),
-        "answer": one_line(facts.answer, PREVIEW),
-        "wanted": one_line(facts.wanted, PREVIEW),
-        "reward": _short(facts.reward),
-        "advantage": None if facts.advantage is None else _short(facts.advantage),
-        "gap": None if facts.gap is None else _short(facts.gap),
-        "evaluated": int(facts.evaluated),
-        "kept": " ".join(facts.kept),
+        "step": rollout.step,
+        "group": rollout.group,
+        "attempt": rollout.attempt,
+        "sample": rollout.sample,
+        "stop": rollout.stop_reason,
+        "tokens": rollout.sampled_tokens,
+        "error": one_line(rollout.error, PREVIEW),
+        "prompt": one_line(rollout.prompt, PREVIEW),
+        "answer": one_line(rollout.answer, PREVIEW),
+        "wanted": one_line(rollout.wanted, PREVIEW),
+        "reward": _short(rollout.reward),
+        "advantage": None if rollout.advantage is None else _short(rollout.advantage),
+        "gap": None if rollout.gap is None else _short(rollout.gap),
+        "evaluated": int(rollout.evaluated),
+        "kept": " ".join(rollout.kept),
         "run": run,
         "chunk": chunk,
         "place": place,
