@@ -165,11 +165,8 @@ def _python_numbers(words: Any) -> Any:
 def check(config: Any, prefix: str = "") -> None:
     """Hold a config that was made in Python to the types and bounds of its fields.
 
-    Args:
-        prefix: comes before the names of its settings.
-
     Raises:
-        ConfigError: naming the first setting that does not fit.
+        ConfigError: naming the first setting that does not fit, with `prefix` in front.
     """
     for name, hint in fields_of(type(config)).items():
         value = getattr(config, name)
@@ -260,11 +257,7 @@ def apply(config: T, layers: Iterable[Sequence[Override]], rules: Rules | None =
 
 
 def variant(config: T, settings: Mapping[str, Any]) -> T:
-    """A config that differs in these settings, `{"loop.steps": 3}`.
-
-    Raises:
-        ConfigError: see `apply`.
-    """
+    """A config that differs in these settings, `{"loop.steps": 3}`. Raises ConfigError as `apply` does."""
     base = Path.cwd()
     return apply(
         config, [[Override(path=tuple(key.split(".")), value=settings[key], origin=key, base=base) for key in settings]]
@@ -325,7 +318,10 @@ def _type_of(kind: type, table: Table, override: Override) -> Any:
     for depth, name in enumerate(override.path):
         if (group := group_in(hint)) is not None:
             if name not in fields_of(group):
-                raise ConfigError(_unknown(override, _names(kind, table)))
+                meant = did_you_mean(override.key, _names(kind, table))
+                if override.words:
+                    meant = meant.replace("did you mean ", "did you mean --").replace("_", "-")
+                raise ConfigError(f"{override.origin}: there is no such setting{meant}")
             hint = fields_of(group)[name]
         elif get_origin(hint) is dict:
             hint = get_args(hint)[1]
@@ -345,13 +341,6 @@ def _value(hint: Any, override: Override, before: Any) -> Any:
     if hint is Any:
         return parse_words(override.value, before) if override.words else override.value
     return convert_value(hint, override.value, override.origin, words=override.words)
-
-
-def _unknown(override: Override, known: Iterable[str]) -> str:
-    meant = did_you_mean(override.key, known)
-    if override.words:
-        meant = meant.replace("did you mean ", "did you mean --").replace("_", "-")
-    return f"{override.origin}: there is no such setting{meant}"
 
 
 # --- TOML ------------------------------------------------------------------------------------------------------------
