@@ -88,22 +88,6 @@ async def test_a_completion_that_somebody_else_aborted_is_a_503(renderer):
     assert (await complete(fleet, renderer)).status_code == 503
 
 
-async def test_a_failure_after_the_first_choice_is_an_event_before_the_streams_end(renderer):
-    fleet = PlayedFleet()
-
-    class Second(PlayedFleet):
-        async def generate(self, request: GenerationRequest) -> Completion:
-            if request.request_id.endswith("-1"):
-                raise GeneratorFailed("generator0 died")
-            return await fleet.generate(request)
-
-    answer = await complete(Second(), renderer, n=2, stream=True)
-    assert answer.status_code == 200
-    failure, end = answer.text.split("\n\n")[-3:-1]
-    assert "generator0 died" in failure
-    assert end == "data: [DONE]"
-
-
 async def test_a_failure_after_the_first_tokens_is_an_event_before_the_streams_end(renderer):
     class Half(PlayedFleet):
         async def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
