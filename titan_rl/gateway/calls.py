@@ -133,8 +133,6 @@ class CompletionCall:
 class Choice:
     """One completion, read."""
 
-    index: int
-    prompt: list[int]
     completion: Completion
     """Without tokens sampled after a stop text."""
     message: Message
@@ -148,8 +146,10 @@ class Delta:
     """The part of a choice that its client was not sent before."""
 
     index: int
+    """Of the choice: first those of the first prompt, then those of the second, …"""
     first: bool
     prompt: list[int]
+    """Of the choice."""
     text: str
     """Of the message's content."""
     tokens: list[int]

@@ -244,7 +244,7 @@ class ChoiceReader:
                 content=content[: self._first_stop(content)],
                 tool_calls=tuple(call for call in message.tool_calls if not call.problem),
             )
-        return Choice(index=self._index, prompt=self._prompt, completion=completion, message=message, stopped=stopped)
+        return Choice(completion=completion, message=message, stopped=stopped)
 
     def _parse(self, tokens: Sequence[int], reason: FinishReason) -> Message:
         assert self._chat is not None

@@ -131,11 +131,11 @@ class OpenAIAnswer(ABC):
         written = {"index": delta.index, **content, "logprobs": logprobs, "finish_reason": reason}
         return {**written, "token_ids": delta.tokens} if self.body.return_token_ids else written
 
-    def _count(self, choice: Choice | None) -> None:
-        if choice is not None:
-            first = choice.index % self.call.choices == 0
-            self.usage["prompt_tokens"] += len(choice.prompt) if first else 0
-            self.usage["completion_tokens"] += len(choice.completion.token_ids)
+    def _count(self, delta: Delta) -> None:
+        if delta.choice is not None:
+            first = delta.index % self.call.choices == 0
+            self.usage["prompt_tokens"] += len(delta.prompt) if first else 0
+            self.usage["completion_tokens"] += len(delta.choice.completion.token_ids)
             self.usage["total_tokens"] = self.usage["prompt_tokens"] + self.usage["completion_tokens"]
 
 
@@ -148,7 +148,7 @@ class TextAnswer(OpenAIAnswer):
         """Of each choice: length of the text of the tokens that were written, each by itself."""
 
     def choice(self, delta: Delta) -> Json:
-        self._count(delta.choice)
+        self._count(delta)
         content: Json = {"text": delta.text}
         if delta.first and self.body.return_token_ids:
             content["prompt_token_ids"] = delta.prompt
@@ -175,7 +175,7 @@ class ChatAnswer(OpenAIAnswer):
 
     def choice(self, delta: Delta) -> Json:
         assert delta.choice is not None
-        self._count(delta.choice)
+        self._count(delta)
         self._prompt = delta.prompt
         message = delta.choice.message
         content: Json = {"role": "assistant", "content": message.content, "refusal": None}
@@ -190,7 +190,7 @@ class ChatAnswer(OpenAIAnswer):
             content["content"] = delta.text
         if delta.choice is None:
             return [self._chunk(delta, content)]
-        self._count(delta.choice)
+        self._count(delta)
         content |= self._more(delta.index, delta.choice.message)
         for number, call in enumerate(content.get("tool_calls", ())):
             call["index"] = number
