@@ -276,12 +276,11 @@ class RunConfig:
         check(self)
         tiny = self.policy.tiny
         self.generator_settings()  # refuses what does not fit together
-        if tiny is not None:
-            if self.generator.max_model_len > tiny.max_length:
-                raise ConfigError(
-                    f"generator.max_model_len ({self.generator.max_model_len}) is more than policy.tiny.max_length "
-                    f"({tiny.max_length}) positions"
-                )
+        if tiny is not None and self.generator.max_model_len > tiny.max_length:
+            raise ConfigError(
+                f"generator.max_model_len ({self.generator.max_model_len}) is more than policy.tiny.max_length "
+                f"({tiny.max_length}) positions"
+            )
         if self.rollout.sampling.max_new_tokens >= self.generator.max_model_len:
             raise ConfigError(
                 f"rollout.sampling.max_new_tokens ({self.rollout.sampling.max_new_tokens}) leaves no room for a prompt "

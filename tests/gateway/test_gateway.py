@@ -37,17 +37,6 @@ JSON = {"content-type": "application/json"}
 # What is answered.
 
 
-async def test_a_chat_is_answered_with_what_the_policy_said(up):
-    answer = await client(up).chat.completions.create(model=MODEL, messages=say("12=3"))
-    assert answer.choices[0].message.content == "12=3"
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage.model_dump(include={"prompt_tokens", "completion_tokens", "total_tokens"}) == {
-        "prompt_tokens": 5,
-        "completion_tokens": 5,
-        "total_tokens": 10,
-    }
-
-
 async def test_logprobs_speak_about_every_sampled_token(up):
     answer = await client(up).chat.completions.create(
         model=MODEL, messages=say("1=<result>"), logprobs=True, extra_body={"return_token_ids": True}

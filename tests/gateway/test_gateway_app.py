@@ -88,22 +88,6 @@ async def test_a_completion_that_somebody_else_aborted_is_a_503(renderer):
     assert (await complete(fleet, renderer)).status_code == 503
 
 
-async def test_a_failure_after_the_first_choice_is_an_event_before_the_streams_end(renderer):
-    fleet = PlayedFleet()
-
-    class Second(PlayedFleet):
-        async def generate(self, request: GenerationRequest) -> Completion:
-            if request.request_id.endswith("-1"):
-                raise GeneratorFailed("generator0 died")
-            return await fleet.generate(request)
-
-    answer = await complete(Second(), renderer, n=2, stream=True)
-    assert answer.status_code == 200
-    failure, end = answer.text.split("\n\n")[-3:-1]
-    assert "generator0 died" in failure
-    assert end == "data: [DONE]"
-
-
 async def test_a_failure_after_the_first_tokens_is_an_event_before_the_streams_end(renderer):
     class Half(PlayedFleet):
         async def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
@@ -132,20 +116,20 @@ async def post(renderer: SymbolRenderer, path: str, body: bytes, kind: str = "ap
 @pytest.mark.parametrize(
     ("path", "change", "named"),
     [
-        (CHAT, {"bogus": 1}, "bogus: is not supported"),
+        (CHAT, {"bogus": 1}, "bogus: Extra inputs are not permitted"),
         (CHAT, {"messages": []}, "messages: List should have at least 1 item after validation, not 0"),
-        (CHAT, {"messages": "hi"}, 'messages: expected a list, got "hi"'),
-        (CHAT, {"messages": [{"role": "robot", "content": "1"}]}, "messages.0.role: expected one of 'system', "),
-        (CHAT, {"messages": [{"content": "1"}]}, "messages.0.role: is missing"),
+        (CHAT, {"messages": "hi"}, "messages: Input should be a valid list"),
+        (CHAT, {"messages": [{"role": "robot", "content": "1"}]}, "messages.0: Input tag 'robot' found using 'role'"),
+        (CHAT, {"messages": [{"content": "1"}]}, "messages.0: Unable to extract tag using discriminator 'role'"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "content.str: Input should be a valid string; "),
+        (TEXT, {"prompt": 5}, "prompt.str: Input should be a valid string; "),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "content"),
         (
             CHAT,
-            {"messages": [{"role": "user", "content": 5}]},
-            "messages.0.content: expected a string or a list, got 5",
+            {"messages": [{"role": "user", "content": "1"}], "temperature": "0.5"},
+            "temperature: Input should be a valid number",
         ),
-        (TEXT, {"prompt": 5}, "prompt: expected a string or a list, got 5"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "content"),
-        (CHAT, {"messages": [{"role": "user", "content": "1"}], "temperature": "0.5"}, 'expected a number, got "0.5"'),
-        (CHAT, {"temperature": -1}, "temperature: expected greater than or equal to 0, got -1"),
+        (CHAT, {"temperature": -1}, "temperature: Input should be greater than or equal to 0"),
         (CHAT, {"temperature": 0.001}, "temperature"),
         (CHAT, {"max_tokens": 0}, "max_tokens"),
         (CHAT, {"max_tokens": 10**30}, "max_tokens"),

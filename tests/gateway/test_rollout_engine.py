@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import openai
 import pytest
 from support import sampling_engine
@@ -18,7 +17,6 @@ from support.sessions import rendered_anew
 
 from titan_rl.actors.gateway import RolloutGatewayClient
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.rollout.samples import training_samples
 from titan_rl.rollout.trajectory import Trajectory
 from titan_rl.types import Endpoint, FinishReason
 
@@ -152,26 +150,6 @@ def test_what_programs_were_told_is_what_is_recorded_in_their_own_session(played
         recorded = [(call.prompt_token_ids.tolist(), call.completion.token_ids.tolist()) for call in record.turns]
         assert not Counter(map(repr, agent.told)) - Counter(map(repr, recorded))
         assert len(recorded) == len(agent.told) + 2  # the text completion and the stream give no token ids
-
-
-def test_every_sampled_token_is_trained_once_behind_what_it_was_sampled_behind(played):
-    _, records, _ = played
-    for record in records:
-        trained = sorted(
-            (*branch.token_ids[: place + 1].tolist(), float(branch.logprobs[place]), int(branch.versions[place]))
-            for branch in training_samples(0, [(0, 0.0, record.tree)], rollouts=1)
-            for place in np.flatnonzero(branch.loss_mask)
-        )
-        assert trained == sorted(
-            (
-                *call.prompt_token_ids.tolist(),
-                *call.completion.token_ids[: place + 1].tolist(),
-                float(call.completion.logprobs[place]),
-                int(call.completion.versions[place]),
-            )
-            for call in record.turns
-            for place in range(len(call.completion.token_ids))
-        )
 
 
 def test_every_turn_that_goes_on_is_proven_to(played):

@@ -17,7 +17,7 @@ import pytest
 
 from tests.hosts.namespaces import Hosts, skip_reason
 from tests.hosts.workers import workers
-from titan_rl.view.spans import TRACE
+from titan_rl.view.timelines import TRACE
 
 pytestmark = [
     pytest.mark.skipif(bool(skip_reason()), reason=skip_reason() or "-"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from titan_rl.metrics.activity import Activities
 from titan_rl.metrics.timeline import GRAIN_SECONDS, SPANS, MainLane, Span, Timeline, Uptime, timeline
 from titan_rl.metrics.waits import WatchedEventLoops
-from titan_rl.view.spans import read_processes
+from titan_rl.view.timelines import read_processes
 
 
 class Clock:

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from titan_rl import cli
-from titan_rl.planner.command import VERB, config_of
+from titan_rl.overrides import apply
+from titan_rl.planner.command import VERB, PlanConfig
 
 QUICK = [
     "plan",
@@ -48,13 +49,13 @@ def test_several_splits_are_compared_on_the_same_completions(capsys):
     [
         (["--trainer-devices", "4"], "leave 0 for generators"),
         (["--devices-per-generator", "8"], "which take 8 each"),
-        (["--devices-per-generator", "0"], "--devices-per-generator must be at least 1, got 0"),
+        (["--devices-per-generator", "0"], "--devices-per-generator: expected an integer of at least 1, got '0'"),
         (["--lengths", "normal:3"], "expected constant:N"),
         (["--lengths", "constant:many"], "--lengths constant:many"),
         (["--lengths", "file:/nowhere"], "/nowhere"),
-        (["--max-staleness", "-1"], "max_staleness"),
+        (["--max-staleness", "-1"], "--max-staleness"),
         (["--strategy", "by_colour"], "by_colour"),
-        (["--engine.seconds-per-step", "0"], "seconds_per_step must be positive"),
+        (["--engine.seconds-per-step", "0"], "--engine.seconds-per-step: expected a finite number of more than 0"),
         (["--weight-sync", "magic"], "magic"),
     ],
 )
@@ -69,4 +70,4 @@ def test_the_help_shows_examples_that_parse(capsys):
     examples = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  titan-rl plan")]
     assert examples
     for _, _, *arguments in examples:
-        config_of(VERB.read(arguments))
+        apply(PlanConfig(), VERB.read(arguments).layers)

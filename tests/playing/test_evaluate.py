@@ -17,7 +17,7 @@ from titan_rl.playing.policies import Task, bare_recipe, message_player, run_of
 from titan_rl.rollout.config import EnvironmentConfig
 from titan_rl.types import FinishReason, Message
 from titan_rl.view.conversation import draw_rollout
-from titan_rl.view.rollouts import read_listed
+from titan_rl.view.read import read_listed
 
 PROMPTS = 20
 FLAKY = """

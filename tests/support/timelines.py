@@ -6,8 +6,7 @@ import gzip
 import json
 from pathlib import Path
 
-from titan_rl.view.spans import TRACE, Process, read_processes
-from titan_rl.view.timelines import accounts
+from titan_rl.view.timelines import TRACE, Process, accounts, read_processes
 
 NAMED_SHARE = 0.99
 CLOCKS = 0.001

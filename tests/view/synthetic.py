@@ -174,49 +174,37 @@ def _branch(
     }
 
 
+WORK = {
+    "controller": [("serve", 0.1, ""), ("wait", 0.6, "rollouts")],
+    "trainer": [
+        *[("wait", 0.42, "rollouts"), ("forward", 0.09, ""), ("backward", 0.13, ""), ("optimizer", 0.02, "")],
+        ("publish", 0.04, ""),
+    ],
+    "router": [("serve", 0.1, ""), ("wait", 0.6, "rollouts")],
+    **{
+        name: [("prefill", 0.06, ""), ("decode", 0.5, ""), ("pull", 0.05, ""), ("wait", 0.09, "slots")]
+        for name in ("generator0", "generator1")
+    },
+    "rollout0": [("environment", 0.2, ""), ("wait", 0.5, "generators")],
+}
+"""What each mesh does in a step: name, seconds, and for whom it waits."""
+
+
 def _write_spans(directory: Path, steps: int, chance: random.Random) -> None:
-    meshes = ("controller", "trainer", "router", "generator0", "generator1", "rollout0")
-    for pid, mesh in enumerate(meshes):
+    for pid, (mesh, work) in enumerate(WORK.items()):
         moment = 1.7e9 + chance.random() / 10
         about = {"name": mesh, "mesh": mesh, "rank": 0, "host": "here", "pid": pid}
         lines: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": pid, "args": about}]
         for tid, lane in enumerate(("main", "train")):
             lines.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}})
-
-        def add(
-            name: str, seconds: float, waits_for: str = "", pid: int = pid, lines: list[dict[str, Any]] = lines
-        ) -> None:
-            nonlocal moment
-            span = {
-                "ph": "X",
-                "name": name,
-                "pid": pid,
-                "tid": 0,
-                "ts": round(moment * 1e6),
-                "dur": round(seconds * 1e6),
-            }
-            lines.append(span | ({"args": {"waits for": waits_for}} if waits_for else {}))
-            moment += seconds
-
-        add("start", 3.0)
-        for _ in range(steps):
+        for step in range(steps + 1):
             wobble = chance.uniform(0.9, 1.1)
-            if mesh == "trainer":
-                add("wait", 0.42 * wobble, "rollouts")
-                for name, seconds in (("forward", 0.09), ("backward", 0.13), ("optimizer", 0.02), ("publish", 0.04)):
-                    add(name, seconds * wobble)
-            elif mesh.startswith("generator"):
-                add("prefill", 0.06 * wobble)
-                add("decode", 0.5 * wobble)
-                add("pull", 0.05 * wobble)
-                add("wait", 0.09 * wobble, "slots")
-            elif mesh == "rollout0":
-                add("environment", 0.2 * wobble)
-                add("wait", 0.5 * wobble, "generators")
-            else:
-                add("serve", 0.1 * wobble)
-                add("wait", 0.6 * wobble, "rollouts")
-            if mesh == "controller":
-                step = {"ts": round((moment - 0.2) * 1e6), "dur": 200_000, "args": {"step": 1}}
-                lines.append({"ph": "X", "name": "train", "pid": pid, "tid": 1, **step})
+            for name, seconds, waits_for in work if step else [("start", 3.0, "")]:
+                times = {"ts": round(moment * 1e6), "dur": round(seconds * wobble * 1e6)}
+                args = {"args": {"waits for": waits_for}} if waits_for else {}
+                lines.append({"ph": "X", "name": name, "pid": pid, "tid": 0, **times, **args})
+                moment += seconds * wobble
+            if mesh == "controller" and step:
+                times = {"ts": round((moment - 0.2) * 1e6), "dur": 200_000}
+                lines.append({"ph": "X", "name": "train", "pid": pid, "tid": 1, **times, "args": {"step": 1}})
         (directory / f"{mesh}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -15,8 +15,7 @@ from synthetic import HOSTILE, make_run
 
 from titan_rl.metrics.rollout_record import BranchRecord
 from titan_rl.view import report as module
-from titan_rl.view.report import VERB, write_report
-from titan_rl.view.rollouts import graph
+from titan_rl.view.report import VERB, graph, write_report
 from titan_rl.view.timelines import read_timelines
 
 BLOCK = re.compile(r'<script type="text/plain" id="data-([\w-]+)">([A-Za-z0-9+/=]*)</script>')

@@ -12,8 +12,15 @@ from synthetic import make_run
 
 from titan_rl.loop.records import idle_shares, memory_of
 from titan_rl.metrics.timeline import MAIN, Memory, Pulse, Uptime, memory
-from titan_rl.view.spans import Process, RecordedSpan, read_processes, write_trace
-from titan_rl.view.timelines import Account, accounts, idle_accounts
+from titan_rl.view.timelines import (
+    Account,
+    Process,
+    RecordedSpan,
+    accounts,
+    idle_accounts,
+    read_processes,
+    write_trace,
+)
 
 LABELS = ["", "", "rollouts", "slots", "generators", "rank 0", "environment"]
 
@@ -130,6 +137,6 @@ def test_a_trace_that_cannot_be_written_stops_nothing(tmp_path):
     (run / ".trace.json.gz").mkdir()
     assert write_trace(run) is None
     (run / ".trace.json.gz").rmdir()
-    with patch("titan_rl.view.spans.json_lines", side_effect=OSError("full")):
+    with patch("titan_rl.view.timelines.json_lines", side_effect=OSError("full")):
         assert write_trace(run) is None
     assert {*run.iterdir()} == before

@@ -5,9 +5,6 @@
 - A call ends its engine work: answered, refused, failed, or aborted because its client hung up. It is cancelled then,
   whatever it waits for.
 - Nothing that a client sends is a 500: a 4xx says what is wrong with it before anything is sent to an engine.
-
-A dialect is two modules: the bodies that it takes and the `CompletionCall` that each is (`openai_protocol`), and how
-deltas, choices and errors are written (`openai_routes`).
 """
 
 from __future__ import annotations
@@ -26,10 +23,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from titan_rl.errors import ActorFailed, TitanError
 from titan_rl.gateway.callers import CALLER, ApiKeys, Caller, RolloutKeys, cancel_when
-from titan_rl.gateway.calls import Fleet, ServedPolicy
+from titan_rl.gateway.calls import ApiError, Fleet, ServedPolicy, api_error
 from titan_rl.gateway.config import GatewayConfig, listen
-from titan_rl.gateway.openai_routes import error_object, routes
-from titan_rl.gateway.responses import ApiError, JsonResponse, api_error
+from titan_rl.gateway.openai_routes import JsonResponse, error_object, routes
 from titan_rl.gateway.sampling import GatewayMetrics, Sampler
 from titan_rl.metrics.activity import activity
 from titan_rl.routing.health import GeneratorState

@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from titan_rl.errors import GatewayClosing, RequestError, RequestLost, RolloutOver, TaskError, TitanError
-from titan_rl.gateway.calls import Chat, Choice, CompletionCall, ServedPolicy
-from titan_rl.gateway.responses import ApiError
+from titan_rl.gateway.calls import ApiError, Chat, Choice, CompletionCall, ServedPolicy
 from titan_rl.generation.engine import validate_request
 from titan_rl.rollout.trajectory import Prompt, RolloutRequest, Trajectory
 from titan_rl.seeding import derive_seed
@@ -56,10 +55,11 @@ class Caller:
 
     def prompt(self, content: Chat | str | list[int]) -> Prompt:
         """Runs in the render thread. Raises TaskError where the renderer cannot write it."""
-        renderer = self._policy.renderer
         if isinstance(content, Chat):
-            return self._prompt_of_chat(content)
-        return self._prompt_of_tokens(renderer.encode(content) if isinstance(content, str) else content)
+            token_ids = self._policy.renderer.render(content.messages, content.tools)
+        else:
+            token_ids = self._tokens(content)
+        return Prompt(token_ids=np.asarray(token_ids, dtype=np.int32))
 
     def requests(
         self, call: CompletionCall, prompts: Sequence[Prompt], stops: tuple[int, ...]
@@ -97,11 +97,8 @@ class Caller:
     def on_end(self, requests: Sequence[GenerationRequest]) -> None:
         """Called at the end of a call: requests that were not answered will not be."""
 
-    def _prompt_of_chat(self, chat: Chat) -> Prompt:
-        return self._prompt_of_tokens(self._policy.renderer.render(chat.messages, chat.tools))
-
-    def _prompt_of_tokens(self, token_ids: Sequence[int]) -> Prompt:
-        return Prompt(token_ids=np.asarray(token_ids, dtype=np.int32))
+    def _tokens(self, text: str | list[int]) -> list[int]:
+        return self._policy.renderer.encode(text) if isinstance(text, str) else text
 
 
 class ApiKeys:
@@ -212,6 +209,11 @@ class RolloutCaller(Caller):
         self._quiet.set()
         return self._trajectory
 
+    def prompt(self, content: Chat | str | list[int]) -> Prompt:
+        if isinstance(content, Chat):
+            return self._trajectory.prompt_of_chat(content.messages, content.tools)
+        return self._trajectory.prompt_of_tokens(self._tokens(content))
+
     @contextmanager
     def call_open(self) -> Iterator[None]:
         self._open_calls += 1
@@ -246,12 +248,6 @@ class RolloutCaller(Caller):
 
     def on_end(self, requests: Sequence[GenerationRequest]) -> None:
         self._trajectory.dropped(each.request_id for each in requests)
-
-    def _prompt_of_chat(self, chat: Chat) -> Prompt:
-        return self._trajectory.prompt_of_chat(chat.messages, chat.tools)
-
-    def _prompt_of_tokens(self, token_ids: Sequence[int]) -> Prompt:
-        return self._trajectory.prompt_of_tokens(token_ids)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -5,6 +5,10 @@
 - A choice's tokens and logprobs are all that were sampled, the stop token included, up to the token that completed a
   stop text. Its text is that of these tokens without the stop token, cut before the stop text.
 - The deltas of a choice, put together, are that choice.
+- What a client did wrong is a 4xx with a sentence about it. What the fleet cannot do is a 503 with the cause, or a 504
+  where it took too long. The router has already retried what can be retried, so every error carries
+  `x-should-retry: false`, which the `openai` clients heed. Only a gateway that is closing asks for another try: another
+  one may take its place.
 """
 
 from __future__ import annotations
@@ -14,13 +18,33 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
 from titan_rl.chat.renderer import Renderer
-from titan_rl.errors import RequestTooLong, TaskError
+from titan_rl.errors import (
+    ActorGone,
+    GatewayClosing,
+    RequestError,
+    RequestLost,
+    RequestTimeout,
+    RequestTooLong,
+    RolloutOver,
+    TaskError,
+    TitanError,
+)
+from titan_rl.one_line import counted, one_line
 from titan_rl.routing.health import GeneratorStatus
 from titan_rl.types import Completion, GenerationRequest, Message, Piece, SamplingParams, ToolSpec
 
 SHORT_TEXT = 1 << 16
 """Characters that are always tokenized: it takes less time than it matters."""
+RETRY = {"x-should-retry": "true", "retry-after": "5"}
+"""Seconds. A gateway that restarts is back by then, or not for long."""
+MOST_PROBLEMS = 5
+"""Named in one error: a list of a million wrong values has a million problems."""
+LONGEST_PROBLEM = 300
+"""Characters of one; a client may send any name and value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +133,6 @@ class CompletionCall:
 class Choice:
     """One completion, read."""
 
-    index: int
-    prompt: list[int]
     completion: Completion
     """Without tokens sampled after a stop text."""
     message: Message
@@ -124,8 +146,10 @@ class Delta:
     """The part of a choice that its client was not sent before."""
 
     index: int
+    """Of the choice: first those of the first prompt, then those of the second, …"""
     first: bool
     prompt: list[int]
+    """Of the choice."""
     text: str
     """Of the message's content."""
     tokens: list[int]
@@ -152,3 +176,74 @@ class Fleet(Protocol):
 
     async def fleet_status(self) -> Sequence[GeneratorStatus]:
         """Every generator. Raises TitanError when the router does not answer."""
+
+
+class ApiError(Exception):
+    """What a client is told instead of an answer."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            code: a stable name of the problem, for programs.
+            param: the field of the body that is wrong.
+        """
+        super().__init__(status, message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = {"x-should-retry": "false", **(headers or {})}
+
+
+def api_error(error: Exception) -> ApiError:
+    """What a client is told about any exception. One that nobody expected is a bug of ours: a 500."""
+    match error:
+        case ApiError():
+            return error
+        case RequestValidationError():
+            return _invalid_body(error.errors())
+        case HTTPException():  # no such path or method
+            return ApiError(error.status_code, str(error.detail), headers=error.headers)
+        case RolloutOver():
+            return ApiError(403, str(error), code="rollout_over")
+        case RequestTimeout():
+            return ApiError(504, str(error), code="request_timeout")
+        case RequestLost():
+            return ApiError(503, str(error), code="engine_unavailable")
+        case RequestTooLong():
+            return ApiError(400, str(error), code="context_length_exceeded")
+        case RecursionError():
+            return ApiError(400, "the body is nested too deeply", code="invalid_request")
+        case RequestError() | TaskError():
+            return ApiError(400, str(error), code="invalid_request")
+        case GatewayClosing():
+            return ApiError(503, str(error), code="gateway_closing", headers=RETRY)
+        case ActorGone():  # it may be replaced
+            return ApiError(503, f"{type(error).__name__}: {error}", code="engine_unavailable", headers=RETRY)
+        case TitanError():
+            return ApiError(503, f"{type(error).__name__}: {error}", code="engine_unavailable")
+        case _:
+            return ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
+
+
+def _invalid_body(problems: Sequence[Mapping[str, Any]]) -> ApiError:
+    """Names the first wrong fields, in pydantic's words."""
+    places, reasons = [], []
+    for problem in problems[:MOST_PROBLEMS]:
+        place = ".".join(str(part) for part in problem["loc"] if part != "body")
+        text = f"{place or 'request body'}: {problem['msg']}"
+        if problem["type"] == "json_invalid":
+            place, text = "", f"the request body is no JSON: {problem['ctx']['error']}"
+        places.append(place[:LONGEST_PROBLEM])
+        reasons.append(one_line(text, LONGEST_PROBLEM))
+    if len(problems) > MOST_PROBLEMS:
+        reasons.append(f"and {counted(len(problems) - MOST_PROBLEMS, 'more problem')}")
+    return ApiError(400, "; ".join(reasons), param=next(filter(None, places), None), code="invalid_request")

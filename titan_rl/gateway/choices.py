@@ -22,8 +22,7 @@ from dataclasses import replace
 import numpy as np
 
 from titan_rl.chat.renderer import Renderer
-from titan_rl.gateway.calls import Chat, Choice, CompletionCall, Delta
-from titan_rl.gateway.responses import ApiError
+from titan_rl.gateway.calls import ApiError, Chat, Choice, CompletionCall, Delta
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Message, Piece
 
 LOWEST_LOGPROB = -9999.0
@@ -245,7 +244,7 @@ class ChoiceReader:
                 content=content[: self._first_stop(content)],
                 tool_calls=tuple(call for call in message.tool_calls if not call.problem),
             )
-        return Choice(index=self._index, prompt=self._prompt, completion=completion, message=message, stopped=stopped)
+        return Choice(completion=completion, message=message, stopped=stopped)
 
     def _parse(self, tokens: Sequence[int], reason: FinishReason) -> Message:
         assert self._chat is not None

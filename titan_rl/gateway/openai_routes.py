@@ -18,13 +18,13 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from titan_rl.errors import TitanError
 from titan_rl.gateway.callers import CALLER, Caller
-from titan_rl.gateway.calls import Choice, Delta, ServedPolicy
+from titan_rl.gateway.calls import ApiError, Choice, Delta, ServedPolicy, api_error
 from titan_rl.gateway.openai_protocol import ChatCompletionRequest, CompletionRequest
-from titan_rl.gateway.responses import ApiError, EventStream, JsonResponse, api_error, to_json
 from titan_rl.gateway.sampling import Sampler
 from titan_rl.types import Message
 
@@ -131,11 +131,11 @@ class OpenAIAnswer(ABC):
         written = {"index": delta.index, **content, "logprobs": logprobs, "finish_reason": reason}
         return {**written, "token_ids": delta.tokens} if self.body.return_token_ids else written
 
-    def _count(self, choice: Choice | None) -> None:
-        if choice is not None:
-            first = choice.index % self.call.choices == 0
-            self.usage["prompt_tokens"] += len(choice.prompt) if first else 0
-            self.usage["completion_tokens"] += len(choice.completion.token_ids)
+    def _count(self, delta: Delta) -> None:
+        if delta.choice is not None:
+            first = delta.index % self.call.choices == 0
+            self.usage["prompt_tokens"] += len(delta.prompt) if first else 0
+            self.usage["completion_tokens"] += len(delta.choice.completion.token_ids)
             self.usage["total_tokens"] = self.usage["prompt_tokens"] + self.usage["completion_tokens"]
 
 
@@ -148,7 +148,7 @@ class TextAnswer(OpenAIAnswer):
         """Of each choice: length of the text of the tokens that were written, each by itself."""
 
     def choice(self, delta: Delta) -> Json:
-        self._count(delta.choice)
+        self._count(delta)
         content: Json = {"text": delta.text}
         if delta.first and self.body.return_token_ids:
             content["prompt_token_ids"] = delta.prompt
@@ -175,7 +175,7 @@ class ChatAnswer(OpenAIAnswer):
 
     def choice(self, delta: Delta) -> Json:
         assert delta.choice is not None
-        self._count(delta.choice)
+        self._count(delta)
         self._prompt = delta.prompt
         message = delta.choice.message
         content: Json = {"role": "assistant", "content": message.content, "refusal": None}
@@ -190,7 +190,7 @@ class ChatAnswer(OpenAIAnswer):
             content["content"] = delta.text
         if delta.choice is None:
             return [self._chunk(delta, content)]
-        self._count(delta.choice)
+        self._count(delta)
         content |= self._more(delta.index, delta.choice.message)
         for number, call in enumerate(content.get("tool_calls", ())):
             call["index"] = number
@@ -228,3 +228,34 @@ def _finish_reason(choice: Choice) -> str:
     if choice.message.tool_calls:
         return "tool_calls"
     return "stop" if choice.stopped else "length"
+
+
+class JsonResponse(JSONResponse):
+    """JSON in ASCII: text of a client that comes back in an error may hold what UTF-8 cannot."""
+
+    def render(self, content: Any) -> bytes:
+        return to_json(content)
+
+
+class EventStream(Response):
+    """Server-sent events. However the response ends, `events` is closed, and with it the engine work behind it."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            body = await anext(events)  # what fails before it is answered with a status of its own
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            async for body in events:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def to_json(content: Any) -> bytes:
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()

@@ -1,6 +1,5 @@
 """Samples a call's completions with the engines and turns them into choices for its client.
 
-- A call ends its engine work: answered, failed, or aborted because its client hung up or its caller must stop.
 - Every request has an id of its own, and is sent once.
 - Nothing bounds the time of an answer but `router.request_seconds`. A dead fleet fails its requests, and a client that
   has waited long enough hangs up.
@@ -21,9 +20,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from titan_rl.errors import GeneratorFailed, TitanError
 from titan_rl.gateway.callers import Caller
-from titan_rl.gateway.calls import Choice, CompletionCall, Delta, Fleet, ServedPolicy
+from titan_rl.gateway.calls import ApiError, CompletionCall, Delta, Fleet, ServedPolicy
 from titan_rl.gateway.choices import ChoiceReader
-from titan_rl.gateway.responses import ApiError
 from titan_rl.routing.health import GeneratorStatus
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
 
@@ -57,15 +55,15 @@ class Sampler:
             deltas = await self._thread.run(
                 lambda: [reader.finish(completions[index]) for index, reader in enumerate(readers)]
             )
-            choices = [delta.choice for delta in deltas if delta.choice is not None]
-            for choice in choices:
-                caller.on_answer(choice)
-        self._count(call, choices)
+            for delta in deltas:
+                if delta.choice is not None:
+                    caller.on_answer(delta.choice)
+        self._count(call, deltas)
         return deltas
 
     async def stream(self, call: CompletionCall, caller: Caller) -> AsyncGenerator[Delta, None]:
         """Every delta, as tokens come; a choice whose stop text was found is not sampled any further. As `whole`."""
-        choices: list[Choice] = []
+        last: list[Delta] = []
         async with self._sampled(call, caller, stream=True) as (readers, sampled):
             async for index, what in sampled:
                 delta = await self._thread.run(functools.partial(readers[index].read_next, what))
@@ -74,9 +72,9 @@ class Sampler:
                 if delta.choice is not None:
                     await sampled.end(index)
                     caller.on_answer(delta.choice)
-                    choices.append(delta.choice)
+                    last.append(delta)
                 yield delta
-        self._count(call, choices)
+        self._count(call, last)
 
     @asynccontextmanager
     async def _sampled(
@@ -104,10 +102,11 @@ class Sampler:
         finally:
             caller.on_end(requests)
 
-    def _count(self, call: CompletionCall, choices: Sequence[Choice]) -> None:
-        prompts = sum(len(choice.prompt) for choice in choices if choice.index % call.choices == 0)
-        self._metrics.prompt_tokens.inc(prompts)
+    def _count(self, call: CompletionCall, last: Sequence[Delta]) -> None:
+        """Count the tokens of choices by their last deltas."""
+        choices = (delta.choice for delta in last if delta.choice is not None)
         self._metrics.completion_tokens.inc(sum(len(choice.completion.token_ids) for choice in choices))
+        self._metrics.prompt_tokens.inc(sum(len(delta.prompt) for delta in last if delta.index % call.choices == 0))
 
 
 class SampleStream:

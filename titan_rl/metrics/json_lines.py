@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import mmap
 import os
 from collections.abc import Iterable, Iterator
 from io import FileIO
@@ -83,13 +84,9 @@ class JsonLines:
         with open(self._path, "rb+") as file:
             size = os.fstat(file.fileno()).st_size
             end = size if keep_bytes is None else min(keep_bytes, size)
-            while end:
-                start = max(0, end - TAIL)
-                file.seek(start)
-                if (newline := file.read(end - start).rfind(b"\n")) >= 0:
-                    end = start + newline + 1
-                    break
-                end = start
+            if end:
+                with mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ) as text:
+                    end = text.rfind(b"\n") + 1
             file.truncate(end)
         return end
 

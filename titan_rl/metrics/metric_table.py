@@ -182,7 +182,7 @@ METRICS: tuple[Metric, ...] = (
            "trained groups whose rollouts all got the same reward: they teach nothing but the entropy bonus",
            "above {limit}",
            "near reward 0: easier prompts or a finer reward; near the top: harder prompts; or refuse them "
-           "(`loop.filter`)", above=0.8),
+           "(`loop.filter`)", above=0.8, title="Groups teach nothing"),
     Metric("groups/active", "groups", "groups that are handed out and not trained yet"),
     Metric("groups/lost", "groups",
            "groups since the run began that a process took with it and that were played again",

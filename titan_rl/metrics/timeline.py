@@ -161,9 +161,8 @@ class Timeline:
         self._lane: MainLane | None = None
         self._pid = 0
         self._epoch = 0.0  # time of day at 0 of the clock
-        self._events: list[dict[str, Any]] = []  # metadata that is not written yet
+        self._events: list[dict[str, Any]] = []  # metadata and spans that are not written yet
         self._open: dict[Span, tuple[int, str]] = {}  # its tid, and for whom it waits
-        self._ended_spans: list[tuple[Span, float, int, str]] = []  # and when it ended; no events yet
         self._free: dict[str, list[int]] = {}  # by lane, a heap of the tids without an open span
         self._tids = count(1)
         self._ended = 0.0
@@ -229,7 +228,8 @@ class Timeline:
             if (opened := self._open.pop(span, None)) is not None:
                 tid, waits_for = opened
                 heappush(self._free[span.name], tid)
-                self._ended_spans.append((span, self._clock(), tid, waits_for))
+                ids = {key: each if type(each) is int else str(each) for key, each in span.ids.items()}
+                self._events.append(self._event(span.name, span.began, self._clock(), tid, waits_for, ids))
 
     # The file.
 
@@ -276,13 +276,9 @@ class Timeline:
         """Write everything up to now."""
         with self._lock:
             pieces = [] if self._lane is None else self._lane.cut(self._clock())
-            spans, self._ended_spans = self._ended_spans, []
             events, self._events = self._events, []
         for piece in pieces:
             events.append(self._event(piece.name, piece.began, piece.began + piece.seconds, 0, piece.waits_for, {}))
-        for span, ended, tid, waits_for in spans:
-            ids = {key: each if type(each) is int else str(each) for key, each in span.ids.items()}
-            events.append(self._event(span.name, span.began, ended, tid, waits_for, ids))
         try:
             self._file.append(encode_lines(events))
         except OSError as error:

@@ -16,13 +16,12 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from titan_rl.errors import ConfigError, StorageError
+from titan_rl.errors import StorageError
 from titan_rl.metrics.json_lines import JsonLines, encode_lines, json_lines
 from titan_rl.metrics.metric_table import metric_of
 from titan_rl.run_directory import METRICS
@@ -51,7 +50,6 @@ class MetricsWriter:
         *,
         tensorboard: bool,
         wandb_project: str = "",
-        run_name: str = "",
         config: Any = None,
         keep_bytes: int = 0,
         warn: Callable[[str], None] = lambda text: None,
@@ -64,9 +62,6 @@ class MetricsWriter:
                 written. Until then the run has not gone on.
             warn: called when fewer than `keep_bytes` are there, when lines cannot be written and when they can again,
                 and once, in any thread, for each of TensorBoard and W&B that fails.
-
-        Raises:
-            ConfigError: TensorBoard or W&B is asked for and not installed.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / METRICS
@@ -78,11 +73,8 @@ class MetricsWriter:
         self._warn = warn
         self._backends: list[Backend] = []
         self._tensorboard = directory / "tensorboard" if tensorboard else None
-        if tensorboard:
-            _require("tensorboard", "logging.tensorboard is on")
         if wandb_project:
-            _require("wandb", "logging.wandb_project is set")
-            begin = partial(WeightsAndBiases, directory, project=wandb_project, name=run_name, config=config)
+            begin = partial(WeightsAndBiases, directory, project=wandb_project, config=config)
             self._backends.append(Backend("W&B", begin, warn))
 
     def write(self, step: int, numbers: dict[str, float], *, groups: Sequence[int] = ()) -> None:
@@ -140,10 +132,8 @@ class MetricsWriter:
                 f"{self._path} was changed: {lost:,} of its {keep_bytes:,} bytes are gone, and the steps in them"
             )
         if self._tensorboard is not None:
-            for file in self._tensorboard.glob("events.out.tfevents.*"):
-                file.unlink()  # TensorBoard cannot cut it off at a step: all steps are drawn again
-            begin = partial(TensorBoard, self._tensorboard)
-            self._backends.append(Backend("TensorBoard", begin, self._warn, self._earlier()))
+            begin = partial(TensorBoard, self._tensorboard, self._earlier())
+            self._backends.append(Backend("TensorBoard", begin, self._warn))
 
     def _earlier(self) -> list[tuple[int, Numbers]]:
         """The steps that are in the file; a line that is damaged is left out."""
@@ -166,22 +156,25 @@ class MetricsWriter:
             self._unwritten = b""
 
 
-def _require(package: str, why: str) -> None:
-    if find_spec(package) is None:
-        raise ConfigError(f"{why}, but the package {package} is not installed")
-
-
 # --- backends --------------------------------------------------------------------------------------------------------
 
 
 class TensorBoard:
     """Writes TensorBoard's files; a curve says what its numbers mean. A step takes 3 ms."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, earlier: Sequence[tuple[int, Numbers]]) -> None:
+        """
+        Args:
+            earlier: steps of a run that goes on. All of its files are written anew: they cannot be cut off at a step.
+        """
         from tensorboard.summary import Writer
 
+        for file in directory.glob("events.out.tfevents.*"):
+            file.unlink()
         self._known: set[str] = set()
         self._writer = Writer(str(directory))
+        for step in earlier:
+            self.show(*step)
 
     def show(self, step: int, numbers: Numbers) -> None:
         for key, number in numbers.items():
@@ -195,9 +188,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One W&B run of the same name, which a resumed run goes on with. `WANDB_MODE` decides where it is kept."""
+    """One W&B run of the directory's name, which a resumed run goes on with. `WANDB_MODE` decides where it is kept."""
 
-    def __init__(self, directory: Path, *, project: str, name: str, config: Any) -> None:
+    def __init__(self, directory: Path, *, project: str, config: Any) -> None:
         import wandb
 
         settings = wandb.Settings(
@@ -208,6 +201,7 @@ class WeightsAndBiases:
             init_timeout=START_SECONDS,
         )
         wandb.setup(settings)
+        name = directory.name
         self._run = wandb.init(
             project=project, name=name, id=name, resume="allow", dir=str(directory), config=config, settings=settings
         )
@@ -230,18 +224,15 @@ class Backend(threading.Thread):
         name: str,
         begin: Callable[[], TensorBoard | WeightsAndBiases],
         warn: Callable[[str], None],
-        before: Iterable[tuple[int, Numbers]] = (),
     ) -> None:
         """
         Args:
             begin: called in the thread.
             warn: called from any thread, at most once.
-            before: what it shows first.
         """
         super().__init__(name=name, daemon=True)
         self._begin = begin
         self._warn = warn
-        self._before = before
         self._steps: queue.Queue[tuple[int, Numbers] | None] = queue.Queue(MOST_WAITING)
         self._over = False
         self.start()
@@ -257,8 +248,6 @@ class Backend(threading.Thread):
     def run(self) -> None:
         try:
             library = self._begin()
-            for step in self._before:
-                library.show(*step)
             while not self._over:
                 if (new := self._steps.get()) is None:
                     return library.close()

@@ -13,20 +13,28 @@ A setting is named by its path of fields, `trainer.optimizer.lr`. Below a `dict`
 which need not exist yet. The package knows no particular config: callers pass special cases as `Rules`.
 """
 
-from titan_rl.overrides.command import EXIT_USAGE, Command, Verb, option_overrides, print_error, split_options
+from titan_rl.overrides.command import (
+    EXIT_USAGE,
+    Command,
+    Verb,
+    option_overrides,
+    print_error,
+    read_toml,
+    split_options,
+    toml_overrides,
+)
 from titan_rl.overrides.settings import (
     Override,
     Rules,
     apply,
+    check,
+    convert_value,
     did_you_mean,
     flat,
     get_setting,
-    read_toml,
     to_toml,
-    toml_overrides,
     variant,
 )
-from titan_rl.overrides.values import check, convert_value
 
 __all__ = [
     "EXIT_USAGE",

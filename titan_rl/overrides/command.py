@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tomli
+
 from titan_rl.errors import ConfigError
-from titan_rl.overrides.settings import Override, read_toml, toml_overrides
-from titan_rl.overrides.values import describe, fields_of, group_in
+from titan_rl.overrides.settings import Override, Table, describe, fields_of, group_in
 
 EXIT_USAGE = 2
 
@@ -167,6 +168,34 @@ def option_overrides(options: Iterable[tuple[str, str, list[str]]], base: Path) 
         Override(path=tuple(setting.replace("-", "_").split(".")), value=words, origin=option, base=base, words=True)
         for option, setting, words in options
     ]
+
+
+def read_toml(file: Path) -> Table:
+    """The content of a TOML file; raises ConfigError where there is none."""
+    try:
+        return tomli.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: there is no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from None
+    except tomli.TOMLDecodeError as error:
+        raise ConfigError(f"{file}: is not valid TOML: {error}") from None
+
+
+def toml_overrides(table: Mapping[str, Any], file: Path) -> list[Override]:
+    """One override for every value in `table`, the content of `file`. An empty table is a value too: it empties a
+    dict."""
+
+    def walk(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[Override]:
+        for name, value in table.items():
+            here = (*path, name)
+            if isinstance(value, dict) and value:
+                yield from walk(value, here)
+            else:
+                origin = f"{file.name}: {'.'.join(here)}"
+                yield Override(path=here, value=value, origin=origin, base=file.resolve().parent)
+
+    return list(walk(table, ()))
 
 
 def _single(option: str, words: list[str]) -> str:

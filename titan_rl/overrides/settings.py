@@ -1,4 +1,4 @@
-"""Layers of overrides over a config, and the config as TOML. The package's docstring states the rules.
+"""Layers of overrides over a config, the values that they may give, and the config as TOML.
 
 Layers are laid over the config's plain data, tables in tables. msgspec then makes a config of it, which runs every
 `__post_init__` once, with the final values.
@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
+import types
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, time
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 import tomli
 import tomli_w
 
 from titan_rl.errors import ConfigError
-from titan_rl.overrides.values import convert_value, fields_of, group_in, parse_words
 
 T = TypeVar("T")
 Table = dict[str, Any]
@@ -47,13 +49,10 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{name}", list(value) if isinstance(value, tuple) else value
 
 
-def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` (did you mean X?)` for the nearest known name, or nothing where none is near.
 
     The last part of a dotted name counts most: who writes `--lr` means `--trainer.optimizer.lr`.
-
-    Args:
-        prefix: put in front of the name in the sentence.
     """
     candidates = list(known)
     last_parts: dict[str, str] = {}
@@ -63,7 +62,7 @@ def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     same_part = difflib.get_close_matches(name.rpartition(".")[2], last_parts, n=1, cutoff=0.7)
     similar = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
     nearest = [*nearly_equal, *(last_parts[part] for part in same_part), *similar]
-    return f" (did you mean {prefix}{nearest[0]}?)" if nearest else ""
+    return f" (did you mean {nearest[0]}?)" if nearest else ""
 
 
 def _names(kind: type, table: Table, prefix: str = "") -> Iterator[str]:
@@ -76,6 +75,128 @@ def _names(kind: type, table: Table, prefix: str = "") -> Iterator[str]:
             yield from (f"{prefix}{name}.{key}" for key in child)
         else:
             yield prefix + name
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def fields_of(config: Any) -> dict[str, Any]:
+    """Name → type of the settings of a dataclass."""
+    hints = typing.get_type_hints(config, include_extras=True)
+    return {each.name: hints[each.name] for each in dataclasses.fields(config) if each.init}
+
+
+def members(hint: Any) -> tuple[Any, ...]:
+    """The types of a union, or the one type."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def group_in(hint: Any) -> type | None:
+    """C, where `hint` is `C` or `C | None` and C a dataclass."""
+    return next((kind for kind in members(hint) if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
+
+
+_NAMES = {int: "an integer", float: "a finite number", bool: "true or false", str: "one text", types.NoneType: "none"}
+
+
+def describe(hint: Any) -> str:
+    """A type in words, with its bounds."""
+    if hint in _NAMES:
+        return _NAMES[hint]
+    if get_origin(hint) is Annotated:
+        kind, meta = get_args(hint)
+        bounds = {"at least": meta.ge, "more than": meta.gt, "at most": meta.le}
+        limits = " and ".join(f"{words} {bound}" for words, bound in bounds.items() if bound is not None)
+        return f"{describe(kind)} of {limits}"
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, get_args(hint)))
+    if get_origin(hint) is tuple:
+        kinds = get_args(hint)
+        if kinds[-1] is Ellipsis:
+            return f"any number of values, each {describe(kinds[0])}"
+        return f"{len(kinds)} values ({', '.join(map(describe, kinds))})"
+    if len(members(hint)) > 1:
+        return " or ".join(map(describe, members(hint)))
+    return f"a value of type {getattr(hint, '__name__', hint)}"
+
+
+def convert_value(hint: Any, value: Any, name: str, *, words: bool = False) -> Any:
+    """`value` as `hint`: an integer passes for a float, a list for a tuple, and nothing else for anything else.
+
+    Args:
+        name: of the setting, for the error.
+        words: `value` is the list of words that followed an option, whose texts are read as numbers and the like.
+
+    Raises:
+        ConfigError: wrong type, out of bounds, or not finite.
+    """
+    given = value
+    if words:
+        given = " ".join(value)
+        if types.NoneType in members(hint) and given.lower() == "none":
+            return None
+        if hint is bool and not value:
+            return True  # `--logging.tensorboard` alone
+        if get_origin(hint) is not tuple:
+            value = value[0] if len(value) == 1 else value
+    for attempt in (value, _python_numbers(value)) if words else (value,):
+        try:
+            fits = msgspec.convert(attempt, hint, strict=not words)
+        except msgspec.ValidationError:
+            continue
+        if all(math.isfinite(each) for each in (fits if isinstance(fits, tuple) else [fits]) if type(each) is float):
+            return fits
+    got = "nothing" if given == "" else repr(given)
+    raise ConfigError(f"{name}: expected {describe(hint)}, got {got}")
+
+
+def _python_numbers(words: Any) -> Any:
+    """`.5`, `+3` and `1_000` are numbers of Python's; msgspec knows those of JSON."""
+    if isinstance(words, list):
+        return [_python_numbers(word) for word in words]
+    for kind in (int, float):
+        try:
+            return kind(words)
+        except ValueError:
+            continue
+    return words
+
+
+def check(config: Any, prefix: str = "") -> None:
+    """Hold a config that was made in Python to the types and bounds of its fields.
+
+    Raises:
+        ConfigError: naming the first setting that does not fit, with `prefix` in front.
+    """
+    for name, hint in fields_of(type(config)).items():
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(value):
+            check(value, f"{prefix}{name}.")
+        else:
+            convert_value(hint, value, prefix + name)
+
+
+def parse_words(words: list[str], like: Any = None) -> Any:
+    """Words as the value of a setting without a declared type, such as a constructor argument.
+
+    Each word is the TOML value it reads as (`3`, `0.5`, `true`, `[1, 2]`, `"3"`), else the text itself. No word means
+    true, as for a switch.
+
+    Args:
+        like: the value to be replaced; a text is replaced by a text.
+    """
+
+    def value_of(word: str) -> Any:
+        if isinstance(like, str):
+            return word
+        try:
+            value = tomli.loads(f"value = {word}")["value"]
+        except tomli.TOMLDecodeError:
+            return {"True": True, "False": False}.get(word, word)
+        return word if isinstance(value, date | time) else value
+
+    values = [value_of(word) for word in words]
+    return values[0] if len(values) == 1 else values or True
 
 
 # --- layers ----------------------------------------------------------------------------------------------------------
@@ -136,11 +257,7 @@ def apply(config: T, layers: Iterable[Sequence[Override]], rules: Rules | None =
 
 
 def variant(config: T, settings: Mapping[str, Any]) -> T:
-    """A config that differs in these settings, `{"loop.steps": 3}`.
-
-    Raises:
-        ConfigError: see `apply`.
-    """
+    """A config that differs in these settings, `{"loop.steps": 3}`. Raises ConfigError as `apply` does."""
     base = Path.cwd()
     return apply(
         config, [[Override(path=tuple(key.split(".")), value=settings[key], origin=key, base=base) for key in settings]]
@@ -201,7 +318,10 @@ def _type_of(kind: type, table: Table, override: Override) -> Any:
     for depth, name in enumerate(override.path):
         if (group := group_in(hint)) is not None:
             if name not in fields_of(group):
-                raise ConfigError(_unknown(override, _names(kind, table)))
+                meant = did_you_mean(override.key, _names(kind, table))
+                if override.words:
+                    meant = meant.replace("did you mean ", "did you mean --").replace("_", "-")
+                raise ConfigError(f"{override.origin}: there is no such setting{meant}")
             hint = fields_of(group)[name]
         elif get_origin(hint) is dict:
             hint = get_args(hint)[1]
@@ -223,42 +343,7 @@ def _value(hint: Any, override: Override, before: Any) -> Any:
     return convert_value(hint, override.value, override.origin, words=override.words)
 
 
-def _unknown(override: Override, known: Iterable[str]) -> str:
-    meant = did_you_mean(override.key, known)
-    if override.words:
-        meant = meant.replace("did you mean ", "did you mean --").replace("_", "-")
-    return f"{override.origin}: there is no such setting{meant}"
-
-
 # --- TOML ------------------------------------------------------------------------------------------------------------
-
-
-def read_toml(file: Path) -> Table:
-    """The content of a TOML file; raises ConfigError where there is none."""
-    try:
-        return tomli.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{file}: there is no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: cannot be read: {error}") from None
-    except tomli.TOMLDecodeError as error:
-        raise ConfigError(f"{file}: is not valid TOML: {error}") from None
-
-
-def toml_overrides(table: Mapping[str, Any], file: Path) -> list[Override]:
-    """One override for every value in `table`, the content of `file`. An empty table is a value too: it empties a
-    dict."""
-
-    def walk(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[Override]:
-        for name, value in table.items():
-            here = (*path, name)
-            if isinstance(value, dict) and value:
-                yield from walk(value, here)
-            else:
-                origin = f"{file.name}: {'.'.join(here)}"
-                yield Override(path=here, value=value, origin=origin, base=file.resolve().parent)
-
-    return list(walk(table, ()))
 
 
 def to_toml(config: Any) -> str:
@@ -291,8 +376,7 @@ def _as_table(config: Any, prefix: str = "") -> Table:
 
 
 def _plain(value: Any, name: str, *, inside: bool = False) -> Any:
-    """A copy of a value of TOML, or None. A tuple becomes a list, and a path its name, as TOML would give them back: a
-    resumed run makes its task of the same values as the run before.
+    """A copy of a value of TOML, or None. A tuple becomes a list, and a path its name, as TOML would give them back.
 
     Args:
         name: of the setting, for the error.

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from titan_rl.bounds import Count, CountOrZero, NotNegative, Seed
 from titan_rl.errors import ConfigError
 from titan_rl.overrides import Command, Verb, apply
-from titan_rl.planner.scenario import EngineSpeed, Lengths, LogNormal, Recorded, Scenario, TrainerSpeed, Uniform
+from titan_rl.planner.scenario import EngineSpeed, Lengths, Scenario, TrainerSpeed, log_normal, recorded, uniform
 from titan_rl.planner.simulation import Result, simulate
 
 COLUMNS = {
@@ -44,33 +45,33 @@ LEGEND = (
 class PlanConfig:
     """The run, and what is compared. The first four settings take several values: there is one row per combination."""
 
-    trainer_devices: tuple[int, ...] = (6,)
+    trainer_devices: tuple[Count, ...] = (6,)
     """Devices that train; the rest generates."""
-    max_staleness: tuple[int, ...] = (0, 1, 2, 4)
+    max_staleness: tuple[CountOrZero, ...] = (0, 1, 2, 4)
     """Steps that generation may run ahead."""
-    window: tuple[int, ...] = (0,)
+    window: tuple[CountOrZero, ...] = (0,)
     """Look-ahead in groups; 1: strictly in order; 0: two batches' worth."""
     weight_sync: tuple[Literal["hot_swap", "drain"], ...] = ("hot_swap",)
     """As `router.weight_sync`."""
-    devices: int = 16
+    devices: Count = 16
     """In all."""
-    devices_per_generator: int = 1
-    groups_per_step: int = 128
-    samples_per_group: int = 16
-    steps: int = 20
+    devices_per_generator: Count = 1
+    groups_per_step: Count = 128
+    samples_per_group: Count = 16
+    steps: Count = 20
     """Optimizer steps to simulate."""
     lengths: str = "lognormal:4000:1.0:27000"
     """Tokens per completion: constant:N, uniform:LEAST:MOST, lognormal:MEAN:SPREAD:MOST (spread of the logarithm) or
     file:PATH (one number per line)."""
-    prompt_tokens: int = 512
+    prompt_tokens: CountOrZero = 512
     """Of every prompt."""
-    group_seconds: float = 0.0
+    group_seconds: NotNegative = 0.0
     """From a group's last token to its samples: environment, rewards."""
     strategy: str = "least_loaded"
     """As `router.strategy`."""
-    max_syncing: int = 0
+    max_syncing: CountOrZero = 0
     """Generators that drain at once; 0: all."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the lengths."""
     engine: EngineSpeed = field(
         default_factory=lambda: EngineSpeed(
@@ -85,24 +86,17 @@ class PlanConfig:
     """`seconds_per_token` is that of ONE device."""
 
     def __post_init__(self) -> None:
-        if self.devices_per_generator < 1:
-            raise ConfigError(f"--devices-per-generator must be at least 1, got {self.devices_per_generator}")
         for trainers in self.trainer_devices:
             left = self.devices - trainers
-            if trainers < 1 or left < self.devices_per_generator:
+            if left < self.devices_per_generator:
                 raise ConfigError(
                     f"--trainer-devices {trainers} of --devices {self.devices} leave {left} for generators, "
                     f"which take {self.devices_per_generator} each"
                 )
 
 
-def config_of(command: Command) -> PlanConfig:
-    """The config of a command line. Raises ConfigError."""
-    return apply(PlanConfig(), command.layers)
-
-
 def _act(command: Command, prog: str) -> int:
-    rows = plan(config_of(command))
+    rows = plan(apply(PlanConfig(), command.layers))
     print(table(rows))
     if "--json" in command.flags:
         print(json.dumps({"plans": rows}))
@@ -160,13 +154,13 @@ def read_lengths(text: str, seed: int) -> Lengths:
     try:
         match kind, rest.split(":"):
             case "constant", [tokens]:
-                return Uniform(int(tokens), int(tokens))
+                return uniform(int(tokens), int(tokens))
             case "uniform", [least, most]:
-                return Uniform(int(least), int(most), seed=seed)
+                return uniform(int(least), int(most), seed=seed)
             case "lognormal", [mean, spread, most]:
-                return LogNormal(float(mean), float(spread), most=int(most), seed=seed)
+                return log_normal(float(mean), float(spread), most=int(most), seed=seed)
             case "file", _:
-                return Recorded.read(rest, seed=seed)
+                return recorded(rest, seed=seed)
     except ValueError as error:
         raise ConfigError(f"--lengths {text}: {error}") from error
     raise ConfigError(

@@ -30,6 +30,7 @@ from typing import Literal
 
 import numpy as np
 
+from titan_rl.bounds import Count, NotNegative, Positive
 from titan_rl.errors import ConfigError
 from titan_rl.scheduling.config import StalenessLimits
 from titan_rl.types import PolicyVersion
@@ -38,59 +39,39 @@ Lengths = Callable[[int, int], list[int]]
 """Tokens of the completions of a group, by its id and their number: each at least 1."""
 
 
-class Uniform:
+def uniform(least: int, most: int, *, seed: int = 0) -> Lengths:
     """Every length from `least` to `most` is equally likely."""
-
-    def __init__(self, least: int, most: int, *, seed: int = 0) -> None:
-        if not 1 <= least <= most:
-            raise ConfigError(f"lengths are at least 1 token and at most as many as that, got {least} to {most}")
-        self._least, self._most = least, most
-        self._seed = seed
-
-    def __call__(self, group_id: int, samples: int) -> list[int]:
-        return _chance(self._seed, group_id).integers(self._least, self._most, samples, endpoint=True).tolist()
+    if not 1 <= least <= most:
+        raise ConfigError(f"lengths are at least 1 token and at most as many as that, got {least} to {most}")
+    return lambda group, samples: _chance(seed, group).integers(least, most, samples, endpoint=True).tolist()
 
 
-class LogNormal:
-    """Long-tailed: the logarithm is normal with the given standard deviation; cut at `most`, where sampling stops.
+def log_normal(mean: float, spread: float, *, most: int, seed: int = 0) -> Lengths:
+    """Long-tailed: the logarithm has the standard deviation `spread`. Sampling stops at `most`; `mean` is before that
+    cut."""
+    if mean <= 0 or spread < 0 or most < 1:
+        raise ConfigError(
+            f"a log-normal length has a positive mean, a spread of at least 0 and room for a token, got {mean}, "
+            f"{spread}, {most}"
+        )
+    location = math.log(mean) - spread**2 / 2
 
-    `mean` is that before the cut.
-    """
+    def lengths(group: int, samples: int) -> list[int]:
+        drawn = _chance(seed, group).lognormal(location, spread, samples)
+        return np.clip(np.rint(drawn), 1, most).astype(int).tolist()
 
-    def __init__(self, mean: float, spread: float, *, most: int, seed: int = 0) -> None:
-        if mean <= 0 or spread < 0 or most < 1:
-            raise ConfigError(
-                f"a log-normal length has a positive mean, a spread of at least 0 and room for a token, got {mean}, "
-                f"{spread}, {most}"
-            )
-        self._most = most
-        self._location, self._spread = math.log(mean) - spread**2 / 2, spread
-        self._seed = seed
-
-    def __call__(self, group_id: int, samples: int) -> list[int]:
-        drawn = _chance(self._seed, group_id).lognormal(self._location, self._spread, samples)
-        return np.clip(np.rint(drawn), 1, self._most).astype(int).tolist()
+    return lengths
 
 
-class Recorded:
-    """Drawn, with replacement, from recorded lengths."""
-
-    def __init__(self, lengths: np.ndarray, *, seed: int = 0) -> None:
-        if not len(lengths) or lengths.min() < 1:
-            raise ConfigError("recorded lengths must be at least one number, each of them positive")
-        self._lengths = lengths.astype(np.int64)  # [N]
-        self._seed = seed
-
-    @staticmethod
-    def read(path: str | Path, *, seed: int = 0) -> Recorded:
-        """One length per line; raises ConfigError where the file does not hold that."""
-        try:
-            return Recorded(np.array([int(line) for line in Path(path).read_text().split()]), seed=seed)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path}: expected one whole number per line: {error}") from error
-
-    def __call__(self, group_id: int, samples: int) -> list[int]:
-        return _chance(self._seed, group_id).choice(self._lengths, samples).tolist()
+def recorded(path: str | Path, *, seed: int = 0) -> Lengths:
+    """Drawn, with replacement, from the lengths in a file, one per line; raises ConfigError where it holds none."""
+    try:
+        known = np.array([int(line) for line in Path(path).read_text().split()], np.int64)  # [N]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: expected one whole number per line: {error}") from error
+    if not len(known) or known.min() < 1:
+        raise ConfigError(f"{path}: expected at least one number, each of them positive")
+    return lambda group, samples: _chance(seed, group).choice(known, samples).tolist()
 
 
 def _chance(seed: int, group_id: int) -> np.random.Generator:
@@ -103,23 +84,17 @@ class EngineSpeed:
     it takes `seconds_per_step + seconds_per_sequence * batch`. With `seconds_per_prompt_token = 0` this is
     `SimulatedEngine` with the arguments of the same names, to the step."""
 
-    seconds_per_step: float
+    seconds_per_step: Positive
     """For any batch: reading the weights, launching kernels."""
-    seconds_per_sequence: float = 0.0
+    seconds_per_sequence: NotNegative = 0.0
     """Added by every request in the batch."""
-    seconds_per_prompt_token: float = 0.0
+    seconds_per_prompt_token: NotNegative = 0.0
     """Prefill: added to the step that a request joins in, and after a hot swap once for all tokens so far of what is
     running, whose KV is recomputed."""
-    seconds_per_load: float = 0.0
+    seconds_per_load: NotNegative = 0.0
     """Loading new weights, between two steps."""
-    max_num_seqs: int = 256
+    max_num_seqs: Count = 256
     """Requests that decode together."""
-
-    def __post_init__(self) -> None:
-        _at_least(self, 0.0, "seconds_per_sequence", "seconds_per_prompt_token", "seconds_per_load")
-        _at_least(self, 1, "max_num_seqs")
-        if self.seconds_per_step <= 0:
-            raise ConfigError(f"seconds_per_step must be positive, got {self.seconds_per_step}")
 
     def step_seconds(self, batch: float) -> float:
         """A step without prefill."""
@@ -135,17 +110,14 @@ class EngineSpeed:
 class TrainerSpeed:
     """The trainer mesh as a whole."""
 
-    seconds_per_step: float = 0.0
+    seconds_per_step: NotNegative = 0.0
     """Of every optimizer step, whatever the batch."""
-    seconds_per_token: float = 0.0
+    seconds_per_token: NotNegative = 0.0
     """Of every token of the batch, prompts included."""
-    seconds_per_publication: float = 0.0
+    seconds_per_publication: NotNegative = 0.0
     """Making a version available to generators."""
     overlap_publication: bool = True
     """Whether the next step may begin meanwhile."""
-
-    def __post_init__(self) -> None:
-        _at_least(self, 0.0, "seconds_per_step", "seconds_per_token", "seconds_per_publication")
 
     def step_seconds(self, tokens: int) -> float:
         return self.seconds_per_step + self.seconds_per_token * tokens
@@ -180,16 +152,6 @@ class Scenario:
         return StalenessLimits(
             groups_per_step=self.groups_per_step, max_staleness=self.max_staleness, window=self.window
         )
-
-    def __post_init__(self) -> None:
-        _at_least(self, 1, "generators", "groups_per_step", "samples_per_group", "steps")
-        _at_least(self, 0, "prompt_tokens", "max_syncing", "max_staleness", "seconds_per_group")
-
-
-def _at_least(config: object, least: float, *names: str) -> None:
-    for name in names:
-        if getattr(config, name) < least:
-            raise ConfigError(f"{name} must be at least {least}, got {getattr(config, name)}")
 
 
 _ROUNDING = 1e-9

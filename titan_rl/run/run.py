@@ -47,7 +47,7 @@ from titan_rl.supervision.process import StopSignals, hold_signals, lasting_outp
 from titan_rl.supervision.run_end import Announcer, RunEnd, Save, train_and_save
 from titan_rl.view.display import RunDisplay
 from titan_rl.view.report import REPORT, write_report
-from titan_rl.view.spans import write_trace
+from titan_rl.view.timelines import write_trace
 from titan_rl.weights.segment_files import remove_segments_of
 
 EXIT_OK = 0
@@ -255,7 +255,6 @@ async def _train(
             directory,
             tensorboard=config.logging.tensorboard,
             wandb_project=config.logging.wandb_project,
-            run_name=directory.name,
             config=dataclasses.asdict(config),
             keep_bytes=ledger.metrics_bytes,
             warn=display.print_line,

@@ -18,8 +18,7 @@ from statistics import fmean, stdev
 
 from titan_rl.metrics.metric_table import metric_of
 from titan_rl.types import StopReason
-from titan_rl.view.read import Run
-from titan_rl.view.rollouts import ListedRollout
+from titan_rl.view.read import ListedRollout, Run
 from titan_rl.view.timelines import COMPUTE, HINTS, MEANINGS, Account
 
 FEWEST_STEPS = 9
@@ -28,8 +27,6 @@ SURE = 2.0
 """Standard errors; a smaller change of a mean counts as none."""
 TOP_SHARE = 0.98
 """Of the largest reward seen; a mean above it has nothing left to gain."""
-SOLVED_SHARE = 0.9
-"""Of the largest reward seen; groups that are all equal below it have settled on answers that are partly right."""
 MOST_CLIPPED_STEPS = 0.5
 MISMATCH_GROWTH = 3.0
 LEAST_MISMATCH = 1e-5
@@ -84,19 +81,15 @@ def compare(runs: Sequence[Run]) -> list[Finding]:
     for run, score in zip(runs, scores, strict=True):
         if run is runs[best]:
             continue
-        names = [name for name in {**runs[best].config, **run.config} if not name.startswith("logging.")]
-        apart = [name for name in names if runs[best].config.get(name) != run.config.get(name)]
-        said = [f"`{name}` ({runs[best].config.get(name)} and {run.config.get(name)})" for name in apart[:MOST_NAMED]]
+        mine, theirs = runs[best].config, run.config
+        names = [name for name in {**mine, **theirs} if not name.startswith("logging.")]
+        apart = [name for name in names if mine.get(name) != theirs.get(name)]
+        said = [f"`{name}` ({mine.get(name)} and {theirs.get(name)})" for name in apart[:MOST_NAMED]]
         more = f" and {len(apart) - MOST_NAMED} more" if len(apart) > MOST_NAMED else ""
-        found.append(
-            Finding(
-                Kind.NOTE,
-                f"{runs[best].name} did better than {run.name}" if score < scores[best] else "The runs ended equal",
-                f"`{metric}` ended at {scores[best]:.3f} and {score:.3f}.",
-                f"They differ in {', '.join(said)}{more}." if apart else "They have the same settings.",
-                metric,
-            )
-        )
+        title = f"{runs[best].name} did better than {run.name}" if score < scores[best] else "The runs ended equal"
+        text = f"`{metric}` ended at {scores[best]:.3f} and {score:.3f}."
+        do = f"They differ in {', '.join(said)}{more}." if apart else "They have the same settings."
+        found.append(_finding(Kind.NOTE, metric, title, text, do))
     return found
 
 
@@ -124,16 +117,25 @@ def _late(run: Run, name: str) -> float | None:
     return None if thirds is None else fmean(thirds[1])
 
 
+def _largest_reward(run: Run, default: float = 1.0) -> float:
+    """Of the recorded rollouts."""
+    return max((rollout.reward for rollout in run.rollouts), default=default)
+
+
 def _limit(name: str) -> float:
     metric = metric_of(name)
     assert metric is not None and metric.limit is not None
     return metric.limit
 
 
-def _advice(name: str) -> str:
-    """What the table of metrics says to do, as a sentence."""
+def _finding(kind: Kind, name: str, title: str, text: str, do: str = "") -> Finding:
+    """Of a metric. `do` is what the table of metrics says, where a rule says nothing else."""
     metric = metric_of(name)
-    return f"{metric.do[0].upper()}{metric.do[1:]}." if metric else ""
+    return Finding(kind, title, text, do or _sentence(metric.do if metric else ""), name)
+
+
+def _sentence(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}." if words else ""
 
 
 def _percent(share: float) -> str:
@@ -142,75 +144,58 @@ def _percent(share: float) -> str:
 
 
 def _learned(run: Run) -> Iterator[Finding]:
-    scores = run.values("evaluation/exact_match")
+    name = "evaluation/exact_match"
+    scores = run.values(name)
     if len(scores) < 2:
         return
-    first, last = scores[0], scores[-1]
+    first, last, best = scores[0], scores[-1], max(scores)
     said = f"Held-out exact match went from {_percent(first)} to {_percent(last)}."
     if last - first > LEAST_GAIN:
-        yield Finding(Kind.GOOD, "The policy learned", said, see="evaluation/exact_match")
+        yield Finding(Kind.GOOD, "The policy learned", said, see=name)
     elif first - last > LEAST_GAIN:
         do = "Read held-out answers in the rollouts below: the reward may pay for something else than the score."
-        yield Finding(Kind.PROBLEM, "The held-out score fell", said, do, "evaluation/exact_match")
+        yield _finding(Kind.PROBLEM, name, "The held-out score fell", said, do)
     if run.summary and last < (target := run.config.get("evaluation.target_exact_match", 0.0)):
         text = f"Held-out exact match ended at {_percent(last)}, below evaluation.target_exact_match = {target:g}."
-        if last - scores[-1 - max(len(scores) // 4, 1)] > LEAST_GAIN:
-            do = f"It still rose: `titan-rl train --resume {run.directory} --loop.steps N` goes on."
-        else:
+        do = f"It still rose: `titan-rl train --resume {run.directory} --loop.steps N` goes on."
+        if last - scores[-1 - max(len(scores) // 4, 1)] <= LEAST_GAIN:
             do = (
                 "It rose no more. Read the wrong held-out answers in the rollouts below, and look at pass@k of"
                 f" `titan-rl eval {run.directory}`: if more samples find no right answers either, raise"
                 " entropy_bonus in trainer.loss.kwargs or make the reward finer."
             )
-        yield Finding(Kind.WARNING, "The run missed its target", text, do, "evaluation/exact_match")
-    best = max(scores)
+        yield _finding(Kind.WARNING, name, "The run missed its target", text, do)
     if best - last > 0.1:
         do = "Take an earlier checkpoint, or lower trainer.optimizer.lr."
         text = f"It reached {_percent(best)} and ended at {_percent(last)}."
-        yield Finding(Kind.WARNING, "The best score was earlier", text, do, "evaluation/exact_match")
+        yield _finding(Kind.WARNING, name, "The best score was earlier", text, do)
 
 
 def _reward(run: Run) -> Iterator[Finding]:
-    rewards = run.values("rollout/reward_mean")
+    name = "rollout/reward_mean"
+    rewards = run.values(name)
     if (change := _change(rewards)) is None:
         return
     before, after, sure = change
     said = f"Mean reward was {before:.3f} in the first third of the steps and {after:.3f} in the last."
-    largest = max((facts.reward for facts in run.facts), default=max(rewards))
-    if after >= TOP_SHARE * largest > 0:
+    if after >= TOP_SHARE * _largest_reward(run, max(rewards)) > 0:
         return
     if not sure:
-        text, do = f"{said} The difference is within chance.", _advice("rollout/reward_mean")
-        yield Finding(Kind.PROBLEM, "Reward is flat", text, do, "rollout/reward_mean")
+        yield _finding(Kind.PROBLEM, name, "Reward is flat", f"{said} The difference is within chance.")
     elif after < before:
         do = "Lower trainer.optimizer.lr; look at the gradient norm and the importance weights where it turns."
-        yield Finding(Kind.PROBLEM, "Reward falls", said, do, "rollout/reward_mean")
-
-
-def _equal_groups(run: Run) -> Iterator[Finding]:
-    equal = _late(run, "groups/equal_rewards")
-    reward = _late(run, "rollout/reward_mean")
-    if equal is None or reward is None or equal <= _limit("groups/equal_rewards"):
-        return
-    largest = max((facts.reward for facts in run.facts), default=1.0)
-    solved = reward >= SOLVED_SHARE * largest
-    whole = "All groups are equal" if equal > 0.999 else "Nearly all groups are equal"
-    text = f"In {equal:.0%} of the last third's groups every rollout got the same reward: they teach nothing."
-    harder = "The task is solved at this difficulty: harder prompts, or stop here."
-    do = harder if solved else _advice("groups/equal_rewards")
-    yield Finding(Kind.NOTE if solved else Kind.PROBLEM, whole, text, do, "groups/equal_rewards")
+        yield _finding(Kind.PROBLEM, name, "Reward falls", said, do)
 
 
 def _mismatch(run: Run) -> Iterator[Finding]:
     name = "train/logprob_difference_mean"
-    do = _advice(name)
     if alarms := sum(value > 0 for value in run.values("train/logprob_alarm")):
         text = f"In {alarms} of {run.steps} steps the mismatch was beyond trainer.logprob_alarm."
-        yield Finding(Kind.PROBLEM, "Trainer and generator disagree", text, do, name)
+        yield _finding(Kind.PROBLEM, name, "Trainer and generator disagree", text)
     change = _change(run.values(name))
     if change and change[2] and change[1] > max(LEAST_MISMATCH, MISMATCH_GROWTH * change[0]):
         text = f"The mean difference of logprobs on on-policy tokens grew from {change[0]:.1e} to {change[1]:.1e} nats."
-        yield Finding(Kind.WARNING, "Mismatch is rising", text, do, name)
+        yield _finding(Kind.WARNING, name, "Mismatch is rising", text)
 
 
 def _idle(run: Run) -> Iterator[Finding]:
@@ -229,8 +214,7 @@ def _idle(run: Run) -> Iterator[Finding]:
             f"{'It' if one else 'They'} waited {' to '.join(shares)} of the time of the steps, longest for "
             f"{MEANINGS.get(cause, cause)}."
         )
-        hint = HINTS.get((meshes, cause))
-        do = f"{hint[0].upper()}{hint[1:]}." if hint else ""
+        do = _sentence(HINTS.get((meshes, cause), ""))
         kind = Kind.NOTE if synchronous else Kind.WARNING
         yield Finding(kind, f"{who} idle more than half of the time", text, do, "timeline")
 
@@ -248,40 +232,38 @@ def _beyond_limits(run: Run) -> Iterator[Finding]:
             side = "above" if metric.above is not None else "below"
             text = f"{said} in the last third of the steps, {side} {limit}: {metric.meaning}."
             kind, title = (Kind.WARNING, metric.title) if metric.title else (Kind.NOTE, f"{name} is {side} {limit}")
-            yield Finding(kind, title, text, _advice(name), name)
+            yield _finding(kind, name, title, text)
 
 
 def _failed(run: Run) -> Iterator[Finding]:
-    failed, played = run.series.get("rollout/failed", {}), run.values("rollout/failed")
-    size = run.config.get("rollout.samples_per_group", 0) * run.config.get("loop.groups_per_step", 0)
-    rollouts = size * len(failed) + run.config.get("rollout.samples_per_group", 0) * sum(
-        run.values("groups/failed")[-1:]
-    )
-    share = sum(played) / rollouts if failed and rollouts else 0.0
-    if share > _limit("rollout/failed"):
-        late_last = sorted(run.facts, key=lambda facts: facts.stop_reason is StopReason.TIMEOUT)
-        cause = next((facts.error for facts in late_last if facts.error), "")
-        text = f"{share:.0%} of the rollouts failed and were not trained." + (
-            f" One cause: {cause[:200]}" if cause else ""
-        )
-        yield Finding(Kind.WARNING, "Rollouts fail", text, _advice("rollout/failed"), "rollout/failed")
+    name = "rollout/failed"
+    steps, samples = len(run.series.get(name, {})), run.config.get("rollout.samples_per_group", 0)
+    groups = run.config.get("loop.groups_per_step", 0) * steps + sum(run.values("groups/failed")[-1:])
+    share = sum(run.values(name)) / (samples * groups) if steps and samples * groups else 0.0
+    if share > _limit(name):
+        late_last = sorted(run.rollouts, key=lambda rollout: rollout.stop_reason is StopReason.TIMEOUT)
+        cause = next((f" One cause: {rollout.error[:200]}" for rollout in late_last if rollout.error), "")
+        text = f"{share:.0%} of the rollouts failed and were not trained.{cause}"
+        yield _finding(Kind.WARNING, name, "Rollouts fail", text)
 
 
 def _entropy(run: Run) -> Iterator[Finding]:
-    change, reward = _change(run.values("train/entropy")), _late(run, "rollout/reward_mean")
-    largest = max((facts.reward for facts in run.facts), default=1.0)
-    if change and reward is not None and reward < largest / 2 and change[1] < COLLAPSED_ENTROPY * change[0]:
+    name = "train/entropy"
+    change, reward = _change(run.values(name)), _late(run, "rollout/reward_mean")
+    low = reward is not None and reward < _largest_reward(run) / 2
+    if change and low and change[1] < COLLAPSED_ENTROPY * change[0]:
         text = f"Entropy fell from {change[0]:.2f} to {change[1]:.2f} nats while the mean reward is {reward:.2f}."
-        yield Finding(Kind.PROBLEM, "The policy settled too soon", text, _advice("train/entropy"), "train/entropy")
+        yield _finding(Kind.PROBLEM, name, "The policy settled too soon", text)
 
 
 def _gradient(run: Run) -> Iterator[Finding]:
-    norms, most = run.values("train/grad_norm"), run.config.get("trainer.optimizer.max_grad_norm", 0)
+    name = "train/grad_norm"
+    norms, most = run.values(name), run.config.get("trainer.optimizer.max_grad_norm", 0)
     clipped = sum(norm > most for norm in norms) / len(norms) if norms and most else 0.0
     if len(norms) >= FEWEST_STEPS and clipped > MOST_CLIPPED_STEPS:
         text = f"In {clipped:.0%} of the steps the gradient was longer than max_grad_norm = {most:g}."
         do = "Raise trainer.optimizer.max_grad_norm, or count on a smaller step than trainer.optimizer.lr says."
-        yield Finding(Kind.NOTE, "Most gradients are clipped", text, do, "train/grad_norm")
+        yield _finding(Kind.NOTE, name, "Most gradients are clipped", text, do)
 
 
 def _not_finite(run: Run) -> Iterator[Finding]:
@@ -289,21 +271,21 @@ def _not_finite(run: Run) -> Iterator[Finding]:
         if missing := [step for step, value in series.items() if value is None]:
             text = f"{name} was NaN or infinite in {len(missing)} steps, first in step {missing[0]}."
             do = "Look at the step before: gradient norm, importance weights, its rollouts."
-            yield Finding(Kind.PROBLEM, "A number is not finite", text, do, name)
+            yield _finding(Kind.PROBLEM, name, "A number is not finite", text, do)
 
 
 def _dead_symbols(run: Run) -> Iterator[Finding]:
     """Characters of the wanted answers that the policy does not write, or never writes to any profit, at the end."""
     last = run.steps - max(run.steps // 3, 1)
-    late = [facts for facts in run.facts if facts.step > last and facts.wanted and not facts.error]
+    late = [rollout for rollout in run.rollouts if rollout.step > last and rollout.wanted and not rollout.error]
     wanting: dict[str, list[ListedRollout]] = defaultdict(list)
-    for facts in late:
-        for symbol in {*facts.wanted}:
-            wanting[symbol].append(facts)
+    for rollout in late:
+        for symbol in {*rollout.wanted}:
+            wanting[symbol].append(rollout)
     if not late or len(wanting) > MOST_SYMBOLS:
         return
-    written = {symbol for facts in late for symbol in facts.answer}
-    best = max(facts.reward for facts in late)
+    written = {symbol for rollout in late for symbol in rollout.answer}
+    best = max(rollout.reward for rollout in late)
     for symbol, rollouts in sorted(wanting.items()):
         if len(rollouts) < FEWEST_WANTED or symbol.isspace():
             continue
@@ -312,7 +294,7 @@ def _dead_symbols(run: Run) -> Iterator[Finding]:
         if symbol not in written:
             text = f"{count}; no answer has it."
             yield Finding(Kind.PROBLEM, f"{symbol!r} is a dead symbol", text, do, "rollouts")
-        elif all(facts.reward <= 0 < best for facts in rollouts):
+        elif all(rollout.reward <= 0 < best for rollout in rollouts):
             text = f"{count}; none of them got any reward."
             yield Finding(Kind.WARNING, f"{symbol!r} never gets reward", text, do, "rollouts")
 
@@ -320,25 +302,20 @@ def _dead_symbols(run: Run) -> Iterator[Finding]:
 def _lost(run: Run) -> Iterator[Finding]:
     if lost := max(run.values("fleet/lost"), default=0.0):
         text = f"Up to {lost:.0f} generators were dead at once; their requests went on elsewhere."
-        yield Finding(Kind.NOTE, "Generators were lost", text, "Their logs say why.", "fleet/lost")
+        yield _finding(Kind.NOTE, "fleet/lost", "Generators were lost", text, "Their logs say why.")
 
 
 def _unfinished(run: Run) -> Iterator[Finding]:
     wanted = run.config.get("loop.steps", 0)
     if not run.summary and run.steps < wanted:
         text = f"It has {run.steps} of {wanted} steps: it was stopped, it failed, or it is still going on."
-        yield Finding(
-            Kind.NOTE,
-            "The run is not done",
-            text,
-            f"titan-rl train --resume {shlex.quote(str(run.directory))} goes on.",
-        )
+        do = f"titan-rl train --resume {shlex.quote(str(run.directory))} goes on."
+        yield Finding(Kind.NOTE, "The run is not done", text, do)
 
 
 RULES: tuple[Callable[[Run], Iterator[Finding]], ...] = (
     _learned,
     _reward,
-    _equal_groups,
     _entropy,
     _not_finite,
     _mismatch,
@@ -351,5 +328,5 @@ RULES: tuple[Callable[[Run], Iterator[Finding]], ...] = (
     _unfinished,
 )
 
-LOOKED_AT = ("groups/equal_rewards", "idle/<mesh>", "rollout/failed")
+LOOKED_AT = ("idle/<mesh>", "rollout/failed")
 """Metrics whose limit a rule of its own looks at."""

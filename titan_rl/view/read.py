@@ -16,13 +16,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
 import tomli
 
 from titan_rl.metrics.json_lines import json_lines, json_object
-from titan_rl.metrics.rollout_record import ROLLOUTS, RolloutRecord, read_record
+from titan_rl.metrics.rollout_record import ROLLOUTS, BranchRecord, RolloutRecord, read_record
 from titan_rl.overrides import flat
 from titan_rl.run_directory import CONFIG, METRICS, SUMMARY
-from titan_rl.view.rollouts import ListedRollout, read_listed
 from titan_rl.view.timelines import Timeline, read_timelines
 
 MOST_ROLLOUTS_BYTES = 400 << 20
@@ -30,6 +30,22 @@ MOST_ROLLOUTS_BYTES = 400 << 20
 
 Series = dict[int, float | None]
 """One metric: step → value; None where it was NaN or infinite."""
+
+PER_TOKEN = ("token_ids", "texts", "trained", "logprobs", "trainer_logprobs", "weights", "versions")
+"""Lists of a branch."""
+
+
+class ListedRollout(RolloutRecord, frozen=True, kw_only=True):
+    """A record of the file without its tokens: what the list and the findings need."""
+
+    offset: int
+    """Of its line in the file."""
+    prompt: str
+    """The last message before the policy's first."""
+    answer: str
+    """The policy's last message."""
+    gap: float | None
+    """Largest difference between the logprobs of trainer and generator; None: there is none."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +59,10 @@ class Run:
     """Empty where the run is not done."""
     series: Mapping[str, Series]
     timelines: list[Timeline] = field(default_factory=list)
-    facts: list[ListedRollout] = field(default_factory=list)
+    rollouts: list[ListedRollout] = field(default_factory=list)
     """Of every recorded rollout, in the order of the file."""
     recorded: int = 0
-    """Rollouts in the file; more than `facts` where the file is too large to parse whole."""
+    """Rollouts in the file; more than `rollouts` where the file is too large to parse whole."""
 
     @property
     def name(self) -> str:
@@ -70,16 +86,46 @@ class Run:
 
 def read_run(directory: Path) -> Run:
     """Read everything but the tokens of the rollouts."""
-    facts, recorded = _facts(directory / ROLLOUTS)
+    rollouts, recorded = _read_rollouts(directory / ROLLOUTS)
     return Run(
         directory=directory,
         config=dict(flat(_read_config(directory / CONFIG))),
         summary=json_object(directory / SUMMARY),
         series=_read_series(directory / METRICS),
         timelines=read_timelines(directory),
-        facts=facts,
+        rollouts=rollouts,
         recorded=recorded,
     )
+
+
+def read_listed(line: Mapping[str, Any], offset: int) -> ListedRollout:
+    """Raises ValueError or LookupError where a line of the file is no rollout."""
+    record = read_record(line)
+    if not math.isfinite(record.reward):
+        raise ValueError(f"a reward that is not finite: group {record.group}")
+    for branch in record.branches:
+        if len({len(each) for name in PER_TOKEN if (each := getattr(branch, name)) is not None}) != 1:
+            raise ValueError(f"the lists of a branch differ in length: group {record.group}")
+    gaps = [gap for branch in record.branches for gap in logprob_gaps(branch) if gap is not None]
+    messages = record.messages
+    answers = [at for at, message in enumerate(messages) if message.get("role") == "assistant"]
+    asked = (answers[0] if answers else len(messages)) - 1
+    numbers = msgspec.structs.asdict(record) | {"messages": [], "side_conversations": [], "turns": [], "branches": []}
+    if not messages:
+        numbers["wanted"] = ""  # a group that was restored has no answer here
+    return ListedRollout(
+        **numbers,
+        offset=offset,
+        prompt=str(messages[asked].get("content") or "") if asked >= 0 else "",
+        answer=str(messages[answers[-1]].get("content") or "") if answers else "",
+        gap=max(map(abs, gaps)) if gaps else None,
+    )
+
+
+def logprob_gaps(branch: BranchRecord) -> list[float | None]:
+    """Trainer's minus generator's logprob of every token that has both."""
+    pairs = zip(branch.logprobs or (), branch.trainer_logprobs or (), strict=False)
+    return [None if a is None or b is None else b - a for a, b in pairs]
 
 
 def rollout_at(file: BinaryIO, rollout: ListedRollout) -> RolloutRecord:
@@ -88,14 +134,14 @@ def rollout_at(file: BinaryIO, rollout: ListedRollout) -> RolloutRecord:
     return read_record(json.loads(file.readline(), parse_constant=lambda name: None))
 
 
-def _facts(path: Path) -> tuple[list[ListedRollout], int]:
+def _read_rollouts(path: Path) -> tuple[list[ListedRollout], int]:
     size = path.stat().st_size if path.is_file() else 0
     every = 1 + size // MOST_ROLLOUTS_BYTES
-    facts = []
+    rollouts = []
     for offset, line in json_lines(path, every):
         with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):  # not a rollout as we know it
-            facts.append(read_listed(line, offset))
-    return facts, len(facts) * every
+            rollouts.append(read_listed(line, offset))
+    return rollouts, len(rollouts) * every
 
 
 def _read_series(path: Path) -> dict[str, Series]:

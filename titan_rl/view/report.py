@@ -1,38 +1,49 @@
 """`titan-rl report RUN [RUN2 ...] [--output FILE]`: one HTML file that shows a run, or compares several. It needs
 nothing else: no network, no server, no account.
 
-- No text of a run is HTML or script: all of it is packed data (`packed`), and the page sets it as text only.
+- No text of a run is HTML or script: all of it is packed data (`_packed`), and the page sets it as text only.
 - A content security policy lets the page's own script run and nothing else, and forbids every request.
-- What is large is thinned, and the page says so.
+- What is large is thinned, and the page says so. Where not all rollouts fit, every step keeps some.
+- A token that several branches share is stored once, as the branch that trains it has it.
 """
 
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import json
+import math
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.resources import files
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from titan_rl import __version__
 from titan_rl.errors import ConfigError
 from titan_rl.metrics.metric_table import metric_of
+from titan_rl.metrics.rollout_record import ROLLOUTS, BranchRecord, RolloutRecord
 from titan_rl.one_line import one_line
 from titan_rl.overrides import Command, Verb
 from titan_rl.run_directory import CONFIG, METRICS
 from titan_rl.view.findings import Finding, compare, findings
-from titan_rl.view.read import ROLLOUTS, Run, read_run, rollout_at
-from titan_rl.view.rollouts import ListedRollout, chunks, packed, round_robin
+from titan_rl.view.read import ListedRollout, Run, read_run, rollout_at
 from titan_rl.view.timelines import Timeline
 
 REPORT = "report.html"
 MOST_ROLLOUT_BYTES = 7_500_000
 """Of packed rollouts in a report, over all its runs; with everything else it stays below 10 MB."""
+CHUNK = 100_000
+"""Characters of JSON in a chunk of rollouts. Each is compressed by itself: the page opens those that are looked at, in
+some milliseconds."""
 MOST_POINTS = 1_000
 """Of a curve; a longer one is drawn by means over equally many steps."""
 LENGTH_BINS = 24
@@ -69,14 +80,14 @@ def _page(runs: Sequence[Run]) -> Iterator[str]:
     for number, run in enumerate(runs):
         for chunk, (kept, block) in enumerate(_chunks(run, MOST_ROLLOUT_BYTES // len(runs))):
             blocks.append((f"rollouts-{number}-{chunk}", block))
-            shown += [_row(facts, number, chunk, place) for place, facts in enumerate(kept)]
+            shown += [_row(rollout, number, chunk, place) for place, rollout in enumerate(kept)]
     head = _asset("page/page.html").replace("{{script-hash}}", f"sha256-{digest}").replace("{{style}}", styles)
     before, after = head.split("{{data}}")
     yield before
-    yield _block("main", packed(json.dumps(_main(runs, len(shown)), ensure_ascii=False, allow_nan=False)))
+    yield _block("main", _packed(_json(_main(runs, len(shown)))))
     yield f"<script>{script}</script>\n"
     columns = {name: [row[name] for row in shown] for name in (shown[0] if shown else ())}
-    yield _block("rollouts", packed(json.dumps(columns, ensure_ascii=False, separators=(",", ":"), allow_nan=False)))
+    yield _block("rollouts", _packed(_json(columns)))
     for name, block in blocks:
         yield _block(name, block)
     yield after
@@ -88,26 +99,6 @@ def _asset(name: str) -> str:
 
 def _block(name: str, data: str) -> str:
     return f'<script type="text/plain" id="data-{name}">{data}</script>\n'
-
-
-def _chunks(run: Run, most_bytes: int) -> Iterator[tuple[list[ListedRollout], str]]:
-    if run.facts:
-        with open(run.directory / ROLLOUTS, "rb") as file:
-            yield from chunks(round_robin(run.facts), lambda facts: rollout_at(file, facts), most_bytes)
-
-
-def _row(facts: ListedRollout, run: int, chunk: int, place: int) -> dict[str, Any]:
-    """One line of the list of rollouts."""
-    texts = {name: one_line(getattr(facts, name), PREVIEW) for name in ("error", "prompt", "answer", "wanted")}
-    numbers = {name: getattr(facts, name) for name in ("reward", "advantage", "gap")}
-    return {
-        **{name: getattr(facts, name) for name in ("step", "group", "attempt", "sample")},
-        **{"stop": facts.stop_reason, "tokens": facts.sampled_tokens},
-        **texts,
-        **{name: None if number is None else _short(number) for name, number in numbers.items()},
-        **{"evaluated": int(facts.evaluated), "kept": " ".join(facts.kept)},
-        **{"run": run, "chunk": chunk, "place": place},
-    }
 
 
 def _main(runs: Sequence[Run], shown: int) -> dict[str, Any]:
@@ -178,17 +169,15 @@ def _ages(run: Run) -> list[float]:
 def _lengths(runs: Sequence[Run]) -> dict[str, Any]:
     """Shares of rollouts by sampled tokens. Only those that were kept at random: best and worst are a choice."""
     lengths = [
-        [each.sampled_tokens for each in run.facts if "random" in each.kept and not each.evaluated] for run in runs
+        [each.sampled_tokens for each in run.rollouts if "random" in each.kept and not each.evaluated] for run in runs
     ]
     longest = max((length for each in lengths for length in each), default=0)
     width = max(1, -(-(longest + 1) // LENGTH_BINS))
     bins = longest // width + 1
     shares = []
     for each in lengths:
-        counts = [0] * bins
-        for length in each:
-            counts[length // width] += 1
-        shares.append([_short(count / len(each)) for count in counts] if each else [])
+        counts = Counter(length // width for length in each)
+        shares.append([_short(counts[at] / len(each)) for at in range(bins)] if each else [])
     return {"width": width, "shares": shares, "rollouts": [len(each) for each in lengths]}
 
 
@@ -215,16 +204,170 @@ def _window(timeline: Timeline) -> dict[str, Any]:
 
 def _settings(runs: Sequence[Run]) -> list[list[Any]]:
     """Every setting with its value in each run; None: the run has no such setting."""
+
+    def text(value: Any) -> str:
+        return value if isinstance(value, str) else json.dumps(value, default=str)
+
     names = dict.fromkeys(name for run in runs for name in run.config)
-    return [[name, *(_text(run.config[name]) if name in run.config else None for run in runs)] for name in names]
+    return [[name, *(text(run.config[name]) if name in run.config else None for run in runs)] for name in names]
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+def _short(value: float, digits: int = 5) -> float:
+    """Significant digits that a reader can use; the run's files have all."""
+    return float(f"{value:.{digits}g}")
 
 
-def _short(value: float) -> float:
-    return float(f"{value:.5g}")
+# --- rollouts --------------------------------------------------------------------------------------------------------
+
+
+def _chunks(run: Run, most_bytes: int) -> Iterator[tuple[list[ListedRollout], str]]:
+    """Rollouts with their packed details, until `most_bytes` are full."""
+    if not run.rollouts:
+        return
+    used = size = 0
+    chunk: list[ListedRollout] = []
+    details: list[str] = []
+    rollouts = _round_robin(run.rollouts)
+    with open(run.directory / ROLLOUTS, "rb") as file:
+        for number, each in enumerate(rollouts):
+            chunk.append(each)
+            details.append(_json(_detail(rollout_at(file, each))))
+            size += len(details[-1])
+            if size >= CHUNK or number == len(rollouts) - 1:
+                block = _packed(f"[{','.join(details)}]")
+                used += len(block)
+                if used > most_bytes:
+                    return
+                yield chunk, block
+                chunk, size, details = [], 0, []
+
+
+def _round_robin(rollouts: Sequence[ListedRollout]) -> list[ListedRollout]:
+    """The first of every step, then the second of every step, …; training and evaluation apart."""
+    before: Counter[tuple[bool, int]] = Counter()
+    ranked = []
+    for each in sorted(rollouts, key=lambda each: (each.evaluated, each.step)):
+        ranked.append((before[each.evaluated, each.step], each))
+        before[each.evaluated, each.step] += 1
+    return [each for _, each in sorted(ranked, key=itemgetter(0))]
+
+
+def _row(rollout: ListedRollout, run: int, chunk: int, place: int) -> dict[str, Any]:
+    """One line of the list of rollouts."""
+    return {
+        "step": rollout.step,
+        "group": rollout.group,
+        "attempt": rollout.attempt,
+        "sample": rollout.sample,
+        "stop": rollout.stop_reason,
+        "tokens": rollout.sampled_tokens,
+        "error": one_line(rollout.error, PREVIEW),
+        "prompt": one_line(rollout.prompt, PREVIEW),
+        "answer": one_line(rollout.answer, PREVIEW),
+        "wanted": one_line(rollout.wanted, PREVIEW),
+        "reward": _short(rollout.reward),
+        "advantage": None if rollout.advantage is None else _short(rollout.advantage),
+        "gap": None if rollout.gap is None else _short(rollout.gap),
+        "evaluated": int(rollout.evaluated),
+        "kept": " ".join(rollout.kept),
+        "run": run,
+        "chunk": chunk,
+        "place": place,
+    }
+
+
+def _detail(record: RolloutRecord) -> dict[str, Any]:
+    """What the page shows of one rollout when it is chosen."""
+    segments, leaves = graph(record.branches)
+    branches = zip(record.branches, leaves, strict=True)
+    return {
+        "messages": record.messages,
+        "turns": msgspec.to_builtins(record.turns),
+        "parts": {name: value if math.isfinite(value) else None for name, value in record.reward_parts.items()},
+        "segments": segments,
+        "branches": [{"sample": branch.sample, "end": leaf} for branch, leaf in branches],
+    }
+
+
+def graph(branches: Sequence[BranchRecord]) -> tuple[list[dict[str, Any]], list[int]]:
+    """The token graph of some branches: segments, each after its parent, and the last segment of every branch.
+
+    >>> segments, leaves = graph([BranchRecord([1, 2, 3], [0, 0, 1]), BranchRecord([1, 2, 9], [0, 0, 1])])
+    >>> [(each["parent"], each["ids"]) for each in segments], leaves
+    ([(-1, [1, 2]), (0, [3]), (0, [9])], [1, 2])
+    """
+    segments: list[dict[str, Any]] = []
+    leaves = [-1] * len(branches)
+    todo = [(list(range(len(branches))), 0, -1)]
+    while todo:
+        members, start, parent = todo.pop()
+        end = _common(branches, members, start)
+        here = parent
+        if end > start:
+            here = len(segments)
+            segments.append(_segment([branches[member] for member in members], start, end, parent))
+        apart: dict[Any, list[int]] = {}
+        for member in members:
+            ids, trained = branches[member].token_ids, branches[member].trained
+            if len(ids) == end:
+                leaves[member] = here
+            else:  # equal tokens that were both sampled are two samples
+                apart.setdefault((ids[end], member if trained[end] else -1), []).append(member)
+        todo += [(rest, end, here) for rest in reversed(apart.values())]
+    return segments, leaves
+
+
+def _common(branches: Sequence[BranchRecord], members: Sequence[int], start: int) -> int:
+    """Where the members, equal up to `start`, stop being equal."""
+    if len(members) == 1:
+        return len(branches[members[0]].token_ids)
+    end = start
+    for tokens in zip(*(branches[member].token_ids[start:] for member in members), strict=False):
+        if len({*tokens}) > 1 or sum(bool(branches[member].trained[end]) for member in members) > 1:
+            break
+        end += 1
+    return end
+
+
+def _segment(members: Sequence[BranchRecord], start: int, end: int, parent: int) -> dict[str, Any]:
+    """Tokens `start` to `end`. Where one member trains a token, its values count."""
+    where = range(start, end)
+    owners = [next((each for each in members if each.trained[at]), members[0]) for at in where]
+
+    def column(name: str) -> list[Any]:
+        lists = (getattr(each, name) for each in owners)
+        return [values[at] if values else None for values, at in zip(lists, where, strict=True)]
+
+    generator, trainer = column("logprobs"), column("trainer_logprobs")
+    gaps = [None if a is None or b is None else _short(b - a, 3) for a, b in zip(generator, trainer, strict=True)]
+    return {
+        "parent": parent,
+        "ids": members[0].token_ids[start:end],
+        "texts": [text or "" for text in column("texts")],
+        "trained": _run_lengths([int(bool(value)) for value in column("trained")]),
+        "logprobs": [None if value is None else _short(value, 4) for value in generator],
+        "gaps": gaps if any(gap is not None for gap in gaps) else None,
+        "weights": _run_lengths([None if value is None else _short(value, 4) for value in column("weights")]),
+        "versions": _run_lengths([value or "" for value in column("versions")]),
+    }
+
+
+def _run_lengths(values: Sequence[Any]) -> list[Any]:
+    """Value, count, value, count, …"""
+    return [part for value, same in groupby(values) for part in (value, sum(1 for _ in same))]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def _packed(text: str) -> str:
+    """JSON as data inside HTML, whose letters can neither end a script element nor begin one, whatever a policy wrote.
+    The inverse is `unpack` in page/base.js."""
+    return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), compresslevel=6, mtime=0)).decode("ascii")
+
+
+# --- the verb --------------------------------------------------------------------------------------------------------
 
 
 def _act(command: Command, prog: str) -> int:

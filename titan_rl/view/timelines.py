@@ -1,7 +1,8 @@
-"""What every mesh did, and for whom it waited.
+"""Reads the timelines of a run, makes one Perfetto trace of them, and says what every mesh did and for whom it waited.
 
     generator0    |decode 0.9, pull 0.1|decode 1.0|waits for rollouts 0.8, decode 0.2|    a lane: shares per bin of time
 
+- What cannot be read is left out: the last line of a process that was killed, timelines of earlier versions.
 - A lane is a mesh: the mean over its ranks. Its size depends on the number of bins, never on the length of the run;
   every single span is in RUN/trace.json.gz.
 - Idle shares (`Account`) are of the time from the beginning of the first step to the end of the last. The time between
@@ -14,14 +15,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import gzip
+import json
+import logging
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from titan_rl.view.spans import Process, RecordedSpan, read_processes
+from titan_rl.metrics.json_lines import json_lines
+from titan_rl.metrics.timeline import MAIN, SPANS, WAITS_FOR
 
+TRACE = "trace.json.gz"
 BINS = 480
 """Of a lane."""
 STEPS, WHOLE = "steps", "whole run"
@@ -54,6 +61,95 @@ HINTS = {
     ("trainer", "environment"): "quicker user code or a larger loop.max_staleness fills this time",
     ("trainer", ROLLOUTS): "more rollout.workers fill this time",
 }
+
+_ROUNDING = 1e-5
+"""Seconds that rounding may leave between two pieces of a main lane."""
+_log = logging.getLogger(__name__)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+class RecordedSpan(NamedTuple):
+    """One piece of work, or one wait."""
+
+    name: str
+    lane: str
+    began: float
+    """Seconds since the epoch."""
+    seconds: float
+    waits_for: str = ""
+    """Empty: it is work."""
+    ids: dict[str, Any] = {}
+
+    @property
+    def ended(self) -> float:
+        return self.began + self.seconds
+
+
+@dataclass(slots=True)
+class Process:
+    """One process, from its birth to its last write."""
+
+    mesh: str
+    rank: int
+    main: list[RecordedSpan] = field(default_factory=list)
+    """In order, without an overlap."""
+    others: list[RecordedSpan] = field(default_factory=list)
+
+    @property
+    def began(self) -> float:
+        return self.main[0].began if self.main else 0.0
+
+    @property
+    def ended(self) -> float:
+        return max((span.ended for span in (*self.main[-1:], *self.others)), default=0.0)
+
+
+def read_processes(run: Path) -> list[Process]:
+    """All processes of a run, also those that were replaced, in order of their files' names."""
+    found: list[Process] = []
+    lanes: dict[int, str] = {}
+    for event in _events(run):
+        with contextlib.suppress(KeyError, TypeError):
+            if event["name"] == "process_name":
+                about = event["args"]
+                found.append(Process(about["mesh"], about["rank"]))
+                lanes.clear()
+            elif event["name"] == "thread_name" and event["ph"] == "M":
+                lanes[event["tid"]] = event["args"]["name"]
+            elif event["ph"] == "X":
+                lane, ids = lanes[event["tid"]], event.get("args", {})
+                waits_for = ids.pop(WAITS_FOR, "")
+                span = RecordedSpan(event["name"], lane, event["ts"] / 1e6, event["dur"] / 1e6, waits_for, ids)
+                (found[-1].main if lane == MAIN else found[-1].others).append(span)
+    return found
+
+
+def write_trace(run: Path) -> Path | None:
+    """Write all timelines as one file for https://ui.perfetto.dev. One that cannot be written stops nothing: returns
+    None, and logs why."""
+    draft, file = run / f".{TRACE}", run / TRACE
+    try:
+        with gzip.open(draft, "wt", encoding="utf-8", compresslevel=3) as trace:
+            trace.write("[")
+            for number, event in enumerate(_events(run)):
+                trace.write(f"{',' if number else ''}\n{json.dumps(event)}")
+            trace.write("\n]\n")
+        return draft.replace(file)
+    except OSError as error:
+        _log.warning("%s cannot be written: %s", file, error)
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        return None
+
+
+def _events(run: Path) -> Iterator[dict[str, Any]]:
+    for file in sorted((run / SPANS).glob("*.jsonl")):
+        yield from (event for _, event in json_lines(file) if "ph" in event)
+
+
+# --- who waits for whom ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +248,9 @@ def accounts(processes: Sequence[Process], *windows: tuple[float, float]) -> lis
     return sorted(meshes, key=lambda each: (ORDER.index(each.kind) if each.kind in ORDER else len(ORDER), each.mesh))
 
 
-def _grid(everything: object, first: float, last: float) -> np.ndarray:
+def _grid(ranks: Collection[Sequence[RecordedSpan]], first: float, last: float) -> np.ndarray:
     """[K + 1] times between which no state changes, the window's edges first and last."""
-    moments = [moment for spans in everything for span in spans for moment in (span.began, span.ended)]  # type: ignore[attr-defined]
+    moments = [moment for spans in ranks for span in spans for moment in (span.began, span.ended)]
     inside = np.unique(np.clip(np.array([first, last, *moments]), first, last))
     return inside if len(inside) <= MOST_CELLS else np.linspace(first, last, MOST_CELLS + 1)
 
@@ -167,12 +263,8 @@ def _states(spans: Sequence[RecordedSpan], middles: np.ndarray, codes: dict[str,
     ended = np.array([span.ended for span in spans])
     code = np.array([codes[span.waits_for] for span in spans])
     at = np.searchsorted(began, middles, side="right") - 1
-    # between two pieces there is only what rounding took away
     inside = (at >= 0) & (middles <= ended[at] + _ROUNDING)
     return np.where(inside, code[at], codes[GONE])
-
-
-_ROUNDING = 1e-5
 
 
 def _resolve(mine: np.ndarray, label: int, others: Sequence[np.ndarray]) -> None:
@@ -187,9 +279,7 @@ def _resolve(mine: np.ndarray, label: int, others: Sequence[np.ndarray]) -> None
 
 def read_timelines(run: Path) -> list[Timeline]:
     """Of the steps, if there are any, and of the whole run; none where there are no spans."""
-    processes: list[Process] = []
-    with contextlib.suppress(OSError):
-        processes = [process for process in read_processes(run) if process.main]
+    processes = [process for process in read_processes(run) if process.main]
     if not processes:
         return []
     born, end = min(process.began for process in processes), max(process.ended for process in processes)
