@@ -3,7 +3,7 @@
 
 The command line wins over the TOML file, and that over the recipe. Whatever can be known to be wrong is said in one
 sentence on standard error, with exit code 2, before any process starts; a dry run checks the same. Under torchrun
-every rank but 0 is a worker (`hosts.torchrun`).
+every rank but 0 is a worker (`hosts.worker`).
 
 Relative file names start at the file that holds them (TOML, recipe) or at the working directory (command line).
 """
