@@ -85,7 +85,7 @@ VERBS = {
         "Lend this host to runs that are started elsewhere: --listen ADDRESS:PORT.",
     ),
     "fleet": (
-        "titan_rl.fleet:VERB.run",
+        "titan_rl.hosts.elastic:VERB.run",
         "Show the hosts and generators of a living run, add some, take some away: RUN [add|remove ...].",
     ),
     "watch": (

@@ -14,9 +14,8 @@ from scripted_meshes import CPU, Run, one_host, two_hosts, up
 
 from titan_rl.config import RunConfig
 from titan_rl.errors import ConfigError, HostLost
-from titan_rl.fleet import ask
 from titan_rl.hosts import elastic
-from titan_rl.hosts.elastic import HostControl, controlled
+from titan_rl.hosts.elastic import HostControl, ask, controlled
 from titan_rl.hosts.facts import HostFacts
 
 pytestmark = pytest.mark.asyncio
