@@ -2,7 +2,7 @@
 
 import pytest
 
-from titan_rl.supervision.pulse import LEAST_BYTES, LOOKS, MOST_BYTES, Pace
+from titan_rl.hosts.attached_host import LEAST_BYTES, LOOKS, MOST_BYTES, Pace
 
 SECONDS = 10.0
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from titan_rl.metrics.timeline import Pulse
-from titan_rl.supervision.pulse import LOOKS, until_still
+from titan_rl.rpc.mesh_client import LOOKS, until_still
 
 SECONDS = 0.25
 

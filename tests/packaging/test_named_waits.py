@@ -73,7 +73,7 @@ EXCEPTIONS = {
     "view/watch.py:_looks": "a file tells nobody that it has grown",
     "supervision/supervisor.py:start": "the pause before a mesh that keeps failing is started again",
     "hosts/elastic.py:_rejoin": "the pause before a lost host is tried again",
-    "supervision/pulse.py:until_still": "a process that hangs tells nobody, nor does a host that is cut off",
+    "rpc/mesh_client.py:until_still": "a process that hangs tells nobody, nor does a host that is cut off",
     "actors/rollout_worker.py:_report": "the kernel tells nobody that shared memory was freed",
     "actors/generator.py:_report_and_exit": "a single wait before the exit, so that the cause reaches the callers",
     "rpc/requests.py:disconnect": "gives the event loop one tick, which sends the abort",

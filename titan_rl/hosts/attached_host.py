@@ -30,7 +30,7 @@ from titan_rl.metrics.timeline import Pulse
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.processes import start_thread
 from titan_rl.rpc.connection import Connection, bounded
-from titan_rl.supervision.pulse import MOST_BYTES, Pace, until_still
+from titan_rl.rpc.mesh_client import LOOKS, until_still
 
 FACTS_SECONDS = 40.0
 """Bound on what an agent finds out of its host: `nvidia-smi` alone may take 30 s."""
@@ -43,11 +43,38 @@ CALL_SECONDS = 10.0
 LEASE = 3
 """An agent ends when it hears nothing for so many times `placement.host_seconds`: longer than the controller waits for
 it, so that a controller which is only slow loses no host. One whose process is gone is not waited for."""
+LEAST_BYTES, MOST_BYTES = 16 << 10, 1 << 20
+"""The least takes a quarter of a second at 0.5 Mbit/s."""
 CLOCK_SECONDS = 5.0
 """How far the clocks of two hosts may differ: logs and metrics are read side by side."""
 
 _log = logging.getLogger(__name__)
 _serial = itertools.count()
+
+
+class Pace:
+    """How many bytes go with the next pulse: few after a late one, so that they never make a link look dead.
+
+    with pace as nbytes: await pulse(nbytes)        16 KiB, 32 KiB, … 1 MiB, late, 16 KiB, 32 KiB, …
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """
+        Args:
+            seconds: bound of `until_still`.
+        """
+        self._late_seconds = seconds / LOOKS / 2
+        self._clock = clock
+        self._nbytes = LEAST_BYTES
+        self._began = 0.0
+
+    def __enter__(self) -> int:
+        self._began = self._clock()
+        return self._nbytes
+
+    def __exit__(self, *error: object) -> None:
+        late = self._clock() - self._began > self._late_seconds
+        self._nbytes = LEAST_BYTES if late else min(MOST_BYTES, 2 * self._nbytes)
 
 
 class ShippedLogs:
