@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from titan_rl.config import CLASS_SETTINGS, DATA_FILES, RunConfig
 from titan_rl.config_registry import RECIPES, load_recipe
-from titan_rl.directories import check_replaceable
+from titan_rl.directories import CONFIG, SUMMARY, check_replaceable
 from titan_rl.errors import ConfigError
 from titan_rl.hosts.facts import HostFacts, detect_host
 from titan_rl.hosts.worker import hosts_of, serve_rank, workers
@@ -36,8 +36,7 @@ from titan_rl.overrides import (
 )
 from titan_rl.processes import run_and_exit
 from titan_rl.run.checks import Problem, Severity, check_run
-from titan_rl.run.resume import Resume, check_differences, differences, find, unfinished
-from titan_rl.run_directory import CONFIG, SUMMARY
+from titan_rl.run.runs import Resume, check_differences, differences, find, unfinished
 from titan_rl.supervision.placement import TORCHRUN_VARIABLES, assumed_hosts, describe, plan, with_devices
 from titan_rl.supervision.process import prepare_controller
 from titan_rl.weights.segment_files import sweep_dead_segments

@@ -39,7 +39,6 @@ FLOORS = (
         "errors",
         "bounds",
         "directories",
-        "run_directory",
         "seeding",
         "importing",
         "one_line",

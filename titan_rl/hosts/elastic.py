@@ -23,10 +23,10 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titan_rl.directories import CONTROL
 from titan_rl.errors import ConfigError, TitanError
 from titan_rl.hosts.facts import transport
 from titan_rl.overrides import Command, Verb, did_you_mean, print_error
-from titan_rl.run_directory import CONTROL
 from titan_rl.supervision.managed_mesh import ManagedMesh, MeshState, pause_after
 from titan_rl.supervision.placement import Kind
 from titan_rl.supervision.process import scratch_directory

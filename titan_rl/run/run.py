@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from titan_rl.config import RunConfig
+from titan_rl.directories import CONFIG, ENDING, METRICS, SUMMARY, lock_run
 from titan_rl.errors import ConfigError, Stopped, StorageError, TrainerStateLost
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.loop.checkpoint_files import Checkpoint
@@ -40,9 +41,8 @@ from titan_rl.metrics.waits import answer_signals
 from titan_rl.metrics.writer import MetricsWriter
 from titan_rl.one_line import counted, one_line
 from titan_rl.overrides import to_toml
-from titan_rl.run.resume import Resume, begun, how_to_go_on
+from titan_rl.run.runs import Resume, begun, how_to_go_on
 from titan_rl.run.start import bring_up
-from titan_rl.run_directory import CONFIG, ENDING, METRICS, SUMMARY, lock_run
 from titan_rl.supervision.process import StopSignals, hold_signals, lasting_output, log_to_file
 from titan_rl.supervision.run_end import Announcer, RunEnd, Save, train_and_save
 from titan_rl.view.display import RunDisplay

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl import __version__
+from titan_rl.directories import CONFIG, METRICS
 from titan_rl.errors import ConfigError
 from titan_rl.metrics.metric_table import metric_of
 from titan_rl.one_line import one_line
 from titan_rl.overrides import Command, Verb
-from titan_rl.run_directory import CONFIG, METRICS
 from titan_rl.view.findings import Finding, compare, findings
 from titan_rl.view.read import ROLLOUTS, Run, read_run, rollout_at
 from titan_rl.view.rollouts import ListedRollout, chunks, packed, round_robin
