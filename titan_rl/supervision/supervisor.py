@@ -38,7 +38,7 @@ from titan_rl.policy.models.tiny import model_directory
 from titan_rl.rpc.connection import bounded
 from titan_rl.rpc.mesh_client import until_still
 from titan_rl.supervision.managed_mesh import ManagedMesh, MeshState
-from titan_rl.supervision.mesh_kinds import KINDS, MeshKind, MeshTable, UpGenerators
+from titan_rl.supervision.mesh_kinds import KINDS, MeshKind, MeshTable
 from titan_rl.supervision.placement import Kind
 from titan_rl.supervision.provisioner import TOO_LATE, Provisioner
 from titan_rl.supervision.run_end import RunEnd, until_either
@@ -128,7 +128,7 @@ class Supervisor:
             trainer=self.meshes["trainer"].client,
             router=self.router,
             rollouts=self.table.rollouts,
-            generators=UpGenerators(self.table),
+            generators=self.table.generators,
             gateway=self.gateway if "gateway" in self.meshes else None,
         )
 
