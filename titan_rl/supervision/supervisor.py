@@ -69,7 +69,6 @@ class Supervisor:
     ) -> None:
         """
         Args:
-            gateway: settings of the gateway, if the placement has one.
             serving: serve a checkpoint, without trainer and rollout workers.
             imports, log_directory, run_end, on_mesh, say: see `start.Options`.
         """
@@ -398,3 +397,4 @@ class Supervisor:
         task = asyncio.ensure_future(watched())
         self._working.add(task)
         task.add_done_callback(self._working.discard)
+        task.add_done_callback(lambda _: work.close())  # it may have been cancelled before it began
