@@ -66,8 +66,7 @@ def variables(directory: Path, address: str) -> dict[str, str]:
 
 
 def started(host: Host, command: list[str], tls: dict[str, str]) -> subprocess.Popen[str]:
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return host.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"} | tls, **pipes)
+    return host.start(command, env=os.environ | {"OMP_NUM_THREADS": "1"} | tls, stdin=subprocess.DEVNULL)
 
 
 @contextmanager

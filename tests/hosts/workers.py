@@ -19,7 +19,7 @@ def lend(host: Host, port: int = PORT, *, behind: Sequence[str] = ()) -> subproc
         behind: a command that runs another one.
     """
     listen = [sys.executable, "-m", "titan_rl.cli", "worker", "--listen", f"{host.address}:{port}", "--trusted-network"]
-    worker = host.run([*behind, *listen], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    worker = host.start([*behind, *listen])
     assert any("trusted networks only" in line for line in worker.stdout)  # Monarch says something too
     return worker
 
