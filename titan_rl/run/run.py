@@ -43,7 +43,7 @@ from titan_rl.one_line import counted, one_line
 from titan_rl.overrides import to_toml
 from titan_rl.run.runs import Resume, begun, how_to_go_on
 from titan_rl.run.start import bring_up
-from titan_rl.supervision.process import StopSignals, hold_signals, lasting_output, log_to_file
+from titan_rl.supervision.process import hold_signals, lasting_output, log_to_file, report_stop_signals
 from titan_rl.supervision.run_end import Announcer, RunEnd, Save, train_and_save
 from titan_rl.view.display import RunDisplay
 from titan_rl.view.report import REPORT, write_report
@@ -172,7 +172,7 @@ def conduct(
 
     async def until_the_end() -> tuple[int, str]:
         run_end = RunEnd(announce)
-        StopSignals(run_end.report)
+        report_stop_signals(run_end.report)
         return await work(directory, run_end)
 
     try:
