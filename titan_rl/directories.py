@@ -28,11 +28,8 @@ CONTROL = "control"
 
 
 def lock_run(run: Path) -> int:
-    """Lock a run directory for this process; returns the descriptor that holds the lock.
-
-    Raises:
-        ConfigError: a living process has it.
-    """
+    """Lock a run directory for this process; returns the descriptor that holds the lock. Raises ConfigError if a living
+    process has it."""
     descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,11 +84,7 @@ def check_replaceable(directory: Path) -> None:
 @contextmanager
 def replacing(directory: Path) -> Iterator[Path]:
     """An empty directory to write to, which takes the place of `directory` at the end. If the block raises, what was
-    there stays.
-
-    Raises:
-        ConfigError: see `check_replaceable`.
-    """
+    there stays. Raises ConfigError as `check_replaceable` does."""
     directory = directory.absolute()
     check_replaceable(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)

@@ -275,7 +275,7 @@ _OF_THE_JOB = {"--resume", _DRY_RUN, "--help", "placement.hosts", "placement.tru
 
 
 def main(arguments: Sequence[str], *, prog: str) -> int:
-    """Submit what the arguments say; returns the exit code."""
+    """Returns the exit code."""
     kind, *words = arguments or ("--help",)
     if kind in ("-h", "--help"):
         print(f"usage: {prog} KIND --nodes N --trusted-network [OPTIONS] -- ARGUMENTS\n")

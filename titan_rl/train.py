@@ -47,15 +47,11 @@ TRUSTED = "--trusted-network"
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titan_rl.train") -> int:
-    """Run what the arguments say.
+    """Run what the arguments say; returns the exit code.
 
     Args:
         argv: without the program's name; None: those of this process.
         prog: the command as the user typed it, for messages.
-
-    Returns:
-        The exit code: 0 done, 1 failed or not learned, 2 wrong config, more than 128 stopped by a signal (see
-        `run.run`).
     """
     words = sys.argv[1:] if argv is None else argv
     try:
@@ -89,7 +85,7 @@ def check_and_run(
     dry_run: bool = False,
     replay_until: int = 0,
 ) -> int:
-    """Check everything, and run; returns the exit code. See `run.run.run`."""
+    """Check everything, and run; returns the exit code."""
     sweep_dead_segments()  # so that /dev/shm has what it will have
     if not may_start(_problems(config, imports), prog, dry_run=dry_run):
         return EXIT_USAGE

@@ -47,10 +47,7 @@ class HostControl:
     """Of one run or service."""
 
     def __init__(self, supervisor: Supervisor, check: Callable[[Host], Awaitable[None]]) -> None:
-        """
-        Args:
-            check: raises ConfigError if another host lacks what its part of the run needs.
-        """
+        """`check` raises ConfigError if another host lacks what its part of the run needs."""
         self._supervisor, self._table, self._check = supervisor, supervisor.table, check
         self._where = supervisor.config.placement
         self.workers = {f"host{number}": worker for number, worker in enumerate(self._where.hosts, 1)}
@@ -293,7 +290,7 @@ async def controlled(control: HostControl, link: Path | None, say: Callable[[str
 
 
 def _act(command: Command, prog: str) -> int:
-    """Carry out one command; returns the exit code: 1 if the run refuses it."""
+    """Returns the exit code: 1 if the run refuses the command."""
     names = command.words
     if not names:
         raise ConfigError("say which run: its directory")

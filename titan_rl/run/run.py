@@ -202,11 +202,7 @@ def conduct(
 
 def make_run_directory(config: RunConfig) -> Path:
     """A new directory `NAME-TIME-PID` below `logging.directory`: NAME is `logging.name`, else that of the recipe, else
-    that of the file or module that holds the recipe.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
+    that of the file or module that holds the recipe. Raises ConfigError."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     where, _, recipe = config.recipe.rpartition(":")
     own = Path(where).stem if where.endswith(".py") else where.rpartition(".")[2]

@@ -141,11 +141,7 @@ def how_to_go_on(run: Path) -> str:
 
 
 def find(path: Path) -> Resume:
-    """The run that `--resume PATH` names.
-
-    Raises:
-        ConfigError: it is neither a run directory nor a checkpoint, or a damaged one.
-    """
+    """The run that `--resume PATH` names. Raises ConfigError if it is no run directory and no sound checkpoint."""
     path = Path(os.path.abspath(path.expanduser()))  # not resolved: checkpoints may be a link to another disk
     if path.parent.name == CHECKPOINTS:
         try:

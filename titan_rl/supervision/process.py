@@ -195,12 +195,8 @@ def redirect_output(file: Path) -> None:
     logging.basicConfig(level=logging.INFO, format=_FORMAT, force=True)
 
 
-def log_to_file(file: Path) -> logging.Handler:
-    """Send the controller's logging to `file`, with what its threads raise; its output stays in the terminal.
-
-    Returns:
-        The handler to remove.
-    """
+def log_to_file(file: Path) -> None:
+    """Send the controller's logging to `file`, with what its threads raise; its output stays in the terminal."""
     file.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(file)
     handler.setFormatter(logging.Formatter(_FORMAT))
@@ -208,7 +204,6 @@ def log_to_file(file: Path) -> logging.Handler:
     root.addHandler(handler)
     root.setLevel(logging.INFO)
     threading.excepthook = _log_thread
-    return handler
 
 
 def _log_thread(failed: threading.ExceptHookArgs) -> None:

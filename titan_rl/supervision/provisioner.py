@@ -69,11 +69,7 @@ class SpawnedProcesses:
     """The processes of one mesh, and the names of the actors on them."""
 
     def __init__(self, name: str, spawn_id: str, parts: Sequence[tuple[Host, ProcMesh, int]]) -> None:
-        """
-        Args:
-            spawn_id: names this start of the mesh.
-            parts: its hosts, and on each its processes and how many they are.
-        """
+        """`spawn_id` names this start of the mesh; `parts` are its hosts, and on each its processes and how many."""
         self.name = name
         self.spawn_id = spawn_id
         self._parts = parts
