@@ -122,7 +122,7 @@ def _placement(config: RunConfig, host: HostFacts, *, serving: bool = False) -> 
         placement = plan(config, *assumed_hosts(config, like), serving=serving)
     except ConfigError as error:
         raise AbsentError(str(error)) from error
-    check_open_files(host, sum(mesh.ranks for mesh in placement.meshes))
+    check_open_files(host, placement.processes)
 
 
 def _more_ranks_than_cores(config: RunConfig, host: HostFacts, *, serving: bool = False) -> list[Problem]:
