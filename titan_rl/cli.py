@@ -22,7 +22,7 @@ PROG = "titan-rl"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit code (see `train.main`)."""
+    """Run one verb; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: a recipe may be a module of the working directory
@@ -85,7 +85,7 @@ VERBS = {
         "Lend this host to runs that are started elsewhere: --listen ADDRESS:PORT.",
     ),
     "fleet": (
-        "titan_rl.fleet:VERB.run",
+        "titan_rl.hosts.elastic:VERB.run",
         "Show the hosts and generators of a living run, add some, take some away: RUN [add|remove ...].",
     ),
     "watch": (

@@ -1,10 +1,12 @@
-"""Directories that somebody names and the project writes or replaces as a whole.
+"""The files of a run directory and the lock that a living run holds on it; directories that are replaced as a whole.
 
-A directory is replaced only if all that is in it was written by an earlier `replacing`, which leaves a list of it.
+A directory that somebody names is replaced only if all that is in it was written by an earlier `replacing`, which
+leaves a list of it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -14,6 +16,40 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from titan_rl.errors import ConfigError
+
+CONFIG, SUMMARY = "config.toml", "summary.json"
+"""Written when the run starts, and when it is done."""
+ENDING = "ending.json"
+"""Written when the run ends and its process still can: its exit code, and how it ended, in words."""
+METRICS = "metrics.jsonl"
+"""The numbers of every step."""
+CONTROL = "control"
+"""There while the run is up: a link to the socket that takes commands, whose own path must be short."""
+
+
+def lock_run(run: Path) -> int:
+    """Lock a run directory for this process; returns the descriptor that holds the lock. Raises ConfigError if a living
+    process has it."""
+    descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(f"{run} is the directory of a run that is still going on") from None
+    return descriptor
+
+
+def is_going_on(run: Path) -> bool:
+    """Whether a living process has the run's directory."""
+    descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
 
 WRITTEN = ".titan_rl.json"
 """In a directory that was written: a JSON list of the names in it."""
@@ -48,11 +84,7 @@ def check_replaceable(directory: Path) -> None:
 @contextmanager
 def replacing(directory: Path) -> Iterator[Path]:
     """An empty directory to write to, which takes the place of `directory` at the end. If the block raises, what was
-    there stays.
-
-    Raises:
-        ConfigError: see `check_replaceable`.
-    """
+    there stays. Raises ConfigError as `check_replaceable` does."""
     directory = directory.absolute()
     check_replaceable(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)

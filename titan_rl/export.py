@@ -12,7 +12,7 @@ from titan_rl.directories import check_replaceable
 from titan_rl.errors import CheckpointError, ConfigError
 from titan_rl.loop.checkpoint_files import Checkpoint
 from titan_rl.overrides import Command, Verb, print_error
-from titan_rl.run.resume import find
+from titan_rl.run.runs import find
 from titan_rl.train import config_of_run
 
 

@@ -27,11 +27,7 @@ answering: set[int] = set()
 
 
 def process_control(option: int, value: int) -> None:
-    """Linux's `prctl`.
-
-    Raises:
-        OSError: it failed.
-    """
+    """Linux's `prctl`. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
@@ -113,11 +109,7 @@ def run_and_exit(main: Callable[[], object]) -> NoReturn:
 
 
 def start_thread(name: str, work: Callable[[], object], *, on_death: Callable[[str], object]) -> threading.Thread:
-    """Start a daemon thread on which others rely.
-
-    Args:
-        on_death: told in a sentence that `work` has raised. It is called in the thread.
-    """
+    """Start a daemon thread on which others rely: `on_death` is told, in that thread, what `work` has raised."""
 
     def watched() -> None:
         try:

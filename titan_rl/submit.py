@@ -1,17 +1,270 @@
-"""`titan-rl launch KIND --nodes N … -- ARGUMENTS`: submits `titan-rl train ARGUMENTS` as a job of a scheduler."""
+"""`titan-rl launch KIND --nodes N … -- ARGUMENTS`: submits `titan-rl train ARGUMENTS` as a job of a scheduler: a batch
+script of Slurm or a manifest of Kubernetes.
+
+Every node runs `python -m titan_rl.train …` with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment
+(`hosts.worker`): rank 0 is the controller, every other rank a worker. A job that is started again goes on, because each
+start has `--resume auto`, in a directory that belongs to this job alone.
+
+- Slurm takes the job back (preemption, `scontrol requeue`): every process gets SIGTERM, the run saves, and Slurm queues
+  the job again. When the time is nearly over every process gets SIGHUP: the run saves, exits with 129, and the script
+  queues the job again. A job that fails, is done or is cancelled stays where it is. Ranks meet on a port that was free
+  on the first node, so several jobs may share a node.
+- On Kubernetes a pod that is evicted or fails is started again. If it was rank 0's, the others fail and are started
+  again too, and the run goes on from its newest checkpoint. A NetworkPolicy lets nobody but these pods reach them.
+
+Monarch's job classes are not used (0.7); its workers and its attachment are. SlurmJob names one port before it has
+nodes, so two jobs on a node collide. Its workers end at the SIGTERM by which Slurm takes a job back, before a trainer
+that spans nodes has saved, and it never queues a job again. KubernetesJob's workers listen on every interface; it needs
+an operator in the cluster and a controller outside the job, and writes no manifest.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any, ClassVar
 
 from titan_rl import train
+from titan_rl.bounds import Count, CountOrZero
 from titan_rl.errors import ConfigError
+from titan_rl.hosts.worker import NODES
 from titan_rl.overrides import EXIT_USAGE, Command, Verb, apply, print_error
-from titan_rl.run.jobs import TRUSTED, KubernetesConfig, SlurmConfig, Start
+
+TRUSTED = "Trusted networks only: whoever reaches a port of the run can run any code on its nodes."
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a job starts."""
+
+    name: str
+    directory: Path
+    """Of the job, on a file system that all nodes share; the run is below it."""
+    arguments: tuple[str, ...]
+    """Of `titan-rl train`."""
+
+    def command(self, python: str) -> list[str]:
+        """The command of every node."""
+        own = ("--logging.directory", str(self.directory), "--resume", "auto", "--trusted-network")
+        return [python, "-m", "titan_rl.train", *self.arguments, *own]
+
+
+@dataclass(kw_only=True, slots=True)
+class JobConfig:
+    """What both schedulers are asked for."""
+
+    nodes: Count = 1
+    """Hosts of the run; the first is the controller's, `host0`."""
+    cpus_per_node: CountOrZero = 0
+    """0: on Slurm the whole node, on Kubernetes as many as it gives."""
+    name: str = ""
+    """Of the job, before the time; empty: that of the recipe."""
+    save_seconds: Count = 120
+    """What the run gets to finish a step and to save, when its node or its time is taken from it."""
+
+    required: ClassVar[tuple[str, ...]] = ()
+    """Settings without a default."""
+
+
+_SCRIPT = """#!/bin/bash
+{options}
+
+# {trusted}
+directory={directory}
+python={python}
+train={train}
+
+trap : TERM HUP  # Slurm tells every process: this one waits for the run
+
+run() {{  # run FIRST_NODE NODES COMMAND: one task per node
+  srun --relative="$1" --nodes="$2" --ntasks="$2" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 \\
+    ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} "${{@:3}}"
+}}
+
+run 0 "$SLURM_JOB_NUM_NODES" bash -c 'test -d "$0" || {{ echo "$SLURMD_NODENAME does not see $0: choose a'\\
+' --logging.directory on a file system that all nodes share" >&2; exit 2; }}' "$directory" || exit 2
+
+export WORLD_SIZE="$SLURM_JOB_NUM_NODES" LOCAL_WORLD_SIZE=1 PYTHONUNBUFFERED=1
+export {nodes}="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr '\\n' ' ')"
+export MASTER_PORT="$("$python" -c 'import socket; print(socket.create_server(("", 0)).getsockname()[1])')"
+rank='export RANK=$((SLURM_PROCID + $0)) MASTER_ADDR="$SLURM_LAUNCH_NODE_IPADDR"; exec "$@"'
+
+if [ "$WORLD_SIZE" -gt 1 ]; then
+  run 1 $((WORLD_SIZE - 1)) bash -c "$rank" 1 "${{train[@]}}" &
+fi
+run 0 1 bash -c "$rank" 0 "${{train[@]}}"
+code=$?
+if [ "$code" = 129 ] && [ "$SECONDS" -lt {save} ]; then
+  echo "the time limit leaves the run less than its --save-seconds {save}: ask for more --time" >&2
+elif [ "$code" = 129 ]; then  # the time is nearly over, and the run is saved
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+@dataclass(kw_only=True, slots=True)
+class SlurmConfig(JobConfig):
+    """Nodes of a Slurm cluster. The directory of the job is below `logging.directory`, which all of them must see."""
+
+    gpus_per_node: CountOrZero = 0
+    partition: str = ""
+    """Empty: the cluster's default one."""
+    time: str = ""
+    """Limit on each start, as `sbatch --time` takes it; the job then goes on in another one. Empty: the partition's."""
+    sbatch: tuple[str, ...] = ()
+    """Other options of sbatch, without the dashes: `--sbatch account=me qos=high`."""
+
+    program: ClassVar = ("sbatch",)
+
+    def file(self, start: Start) -> Path:
+        return start.directory / "job.sh"
+
+    def text(self, start: Start) -> str:
+        log = start.directory / "job.log"
+        options = [
+            f"job-name={start.name}",
+            f"nodes={self.nodes}",
+            "ntasks-per-node=1",
+            *([f"cpus-per-task={self.cpus_per_node}"] if self.cpus_per_node else ["exclusive", "mem=0"]),
+            *([f"gpus-per-node={self.gpus_per_node}"] if self.gpus_per_node else []),
+            *([f"partition={self.partition}"] if self.partition else []),
+            *([f"time={self.time}"] if self.time else []),
+            f"chdir={shlex.quote(str(Path.cwd()))}",
+            f"output={shlex.quote(str(log))}",
+            "open-mode=append",
+            "requeue",
+            f"signal=HUP@{self.save_seconds}",
+            *self.sbatch,
+        ]
+        return _SCRIPT.format(
+            options="\n".join(f"#SBATCH --{option}" for option in options),
+            trusted=TRUSTED,
+            directory=shlex.quote(str(start.directory)),
+            python=shlex.quote(sys.executable),
+            train=f"({shlex.join(start.command(sys.executable))})",
+            nodes=NODES,
+            save=self.save_seconds,
+        )
+
+
+_PORT = 29400
+"""Where rank 0 has the store of the ranks."""
+_START = """for second in $(seq 600); do getent hosts "$MASTER_ADDR" > /dev/null && break; sleep 1; done; exec "$@" """
+"""A pod has no name in the cluster until it has an address."""
+_RETRIES = 5
+"""Failures of a node, without those by eviction, after which the job has failed."""
+
+
+@dataclass(kw_only=True, slots=True)
+class KubernetesConfig(JobConfig):
+    """Pods of a Kubernetes cluster."""
+
+    gpus_per_node: CountOrZero = 0
+    """NVIDIA's (`nvidia.com/gpu`)."""
+    image: str = ""
+    """With titan_rl and what the run imports, bash, and `python` on the path."""
+    claim: str = ""
+    """PersistentVolumeClaim that all pods may write (ReadWriteMany). It is mounted at `logging.directory`."""
+    namespace: str = "default"
+    memory: str = ""
+    """Of each pod, such as `64Gi`; empty: no limit."""
+    shared_memory: str = "16Gi"
+    """Size of /dev/shm, which counts as memory. Kubernetes' own 64 MiB are too few."""
+
+    program: ClassVar = ("kubectl", "apply", "--filename")
+    required: ClassVar = ("image", "claim")
+
+    def file(self, start: Start) -> Path:
+        return Path.cwd() / f"{start.name}.json"
+
+    def text(self, start: Start) -> str:
+        name = dns_name(start.name)
+        manifest = {"apiVersion": "v1", "kind": "List", "items": self._items(name, start)}
+        return json.dumps(manifest, indent=2) + "\n"
+
+    def _items(self, name: str, start: Start) -> list[dict[str, Any]]:
+        labels = {"app.kubernetes.io/name": "titan-rl", "app.kubernetes.io/instance": name}
+        metadata = {"name": name, "namespace": self.namespace, "labels": labels}
+        nodes = [f"{name}-{index}" for index in range(self.nodes)]
+        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        variables: list[dict[str, Any]] = [
+            {"name": "WORLD_SIZE", "value": str(self.nodes)},
+            {"name": "LOCAL_WORLD_SIZE", "value": "1"},
+            {"name": "MASTER_ADDR", "value": f"{name}-0.{name}"},
+            {"name": "MASTER_PORT", "value": str(_PORT)},
+            {"name": NODES, "value": " ".join(nodes)},
+            {"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}},
+        ]
+        limits = {"nvidia.com/gpu": self.gpus_per_node, "cpu": self.cpus_per_node, "memory": self.memory}
+        container = {
+            "name": "titan-rl",
+            "image": self.image,
+            "command": ["bash", "-c", _START, "start", *start.command("python")],
+            "env": variables,
+            "resources": {"limits": {key: str(value) for key, value in limits.items() if value}},
+            "volumeMounts": [
+                {"name": "runs", "mountPath": str(start.directory.parent)},
+                {"name": "shared-memory", "mountPath": "/dev/shm"},
+            ],
+        }
+        pod = {
+            "subdomain": name,
+            "restartPolicy": "Never",
+            "shareProcessNamespace": True,  # its first process reaps orphans
+            "terminationGracePeriodSeconds": self.save_seconds,
+            "containers": [container],
+            "volumes": [
+                {"name": "runs", "persistentVolumeClaim": {"claimName": self.claim}},
+                {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": self.shared_memory}},
+            ],
+        }
+        job = {
+            "completionMode": "Indexed",
+            "completions": self.nodes,
+            "parallelism": self.nodes,
+            "backoffLimit": _RETRIES * self.nodes,
+            "podFailurePolicy": {
+                "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+            },
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        }
+        # Headless; with names before the pods are ready, which is before they have met
+        service = {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": labels,
+            "ports": [{"name": "meet", "port": _PORT}],
+        }
+        policy = {
+            "podSelector": {"matchLabels": labels},
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": [{"podSelector": {"matchLabels": labels}}]}],
+        }
+        return [
+            {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service},
+            {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": metadata, "spec": policy},
+            {
+                "apiVersion": "batch/v1",
+                "kind": "Job",
+                "metadata": {**metadata, "annotations": {"titan-rl/warning": TRUSTED}},
+                "spec": job,
+            },
+        ]
+
+
+def dns_name(name: str) -> str:
+    """A name as Kubernetes takes it, with room for the number of a node behind it (RFC 1123)."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[-50:].lstrip("-0123456789") or "run"
+
 
 KINDS: dict[str, tuple[type[SlurmConfig | KubernetesConfig], str]] = {
     "slurm": (SlurmConfig, "a batch job; goes on after preemption, requeue and the end of its time"),
@@ -22,7 +275,7 @@ _OF_THE_JOB = {"--resume", _DRY_RUN, "--help", "placement.hosts", "placement.tru
 
 
 def main(arguments: Sequence[str], *, prog: str) -> int:
-    """Submit what the arguments say; returns the exit code."""
+    """Returns the exit code."""
     kind, *words = arguments or ("--help",)
     if kind in ("-h", "--help"):
         print(f"usage: {prog} KIND --nodes N --trusted-network [OPTIONS] -- ARGUMENTS\n")

@@ -3,7 +3,7 @@
 
 The command line wins over the TOML file, and that over the recipe. Whatever can be known to be wrong is said in one
 sentence on standard error, with exit code 2, before any process starts; a dry run checks the same. Under torchrun
-every rank but 0 is a worker (`hosts.torchrun`).
+every rank but 0 is a worker (`hosts.worker`).
 
 Relative file names start at the file that holds them (TOML, recipe) or at the working directory (command line).
 """
@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from titan_rl.config import CLASS_SETTINGS, DATA_FILES, RunConfig
 from titan_rl.config_registry import RECIPES, load_recipe
-from titan_rl.directories import check_replaceable
+from titan_rl.directories import CONFIG, SUMMARY, check_replaceable
 from titan_rl.errors import ConfigError
 from titan_rl.hosts.facts import HostFacts, detect_host
 from titan_rl.hosts.worker import hosts_of, serve_rank, workers
@@ -36,8 +36,7 @@ from titan_rl.overrides import (
 )
 from titan_rl.processes import run_and_exit
 from titan_rl.run.checks import Problem, Severity, check_run
-from titan_rl.run.resume import Resume, check_differences, differences, find, unfinished
-from titan_rl.run_directory import CONFIG, SUMMARY
+from titan_rl.run.runs import Resume, check_differences, differences, find, unfinished
 from titan_rl.supervision.placement import TORCHRUN_VARIABLES, assumed_hosts, describe, plan, with_devices
 from titan_rl.supervision.process import prepare_controller
 from titan_rl.weights.segment_files import sweep_dead_segments
@@ -48,15 +47,11 @@ TRUSTED = "--trusted-network"
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titan_rl.train") -> int:
-    """Run what the arguments say.
+    """Run what the arguments say; returns the exit code.
 
     Args:
         argv: without the program's name; None: those of this process.
         prog: the command as the user typed it, for messages.
-
-    Returns:
-        The exit code: 0 done, 1 failed or not learned, 2 wrong config, more than 128 stopped by a signal (see
-        `run.run`).
     """
     words = sys.argv[1:] if argv is None else argv
     try:
@@ -90,7 +85,7 @@ def check_and_run(
     dry_run: bool = False,
     replay_until: int = 0,
 ) -> int:
-    """Check everything, and run; returns the exit code. See `run.run.run`."""
+    """Check everything, and run; returns the exit code."""
     sweep_dead_segments()  # so that /dev/shm has what it will have
     if not may_start(_problems(config, imports), prog, dry_run=dry_run):
         return EXIT_USAGE

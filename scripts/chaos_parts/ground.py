@@ -149,7 +149,7 @@ class Ground:
 
     def _serving(self, run: Path, luck: float) -> Worker:
         from titan_rl.errors import TitanError
-        from titan_rl.fleet import ask
+        from titan_rl.hosts.elastic import ask
 
         try:
             shown = "\n".join(ask(run, {"verb": "show", "names": [], "generators": None})["lines"])

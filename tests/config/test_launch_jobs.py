@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from titan_rl import cli
-from titan_rl.run.jobs import KubernetesConfig, SlurmConfig, Start, dns_name
+from titan_rl.submit import KubernetesConfig, SlurmConfig, Start, dns_name
 from titan_rl.train import VERB, resolve
 
 START = Start("cpu_smoke-20260101-120000", Path("/runs/it's here"), ("--recipe", "cpu_smoke", "--loop.steps", "7"))

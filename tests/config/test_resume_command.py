@@ -13,11 +13,11 @@ import pytest
 
 from titan_rl import train
 from titan_rl.config import RunConfig
+from titan_rl.directories import CONFIG, ENDING, SUMMARY, lock_run
 from titan_rl.errors import CheckpointError, ConfigError
 from titan_rl.loop.checkpoint_files import CHECKPOINTS, checkpoints, commit, new_draft
 from titan_rl.overrides import get_setting, to_toml
-from titan_rl.run.resume import CLOSE, MAY_CHANGE, begun, check_differences, differences, find, how_to_go_on, unfinished
-from titan_rl.run_directory import CONFIG, ENDING, SUMMARY, lock_run
+from titan_rl.run.runs import CLOSE, MAY_CHANGE, begun, check_differences, differences, find, how_to_go_on, unfinished
 
 
 def config(*arguments: str) -> RunConfig:

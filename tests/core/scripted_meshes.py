@@ -11,7 +11,7 @@ import pytest
 
 from titan_rl.config import RunConfig
 from titan_rl.config_registry import copy4
-from titan_rl.errors import MeshFailed
+from titan_rl.errors import MeshFailed, TitanError
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.hosts.elastic import HostControl
 from titan_rl.hosts.facts import HostFacts
@@ -148,11 +148,6 @@ class Run:
         self.run_end = self.meshes.run_end
         self.hosts = HostControl(self.meshes, check)
 
-    async def begin(self) -> Run:
-        await self.hosts.place()
-        self.meshes.spawn()
-        return self
-
     def kill(self, *names: str) -> None:
         for name in names:
             self.meshes.report(MeshFailed(f"{name} rank 0 was killed", name))
@@ -163,6 +158,11 @@ class Run:
     def lose(self, host: str) -> None:
         del self.processes.hosts[host]
         self.kill(*(mesh.name for mesh in self.meshes.table.placed if host in mesh.plan.hosts))
+
+    async def ended(self, why: str, kind: type[TitanError] = MeshFailed) -> None:
+        """Until a fault of this kind has ended the run."""
+        with pytest.raises(kind, match=why):
+            await asyncio.wait_for(self.run_end.watch(asyncio.Event().wait()), 5)
 
     async def until(self, said: str) -> None:
         async with asyncio.timeout(5):
@@ -193,7 +193,25 @@ def two_hosts(**placement: Any) -> RunConfig:
     return dataclasses.replace(config, placement=where, generator=generator)
 
 
-async def up(run: Run) -> Run:
-    await run.begin()
-    await run.meshes.set_up(*run.meshes.meshes)
-    return run
+class Runs:
+    """Makes the runs of a test, and closes them after it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch, self._made = monkeypatch, list[Run]()
+
+    async def begin(self, config: RunConfig, *hosts: HostFacts, serving: bool = False) -> Run:
+        """One whose processes start."""
+        self._made.append(run := Run(self._monkeypatch, config, *hosts, serving=serving))
+        await run.hosts.place()
+        run.meshes.spawn()
+        return run
+
+    async def up(self, config: RunConfig, *hosts: HostFacts) -> Run:
+        """One whose meshes are all up."""
+        run = await self.begin(config, *hosts)
+        await run.meshes.set_up(*run.meshes.meshes)
+        return run
+
+    async def close(self) -> None:
+        for run in self._made:
+            await run.meshes.close()

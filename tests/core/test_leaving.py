@@ -7,7 +7,7 @@ from pathlib import Path
 SCRIPT = """
 from monarch._src.actor.future import Future
 
-from titan_rl.hosts.host import ControllersHost
+from titan_rl.hosts.host import Host
 from titan_rl.processes import run_and_exit
 
 
@@ -18,7 +18,7 @@ def late(future, timeout=None):
 
 def main():
     global in_time
-    ControllersHost(log_directory="", on_end=print, on_broken=print).mesh
+    Host(log_directory="", on_end=print, on_broken=print).mesh()
     in_time, Future.get = Future.get, late
     return 7
 

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from threading import Thread
 
 import pytest
-from scripted_meshes import CPU, Run, one_host, two_hosts, up
+from scripted_meshes import CPU, Runs, one_host, two_hosts
 
 from titan_rl.config_registry import copy4
 from titan_rl.errors import MeshFailed, TitanError
@@ -19,9 +19,9 @@ pytestmark = pytest.mark.asyncio
 
 @pytest.mark.parametrize("late", ["rollout0", "gateway"])
 async def test_whoever_is_still_being_set_up_when_the_router_is_replaced_asks_the_new_one(
-    monkeypatch: pytest.MonkeyPatch, late: str
+    runs: Runs, late: str
 ) -> None:
-    run = await Run(monkeypatch, copy4(), serving=late == "gateway").begin()
+    run = await runs.begin(copy4(), serving=late == "gateway")
     run.clients[late].held.clear()
     start = asyncio.create_task(run.meshes.set_up(*run.meshes.meshes))
     while not run.clients[late].peers:
@@ -32,20 +32,18 @@ async def test_whoever_is_still_being_set_up_when_the_router_is_replaced_asks_th
     run.clients[late].held.set()
     await asyncio.wait_for(start, 5)
     assert run.clients[late].peers["router"] == "router.2"
-    await run.meshes.close()
 
 
-async def test_generators_hear_of_the_relay_that_replaces_that_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = await up(Run(monkeypatch, two_hosts(), *CPU))
+async def test_generators_hear_of_the_relay_that_replaces_that_of_their_host(runs: Runs) -> None:
+    run = await runs.up(two_hosts(), *CPU)
     there = run.generator_on("host1")
     run.kill("relay1")
     await run.until_back("relay1")
     assert run.clients[there].peers["relay"] == "relay1.2"
-    await run.meshes.close()
 
 
-async def test_a_generator_that_starts_while_its_relay_is_replaced_hears_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = await up(Run(monkeypatch, two_hosts(), *CPU))
+async def test_a_generator_that_starts_while_its_relay_is_replaced_hears_of_it(runs: Runs) -> None:
+    run = await runs.up(two_hosts(), *CPU)
     there = run.generator_on("host1")
     run.clients[there].held.clear()
     run.kill(there, "relay1")
@@ -54,67 +52,62 @@ async def test_a_generator_that_starts_while_its_relay_is_replaced_hears_of_it(m
     await run.until_back(there)
     while run.clients[there].peers["relay"] != "relay1.2":
         await asyncio.sleep(0)
-    await run.meshes.close()
 
 
-async def test_the_last_relay_hears_where_the_trainer_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_last_relay_hears_where_the_trainer_has_moved(runs: Runs) -> None:
     config = two_hosts()
     config = dataclasses.replace(config, placement=dataclasses.replace(config.placement, trainer=("host1",)))
-    run = await up(Run(monkeypatch, config, *CPU))
+    run = await runs.up(config, *CPU)
     run.lose("host1")
     await run.until_back("trainer", "generator1", "rollout0")
     assert list(run.clients["relay0"].peers["relays"]) == ["host0"]
-    await run.meshes.close()
 
 
-async def test_where_devices_are_lost_only_what_has_no_room_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_where_devices_are_lost_only_what_has_no_room_is_left_out(runs: Runs) -> None:
     hosts = HostFacts(cpus=4, cuda_devices=(0, 1, 2)), HostFacts(cpus=4, cuda_devices=(0, 1), name="host1")
     config = two_hosts(restarts=1, device="cuda")
-    run = await up(Run(monkeypatch, config, *hosts))
+    run = await runs.up(config, *hosts)
     gone = run.generator_on("host1")
     run.lose("host1")
     await run.until(f"{gone} failed 2 times in a row and is left out")
     await run.until_back("rollout0")
     assert run.run_end.settle() is None
-    await run.meshes.close()
 
 
-async def test_a_start_that_hangs_delays_no_other_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = await up(Run(monkeypatch, copy4()))
+async def test_a_start_that_hangs_delays_no_other_replacement(runs: Runs) -> None:
+    run = await runs.up(copy4())
     run.processes.born["generator0"] = asyncio.Event()
     run.kill("generator0", "generator1")
     await run.until_back("generator1")
     assert run.doing["generator0"] == "building the engine"
     run.processes.born["generator0"].set()
     await run.until_back("generator0")
-    await run.meshes.close()
 
 
 @pytest.mark.parametrize("late", ["generator0", "relay1"])
 async def test_processes_that_are_not_born_within_start_seconds_end_the_start_for_whoever_waits_for_them(
-    monkeypatch: pytest.MonkeyPatch, late: str
+    runs: Runs, late: str
 ) -> None:
-    run = await Run(monkeypatch, two_hosts(start_seconds=0.01), *CPU).begin()
+    run = await runs.begin(two_hosts(start_seconds=0.01), *CPU)
     run.processes.born[late] = asyncio.Event()
     with pytest.raises(MeshFailed, match=rf"{late}: its processes .* within 0.01 s \(placement.start_seconds\)"):
         await run.meshes.set_up(*run.meshes.meshes)
-    await run.meshes.close()
+    await runs.close()
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_processes_that_monarch_has_given_up_are_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = await Run(monkeypatch, copy4()).begin()
+async def test_processes_that_monarch_has_given_up_are_started_again(runs: Runs) -> None:
+    run = await runs.begin(copy4())
     run.processes.late = ["error spawning proc mesh: statuses: Timeout(30.001001418s)=0..1"]
     await asyncio.wait_for(run.meshes.set_up(*run.meshes.meshes), 5)
     assert any("slow to start: they are started again" in line for line in run.said)
     assert [each.actor for each in run.clients.values() if each.actor.endswith(".2")] == ["trainer.2"]
-    await run.meshes.close()
 
 
 async def test_a_gateway_that_is_slow_to_start_is_started_again_before_anything_serves(
-    monkeypatch: pytest.MonkeyPatch,
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = await Run(monkeypatch, copy4(), serving=True).begin()
+    run = await runs.begin(copy4(), serving=True)
 
     async def started(name: str) -> str:
         return "Timeout(30.001001418s)" if (name, run.clients[name].actor) == ("gateway", "gateway.1") else ""
@@ -124,47 +117,39 @@ async def test_a_gateway_that_is_slow_to_start_is_started_again_before_anything_
     await run.meshes.set_up("gateway")
     assert run.clients["gateway"].actor == "gateway.2"
     assert {*run.doing.values()} == {"ready"}
-    await run.meshes.close()
 
 
-async def test_a_mesh_that_fails_again_and_again_ends_the_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = await up(Run(monkeypatch, one_host(restarts=0)))
+async def test_a_mesh_that_fails_again_and_again_ends_the_run(runs: Runs) -> None:
+    run = await runs.up(one_host(restarts=0))
     run.kill("router")
-    with pytest.raises(MeshFailed, match="router failed 1 time: router rank 0 was killed"):
-        await asyncio.wait_for(run.run_end.watch(asyncio.Event().wait()), 5)
-    await run.meshes.close()
+    await run.ended("router failed 1 time: router rank 0 was killed")
 
 
 @pytest.mark.parametrize("wait", [False, True])
-async def test_the_last_generators_are_awaited_or_end_the_run(monkeypatch: pytest.MonkeyPatch, wait: bool) -> None:
+async def test_the_last_generators_are_awaited_or_end_the_run(runs: Runs, wait: bool) -> None:
     few = {"restarts": 0, "least_generators": 2, "too_few_generators": "wait" if wait else "end"}
-    run = await up(Run(monkeypatch, one_host(**few)))
+    run = await runs.up(one_host(**few))
     run.kill("generator1")
     if wait:
         await run.until_back("generator1")
         assert run.run_end.settle() is None
     else:
-        with pytest.raises(MeshFailed, match="generator1 failed 1 time: .*; placement.least_generators is 2"):
-            await asyncio.wait_for(run.run_end.watch(asyncio.Event().wait()), 5)
-    await run.meshes.close()
+        await run.ended("generator1 failed 1 time: .*; placement.least_generators is 2")
 
 
-async def test_a_mesh_that_dies_before_it_is_up_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = await Run(monkeypatch, copy4()).begin()
+async def test_a_mesh_that_dies_before_it_is_up_ends_the_start(runs: Runs) -> None:
+    run = await runs.begin(copy4())
     run.clients["generator1"].held.clear()
     start = run.run_end.watch(run.meshes.set_up(*run.meshes.meshes))
     run.kill("generator1")
     with pytest.raises(MeshFailed, match="generator1 rank 0 was killed"):
         await asyncio.wait_for(start, 5)
-    await run.meshes.close()
 
 
 async def test_a_replacement_that_dies_while_it_starts_is_logged_and_started_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    runs: Runs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = await up(Run(monkeypatch, copy4()))
+    run = await runs.up(copy4())
     run.clients["generator1"].held.clear()
     run.kill("generator1", "generator1")  # its ranks, one after the other
     while run.clients["generator1"].actor != "generator1.2":
@@ -174,11 +159,10 @@ async def test_a_replacement_that_dies_while_it_starts_is_logged_and_started_aga
     await run.until_back("generator1")
     assert run.clients["generator1"].actor == "generator1.3" and run.run_end.settle() is None
     assert "generator1 did not start again: generator1 rank 0 was killed" in caplog.text
-    await run.meshes.close()
 
 
-async def test_what_needs_a_mesh_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = await up(Run(monkeypatch, copy4()))
+async def test_what_needs_a_mesh_ends_with_it(runs: Runs) -> None:
+    run = await runs.up(copy4())
     run.clients["trainer"].held.clear()
     waiting = asyncio.create_task(run.meshes.unless_lost("trainer", asyncio.Event().wait()))
     await asyncio.sleep(0)
@@ -186,12 +170,13 @@ async def test_what_needs_a_mesh_ends_with_it(monkeypatch: pytest.MonkeyPatch) -
     for work in (waiting, run.meshes.unless_lost("trainer", asyncio.Event().wait())):
         with pytest.raises(MeshFailed, match="trainer rank 0 was killed"):
             await work
-    await run.meshes.close()
 
 
-async def test_a_fault_from_a_thread_is_handled_in_the_context_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fault_from_a_thread_is_handled_in_the_context_of_the_run(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whose, found = ContextVar("whose", default="the run's"), []
-    run = await up(Run(monkeypatch, copy4()))
+    run = await runs.up(copy4())
     spawn = run.processes.spawn
     monkeypatch.setattr(run.processes, "spawn", lambda *a, **b: (found.append(whose.get()), spawn(*a, **b))[1])
 
@@ -202,19 +187,16 @@ async def test_a_fault_from_a_thread_is_handled_in_the_context_of_the_run(monkey
     Thread(target=report).start()
     await run.until_back("router")
     assert {*found} == {"the run's"}
-    await run.meshes.close()
 
 
 async def test_an_error_in_a_replacement_ends_the_run_instead_of_being_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = await up(Run(monkeypatch, copy4()))
+    run = await runs.up(copy4())
 
     async def stop(*_: object, **__: object) -> None:
         raise KeyError("generator0")
 
     monkeypatch.setattr(run.processes, "stop", stop)
     run.kill("generator0")
-    with pytest.raises(TitanError, match="KeyError"):
-        await asyncio.wait_for(run.run_end.watch(asyncio.Event().wait()), 5)
-    await run.meshes.close()
+    await run.ended("KeyError", TitanError)

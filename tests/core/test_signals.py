@@ -10,13 +10,13 @@ import pytest
 PROGRAM = """
 import asyncio, atexit, signal, sys
 from titan_rl.errors import Stopped
-from titan_rl.supervision.process import StopSignals, hold_signals
+from titan_rl.supervision.process import hold_signals, report_stop_signals
 from titan_rl.processes import run_and_exit
 
 async def run():
     heard = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    StopSignals(lambda stop: loop.call_soon_threadsafe(heard.put_nowait, stop) if not loop.is_closed() else None)
+    report_stop_signals(lambda stop: loop.is_closed() or loop.call_soon_threadsafe(heard.put_nowait, stop))
     print("armed", flush=True)
     for _ in range(2):
         stop = await heard.get()

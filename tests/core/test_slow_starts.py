@@ -1,4 +1,4 @@
-"""Nobody waits for processes that will never start, and none outlives a stop that is given up."""
+"""Nobody waits for a start that has failed, and no process outlives a stop that is given up."""
 
 from __future__ import annotations
 
@@ -11,18 +11,6 @@ import pytest
 from titan_rl.supervision.provisioner import SpawnedProcesses
 
 pytestmark = pytest.mark.asyncio
-
-
-async def test_what_starts_is_waited_for_until_it_is_stopped() -> None:
-    starts: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    lost: Any = SimpleNamespace(lost="it is cut off")
-    processes: Any = SimpleNamespace(initialized=starts)
-    mesh = SpawnedProcesses("generator1", "generator1-0", [(lost, processes, 1)])
-    waiting = asyncio.ensure_future(mesh.started())
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    await mesh.stop(kill=True)
-    await asyncio.wait_for(waiting, 5)
 
 
 async def test_a_start_that_fails_is_over() -> None:

@@ -16,8 +16,7 @@ from titan_rl.supervision.process import prepare_controller
 
 
 async def attach(worker: str, logs: str = "") -> None:
-    from titan_rl.hosts.host import listen_for
-    from titan_rl.supervision.provisioner import Provisioner
+    from titan_rl.supervision.provisioner import Provisioner, listen_for
 
     def say(*what: object) -> None:
         print(*what, flush=True)

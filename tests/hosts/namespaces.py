@@ -130,6 +130,11 @@ class Host:
         self._processes.append(process)
         return process
 
+    def start(self, command: Sequence[str], env: dict[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
+        """As `run`; what it prints and its errors are one text, in its `stdout`."""
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, **options}
+        return self.run(command, env, **options)
+
     def call(self, function: Callable[..., T], *args: Any, **options: Any) -> T:
         """Call it in a thread whose network and file systems are this host's. Process ids in it are this machine's, and
         so /proc is of no use there."""

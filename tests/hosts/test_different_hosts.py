@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from titan_rl.errors import ConfigError
-from titan_rl.hosts.agent import Introduction, versions
-from titan_rl.hosts.attached_host import CLOCK_SECONDS, AttachedHost
+from titan_rl.hosts.agent import CLOCK_SECONDS, Introduction, refuse_differences, versions
 from titan_rl.hosts.facts import HostFacts
 
 
 def introduce(differs: dict[str, str], seconds_off: float) -> None:
     known: dict[str, Any] = {"facts": HostFacts(cpus=4), "pid": 1, "scratch": "", "python": ""}
     clock = time.time() + seconds_off
-    introduction = Introduction(**known, versions=versions() | differs, clock=clock)
-    AttachedHost._refuse_differences(SimpleNamespace(label="host1"), introduction)  # type: ignore[arg-type]
+    refuse_differences("host1", Introduction(**known, versions=versions() | differs, clock=clock))
 
 
 def test_a_host_like_this_one_is_taken() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ class Run:
     def __init__(self, host: Host, directory: Path, *settings: str) -> None:
         self._host, self._directory = host, directory
         command = [*TRAIN, *SMALL, *settings, "--logging.directory", str(directory)]
-        self.process = host.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.process = host.start(command)
         self.said: list[str] = []
 
     def until(self, *texts: str) -> None:
@@ -49,7 +48,7 @@ class Run:
         """What `titan-rl fleet RUN …` prints."""
         (run,) = self._directory.glob("*-*")
         command = [sys.executable, "-m", "titan_rl.cli", "fleet", str(run), *words]
-        asked = self._host.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        asked = self._host.start(command)
         printed, _ = asked.communicate(timeout=200)
         assert asked.returncode == 0, printed
         return printed

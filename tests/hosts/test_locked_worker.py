@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from titan_rl.hosts.agent import News, lock_worker
-from titan_rl.hosts.attached_host import ShippedLogs
-from titan_rl.supervision.pulse import MOST_BYTES
+from titan_rl.hosts.host import MOST_BYTES, ShippedLogs
 
 
 def held(file: Path) -> int:

@@ -36,7 +36,7 @@ def refused(hosts: Hosts, runs: Path, *arguments: str, address: str = "") -> str
     run = [sys.executable, "-m", "titan_rl.train", "--recipe", "cpu_smoke", "--generator.tensor-parallel", "1"]
     run += ["--generator.engine", "simulated"]
     where = ["--hosts", address or f"{hosts[1].address}:{PORT}", "--trusted-network", "--logging.directory", str(runs)]
-    process = hosts[0].run([*run, *where, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = hosts[0].start([*run, *where, *arguments])
     output, _ = process.communicate(timeout=90)
     assert process.returncode in (1, 2), output[-3000:]
     assert "optimizer step" not in output
@@ -87,7 +87,7 @@ def test_a_port_that_is_in_use_and_an_address_that_is_not_here(hosts: Hosts) -> 
     try:
         for address, why in ((f"{hosts[1].address}:{PORT + 3}", "in use"), ("10.77.0.9:17000", "assign")):
             listen = [sys.executable, "-m", "titan_rl.cli", "worker", "--listen", address, "--trusted-network"]
-            done = hosts[1].run(listen, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            done = hosts[1].start(listen)
             output, _ = done.communicate(timeout=60)
             assert done.returncode == 2 and why in output, output
     finally:

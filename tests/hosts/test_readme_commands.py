@@ -34,14 +34,7 @@ def enter(host: Host, command: str, where: Path) -> subprocess.Popen[str]:
     """As somebody who has activated the environment types it."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    return host.run(
-        ["sh", "-c", f"exec {command}"],
-        env=environment,
-        cwd=where,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return host.start(["sh", "-c", f"exec {command}"], env=environment, cwd=where)
 
 
 def logs(where: Path) -> set[str]:

@@ -56,12 +56,7 @@ def test_a_disturbed_run_over_three_hosts_ends_with_the_weights_of_one_host(tmp_
     patience = ("--placement.host-seconds", "10")
     with Hosts(3) as hosts, workers(hosts[1:]) as addresses:
         where = ["--hosts", ",".join(addresses), "--trusted-network", "--placement.trainer", "host0"]
-        run = hosts[0].run(
-            [*TRAIN, *SMALL, *where, *patience, "--logging.directory", str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        run = hosts[0].start([*TRAIN, *SMALL, *where, *patience, "--logging.directory", str(tmp_path)])
         said, steps = [], 0
         for line in run.stdout:
             said.append(line)
@@ -96,12 +91,7 @@ def test_a_trainer_whose_host_is_lost_with_its_copies_goes_back_to_a_checkpoint(
     settings = (*SMALL, "--checkpoint.every", "2")
     with Hosts(2) as hosts, workers(hosts[1:]) as addresses:
         where = ["--hosts", *addresses, "--trusted-network", "--placement.trainer", "host1"]
-        run = hosts[0].run(
-            [*TRAIN, *settings, *where, "--logging.directory", str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        run = hosts[0].start([*TRAIN, *settings, *where, "--logging.directory", str(tmp_path)])
         lines: list[str] = []
         for line in run.stdout:
             lines.append(line)
@@ -122,12 +112,7 @@ def test_copy4_over_two_hosts_ends_with_the_weights_of_one_host(recipe: str, tra
     settings = ("--recipe", recipe, *FEW, "--loop.steps", "4", "--trainer.data-parallel", str(trainers))
     with Hosts(2) as hosts, workers(hosts[1:]) as addresses:
         where = ["--hosts", *addresses, "--trusted-network", "--placement.trainer", *["host0", "host1"][:trainers]]
-        run = hosts[0].run(
-            [*TRAIN, *settings, *where, "--logging.directory", str(tmp_path / "two")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        run = hosts[0].start([*TRAIN, *settings, *where, "--logging.directory", str(tmp_path / "two")])
         output, _ = run.communicate(timeout=400)
     assert run.returncode == 0, output[-4000:]
     assert weights(tmp_path / "two") == on_one_host(tmp_path / "one", *settings)
@@ -148,13 +133,10 @@ def test_torchrun_makes_hosts_of_its_ranks_and_the_trainer_spans_two_of_them(
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
         meet = ["--rdzv-backend", "static", "--master-addr", hosts[0].address, "--master-port", "29400"]
         ranks = [
-            host.run(
+            host.start(
                 [*torchrun, *meet, "--node-rank", str(number), "-m", "titan_rl.train", *smoke]
                 + ["--logging.directory", str(tmp_path)],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
             )
             for number, host in enumerate(hosts)
         ]

@@ -8,12 +8,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from namespaces import Host, Hosts, skip_reason
 
+from tests.hosts.namespaces import Host, Hosts, skip_reason
+from tests.hosts.workers import workers
 from titan_rl.errors import ConfigError
 from titan_rl.hosts.facts import TLS, transport
 
@@ -66,22 +66,7 @@ def variables(directory: Path, address: str) -> dict[str, str]:
 
 
 def started(host: Host, command: list[str], tls: dict[str, str]) -> subprocess.Popen[str]:
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return host.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"} | tls, **pipes)
-
-
-@contextmanager
-def worker(host: Host, port: int, tls: dict[str, str]) -> Iterator[str]:
-    """A worker with these certificates; its address."""
-    address = f"{host.address}:{port}"
-    command = [sys.executable, "-m", "titan_rl.cli", "worker", "--listen", address]
-    lent = started(host, command if tls else [*command, "--trusted-network"], tls)
-    try:
-        assert any("listens on" in line for line in lent.stdout)
-        yield address
-    finally:
-        lent.terminate()
-        lent.wait()
+    return host.start(command, env=os.environ | {"OMP_NUM_THREADS": "1"} | tls, stdin=subprocess.DEVNULL)
 
 
 def train(host: Host, address: str, runs: Path, tls: dict[str, str]) -> tuple[int, str]:
@@ -96,7 +81,7 @@ def train(host: Host, address: str, runs: Path, tls: dict[str, str]) -> tuple[in
 def test_a_run_with_certificates_needs_no_trusted_network_and_takes_no_strangers(
     hosts: Hosts, ours: Path, tmp_path: Path
 ) -> None:
-    with worker(hosts[1], 17000, variables(ours, ADDRESSES[1])) as address:
+    with workers(hosts[1:], tls=variables(ours, ADDRESSES[1])) as (address,):
         code, said = train(hosts[0], address, tmp_path, variables(ours, ADDRESSES[0]))
         assert code == 0, said[-3000:]
         assert "encrypted and mutually authenticated" in said
@@ -110,7 +95,7 @@ def test_a_host_that_does_not_fit_is_named(theirs: str, hosts: Hosts, ours: Path
     port, there = 17001, {}
     if theirs == "another authority":
         port, there = 17002, variables(certificates(tmp_path), ADDRESSES[1])
-    with worker(hosts[1], port, there) as address:
+    with workers(hosts[1:], port, there) as (address,):
         code, said = train(hosts[0], address, tmp_path, variables(ours, ADDRESSES[0]))
     assert code == 1 and f"host1 ({address}) takes connections and starts nothing" in said, said[-3000:]
     assert "or only one of the hosts has TLS, or their certificates do not fit" in said

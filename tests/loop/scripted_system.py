@@ -253,7 +253,7 @@ class World:
             trainer=self.trainer,  # type: ignore[arg-type]
             router=self.router,  # type: ignore[arg-type]
             rollouts=self.rollouts,  # type: ignore[arg-type]
-            generators={"generator0": None, "generator1": None},  # type: ignore[dict-item]
+            generators=lambda: {"generator0": None, "generator1": None},  # type: ignore[dict-item]
         )
         self.recorded = recorded
         self.begin(directory, restore=restore)

@@ -104,7 +104,7 @@ async def test_ages_are_counted_from_the_version_that_sampled() -> None:
 
 def system(config: RunConfig) -> System:
     parts: Any = None
-    return System(config=config, model_path=Path(), trainer=parts, router=parts, rollouts=parts, generators={})
+    return System(config=config, model_path=Path(), trainer=parts, router=parts, rollouts=parts, generators=dict)
 
 
 V3 = PolicyVersion(0, 3)

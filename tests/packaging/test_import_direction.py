@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "titan_rl"
 
 FLOORS = (
-    {"train", "serve", "export", "submit", "fleet", "playing", "cli"},
+    {"train", "serve", "export", "submit", "playing", "cli"},
     {"config_registry"},
     {"run"},
     {"supervision", "hosts"},
@@ -39,7 +39,6 @@ FLOORS = (
         "errors",
         "bounds",
         "directories",
-        "run_directory",
         "seeding",
         "importing",
         "one_line",
@@ -77,16 +76,13 @@ def module_name(path: Path) -> str:
 def imports_of(path: Path) -> Iterator[Import]:
     """Every import in the file, those inside functions and `if TYPE_CHECKING` too."""
     source = module_name(path)
-    package = source if path.name == "__init__.py" else source.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(source, alias.name, node.lineno)
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*parents, *([base] if base else [])])
+            assert node.module and not node.level, f"{source} imports by a relative name"
+            base = node.module
             # `from titan_rl import seeding` names a module only in its alias.
             for alias in node.names:
                 yield Import(source, f"{base}.{alias.name}" if base == "titan_rl" else base, node.lineno)
@@ -165,12 +161,3 @@ def test_importing_a_config_module_loads_no_component():
         and part(each.target) not in plain
     ]
     assert heavy == []
-
-
-def test_relative_imports_resolve_to_full_names(tmp_path, monkeypatch):
-    root = tmp_path / "titan_rl"
-    (root / "routing").mkdir(parents=True)
-    file = root / "routing" / "probe.py"
-    file.write_text("from . import fleet\nfrom ..types import Turn\nfrom titan_rl import seeding\n")
-    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", root)
-    assert [each.target for each in imports_of(file)] == ["titan_rl.routing", "titan_rl.types", "titan_rl.seeding"]

@@ -73,7 +73,7 @@ EXCEPTIONS = {
     "view/watch.py:_looks": "a file tells nobody that it has grown",
     "supervision/supervisor.py:start": "the pause before a mesh that keeps failing is started again",
     "hosts/elastic.py:_rejoin": "the pause before a lost host is tried again",
-    "supervision/pulse.py:until_still": "a process that hangs tells nobody, nor does a host that is cut off",
+    "rpc/mesh_client.py:until_still": "a process that hangs tells nobody, nor does a host that is cut off",
     "actors/rollout_worker.py:_report": "the kernel tells nobody that shared memory was freed",
     "actors/generator.py:_report_and_exit": "a single wait before the exit, so that the cause reaches the callers",
     "rpc/requests.py:disconnect": "gives the event loop one tick, which sends the abort",
@@ -167,50 +167,38 @@ def test_each_wait_without_a_bound_and_each_poll_is_named_with_its_reason(
     assert {*named} - found == set(), "they are gone"
 
 
-@pytest.mark.parametrize(
-    "code", ["await event.wait()", "await future", "await asyncio.wait({task})", "await inbox.get()"]
+UNBOUNDED = ("await event.wait()", "await future", "await asyncio.wait({task})", "await inbox.get()")
+BOUNDED = (
+    "await asyncio.wait({task}, timeout=1)",
+    "await client.call()",
+    "async with asyncio.timeout(1): await event.wait()",
 )
-def test_a_wait_without_a_bound_would_be_seen(code: str) -> None:
-    assert list(waits(ast.parse(f"async def f():\n    {code}"))) == ["f"]
+POLLS = (
+    "async def f():\n    while True:\n        await asyncio.sleep(1)",
+    "def f():\n    time.sleep(0.1)",
+    "def f():\n    from time import sleep\n    sleep(1)",
+    "def f():\n    while not done:\n        event.wait(timeout=1)",
+    "def f():\n    while not event.wait(0.05): pass",
+    "async def f():\n    while True:\n        await asyncio.wait_for(q.get(), 1)",
+    "def f():\n    for _ in range(9):\n        queue.get(timeout=2)",
+    "def f():\n    for _ in range(9):\n        queue.get(True, 2)",
+)
+SINGLE_WAITS = (
+    "async def f():\n    await asyncio.wait_for(event.wait(), 5)",
+    "def f():\n    while True:\n        queue.get()",
+    "def f():\n    while True:\n        words.get(name, 0), ', '.join(names)",
+    "def f(engine):\n    engine.sleep(level=1)",
+)
 
 
 @pytest.mark.parametrize(
-    "code",
+    ("look", "code", "seen"),
     [
-        "await asyncio.wait({task}, timeout=1)",
-        "await client.call()",
-        "async with asyncio.timeout(1): await event.wait()",
+        *((waits, f"async def f():\n    {code}", code in UNBOUNDED) for code in (*UNBOUNDED, *BOUNDED)),
+        *((polls, code, code in POLLS) for code in (*POLLS, *SINGLE_WAITS)),
     ],
 )
-def test_a_wait_with_a_bound_is_none(code: str) -> None:
-    assert not list(waits(ast.parse(f"async def f():\n    {code}")))
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "async def f():\n    while True:\n        await asyncio.sleep(1)",
-        "def f():\n    time.sleep(0.1)",
-        "def f():\n    from time import sleep\n    sleep(1)",
-        "def f():\n    while not done:\n        event.wait(timeout=1)",
-        "def f():\n    while not event.wait(0.05): pass",
-        "async def f():\n    while True:\n        await asyncio.wait_for(q.get(), 1)",
-        "def f():\n    for _ in range(9):\n        queue.get(timeout=2)",
-        "def f():\n    for _ in range(9):\n        queue.get(True, 2)",
-    ],
-)
-def test_a_poll_would_be_seen(code: str) -> None:
-    assert list(polls(ast.parse(code)))
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "async def f():\n    await asyncio.wait_for(event.wait(), 5)",
-        "def f():\n    while True:\n        queue.get()",
-        "def f():\n    while True:\n        words.get(name, 0), ', '.join(names)",
-        "def f(engine):\n    engine.sleep(level=1)",
-    ],
-)
-def test_a_single_wait_is_no_poll(code: str) -> None:
-    assert not list(polls(ast.parse(code)))
+def test_only_waits_without_a_bound_and_polls_are_seen(
+    look: Callable[[ast.AST], Iterator[str]], code: str, seen: bool
+) -> None:
+    assert {*look(ast.parse(code))} == ({"f"} if seen else set())

@@ -15,7 +15,6 @@ def imported() -> dict[str, set[str]]:
             if isinstance(node, ast.Import):
                 graph[module] |= {alias.name for alias in node.names} & files.keys()
             elif isinstance(node, ast.ImportFrom):
-                assert not node.level, f"{module} imports by a relative name"
                 submodules = {f"{node.module}.{alias.name}" for alias in node.names} & files.keys()
                 graph[module] |= submodules or {str(node.module)} & files.keys()
     return graph

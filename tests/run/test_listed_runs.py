@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from titan_rl.cli import main
+from titan_rl.directories import lock_run
 from titan_rl.run.runs import State, list_runs
-from titan_rl.run_directory import lock_run
 
 CONFIG = 'recipe = "nowhere:gone"\n[loop]\nsteps = 30\n'
 STEPS = [{"step": 19, "train/loss": 1.0}, {"step": 20, "evaluation/exact_match": 0.25}, {"step": 20, "train/loss": 0.5}]

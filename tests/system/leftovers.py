@@ -17,6 +17,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 RUN_SECONDS = 240
 """Bound on one small run on a busy machine."""
 
+SMALL = ("--recipe", "copy4", "--generator.count", "1", "--loop.groups-per-step", "4", "--evaluation.prompts", "20")
+ENDLESS = (*SMALL, "--loop.steps", "100000", "--evaluation.every", "0")
+SIMULATED = ("--generator.engine", "simulated")
+"""Where it makes no difference, and starts sooner."""
+
 GONE_SECONDS = 30.0
 """Bound on the end of what is told by the kernel to end."""
 
@@ -51,6 +56,15 @@ def finish(run: subprocess.Popen[str]) -> str:
         os.killpg(run.pid, signal.SIGKILL)
         output, _ = run.communicate()
         raise AssertionError(f"the run did not end within {RUN_SECONDS} s; it printed:\n{output}") from None
+    return output
+
+
+def stop(run: subprocess.Popen[str], number: signal.Signals = signal.SIGINT) -> str:
+    """Stop the run by a signal, which leaves nothing; returns what it printed."""
+    run.send_signal(number)
+    output = finish(run)
+    assert run.returncode == 128 + number, output
+    assert_nothing_is_left(run)
     return output
 
 

@@ -88,7 +88,7 @@ async def flow() -> AsyncIterator[Flow]:
             await system.router.pull_model_state_dict(publication)
             await system.trainer.release(previous)
         fleet = await system.router.fleet_status()
-        generators = system.generators.values()
+        generators = system.generators().values()
         ends = await asyncio.gather(*(each.close() for each in generators), return_exceptions=True)
     yield Flow(steps, fleet, ends)
 

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from test_resume import DELAYS, numbers
 
 from titan_rl.metrics.rollout_record import ROLLOUTS, read_record, read_records
 from titan_rl.playing.replay import difference, difference_of_numbers, facts
 
-DELAYS = Path(__file__).with_name("delays.py")
 STEPS, STALENESS = 6, 2
 
 
@@ -28,7 +28,6 @@ class Outcome(NamedTuple):
 
     weights: dict[str, bytes]
     steps: list[dict[str, float]]
-    """Rewards, losses and ages of every step, and evaluations."""
     rollouts: list[tuple[object, ...]]
     """The recorded ones: their tokens, logprobs of generator and trainer, loss weights, …"""
 
@@ -54,15 +53,9 @@ def train(directory: Path, **settings: Any) -> Outcome:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (run,) = directory.iterdir()
     weights = load_file(run / "checkpoint" / "model.safetensors")
-    exactly = ("step", "rollout/tokens")
-    kept = ("rollout/reward", "train/loss", "train/grad_norm", "staleness/", "evaluation/")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    # An evaluation goes on beside training, so its line may come before or after those of steps.
-    lines.sort(key=lambda line: (line["step"], "evaluation/reward" in line))
-    steps = [{key: value for key, value in line.items() if key in exactly or key.startswith(kept)} for line in lines]
     records = sorted(read_records(run / ROLLOUTS), key=lambda record: (record.purpose, record.step))
     rollouts = [(record.group, record.sample, *record.kept, *facts(record)) for record in records]
-    return Outcome({name: tensor.tobytes() for name, tensor in weights.items()}, steps, rollouts)
+    return Outcome({name: tensor.tobytes() for name, tensor in weights.items()}, numbers(run), rollouts)
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +98,8 @@ def test_a_tampered_recording_is_found_where_the_true_one_is_replayed_bit_for_bi
     assert done.stdout.splitlines()[-1].startswith(f"not the same: step 2, {what}"), done.stdout[-500:]
     replayed = [*read_records(kept / ROLLOUTS)]
     assert difference([*map(read_record, true)], replayed) == "" and {record.step for record in replayed} == {2}
-    numbers = [[*map(json.loads, (each / "metrics.jsonl").read_text().splitlines())] for each in (run, kept)]
-    before, again = ([line for line in lines if line["step"] == 2 and "train/loss" in line] for lines in numbers)
+    lines_of = [[*map(json.loads, (each / "metrics.jsonl").read_text().splitlines())] for each in (run, kept)]
+    before, again = ([line for line in lines if line["step"] == 2 and "train/loss" in line] for lines in lines_of)
     assert difference_of_numbers(before[0], again[0]) == ""
     assert (copy / "summary.json").read_bytes() == (run / "summary.json").read_bytes()
 

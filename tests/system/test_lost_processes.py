@@ -1,30 +1,38 @@
-"""Runs that lose a process, as a user starts them: what is said, and that nothing stays behind. About 15 s each."""
+"""Runs that lose a process, as a user starts them: what is said, and that nothing stays behind. About 15 s each.
+
+And runs beside others: a start removes what dead runs left, and nothing of a living one.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
 from leftovers import (
+    ENDLESS,
+    SIMULATED,
     assert_nothing_is_left,
     descendants,
+    ending,
     finish,
     listening_addresses_of,
     process_of,
+    shared_memory_of,
     start_run,
+    stop,
     wait_for_line,
     wait_until_gone,
 )
 
-from titan_rl.supervision.process import sweep_dead_scratch
+from titan_rl.supervision.process import PREFIX, sweep_dead_scratch
 from titan_rl.weights.segment_files import sweep_dead_segments
 
-SMALL = ("--recipe", "copy4", "--generator.count", "1", "--loop.groups-per-step", "4", "--evaluation.prompts", "20")
-ENDLESS = (*SMALL, "--loop.steps", "100000", "--evaluation.every", "0")
 FULL = pytest.mark.acceptance
 LONGER_THAN_MONARCH_WAITS = 70.0
 """Seconds. By itself it takes a process that says nothing for 30 s for dead, and one ends that was not asked for 60."""
@@ -61,35 +69,29 @@ def test_whatever_dies_is_named_and_replaced_and_the_run_goes_on(
             wait_for_line(run, f"{mesh} is back after ")
             steps.append(int(wait_for_line(run, "step ").split()[1].partition("/")[0]))
         assert steps == sorted(set(steps)), "none is done again, and each goes further"
-        os.kill(run.pid, signal.SIGINT)
-        output = finish(run)
-        assert run.returncode == 130, output
+        output = stop(run)
         assert "the weights after step" in output and "Traceback" not in output
-        assert_nothing_is_left(run)
         # torch makes this directory for what it compiles, and finds it again
         assert [left for left in os.listdir(temporary) if not left.startswith("torchinductor_")] == []
 
 
 def test_a_run_that_waits_for_generators_outlives_hangs_and_deaths_beyond_its_restarts(tmp_path: Path) -> None:
     waits = ("--placement.restarts", "0", "--placement.too-few-generators", "wait", "--placement.hang-seconds", "5")
-    run = start_run(*ENDLESS, "--generator.engine", "simulated", *waits, runs=tmp_path)
+    run = start_run(*ENDLESS, *SIMULATED, *waits, runs=tmp_path)
     for number, said in ((signal.SIGSTOP, "no progress for 5 s"), *2 * [(signal.SIGKILL, "killed by signal 9")]):
         wait_for_line(run, "step ")
         os.kill(process_of(run.pid, "generator0"), number)
         assert said in wait_for_line(run, "lost generator0: ")
         wait_for_line(run, "generator0 is back after ")
     wait_for_line(run, "step ")
-    os.kill(run.pid, signal.SIGINT)
-    output = finish(run)
-    assert run.returncode == 130, output
-    assert_nothing_is_left(run)
+    stop(run)
 
 
 @pytest.mark.parametrize("victim", ["generator0", pytest.param("rollout0", marks=FULL)])
 def test_what_is_not_to_be_replaced_ends_the_run_by_its_name_and_the_weights_are_saved(
     tmp_path: Path, victim: str
 ) -> None:
-    run = start_run(*ENDLESS, "--generator.engine", "simulated", "--placement.restarts", "0", runs=tmp_path)
+    run = start_run(*ENDLESS, *SIMULATED, "--placement.restarts", "0", runs=tmp_path)
     wait_for_line(run, "step ")
     os.kill(process_of(run.pid, victim), signal.SIGKILL)
     output = finish(run)
@@ -125,10 +127,7 @@ def test_a_run_waits_for_a_stopped_generator(tmp_path: Path) -> None:
     os.kill(pid, signal.SIGCONT)
     for _ in range(2):
         wait_for_line(run, "step ")
-    os.kill(run.pid, signal.SIGINT)
-    output = finish(run)
-    assert run.returncode == 130, output
-    assert_nothing_is_left(run)
+    stop(run)
 
 
 @pytest.mark.acceptance
@@ -140,10 +139,44 @@ def test_a_process_that_is_stopped_at_birth_is_started_again(tmp_path: Path, mon
         "    born.touch()\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    run = start_run(*ENDLESS, "--generator.engine", "simulated", runs=tmp_path / "runs")
-    wait_for_line(run, "the processes of generator0 were slow to start: all are started again")
+    run = start_run(*ENDLESS, *SIMULATED, runs=tmp_path / "runs")
+    wait_for_line(run, "the processes of generator0 were slow to start: they are started again")
     wait_for_line(run, "step ")
-    os.kill(run.pid, signal.SIGINT)
-    output = finish(run)
-    assert run.returncode == 130, output
-    assert_nothing_is_left(run)
+    stop(run)
+
+
+SAME_ID = """
+import os, sys
+from titan_rl.weights.segment_files import DIRECTORY, segment_path
+for channel in ("policy", "samples.worker0", "samples.rollout0"):
+    segment_path(DIRECTORY, os.getpid(), channel, 0).write_bytes(b"of a dead run with this process id")
+os.execv(sys.executable, [sys.executable, "-m", "titan_rl.train", *sys.argv[1:]])
+"""
+"""As in a container that is started again and keeps its /dev/shm."""
+
+
+def remains_of_a_dead_run() -> list[Path]:
+    """What a killed controller leaves."""
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    segment = Path(f"/dev/shm/titan_rl-{dead.pid}-policy-0")
+    segment.write_bytes(b"weights")
+    scratch = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{dead.pid}."))
+    return [segment, scratch]
+
+
+@pytest.mark.acceptance
+def test_a_start_removes_what_a_dead_run_left_and_nothing_of_a_living_one(tmp_path: Path) -> None:
+    first = start_run(*ENDLESS, runs=tmp_path / "first")
+    wait_for_line(first, "step ")
+    remains = remains_of_a_dead_run()
+    owned = shared_memory_of(first.pid)
+    second = start_run(*ENDLESS, runs=tmp_path / "second", program=("-c", SAME_ID))
+    wait_for_line(second, "step ")
+    assert [each for each in remains if each.exists()] == []
+    assert owned and set(owned) & set(shared_memory_of(first.pid)), "its publications live on"
+    stop(second, signal.SIGTERM)
+    for _ in range(2):
+        wait_for_line(first, "step ")
+    assert ending(stop(first, signal.SIGTERM)).startswith("the run was stopped by SIGTERM")
+    assert not any(os.path.exists(each) for each in remains)

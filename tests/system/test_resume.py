@@ -49,23 +49,24 @@ class Outcome(NamedTuple):
     state: dict[str, bytes]
     """Master weights, moments, reference."""
     steps: list[dict[str, Any]]
-    """Rewards, tokens, losses, ages and evaluations."""
+
+
+def numbers(run: Path, *kept: str) -> list[dict[str, Any]]:
+    """Of every step and evaluation: rewards, tokens, losses, ages; and what else begins so."""
+    exactly = ("step", "rollout/tokens")
+    kept = ("rollout/reward", "train/loss", "train/grad_norm", "staleness/", "evaluation/", *kept)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    # An evaluation goes on beside training, so its line may come before or after those of steps.
+    lines.sort(key=lambda line: (line["step"], "evaluation/reward" in line))
+    return [{key: value for key, value in line.items() if key in exactly or key.startswith(kept)} for line in lines]
 
 
 def outcome(run: Path) -> Outcome:
-    exactly = ("step", "rollout/tokens")
-    kept = ("rollout/reward", "train/loss", "train/grad_norm", "train/on_policy", "staleness/")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    lines.sort(key=lambda line: (line["step"], "evaluation/reward" in line))
-    steps = [
-        {key: value for key, value in line.items() if key in exactly or key.startswith(("evaluation/", *kept))}
-        for line in lines
-    ]
     state = run / "checkpoints" / f"step-{STEPS:08d}" / "trainer"
     return Outcome(
         (run / "checkpoint" / "model.safetensors").read_bytes(),
         {file.name: file.read_bytes() for file in sorted(state.glob("*.distcp"))},
-        steps,
+        numbers(run, "train/on_policy"),
     )
 
 

@@ -19,9 +19,9 @@ from delays import PLAYED
 from safetensors.numpy import load_file
 from test_resume import DELAYS, STEPS, Outcome, goes_on, killed, outcome, run, settings
 
+from titan_rl.directories import CONFIG, SUMMARY, lock_run
 from titan_rl.loop.checkpoint_files import FORMAT, MANIFEST, check, checkpoints
 from titan_rl.loop.ledger import Ledger, read_ledger
-from titan_rl.run_directory import CONFIG, SUMMARY, lock_run
 
 GROUPS, STALENESS = 4, 2
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.recorded import line, run_with
 
-from titan_rl.run_directory import lock_run
+from titan_rl.directories import lock_run
 from titan_rl.view import watch
 
 

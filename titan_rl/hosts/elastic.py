@@ -15,18 +15,27 @@ import asyncio
 import dataclasses
 import json
 import logging
+import os
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from titan_rl.directories import CONTROL
 from titan_rl.errors import ConfigError, TitanError
 from titan_rl.hosts.facts import transport
-from titan_rl.hosts.host import Host
+from titan_rl.overrides import Command, Verb, did_you_mean, print_error
 from titan_rl.supervision.managed_mesh import ManagedMesh, MeshState, pause_after
 from titan_rl.supervision.placement import Kind
 from titan_rl.supervision.process import scratch_directory
-from titan_rl.supervision.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from titan_rl.hosts.host import Host
+    from titan_rl.supervision.supervisor import Supervisor
+
+VERBS = ("show", "add", "remove")
 
 REJOIN_SECONDS = 1.0
 """Least pause before a lost host is tried again."""
@@ -38,10 +47,7 @@ class HostControl:
     """Of one run or service."""
 
     def __init__(self, supervisor: Supervisor, check: Callable[[Host], Awaitable[None]]) -> None:
-        """
-        Args:
-            check: raises ConfigError if another host lacks what its part of the run needs.
-        """
+        """`check` raises ConfigError if another host lacks what its part of the run needs."""
         self._supervisor, self._table, self._check = supervisor, supervisor.table, check
         self._where = supervisor.config.placement
         self.workers = {f"host{number}": worker for number, worker in enumerate(self._where.hosts, 1)}
@@ -264,11 +270,11 @@ async def controlled(control: HostControl, link: Path | None, say: Callable[[str
             await writer.drain()
         writer.close()
 
-    socket = scratch_directory() / f"{link.name}-{id(control)}"
-    server = await asyncio.start_unix_server(serve, socket)
+    path = scratch_directory() / f"{link.name}-{id(control)}"
+    server = await asyncio.start_unix_server(serve, path)
     try:
         link.unlink(missing_ok=True)  # of a controller that was killed
-        link.symlink_to(socket)
+        link.symlink_to(path)
     except OSError as error:
         say(f"`titan-rl fleet` cannot reach this run: {link} cannot be made: {error.strerror or error}")
     try:
@@ -278,6 +284,67 @@ async def controlled(control: HostControl, link: Path | None, say: Callable[[str
         for task in commands:
             task.cancel()
         await asyncio.gather(*commands, return_exceptions=True)
-        socket.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         with suppress(OSError):  # the run ends for its own reason
             link.unlink(missing_ok=True)
+
+
+def _act(command: Command, prog: str) -> int:
+    """Returns the exit code: 1 if the run refuses the command."""
+    names = command.words
+    if not names:
+        raise ConfigError("say which run: its directory")
+    run, verb, *rest = *names, *(["show"] if len(names) == 1 else [])
+    if verb not in VERBS:
+        raise ConfigError(f"there is no command {verb!r}{did_you_mean(verb, VERBS)}; there are {', '.join(VERBS)}")
+    if verb == "show" and rest:
+        raise ConfigError(f"show takes no {rest[0]}")
+    if verb != "show" and not rest:
+        what = "each host's worker as ADDRESS:PORT" if verb == "add" else f"hosts; `{prog} {run}` names them"
+        raise ConfigError(f"say what to {verb}: {what}")
+    answer = ask(Path(run), {"verb": verb, "names": rest})
+    print("\n".join(answer.get("lines", [])), end="\n" if answer.get("lines") else "")
+    if "error" in answer:
+        print_error(prog, answer["error"])
+        return 1
+    return 0
+
+
+def ask(run: Path, command: dict[str, object]) -> dict[str, list[str]]:
+    """The controller's answer. Raises ConfigError if nobody answers there."""
+    if not run.is_dir():
+        raise ConfigError(f"{run} is no run directory")
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            connection.connect(os.readlink(run / CONTROL))
+        except OSError as error:
+            raise ConfigError(
+                f"{run} is the directory of no run that is up on this host, or of another user's "
+                f"({error.strerror or error})"
+            ) from error
+        try:
+            connection.sendall(json.dumps(command).encode() + b"\n")
+            with connection.makefile() as answer:
+                return json.loads(answer.readline())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the run in {run} ended before it answered") from error
+
+
+VERB = Verb(
+    act=_act,
+    about="""
+usage: {prog} RUN                         show its hosts and meshes
+       {prog} RUN add ADDRESS:PORT ...    take hosts in, and start generators on them
+       {prog} RUN remove HOST ...         take hosts away
+
+RUN is the directory of a run or service that is going on, on this host.
+
+add: each ADDRESS:PORT is a `titan-rl worker`. First starts what had no room. Then a new host brings one generator, on
+CUDA as many as it has devices for.
+Whoever reaches a worker's port can run any code there: trusted networks only.
+remove: requests go on elsewhere from the tokens that they have. A host's generators leave the fleet with it, down to
+placement.least_generators; everything else on it moves. A host that is lost is not awaited any more.
+A command goes on if this program is ended.""",
+    takes_words=True,
+    takes_settings=False,
+)

@@ -52,13 +52,7 @@ class HostFacts:
 
 def detect_host(environ: Mapping[str, str] = os.environ, *, name: str = "host0", address: str = "") -> HostFacts:
     """Detect this host's resources without torch: from `/proc`, the scheduler, and `nvidia-smi` if it is installed.
-
-    Args:
-        name, address: see `HostFacts`.
-
-    Raises:
-        ConfigError: no network interface of this host has the address.
-    """
+    Raises ConfigError if no network interface of this host has the address."""
     memory = re.search(r"^MemAvailable:\s+(\d+) kB$", _read(Path("/proc/meminfo")), re.MULTILINE)
     return HostFacts(
         name=name,

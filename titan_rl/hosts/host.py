@@ -1,6 +1,10 @@
-"""What a host of a run is, and the controller's own, host 0. Every other one is an `AttachedHost`.
+"""The hosts of a run: the controller's own, and those that it reaches through an agent.
+
+    attach ─▶ agent ─▶ introduction ─▶ pulses … ─▶ lost: its meshes are lost with it      detach: the worker waits again
 
 - A process is started, watched and killed through the `Host` that it is on, in one way for every host.
+- A host that answers no pulse for `placement.host_seconds` is lost, and so is one whose agent has ended. It is reported
+  once, and never used again; a worker that is attached again is a new host.
 - With one host nothing listens on a network.
 """
 
@@ -12,101 +16,50 @@ import functools
 import itertools
 import logging
 import os
+import queue
+import socket
 import sys
-from abc import ABC, abstractmethod
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from monarch.actor import enable_transport, shutdown_context, this_host
+from monarch.actor import attach_to_workers, shutdown_context, this_host
 
-from titan_rl.config import PlacementConfig
-from titan_rl.gateway.config import listen
-from titan_rl.hosts.facts import HostFacts, address_towards, detect_host, transport
+from titan_rl.errors import ActorGone, CallTimeout, ConfigError, HostLost, TitanError
+from titan_rl.hosts.agent import HostAgent, Introduction, News, digest_of, prepare_agent, refuse_differences
+from titan_rl.hosts.facts import HostFacts, detect_host, transport
+from titan_rl.metrics.timeline import Pulse
 from titan_rl.policy.config import TinyPolicyConfig
+from titan_rl.processes import start_thread
+from titan_rl.rpc.connection import Connection, bounded
+from titan_rl.rpc.mesh_client import LOOKS, until_still
 from titan_rl.supervision.child import ProcessWatch
 from titan_rl.supervision.process import scratch_directory
 from titan_rl.weights.segment_files import remove_segments_of
 
 LEAVE_SECONDS = 1.0
 """Bound on the end of Monarch's runtime in the controller, after all meshes were stopped. Monarch has the same one."""
+FACTS_SECONDS = 40.0
+"""Bound on what an agent finds out of its host: `nvidia-smi` alone may take 30 s."""
+REACH_SECONDS = 3.0
+"""Bound on the first packet from a host."""
+LARGE_BYTES = 64 << 10
+"""More than any packet holds."""
+CALL_SECONDS = 10.0
+"""Bound on any other call to an agent. What a worker answers by itself may take half of it."""
+LEASE = 3
+"""An agent ends when it hears nothing for so many times `placement.host_seconds`: longer than the controller waits for
+it, so that a controller which is only slow loses no host. One whose process is gone is not waited for."""
+LEAST_BYTES, MOST_BYTES = 16 << 10, 1 << 20
+"""The least takes a quarter of a second at 0.5 Mbit/s."""
 
 Ended = Callable[[str, str, int | None], None]
 """Told of the end of a process: the spawn, the process, its exit code. See `ProcessWatch`."""
 
 _log = logging.getLogger(__name__)
 _serial = itertools.count()
-
-
-def listen_for(where: PlacementConfig) -> tuple[str, int]:
-    """Let Monarch listen for other hosts, on `placement.address` or the interface that leads to the first of them.
-    Returns this address, empty if there will be none, and a port of it that is open as long as this process lives:
-    nobody is let in. Call it before any other call of Monarch's. Raises ConfigError: see `transport`; or the first
-    one's name is not known, no network leads there, or the address is none of this host's.
-    """
-    if not where.several_hosts:
-        return "", 0
-    scheme, address = transport(where.untrusted()), where.address or address_towards(where.hosts[0])
-    door = listen(address, 0)
-    enable_transport(f"{scheme}://{address}:0")
-    port = door.getsockname()[1]
-    door.detach()  # never closed
-    return address, port
-
-
-class Host(ABC):
-    """One machine of a run."""
-
-    label: str
-    """Its name for people."""
-    facts: HostFacts
-    owner: int
-    """Process that owns the run's files in its shared memory."""
-    scratch: Path
-    """Directory for files that end with that process."""
-    logs: str
-    """Directory of log files; empty: processes print to the terminal."""
-    python: str
-    mesh: Any
-    """Monarch's handle."""
-    lost = ""
-    """Why it cannot be used any more."""
-
-    @property
-    def name(self) -> str:
-        return self.facts.name
-
-    @abstractmethod
-    def any_ended(self, spawn: str) -> bool:
-        """Whether a process of this spawn has ended, as far as is known here."""
-
-    @abstractmethod
-    async def expect_ends(self, spawn: str, kill: bool) -> None:
-        """As `ProcessWatch` does."""
-
-    @abstractmethod
-    async def end(self, spawn: str) -> None:
-        """As `ProcessWatch` does."""
-
-    @abstractmethod
-    async def remove_segments(self, channel: str) -> None:
-        """Remove the run's files in its shared memory that belong to a channel; empty: all."""
-
-    @abstractmethod
-    async def detach(self) -> None:
-        """The run does not need the host any more; its meshes are stopped. Never raises."""
-
-    @abstractmethod
-    async def require_same(self, tiny: TinyPolicyConfig | None, model_path: Path, imports: tuple[str, ...]) -> None:
-        """Raises ConfigError unless the policy and the user's modules are there as they are on the controller's host.
-
-        Args:
-            tiny: of the policy, if it is a tiny one, which is made there.
-        """
-
-    @abstractmethod
-    async def require_sees(self, run_directory: Path) -> None:
-        """Raises ConfigError if the run directory, where the trainer writes checkpoints, is not there."""
 
 
 @functools.cache
@@ -123,27 +76,35 @@ def _leave_at_exit() -> None:
     atexit.register(leave)
 
 
-class ControllersHost(Host):
-    """Host 0."""
+class Host:
+    """The controller's own machine, host 0. Every other one is an `AttachedHost`, which does the same by calls."""
+
+    name: str
+    label: str
+    """Its name for people."""
+    facts: HostFacts
+    owner: int
+    """Process that owns the run's files in its shared memory."""
+    scratch: Path
+    """Directory for files that end with that process."""
+    logs: str
+    """Directory of log files; empty: processes print to the terminal."""
+    python: str
+    lost = ""
+    """Why it cannot be used any more."""
 
     def __init__(
-        self,
-        *,
-        log_directory: str,
-        on_end: Ended,
-        on_broken: Callable[[str], None],
-        address: str = "",
+        self, *, log_directory: str, on_end: Ended, on_broken: Callable[[str], None], address: str = ""
     ) -> None:
         self.facts = detect_host(address=address)
-        self.label = self.facts.name
+        self.name = self.label = self.facts.name
         self.owner, self.logs, self.python = os.getpid(), log_directory, sys.executable
         self.scratch = scratch_directory() / f"host-{next(_serial)}"
         self.scratch.mkdir()
         self._watch = ProcessWatch(self.scratch, on_end=on_end, on_broken=on_broken)
 
-    @property
-    def mesh(self) -> Any:  # type: ignore[override]
-        """If this call starts Monarch, its sockets are put into the scratch directory."""
+    def mesh(self) -> Any:
+        """Monarch's handle. If this call starts Monarch, its sockets are put into the scratch directory."""
         before = os.environ.get("TMPDIR")
         os.environ["TMPDIR"] = str(scratch_directory())
         try:
@@ -157,20 +118,282 @@ class ControllersHost(Host):
                 os.environ["TMPDIR"] = before
 
     def any_ended(self, spawn: str) -> bool:
+        """Whether a process of this spawn has ended, as far as is known here."""
         return self._watch.any_ended(spawn)
 
     async def expect_ends(self, spawn: str, kill: bool) -> None:
+        """As `ProcessWatch` does."""
         await asyncio.to_thread(self._watch.expect_ends, spawn, kill)
 
     async def end(self, spawn: str) -> None:
+        """As `ProcessWatch` does."""
         await asyncio.to_thread(self._watch.end, spawn)
 
     async def remove_segments(self, channel: str) -> None:
+        """Remove the run's files in its shared memory that belong to a channel; empty: all."""
         remove_segments_of(os.getpid(), channel=channel)
 
     async def detach(self) -> None:
+        """The run does not need the host any more; its meshes are stopped. Never raises."""
         self._watch.close()
 
-    async def require_same(self, tiny: TinyPolicyConfig | None, model_path: Path, imports: tuple[str, ...]) -> None: ...
+    async def require_same(self, tiny: TinyPolicyConfig | None, model_path: Path, imports: tuple[str, ...]) -> None:
+        """Raises ConfigError unless the policy and the user's modules are there as they are on the controller's host.
 
-    async def require_sees(self, run_directory: Path) -> None: ...
+        Args:
+            tiny: of the policy, if it is a tiny one, which is made there.
+        """
+
+    async def require_sees(self, run_directory: Path) -> None:
+        """Raises ConfigError if the run directory, where the trainer writes checkpoints, is not there."""
+
+
+class Pace:
+    """How many bytes go with the next pulse: few after a late one, so that they never make a link look dead.
+
+    with pace as nbytes: await pulse(nbytes)        16 KiB, 32 KiB, … 1 MiB, late, 16 KiB, 32 KiB, …
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """The seconds are the bound of `until_still`."""
+        self._late_seconds = seconds / LOOKS / 2
+        self._clock = clock
+        self._nbytes = LEAST_BYTES
+        self._began = 0.0
+
+    def __enter__(self) -> int:
+        self._began = self._clock()
+        return self._nbytes
+
+    def __exit__(self, *error: object) -> None:
+        late = self._clock() - self._began > self._late_seconds
+        self._nbytes = LEAST_BYTES if late else min(MOST_BYTES, 2 * self._nbytes)
+
+
+class ShippedLogs:
+    """Writes what agents send of their files, in a thread: a disk that stalls keeps nobody from hearing the pulse."""
+
+    def __init__(self, directory: str, on_death: Callable[[str], None]) -> None:
+        self._directory = Path(directory)
+        self._news: queue.SimpleQueue[News | None] = queue.SimpleQueue()
+        self._taken = self._written = 0  # bytes; each counter has one thread
+        self._thread = start_thread("shipped logs", self._write, on_death=on_death)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more may be asked for."""
+        return self._taken - self._written < MOST_BYTES
+
+    def put(self, news: News) -> None:
+        """Never waits."""
+        self._taken += len(news.text)
+        self._news.put(news)
+
+    def close(self, seconds: float) -> None:
+        """Wait until all is written, but no longer than this."""
+        self._news.put(None)
+        self._thread.join(seconds)
+
+    def _write(self) -> None:
+        while (news := self._news.get()) is not None:
+            with suppress(OSError), open(self._directory / news.of, "ab") as log:
+                log.write(news.text)
+            self._written += len(news.text)
+
+
+class AttachedHost(Host):
+    """A host with a worker, which listens at ADDRESS:PORT.
+
+    Args:
+        log_directory: of the run, which it names; empty: logs are not shipped.
+        spans: whether timelines are shipped with them.
+        controller: address and port at which the controller listens.
+        silent_seconds: `placement.host_seconds`.
+        on_lost: called once, when the host is lost.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        worker: str,
+        *,
+        log_directory: str,
+        spans: bool,
+        controller: tuple[str, int],
+        silent_seconds: float,
+        on_end: Ended,
+        on_lost: Callable[[AttachedHost], None],
+    ) -> None:
+        self.name, self.label, self._worker = name, f"{name} ({worker})", worker
+        self._log_directory, self._spans = log_directory, spans
+        self._silent_seconds, self._controller = silent_seconds, controller
+        self._on_end, self._on_lost = on_end, on_lost
+        self._logs = ShippedLogs(log_directory, on_death=_log.error) if log_directory else None
+        self._ended: set[str] = set()
+        self._agent: Connection | None = None
+        self._pulses: asyncio.Task[None] | None = None
+
+    async def attach(self) -> None:
+        """Take the host into the run.
+
+        Raises:
+            HostLost: nobody answers there.
+            ConfigError: it has another Python or other packages than this host.
+        """
+        address, silent = await self._reach(), self._silent_seconds
+        there = [f"{transport()}://{address}:{self._worker.rpartition(':')[2]}"]
+        self._mesh = attach_to_workers(ca="trust_all_connections", workers=there)
+        try:
+            await bounded(self._mesh.initialized, what=f"attaching {self.label}", seconds=CALL_SECONDS / 2)
+            begin = functools.partial(prepare_agent, self.name) if self._spans else None
+            processes = self._mesh.spawn_procs(per_host={"ranks": 1}, name="agent", bootstrap=begin)
+            about = self.name, address, LEASE * silent, self._log_directory, self._controller
+            actor = processes.spawn(f"agent_{next(_serial)}", HostAgent, *about)
+            self._agent = Connection(
+                actor.slice(ranks=0), what=f"{{}} of {self.label}", on_push=self._hear, on_lost=self._lose
+            )
+            await self._agent.call(CALL_SECONDS, HostAgent.echo, b"")
+            known: Introduction = await self._agent.call(FACTS_SECONDS + silent, HostAgent.begin)
+        except (ActorGone, CallTimeout) as error:
+            self._lose(str(error))
+            raise HostLost(
+                f"{self.label} takes connections and starts nothing. Perhaps a firewall keeps it from reaching this "
+                "host; or it is no `titan-rl worker`, or one that was started again (it needs another port) or listens "
+                f"at another address; or only one of the hosts has TLS, or their certificates do not fit ({error})"
+            ) from error
+        try:
+            await self._agent.call(CALL_SECONDS / 2, HostAgent.echo, bytes(LARGE_BYTES))
+        except CallTimeout as error:
+            self._lose(str(error))
+            raise HostLost(
+                f"{self.label} answers, but {LARGE_BYTES >> 10} KiB at once do not come through: compare the MTU of "
+                "the network interfaces on the way"
+            ) from error
+        self.facts, self.owner, self.scratch = known.facts, known.pid, Path(known.scratch)
+        self.python, self.logs = known.python, str(self.scratch / "logs") if self._log_directory else ""
+        refuse_differences(self.label, known)
+        self._pulses = asyncio.ensure_future(self._watch_pulses())
+
+    def mesh(self) -> Any:
+        return self._mesh
+
+    def any_ended(self, spawn: str) -> bool:
+        return bool(self.lost) or spawn in self._ended
+
+    async def expect_ends(self, spawn: str, kill: bool) -> None:
+        await self._ask(HostAgent.expect_ends, spawn, kill)
+
+    async def end(self, spawn: str) -> None:
+        await self._ask(HostAgent.end, spawn)
+
+    async def remove_segments(self, channel: str) -> None:
+        await self._ask(HostAgent.remove_segments, channel)
+
+    async def require_same(self, tiny: TinyPolicyConfig | None, model_path: Path, imports: tuple[str, ...]) -> None:
+        agent = self._agent
+        assert agent is not None
+        if tiny is not None:
+            await agent.call(CALL_SECONDS, HostAgent.make_policy, tiny, str(model_path))
+        same = (str(model_path), *imports)
+        here = await asyncio.to_thread(lambda: [digest_of(each) for each in same])
+        there = await agent.call(CALL_SECONDS, HostAgent.digests, same)
+        for what, mine, theirs in zip(same, here, there, strict=True):
+            if not theirs:
+                raise ConfigError(f"{self.label} has no {what}: put it there, at the same path")
+            if theirs != mine:
+                raise ConfigError(f"{self.label} has another {what} than this host: copy it there")
+
+    async def require_sees(self, run_directory: Path) -> None:
+        assert self._agent is not None
+        (there,) = await self._agent.call(CALL_SECONDS, HostAgent.digests, (str(run_directory),))
+        if not there:
+            raise ConfigError(
+                f"{self.label} does not see {run_directory}, where the trainer writes checkpoints: choose a "
+                "logging.directory on a file system that all hosts of placement.trainer share"
+            )
+
+    async def detach(self) -> None:
+        """The worker waits for the next run."""
+        if (pulses := self._pulses) is not None:
+            pulses.cancel()
+            await asyncio.gather(pulses, return_exceptions=True)
+        if self._agent is not None and not self.lost:  # it was reached, and somebody there answers
+            if pulses is not None:  # it was attached
+                await self._ask(HostAgent.pulse, 16 * MOST_BYTES)  # the last lines of the logs
+                await self._ask(HostAgent.remove_segments, "")
+            self.lost = self.lost or "it was detached"
+            await self._agent.close()
+            try:
+                await bounded(self._mesh.stop(), what=f"detaching {self.label}", seconds=CALL_SECONDS / 2)
+            except Exception as error:  # Monarch's own too: the next controller's attachment does not depend on it
+                _log.warning("%s", error)
+        if self._logs is not None:
+            await asyncio.to_thread(self._logs.close, CALL_SECONDS / 2)
+
+    async def _ask(self, endpoint: Any, *args: Any) -> None:
+        """A host that is lost has nothing left to be asked for."""
+        assert self._agent is not None
+        try:
+            await self._agent.call(CALL_SECONDS, endpoint, *args)
+        except TitanError as error:
+            _log.warning("%s", error)
+
+    async def _watch_pulses(self) -> None:
+        agent = self._agent
+        assert agent is not None
+        pace = Pace(self._silent_seconds)
+
+        async def pulse() -> list[Pulse]:
+            with pace as log_bytes:
+                room = self._logs is None or self._logs.has_room
+                return [await agent.call(None, HostAgent.pulse, log_bytes if room else 0)]
+
+        try:
+            await until_still(pulse, self._silent_seconds)
+            self._lose(f"it did not answer for {self._silent_seconds:g} s (placement.host_seconds)")
+        except TitanError as error:  # it is gone, or fails
+            self._lose(str(error))
+
+    def _lose(self, reason: str) -> None:
+        if self.lost:
+            return
+        self.lost = f"{self.label} is lost: {reason}"
+        if self._agent is not None:
+            self._agent.lose(self.lost)
+        if self._pulses is not None:  # otherwise `attach` raises
+            self._on_lost(self)
+            if self._logs is not None:
+                self._logs.close(0.0)
+
+    def _hear(self, news: News) -> None:
+        match news.kind:
+            case "ended":
+                self._ended.add(news.of)
+                self._on_end(news.of, f"{news.process} on {self.name}", news.code)
+            case "broken":  # it fences itself, as one that is cut off
+                self._lose(news.process)
+            case "log" if self._logs is not None:
+                self._logs.put(news)
+
+    async def _reach(self) -> str:
+        """Whether somebody listens there; returns the IP address. Raises HostLost with the cause: Monarch would only
+        wait."""
+        host, _, port = self._worker.rpartition(":")
+        try:
+            async with asyncio.timeout(REACH_SECONDS):
+                _, writer = await asyncio.open_connection(host, int(port), family=socket.AF_INET)
+            address = str(writer.get_extra_info("peername")[0])
+            writer.close()
+            return address
+        except ConnectionRefusedError as error:
+            trusted = " --trusted-network" * (transport() == "tcp")
+            raise HostLost(
+                f"nobody listens at {self.label}: start `titan-rl worker --listen {self._worker}{trusted}` there"
+            ) from error
+        except TimeoutError as error:
+            raise HostLost(
+                f"{self.label} did not answer within {REACH_SECONDS:g} s: the address is wrong, the host is down, or a "
+                "firewall is between"
+            ) from error
+        except OSError as error:
+            raise HostLost(f"{self.label} cannot be reached: {error.strerror or error}") from error

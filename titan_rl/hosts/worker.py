@@ -83,11 +83,8 @@ def free_port(address: str) -> int:
 
 
 def hosts_of(environ: Mapping[str, str]) -> int:
-    """Over how many hosts torchrun has started this program; 1: it has not, or over one.
-
-    Raises:
-        ConfigError: several processes on one host, or the variables are not all there.
-    """
+    """Over how many hosts torchrun has started this program; 1: it has not, or over one. Raises ConfigError if
+    there are several processes on one host, or the variables are not all there."""
     world, here = environ.get("WORLD_SIZE", "1"), environ.get("LOCAL_WORLD_SIZE", "1")
     if not world.isdigit() or int(world) <= 1:
         return 1
@@ -103,14 +100,8 @@ def hosts_of(environ: Mapping[str, str]) -> int:
 
 
 def workers(environ: Mapping[str, str], ranks: int, *, trusted: bool) -> tuple[str, ...]:
-    """On rank 0: ADDRESS:PORT of every other rank, which end when this process does.
-
-    Args:
-        trusted: `placement.trusted_network`, for all ranks.
-
-    Raises:
-        ConfigError: some did not come, or may not listen.
-    """
+    """On rank 0: ADDRESS:PORT of every other rank, which end when this process does. `trusted` is
+    `placement.trusted_network`, for all ranks. Raises ConfigError if some did not come, or may not listen."""
     store, attempt, seconds = _store(environ), environ.get("TORCHELASTIC_RESTART_COUNT", "0"), _patience(environ)
     keys = [WORKER.format(attempt, rank) for rank in range(1, ranks)]
 

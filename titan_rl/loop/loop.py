@@ -352,7 +352,7 @@ class TrainingLoop:
 
     def _show(self, pull: FleetPull) -> None:
         """Say once for every reason why a generator does not serve."""
-        for name in self._system.generators:
+        for name in self._system.generators():
             failure = pull.failures.get(name, "")
             if failure or name in pull.reports:
                 self._display.mesh(name, failure or f"serving {pull.version}")

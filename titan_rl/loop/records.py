@@ -330,7 +330,7 @@ class MeshStats:
                 async with asyncio.timeout(ANSWER_SECONDS):
                     found[mesh] = await client.pulse()
 
-        meshes: dict[str, PulseClient] = {"trainer": system.trainer, "router": system.router, **system.generators}
+        meshes: dict[str, PulseClient] = {"trainer": system.trainer, "router": system.router, **system.generators()}
         meshes |= {worker.name: worker for worker in system.rollouts.workers}
         if system.gateway is not None:
             meshes["gateway"] = system.gateway

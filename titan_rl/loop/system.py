@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +24,8 @@ class System:
     trainer: TrainerClient
     router: RouterClient
     rollouts: Rollouts
-    generators: Mapping[str, GeneratorClient]
-    """By name: those that are not lost."""
+    generators: Callable[[], Mapping[str, GeneratorClient]]
+    """Those that are up now, by name."""
     gateway: GatewayClient | None = None
     """None where no program plays."""
 

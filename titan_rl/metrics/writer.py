@@ -21,10 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from titan_rl.directories import METRICS
 from titan_rl.errors import StorageError
 from titan_rl.metrics.json_lines import JsonLines, encode_lines, json_lines
 from titan_rl.metrics.metric_table import metric_of
-from titan_rl.run_directory import METRICS
 
 GROUPS = "groups"
 """Key of a step's groups, by id."""

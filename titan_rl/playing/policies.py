@@ -23,6 +23,7 @@ import numpy as np
 from titan_rl import serve, train
 from titan_rl.chat.message_renderer import MessageRenderer
 from titan_rl.config import PlacementConfig, RunConfig
+from titan_rl.directories import CONFIG
 from titan_rl.errors import ActorGone, ConfigError, RequestLost
 from titan_rl.export import export_weights
 from titan_rl.gateway.config import GatewayConfig
@@ -38,8 +39,7 @@ from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.rollout.report import GroupResult, report_of
 from titan_rl.rollout.rollouter import Generate
 from titan_rl.run.checks import Severity, check_serving
-from titan_rl.run.resume import find
-from titan_rl.run_directory import CONFIG
+from titan_rl.run.runs import find
 from titan_rl.scheduling.group import MAX_ATTEMPTS
 from titan_rl.serve import KEY_VARIABLE
 from titan_rl.supervision.placement import plays

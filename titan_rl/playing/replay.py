@@ -26,7 +26,7 @@ from titan_rl.loop.checkpoint_files import CHECKPOINTS, checkpoints, directory_o
 from titan_rl.metrics.json_lines import json_lines
 from titan_rl.metrics.rollout_record import ROLLOUTS, RolloutRecord, read_records
 from titan_rl.overrides import Command, Verb, print_error
-from titan_rl.run.resume import Resume, check_differences, differences, find
+from titan_rl.run.runs import Resume, check_differences, differences, find
 from titan_rl.train import check_and_run, config_of_run, resolve, settings_of
 from titan_rl.types import Purpose
 

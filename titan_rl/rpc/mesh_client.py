@@ -21,16 +21,20 @@ Between `lose` and the next `setup`, a call fails with `ActorGone`, or waits for
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import operator
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
-from titan_rl.errors import ActorGone
+from titan_rl.errors import ActorGone, CallTimeout
 from titan_rl.metrics.timeline import Pulse
 from titan_rl.rpc.connection import ConnectedActor, Connection, RemoteMethod
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+LOOKS = 5
+"""How often to look within the bound. One look that comes late, because this process had no time, proves nothing."""
 
 
 class MeshClient:
@@ -175,3 +179,23 @@ class MeshClient:
 
     def _on_lost(self, reason: str) -> None:
         """Called when a rank is gone, or its connection is lost."""
+
+
+async def until_still(pulse: Callable[[], Awaitable[list[Pulse]]], seconds: float) -> None:
+    """Return when nothing has moved for so long.
+
+    Args:
+        pulse: of each part; raises if there is nothing to look at any more.
+    """
+    before: list[int] = []
+    still = 0  # looks in a row at which a part did not answer, or had not moved
+    while still < LOOKS - 1:
+        now: list[int] = []
+        with suppress(TimeoutError, CallTimeout):
+            async with asyncio.timeout(seconds / LOOKS):
+                now = [part.progress for part in await pulse()]
+        moved = bool(now) and all(map(operator.ne, now, before))
+        still = 0 if moved else still + 1
+        if now:
+            before = now
+            await asyncio.sleep(seconds / LOOKS)

@@ -122,7 +122,7 @@ def _placement(config: RunConfig, host: HostFacts, *, serving: bool = False) -> 
         placement = plan(config, *assumed_hosts(config, like), serving=serving)
     except ConfigError as error:
         raise AbsentError(str(error)) from error
-    check_open_files(host, sum(mesh.ranks for mesh in placement.meshes))
+    check_open_files(host, placement.processes)
 
 
 def _more_ranks_than_cores(config: RunConfig, host: HostFacts, *, serving: bool = False) -> list[Problem]:
@@ -294,11 +294,8 @@ def check_environment(config: RunConfig) -> None:
 
 
 def _check_arguments(setting: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """Whether a call would take these arguments. Of their types, only plain ones are looked at.
-
-    Raises:
-        ConfigError: naming the argument as part of `setting`.
-    """
+    """Whether a call would take these arguments. Of their types, only plain ones are looked at. Raises ConfigError,
+    which names the argument as part of `setting`."""
     try:
         parameters = inspect.signature(function, eval_str=True).parameters
     except NameError:  # an annotation that only a type checker can resolve

@@ -63,11 +63,7 @@ class Problem:
 
 
 def quick_problems(directory: str) -> Iterator[Problem]:
-    """What every start looks at.
-
-    Args:
-        directory: where the run will write; it need not exist yet.
-    """
+    """What every start looks at. The run will write to the directory, which need not exist yet."""
     for package in CORE:
         yield from package_problems(package)
     yield from disk_problems(directory)

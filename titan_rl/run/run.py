@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from titan_rl.config import RunConfig
+from titan_rl.directories import CONFIG, ENDING, METRICS, SUMMARY, lock_run
 from titan_rl.errors import ConfigError, Stopped, StorageError, TrainerStateLost
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.loop.checkpoint_files import Checkpoint
@@ -40,10 +41,9 @@ from titan_rl.metrics.waits import answer_signals
 from titan_rl.metrics.writer import MetricsWriter
 from titan_rl.one_line import counted, one_line
 from titan_rl.overrides import to_toml
-from titan_rl.run.resume import Resume, begun, how_to_go_on
+from titan_rl.run.runs import Resume, begun, how_to_go_on
 from titan_rl.run.start import bring_up
-from titan_rl.run_directory import CONFIG, ENDING, METRICS, SUMMARY, lock_run
-from titan_rl.supervision.process import StopSignals, hold_signals, lasting_output, log_to_file
+from titan_rl.supervision.process import hold_signals, lasting_output, log_to_file, report_stop_signals
 from titan_rl.supervision.run_end import Announcer, RunEnd, Save, train_and_save
 from titan_rl.view.display import RunDisplay
 from titan_rl.view.report import REPORT, write_report
@@ -172,7 +172,7 @@ def conduct(
 
     async def until_the_end() -> tuple[int, str]:
         run_end = RunEnd(announce)
-        StopSignals(run_end.report)
+        report_stop_signals(run_end.report)
         return await work(directory, run_end)
 
     try:
@@ -202,11 +202,7 @@ def conduct(
 
 def make_run_directory(config: RunConfig) -> Path:
     """A new directory `NAME-TIME-PID` below `logging.directory`: NAME is `logging.name`, else that of the recipe, else
-    that of the file or module that holds the recipe.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
+    that of the file or module that holds the recipe. Raises ConfigError."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     where, _, recipe = config.recipe.rpartition(":")
     own = Path(where).stem if where.endswith(".py") else where.rpartition(".")[2]

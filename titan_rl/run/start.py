@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from titan_rl.config import RunConfig
+from titan_rl.directories import CONTROL
 from titan_rl.errors import ConfigError
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.hosts.facts import transport
 from titan_rl.policy.models.tiny import tiny_policy
 from titan_rl.run.checks import check_open_files
-from titan_rl.run_directory import CONTROL
 from titan_rl.supervision.process import prepare_controller
 
 if TYPE_CHECKING:

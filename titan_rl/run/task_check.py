@@ -52,11 +52,7 @@ RENDER_SECONDS = 1.0
 
 def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
     """The problem that keeps the task of `config` from being played, or its `warning`. Call it if `check_run` found
-    nothing.
-
-    Args:
-        imports: the user's modules.
-    """
+    nothing."""
     # hide the output of user code and the ends of its processes: the problem says what matters of them
     logging.getLogger("titan_rl.isolation").addHandler(logging.NullHandler())
     name = config.environment.name

@@ -108,22 +108,6 @@ class MeshTable:
         return len(self.fleet) - self.spares
 
 
-class UpGenerators(Mapping[str, GeneratorClient]):
-    """Those that are up at the moment of each look."""
-
-    def __init__(self, table: MeshTable) -> None:
-        self._table = table
-
-    def __getitem__(self, name: str) -> GeneratorClient:
-        return self._table.generators()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._table.generators())
-
-    def __len__(self) -> int:
-        return len(self._table.generators())
-
-
 class MeshKind:
     """One kind of mesh, among the meshes of one run."""
 

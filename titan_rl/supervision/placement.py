@@ -150,11 +150,8 @@ def devices_needed(config: RunConfig, *, serving: bool = False) -> int:
 
 
 def plays(config: RunConfig) -> bool:
-    """Whether the task's rollouts are played by programs, which need a gateway. Imports the task's class.
-
-    Raises:
-        ConfigError: it cannot be imported.
-    """
+    """Whether the task's rollouts are played by programs, which need a gateway. Imports the task's class, or raises
+    ConfigError."""
     task = import_name(config.environment.name, SHORT_NAMES)
     return getattr(task, "play", Environment.play) is not Environment.play
 

@@ -5,9 +5,9 @@
 - The scratch directory holds files that must not outlive the process: sockets, rendezvous files, temporary files. The
   process holds a lock on it, which the kernel releases when the process dies. The next process removes the directories
   of dead ones.
-- `hold_signals` blocks signals until `StopSignals` handles them, because before that there is no event loop. The first
-  SIGINT, SIGTERM or SIGHUP ends the running work; saving the weights and closing still follow. Each further signal only
-  skips the saving. No signal interrupts the closing or kills this process: the handlers stay until
+- `hold_signals` blocks signals until `report_stop_signals` handles them, because before that there is no event loop.
+  The first SIGINT, SIGTERM or SIGHUP ends the running work; saving the weights and closing still follow. Each further
+  signal only skips the saving. No signal interrupts the closing or kills this process: the handlers stay until
   `processes.run_and_exit` ends it.
 """
 
@@ -23,13 +23,11 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any, TextIO, cast
 
 from titan_rl.errors import Stopped, TitanError
@@ -135,34 +133,22 @@ def dead_scratch(parent: Path) -> Iterator[Path]:
 
 
 def hold_signals() -> None:
-    """Block stop signals until `StopSignals`. Call it in the main thread, before any process is spawned."""
+    """Block stop signals until `report_stop_signals`. Call it in the main thread, before any process is spawned."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
-class StopSignals:
-    """Reports each signal as `Stopped`, in the main thread, even while the event loop sleeps."""
-
-    def __init__(self, report: Callable[[TitanError], None]) -> None:
-        """Call it in the main thread, in the event loop of the run.
-
-        Args:
-            report: told of every signal.
-        """
-        self._report = report
-        self._waking, signalled = socket.socketpair()
-        for end in (self._waking, signalled):
-            end.setblocking(False)
-        # The kernel may interrupt any thread. The byte wakes the event loop, whose thread then runs the handler.
-        # `loop.add_signal_handler` does the same, but removes its handlers when the loop is closed.
-        asyncio.get_running_loop().add_reader(self._waking, lambda: self._waking.recv(64))
-        signal.set_wakeup_fd(signalled.detach(), warn_on_full_buffer=False)
-        for number in _SIGNALS:
-            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has set it
-                signal.signal(number, self._hear)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self._report(Stopped(number))
+def report_stop_signals(report: Callable[[TitanError], None]) -> None:
+    """From now on report each signal as `Stopped`, in the main thread, even while the event loop sleeps. Call it in the
+    main thread, in the event loop of the run."""
+    # The kernel may interrupt any thread. The byte wakes the event loop, whose thread then runs the handler.
+    # `loop.add_signal_handler` does the same, but removes its handlers when the loop is closed.
+    waking, signalled = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # never closed: signals come until this process ends
+    asyncio.get_running_loop().add_reader(waking, os.read, waking, 64)
+    signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
+    for number in _SIGNALS:
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has set it
+            signal.signal(number, lambda number, frame: report(Stopped(number)))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
 class _Lasting:
@@ -209,12 +195,8 @@ def redirect_output(file: Path) -> None:
     logging.basicConfig(level=logging.INFO, format=_FORMAT, force=True)
 
 
-def log_to_file(file: Path) -> logging.Handler:
-    """Send the controller's logging to `file`, with what its threads raise; its output stays in the terminal.
-
-    Returns:
-        The handler to remove.
-    """
+def log_to_file(file: Path) -> None:
+    """Send the controller's logging to `file`, with what its threads raise; its output stays in the terminal."""
     file.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(file)
     handler.setFormatter(logging.Formatter(_FORMAT))
@@ -222,7 +204,6 @@ def log_to_file(file: Path) -> logging.Handler:
     root.addHandler(handler)
     root.setLevel(logging.INFO)
     threading.excepthook = _log_thread
-    return handler
 
 
 def _log_thread(failed: threading.ExceptHookArgs) -> None:

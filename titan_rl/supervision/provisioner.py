@@ -22,11 +22,13 @@ from typing import Any
 
 import monarch.actor
 from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
-from monarch.actor import MeshFailure, ProcMesh
+from monarch.actor import MeshFailure, ProcMesh, enable_transport
 
+from titan_rl.config import PlacementConfig
 from titan_rl.errors import ActorFailed, HostLost, MeshFailed
-from titan_rl.hosts.attached_host import AttachedHost
-from titan_rl.hosts.host import ControllersHost, Host
+from titan_rl.gateway.config import listen
+from titan_rl.hosts.facts import address_towards, transport
+from titan_rl.hosts.host import AttachedHost, Host
 from titan_rl.processes import HOST, OWNER, RENDEZVOUS, ending_in_words
 from titan_rl.rpc.connection import bounded
 from titan_rl.supervision.placement import TORCHRUN_VARIABLES, MeshPlan
@@ -47,15 +49,27 @@ _provisioners: weakref.WeakSet[Provisioner] = weakref.WeakSet()
 _log = logging.getLogger(__name__)
 
 
+def listen_for(where: PlacementConfig) -> tuple[str, int]:
+    """Let Monarch listen for other hosts, on `placement.address` or the interface that leads to the first of them.
+    Returns this address, empty if there will be none, and a port of it that is open as long as this process lives:
+    nobody is let in. Call it before any other call of Monarch's. Raises ConfigError: see `transport`; or the first
+    one's name is not known, no network leads there, or the address is none of this host's.
+    """
+    if not where.several_hosts:
+        return "", 0
+    scheme, address = transport(where.untrusted()), where.address or address_towards(where.hosts[0])
+    door = listen(address, 0)
+    enable_transport(f"{scheme}://{address}:0")
+    port = door.getsockname()[1]
+    door.detach()  # never closed
+    return address, port
+
+
 class SpawnedProcesses:
     """The processes of one mesh, and the names of the actors on them."""
 
     def __init__(self, name: str, spawn_id: str, parts: Sequence[tuple[Host, ProcMesh, int]]) -> None:
-        """
-        Args:
-            spawn_id: names this start of the mesh.
-            parts: its hosts, and on each its processes and how many they are.
-        """
+        """`spawn_id` names this start of the mesh; `parts` are its hosts, and on each its processes and how many."""
         self.name = name
         self.spawn_id = spawn_id
         self._parts = parts
@@ -146,7 +160,7 @@ class Provisioner:
         self._stopping: list[SpawnedProcesses] = []
         self._log_directory = log_directory
         self._listens, (address, _) = listens, listens
-        here = ControllersHost(
+        here = Host(
             log_directory=log_directory,
             on_end=self._ended,
             on_broken=lambda what: on_fault(ActorFailed(what)),
@@ -243,7 +257,7 @@ class Provisioner:
         for name, count in Counter(plan.hosts).items():
             host = self.hosts[name]
             command = functools.partial(_command, plan, spawn_id, host, first, count)
-            processes = host.mesh.spawn_procs(
+            processes = host.mesh().spawn_procs(
                 per_host={"ranks": count},
                 name=plan.name,
                 bootstrap=functools.partial(prepare_process, plan.name, host.logs, self._imports, self._spans),

@@ -36,11 +36,8 @@ class RunEnd:
     """Collects fatal faults and stop signals for one event loop; both may come at any time and from any thread."""
 
     def __init__(self, announce: Callable[[Exception], None] = lambda error: None) -> None:
-        """
-        Args:
-            announce: called as soon as it is known what ends the run: with the fault, and with the work's own error if
-                that is a different one.
-        """
+        """`announce` is called as soon as it is known what ends the run: with the fault, and with the work's own error
+        if that is a different one."""
         self._loop = asyncio.get_running_loop()
         self._announce = announce
         self._first: asyncio.Future[TitanError] = self._loop.create_future()
@@ -113,11 +110,8 @@ class RunEnd:
             return task.result()
 
     def settle(self) -> TitanError | None:
-        """Fix the result of the run: from now on faults change nothing.
-
-        Returns:
-            The fault or signal that ended the run; None if there was none.
-        """
+        """Fix the result of the run: from now on faults change nothing. Returns the fault or signal that ended it, if
+        any did."""
         self.is_settled = True
         return self._first.result() if self._first.done() else None
 
@@ -139,10 +133,7 @@ class Announcer:
     """Prints what ends a run, as soon as it is known, and each text only once."""
 
     def __init__(self, say: Callable[[str], None], *, stopping: str) -> None:
-        """
-        Args:
-            stopping: text after the name of a stop signal: what happens next.
-        """
+        """What happens next, `stopping`, is said after the name of a stop signal."""
         self._say = say
         self._stopping = stopping
         self._said: set[str] = set()

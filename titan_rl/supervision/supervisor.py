@@ -32,15 +32,14 @@ from titan_rl.actors.router_client import RouterClient
 from titan_rl.config import RunConfig
 from titan_rl.errors import ActorGone, HostLost, MeshFailed, MeshLeaves, TitanError
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.hosts.host import listen_for
 from titan_rl.loop.system import System
 from titan_rl.policy.models.tiny import model_directory
 from titan_rl.rpc.connection import bounded
+from titan_rl.rpc.mesh_client import until_still
 from titan_rl.supervision.managed_mesh import ManagedMesh, MeshState
-from titan_rl.supervision.mesh_kinds import KINDS, MeshKind, MeshTable, UpGenerators
+from titan_rl.supervision.mesh_kinds import KINDS, MeshKind, MeshTable
 from titan_rl.supervision.placement import Kind
-from titan_rl.supervision.provisioner import TOO_LATE, Provisioner
-from titan_rl.supervision.pulse import until_still
+from titan_rl.supervision.provisioner import TOO_LATE, Provisioner, listen_for
 from titan_rl.supervision.run_end import RunEnd, until_either
 from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segments
 
@@ -69,7 +68,6 @@ class Supervisor:
     ) -> None:
         """
         Args:
-            gateway: settings of the gateway, if the placement has one.
             serving: serve a checkpoint, without trainer and rollout workers.
             imports, log_directory, run_end, on_mesh, say: see `start.Options`.
         """
@@ -128,7 +126,7 @@ class Supervisor:
             trainer=self.meshes["trainer"].client,
             router=self.router,
             rollouts=self.table.rollouts,
-            generators=UpGenerators(self.table),
+            generators=self.table.generators,
             gateway=self.gateway if "gateway" in self.meshes else None,
         )
 
@@ -398,3 +396,4 @@ class Supervisor:
         task = asyncio.ensure_future(watched())
         self._working.add(task)
         task.add_done_callback(self._working.discard)
+        task.add_done_callback(lambda _: work.close())  # it may have been cancelled before it began

@@ -19,10 +19,10 @@ from typing import Any, BinaryIO
 import msgspec
 import tomli
 
+from titan_rl.directories import CONFIG, METRICS, SUMMARY
 from titan_rl.metrics.json_lines import json_lines, json_object
 from titan_rl.metrics.rollout_record import ROLLOUTS, BranchRecord, RolloutRecord, read_record
 from titan_rl.overrides import flat
-from titan_rl.run_directory import CONFIG, METRICS, SUMMARY
 from titan_rl.view.timelines import Timeline, read_timelines
 
 MOST_ROLLOUTS_BYTES = 400 << 20

@@ -28,12 +28,12 @@ from typing import Any
 import msgspec
 
 from titan_rl import __version__
+from titan_rl.directories import CONFIG, METRICS
 from titan_rl.errors import ConfigError
 from titan_rl.metrics.metric_table import metric_of
 from titan_rl.metrics.rollout_record import ROLLOUTS, BranchRecord, RolloutRecord
 from titan_rl.one_line import one_line
 from titan_rl.overrides import Command, Verb
-from titan_rl.run_directory import CONFIG, METRICS
 from titan_rl.view.findings import Finding, compare, findings
 from titan_rl.view.read import ListedRollout, Run, read_run, rollout_at
 from titan_rl.view.timelines import Timeline

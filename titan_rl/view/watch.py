@@ -12,11 +12,11 @@ from pathlib import Path
 from rich.console import Console
 
 from titan_rl.config import LoggingConfig
+from titan_rl.directories import CONFIG, is_going_on
 from titan_rl.errors import ConfigError
 from titan_rl.metrics.json_lines import json_lines
 from titan_rl.metrics.rollout_record import ROLLOUTS, RolloutRecord, read_record
 from titan_rl.overrides import Command, Verb
-from titan_rl.run_directory import CONFIG, is_going_on
 from titan_rl.view.conversation import draw_rollout
 
 PAUSE_SECONDS = 1.0

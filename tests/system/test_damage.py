@@ -1,10 +1,12 @@
-"""Real runs that lose a sample, or forget one, with simulated engines; about 20 s."""
+"""Real runs that lose a sample, forget one, or publish weights that are damaged before anybody reads them (30 s;
+simulated engines)."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -23,20 +25,22 @@ from titan_rl.metrics.writer import MetricsWriter
 from titan_rl.run.start import start
 from titan_rl.types import GroupKey, GroupRequest
 from titan_rl.view.display import RunDisplay
+from titan_rl.weights.manifest import Publication
+from titan_rl.weights.segment_files import segment_at
 
 STEPS, GROUPS, SAMPLES = 3, 4, 4
 VICTIM = 5
 """A group of the second step."""
 
 
-def small(engine: str, **loop: Any) -> RunConfig:
+def small(generators: int = 1, **loop: Any) -> RunConfig:
     recipe = copy4()
     return dataclasses.replace(
         recipe,
-        loop=dataclasses.replace(recipe.loop, steps=STEPS, groups_per_step=GROUPS, **loop),
+        loop=dataclasses.replace(recipe.loop, groups_per_step=GROUPS, **{"steps": STEPS, **loop}),
         rollout=dataclasses.replace(recipe.rollout, samples_per_group=SAMPLES),
         evaluation=EvaluationConfig(every=0, prompts=10),
-        generator=dataclasses.replace(recipe.generator, count=1, engine=engine),
+        generator=dataclasses.replace(recipe.generator, count=generators, engine="simulated"),
     )
 
 
@@ -92,7 +96,7 @@ def forget(system: System, victim: int) -> None:
 
 
 async def test_a_damaged_sample_costs_its_group_one_more_play_and_the_run_nothing(tmp_path: Path) -> None:
-    async with start(small("simulated", max_staleness=1), log_directory=tmp_path / "logs") as system:
+    async with start(small(max_staleness=1), log_directory=tmp_path / "logs") as system:
         batches, keys = lose(system, VICTIM), plays_of(system)
         loop, said = make_loop(system, tmp_path)
         summary = await loop.run()
@@ -117,7 +121,7 @@ async def test_a_damaged_sample_costs_its_group_one_more_play_and_the_run_nothin
 
 
 async def test_a_sample_that_nobody_releases_ends_the_run_with_its_name(tmp_path: Path) -> None:
-    async with start(small("simulated"), log_directory=tmp_path / "logs") as system:
+    async with start(small(), log_directory=tmp_path / "logs") as system:
         forget(system, VICTIM)
         loop, _ = make_loop(system, tmp_path)
         (store,) = system.rollouts.stores
@@ -127,3 +131,47 @@ async def test_a_sample_that_nobody_releases_ends_the_run_with_its_name(tmp_path
     assert f"{store}: {SAMPLES} samples of group {VICTIM}, " in str(error.value)
     assert str(error.value).count("samples of group") == 1
     assert not list(Path("/dev/shm").glob(f"titan_rl-{os.getpid()}-*"))
+
+
+def damage(publication: Publication) -> None:
+    """Flip one bit of one tensor."""
+    entry = publication.manifest.entries[len(publication.manifest.entries) // 2]
+    with open(segment_at(publication.location), "r+b") as segment:
+        segment.seek(entry.offset)
+        byte = segment.read(1)[0]
+        segment.seek(entry.offset)
+        segment.write(bytes([byte ^ 1]))
+
+
+def damaging(system: System, *names: str) -> list[str]:
+    """Damage the first publication of each of these names; all that are published from now on."""
+    published: list[str] = []
+    push = system.trainer.push_model_state_dict
+
+    async def push_model_state_dict() -> Publication:
+        publication = await push()
+        name = f"{publication.channel} {publication.version}"
+        if name in names and name not in published:
+            damage(publication)
+        published.append(name)
+        return publication
+
+    system.trainer.push_model_state_dict = push_model_state_dict  # type: ignore[method-assign]
+    return published
+
+
+async def test_weights_that_every_generator_refuses_are_published_again(tmp_path: Path, caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING, "titan_rl.loop"):
+        async with start(small(2, steps=2), log_directory=tmp_path / "logs") as system:
+            published = damaging(system, "policy v1")
+            loop, said = make_loop(system, tmp_path)
+            summary = await loop.run()
+            await loop.end(failed=False)
+            fleet = await system.router.fleet_status()
+    assert summary.steps == 2
+    assert published == ["policy v0", "policy v1", "policy v1", "policy v2"]
+    assert [(status.state, status.version) for status in fleet] == [("serving", "v2")] * 2
+    for text in (said.getvalue(), caplog.text):
+        lines = [line for line in text.splitlines() if "is not what was published" in line]
+        (refused,) = (line for line in lines if "v1 is served by nobody" in line)
+        assert "generator0: " in refused and "generator1: " in refused and "publishes its weights again" in refused
