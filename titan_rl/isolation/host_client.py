@@ -25,8 +25,7 @@ from collections import deque
 from collections.abc import Callable
 
 from titan_rl.errors import AbsentError, ConfigError, TaskError
-from titan_rl.isolation.output import LogLines
-from titan_rl.isolation.variables import host_variables
+from titan_rl.isolation.host_io import LogLines, host_variables
 from titan_rl.isolation.wire import (
     LARGEST_RESULT,
     BadFrame,

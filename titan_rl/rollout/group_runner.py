@@ -26,9 +26,8 @@ from titan_rl.isolation.pool import UserCodePool
 from titan_rl.isolation.wire import CallKind, EnvironmentSetup, ExamplePrompt, TaskInfo, UserCall
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig
-from titan_rl.rollout.programs import Programs, RolloutGateway
 from titan_rl.rollout.report import GroupResult, unplayed_rollouts, with_numbers
-from titan_rl.rollout.rollouter import Generate, OpenRollout, Rollouter, reason_of
+from titan_rl.rollout.rollouter import Generate, OpenRollout, Programs, Rollouter, RolloutGateway, reason_of
 from titan_rl.rollout.samples import demonstration_sample, group_advantages, training_samples
 from titan_rl.rollout.trajectory import Prompt, first_prompt
 from titan_rl.types import GroupRequest, Purpose, StopReason, TrainingSample
