@@ -137,11 +137,10 @@ class UserCode:
     async def _answer_in_time(self, number: int, call: UserCall) -> CallResult:
         task = asyncio.ensure_future(self._answer(number, call))
         in_time, _ = await asyncio.wait([task], timeout=self._step_seconds)
-        if not in_time:
-            task.cancel()
-            await asyncio.wait([task], timeout=CANCEL_SECONDS)
         if in_time:
             return task.result()
+        task.cancel()
+        await asyncio.wait([task], timeout=CANCEL_SECONDS)
         late = f"did not finish within {self._step_seconds:g} s" + ("" if task.done() else ", nor when cancelled")
         return CallResult(number, failure=Failure(late, late, late + "\n", late=True))
 

@@ -169,9 +169,8 @@ class Scores:
 
 def powers_of_two(most: int) -> list[int]:
     """1, 2, 4, … and `most` itself."""
-    return sorted(
-        {*(1 << power for power in range(most.bit_length()) if 1 << power <= most), *([most] if most else [])}
-    )
+    powers = {1 << power for power in range(most.bit_length())}
+    return sorted(powers | {most} - {0})
 
 
 def estimate(values: Values) -> Estimate:

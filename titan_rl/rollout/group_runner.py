@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import fields
 
 import msgspec
 import numpy as np
@@ -63,14 +64,9 @@ class GroupRunner:
         self._run_seed = run_seed
         self._max_model_len = max_model_len
         self.setup = EnvironmentSetup(
-            name=environment.name,
-            kwargs=dict(environment.kwargs),
+            **{each.name: getattr(environment, each.name) for each in fields(environment)},
             run_seed=run_seed,
             imports=imports,
-            step_seconds=environment.step_seconds,
-            start_seconds=environment.start_seconds,
-            variables=environment.variables,
-            memory_mib=environment.memory_mib,
             held_out=held_out,
             prompts=prompts,
         )
