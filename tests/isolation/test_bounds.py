@@ -102,7 +102,9 @@ def test_a_long_answer_to_a_busy_worker_holds_up_no_other_async_grader():
         os.dup2(output, 1)
         UserCode(setup).serve(connection)
     try:
-        worker.sendall(pack_order([(i, UserCall(CallKind.SCORE, Purpose.TRAIN, i, CONVERSATION)) for i in range(2)]))
+        for number in range(2):
+            call = UserCall(CallKind.SCORE, Purpose.TRAIN, number, CONVERSATION)
+            worker.sendall(pack_order((number, call)))
         ready = select.poll()
         ready.register(said, select.POLLIN)
         assert ready.poll(20_000) and os.read(said, 100) == b"went on\n"

@@ -87,7 +87,7 @@ class ForkedProcess(asyncio.Protocol):
         return not (self._ending or self._disconnected)
 
     def send(self, calls: bytes) -> None:
-        """Send a frame of calls to be answered."""
+        """Send frames of calls to be answered."""
         self.transport.write(calls)
 
     def kill(self) -> None:

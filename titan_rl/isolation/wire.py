@@ -5,7 +5,7 @@
   types, up to a length: no bytes that user code may write can run code in the worker, or fill its memory. Objects of
   user code (a state, an exception) travel as bytes or text, which the worker hands on and does not read.
 - Worker → host: `EnvironmentSetup`, then `Fork` and `Kill`. Host → worker: `SetupResult`, then `ForkStatus`es.
-- Worker → forked process: lists of `(number, UserCall)`. Back: one `CallResult` per call, as soon as it is there.
+- Worker → forked process: `(number, UserCall)`. Back: one `CallResult` per call, as soon as it is there.
 """
 
 from __future__ import annotations
