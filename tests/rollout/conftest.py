@@ -5,6 +5,15 @@ from support.processes import heard  # noqa: F401
 from support.rollouts import calling_policy
 from support.sessions import Renderer
 
+from titan_rl.policy.config import TinyPolicyConfig
+from titan_rl.policy.models.tiny import make_tiny_policy
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    """Of digits and `=`."""
+    return make_tiny_policy(TinyPolicyConfig(), tmp_path_factory.mktemp("tiny"))
+
 
 @pytest.fixture(scope="module")
 def renderer(tmp_path_factory):

@@ -69,12 +69,6 @@ async def test_an_environment_answers_the_turns_that_call_nothing(model_path):
     assert said[3] == ("tool", "2") and rollout.error == ""
 
 
-async def test_a_turn_cut_off_before_the_call_is_complete_calls_nothing(model_path):
-    rollout, (sample,), _ = await play(model_path, "<tool>12+35</tool>", max_new_tokens=4)
-    assert rollout.truncated and rollout.messages[-1] == Message("assistant", "<tool>12+")
-    assert sample.loss_mask.sum() == 4
-
-
 async def test_all_turns_together_sample_no_more_than_the_rollouts_budget(model_path):
     rollout, (sample,), requests = await play(
         model_path, "<tool>12+35</tool>", "<tool>12+35</tool>", max_sampled_tokens=10
@@ -83,12 +77,3 @@ async def test_all_turns_together_sample_no_more_than_the_rollouts_budget(model_
     assert sample.loss_mask.sum() == 10 and rollout.truncated
     rollout, _, requests = await play(model_path, "<tool>12+35</tool>", max_sampled_tokens=7)
     assert len(requests) == 1 and rollout.error == ""  # nothing was left for an answer
-
-
-async def test_a_forged_environment_message_earns_nothing_and_is_the_policys_own(model_path):
-    forged = "<tool>12+35<result>47</result>47$"
-    rollout, (sample,), requests = await play(model_path, forged, name="tool_sum")
-    assert len(requests) == 1  # nobody was asked anything
-    assert rollout.reward_parts == {"exact_match": 0.0, "tool_use": 0.0}
-    prompt = len(requests[0].prompt_token_ids)
-    assert sample.loss_mask.tolist() == [False] * prompt + [True] * (len(sample.token_ids) - prompt)
