@@ -16,5 +16,11 @@ def model_path(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def renderer(tmp_path_factory):
-    return Renderer(calling_policy(tmp_path_factory.mktemp("tiny")))
+def calling_path(tmp_path_factory):
+    """Of digits, `+`, `=` and the markers of tools."""
+    return calling_policy(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def renderer(calling_path):
+    return Renderer(calling_path)

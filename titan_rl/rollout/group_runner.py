@@ -189,7 +189,11 @@ class GroupRunner:
         try:
             scores = dict(zip(graded, await self.pool.call(call), strict=True))
         except TaskError as error:
-            return tuple(_failed(rollout, error) if rollout.sample in graded else rollout for rollout in rollouts)
+            failed = {"reward": 0.0, "error": str(error), "stop_reason": reason_of(error)}
+            return tuple(
+                msgspec.structs.replace(rollout, **failed) if rollout.sample in graded else rollout
+                for rollout in rollouts
+            )
 
         def compared(rollout: RolloutRecord) -> RolloutRecord:
             if rollout.sample not in scores:
@@ -273,7 +277,3 @@ class GroupRunner:
             example=example,
             restarts=restarts - reported,
         )
-
-
-def _failed(rollout: RolloutRecord, error: TaskError) -> RolloutRecord:
-    return msgspec.structs.replace(rollout, reward=0.0, error=str(error), stop_reason=reason_of(error))
