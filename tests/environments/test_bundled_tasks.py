@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,13 +43,15 @@ TASKS: dict[str, Callable[[int], Environment]] = {
 }
 
 
-@pytest.fixture(params=TASKS)
-def make(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[int], Environment]:
+@pytest.fixture
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     rows = ({"question": f"How much is {number} + 1?", "answer": f"#### {number + 1}"} for number in range(1500))
     Path("problems.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+@pytest.fixture(params=TASKS)
+def make(request: pytest.FixtureRequest, rows: None) -> Callable[[int], Environment]:
     return TASKS[request.param]
 
 
@@ -116,6 +119,23 @@ def test_a_question_generator_that_makes_no_others_than_held_out_ones_is_refused
 def test_what_makes_no_task_is_refused(cls, kwargs, words):
     with pytest.raises(ConfigError, match=words):
         cls(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "extra"),
+    [
+        ("math_verify", "gsm8k", "math"),
+        ("reasoning_gym", "reasoning_gym", "reasoning-gym"),
+        ("openai", "tool_sum_openai", "agents"),
+    ],
+)
+@pytest.mark.usefixtures("rows")
+def test_a_missing_package_is_named_with_the_extra_to_install(monkeypatch, package, name, extra):
+    for loaded in [each for each in sys.modules if each.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"needs? the package {package.replace('_', '-')} .*'titan-rl\[{extra}\]'"):
+        TASKS[name](1)
 
 
 def test_a_task_without_demonstrations_says_so_when_it_is_asked():

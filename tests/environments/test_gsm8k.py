@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 import threading
 
 import pytest
@@ -149,12 +148,6 @@ def test_a_line_that_is_no_problem_is_refused_with_its_number(bad, words, tmp_pa
 
 
 # --- as it is used ---------------------------------------------------------------------------------------------------
-
-
-def test_the_missing_package_is_named_with_the_extra_to_install(files, monkeypatch):
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ConfigError, match=r"needs the package math-verify .*pip install 'titan-rl\[math\]'"):
-        Gsm8k(**files)
 
 
 async def test_a_group_is_asked_and_scored_in_a_process_of_its_own(files):

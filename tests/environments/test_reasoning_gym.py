@@ -3,7 +3,6 @@
 import asyncio
 import importlib.util
 import pickle
-import sys
 
 import pytest
 
@@ -77,19 +76,14 @@ def test_the_last_answer_between_tags_counts():
     assert score(task, example, f"<answer>{right}").reward == 0.0
 
 
-def test_the_whole_text_can_be_the_answer():
+def test_the_whole_text_can_be_the_answer_and_an_exact_match_needs_its_end():
     task = ReasoningGym("basic_arithmetic", SUMS, answer="text")
     example = task.example(0)
     assert example.prompt == (Message("user", question(example)),)
     assert score(task, example, example.answer["answer"]).reward == 1.0
+    cut = score(task, example, example.answer["answer"], FinishReason.LENGTH).parts
+    assert (cut["verified"], cut["exact_match"]) == (1.0, 0.0)
     assert score(task, example, "").reward == 0.0
-
-
-def test_an_exact_match_needs_the_end_of_the_answer():
-    task = ReasoningGym("basic_arithmetic", SUMS, answer="text")
-    example = task.example(0)
-    parts = score(task, example, example.answer["answer"], FinishReason.LENGTH).parts
-    assert (parts["verified"], parts["exact_match"]) == (1.0, 0.0)
 
 
 def test_tasks_can_be_mixed():
@@ -125,12 +119,6 @@ def test_a_verifier_that_chokes_on_an_answer_gives_nothing_and_is_counted():
         "verifier_failed": 1.0,
     }
     assert score(task, example, f"<answer>{example.answer['answer']}</answer>").reward == 1.0
-
-
-def test_the_missing_package_is_named_with_the_extra_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ConfigError, match=r"needs the package reasoning-gym .*pip install 'titan-rl\[reasoning-gym\]'"):
-        ReasoningGym("gcd")
 
 
 @pytest.mark.parametrize(("package", "tasks"), SOURCE_ONLY.items())

@@ -1,17 +1,13 @@
 """The calculator task as its program plays it, against a server that answers what a test wrote down (2 s)."""
 
 import json
-import sys
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import pytest
-
 from titan_rl.environments.base import Example, Message
 from titan_rl.environments.programs import run_command
 from titan_rl.environments.tool_sum import ToolSum, ToolSumOpenAI
-from titan_rl.errors import ConfigError
 from titan_rl.types import Endpoint
 
 EXAMPLE = Example(prompt=(Message("user", "12+35="),), answer="47")
@@ -93,11 +89,3 @@ def test_the_program_declares_the_tool_that_the_task_demonstrates():
     with served(says("1")) as (endpoint, asked):
         ToolSumOpenAI().play(EXAMPLE, endpoint)
     assert asked[0][1]["tools"][0]["function"]["parameters"] == tool.spec.parameters
-
-
-def test_without_openai_one_sentence_says_what_to_install(monkeypatch):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "openai"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "openai", None)
-    with pytest.raises(ConfigError, match=r"pip install 'titan-rl\[agents\]'"):
-        ToolSumOpenAI()

@@ -264,21 +264,17 @@ async def test_an_async_grader_that_ignores_its_cancellation_costs_only_itself()
         assert await outcomes(process, [9]) == {9: 1.0}
 
 
-async def test_an_environment_that_cannot_be_made_says_why():
-    with pytest.raises(TaskError, match="no data set here"):
-        async with environment("NotPossible"):
-            pass
-
-
-async def test_an_environment_that_is_never_ready_is_given_up():
-    with pytest.raises(TaskError, match="was not ready within 0.5 s"):
-        async with environment("NeverReady", start_seconds=0.5):
-            pass
-
-
-async def test_a_class_that_is_no_environment_is_refused():
-    with pytest.raises(TaskError, match="not a subclass"):
-        async with environment("Count", turns=1):
+@pytest.mark.parametrize(
+    ("cls", "options", "why"),
+    [
+        ("NotPossible", {}, "no data set here"),
+        ("NeverReady", {"start_seconds": 0.5}, "was not ready within 0.5 s"),
+        ("Count", {"turns": 1}, "not a subclass"),
+    ],
+)
+async def test_an_environment_that_cannot_be_made_says_why(cls, options, why):
+    with pytest.raises(TaskError, match=why):
+        async with environment(cls, **options):
             pass
 
 

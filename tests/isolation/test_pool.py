@@ -28,8 +28,7 @@ class PlayedProcess:
         return not self.ended.done()
 
     def send(self, frame):
-        (calls,) = Frames.of_orders().feed(frame)
-        self.calls += calls
+        self.calls += Frames.of_orders().feed(frame)
 
     def kill(self):
         if self.alive:

@@ -16,7 +16,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "titan_rl"
 
 ENDED_BY = {
-    "playing/person.py:_line": "the next line that the person types, or the end of the input",
+    "playing/try_task.py:_line": "the next line that the person types, or the end of the input",
     "rpc/connection.py:_until_ended": "Monarch ends the call with the process of the actor",
     "rpc/connection.py:_receive": "`_until_ended` cancels it, when the actor or its process is gone",
     "rpc/connection.py:gone": "`_connect` ends with the process; who asked cancels it",
@@ -57,10 +57,10 @@ ENDED_BY = {
     "supervision/supervisor.py:until": "the end of a mesh or its start, which are bounded; `close` cancels who waits",
     "supervision/provisioner.py:started": "Monarch, the loss of a host, or the mesh's stop",
     "supervision/supervisor.py:watched": "the work of a replacement; `close` cancels it",
-    "rollout/programs.py:_idle": "`_session` cancels it",
-    "rollout/programs.py:_session": "the program, its idle time, or its end",
-    "rollout/programs.py:close": "the sessions, whose programs have been ended",
-    "rollout/programs.py:run": "the session, which ends with its program",
+    "rollout/rollouter.py:_idle": "`_session` cancels it",
+    "rollout/rollouter.py:_session": "the program, its idle time, or its end",
+    "rollout/rollouter.py:close": "the sessions, whose programs have been ended",
+    "rollout/rollouter.py:run": "the session, which ends with its program",
     "isolation/host_client.py:fork": "the host forks it, or is killed after KILL_SECONDS",
     "isolation/pool.py:_first_result": "the host kills the process, or is killed after KILL_SECONDS",
     "isolation/pool.py:call": "an answer, the time limit, or the end of the process",

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.playing import estimates
-from titan_rl.playing.estimates import difference, mean, pass_at_k, share
+from titan_rl.playing import evaluate
+from titan_rl.playing.evaluate import difference, mean, pass_at_k, share
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=10), st.data())
@@ -65,7 +65,7 @@ def test_a_bootstrap_of_many_prompts_is_as_wide_as_the_normal_distribution_says(
 def test_a_bootstrap_that_does_not_fit_into_memory_at_once_is_the_same(monkeypatch):
     values = [float(number) for number in range(50)]
     whole = mean(values)
-    monkeypatch.setattr(estimates, "_AT_ONCE", 70)
+    monkeypatch.setattr(evaluate, "_AT_ONCE", 70)
     assert mean(values) == whole
 
 

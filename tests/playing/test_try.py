@@ -14,7 +14,7 @@ from rich.console import Console
 from titan_rl.cli import main
 from titan_rl.errors import ConfigError
 from titan_rl.playing import try_task
-from titan_rl.playing.person import Person, read_turn
+from titan_rl.playing.try_task import Person, read_turn
 from titan_rl.types import Message, ToolCall, ToolSpec
 
 TASK = """

@@ -14,11 +14,6 @@ SHOWN = f"{TASKS / 'shown.py'}:Shown"
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory):
-    return make_tiny_policy(TinyPolicyConfig(), tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
 def letters(tmp_path_factory):
     return make_tiny_policy(TinyPolicyConfig(symbols="abcdefghij="), tmp_path_factory.mktemp("tiny"))
 
@@ -55,8 +50,8 @@ async def test_a_group_is_the_next_demonstrations_of_the_stream(letters):
     assert all(group.rollouts == () and group.purpose is Purpose.DEMONSTRATE for group in groups)
 
 
-async def test_only_the_policys_turns_are_taught(digits):
-    async with runner(digits, SHOWN) as group_runner:
+async def test_only_the_policys_turns_are_taught(model_path):
+    async with runner(model_path, SHOWN) as group_runner:
         result = await group_runner.run_group(demonstrations(1, 2), nothing_is_sampled)
     ids = {symbol: number + 2 for number, symbol in enumerate("0123456789=")} | {"$": EOS_ID}
     for sample, number in zip(result.samples, (2, 3), strict=True):
@@ -73,14 +68,14 @@ async def test_only_the_policys_turns_are_taught(digits):
         ("unknown symbol", "é"),
     ],
 )
-async def test_a_demonstration_that_goes_wrong_fails_its_group_by_name(digits, wrong, word):
-    async with runner(digits, SHOWN, kwargs={"wrong": wrong}) as group_runner:
+async def test_a_demonstration_that_goes_wrong_fails_its_group_by_name(model_path, wrong, word):
+    async with runner(model_path, SHOWN, kwargs={"wrong": wrong}) as group_runner:
         with pytest.raises(TaskError, match=word):
             await group_runner.run_group(demonstrations(0, 4), nothing_is_sampled)
         assert len((await group_runner.run_group(demonstrations(1, 4), nothing_is_sampled)).samples) == 4
 
 
-async def test_a_demonstration_that_is_too_long_is_refused_by_its_number(digits):
-    async with runner(digits, SHOWN, max_model_len=8) as group_runner:
+async def test_a_demonstration_that_is_too_long_is_refused_by_its_number(model_path):
+    async with runner(model_path, SHOWN, max_model_len=8) as group_runner:
         with pytest.raises(TaskError, match="demonstration 0 has 10 tokens"):
             await group_runner.run_group(demonstrations(0, 1), nothing_is_sampled)

@@ -8,14 +8,7 @@ from msgspec.structs import replace
 from support.rollouts import UNRULY, ScriptedPolicy, digits_but, request, runner, sample_of
 
 from titan_rl.errors import ConfigError, GeneratorFailed, RequestError
-from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.rollout.rollouter import Rollouter
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return make_tiny_policy(TinyPolicyConfig(), tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.mark.parametrize("how", ["raise", "exit", "crash", "hang"])

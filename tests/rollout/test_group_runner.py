@@ -10,8 +10,6 @@ from support.rollouts import EOS, TASKS, UNRULY, ScriptedPolicy, request, runner
 from titan_rl.chat.renderer import SymbolRenderer
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.loop.recording import choose_evaluated
-from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig
 from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.rollout.report import report_of
@@ -25,11 +23,6 @@ from titan_rl.types import (
     SamplingParams,
 )
 from titan_rl.view.conversation import transcript
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return make_tiny_policy(TinyPolicyConfig(), tmp_path_factory.mktemp("tiny"))
 
 
 async def test_a_group_becomes_rewards_advantages_and_samples(model_path):

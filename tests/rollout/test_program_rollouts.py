@@ -14,8 +14,6 @@ from support.rollouts import runner as any_runner
 
 from titan_rl.errors import ActorFailed, ActorGone, ConfigError, GeneratorFailed
 from titan_rl.isolation.wire import CallKind, UserCall
-from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.rollout.config import AgentsConfig
 from titan_rl.rollout.samples import Turn
 from titan_rl.rollout.trajectory import RolloutRequest, Trajectory
@@ -49,11 +47,6 @@ def record(*turns, failure="", misread="") -> Callable[[RolloutRequest], Traject
 
 
 TWO_TURNS = record(call(ASKED, ANSWERED), call(ASKED + ANSWERED + ADDED, ENDED))
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return make_tiny_policy(TinyPolicyConfig(), tmp_path_factory.mktemp("tiny"))
 
 
 class ScriptedSessions:

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from support.rollouts import TASKS, UNRULY, Lines, ScriptedPolicy, calling_policy, completion, request, runner
+from support.rollouts import TASKS, UNRULY, Lines, ScriptedPolicy, completion, request, runner
 
 from titan_rl.errors import RequestError
 from titan_rl.loop.records import _shares_of_stop_reasons
@@ -14,13 +14,8 @@ CALLING = f"{TASKS / 'calling.py'}:Calling"
 COUNTDOWN = f"{UNRULY}:Countdown"
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return calling_policy(tmp_path_factory.mktemp("tiny"))
-
-
-async def reason_of(model_path, policy, name, *, max_new_tokens=6, **options):
-    async with runner(model_path, name, **options) as group_runner:
+async def reason_of(calling_path, policy, name, *, max_new_tokens=6, **options):
+    async with runner(calling_path, name, **options) as group_runner:
         asked = request(4, samples=1, max_new_tokens=max_new_tokens)
         (rollout,) = report_of(asked, await group_runner.run_group(asked, policy), ()).rollouts
     return rollout.stop_reason
@@ -47,28 +42,28 @@ async def reason_of(model_path, policy, name, *, max_new_tokens=6, **options):
         ),
     ],
 )
-async def test_a_rollout_says_why_it_ended(model_path, name, text, options, reason):
-    assert await reason_of(model_path, Lines(model_path, *[text] * 4), name, **options) is reason
+async def test_a_rollout_says_why_it_ended(calling_path, name, text, options, reason):
+    assert await reason_of(calling_path, Lines(calling_path, *[text] * 4), name, **options) is reason
 
 
-async def test_a_rollout_that_was_cut_from_outside_says_so(model_path):
+async def test_a_rollout_that_was_cut_from_outside_says_so(calling_path):
     async def aborted(a_request):
         return completion(a_request.request_id, [3], FinishReason.ABORT)
 
     async def never(a_request):
         await asyncio.Event().wait()
 
-    refused = ScriptedPolicy(model_path, lambda a_request: RequestError("no"))
-    assert await reason_of(model_path, aborted, "copy") is StopReason.ABORT
-    assert await reason_of(model_path, never, "copy", seconds=0.2) is StopReason.TIMEOUT
-    assert await reason_of(model_path, refused, "copy") is StopReason.ERROR
+    refused = ScriptedPolicy(calling_path, lambda a_request: RequestError("no"))
+    assert await reason_of(calling_path, aborted, "copy") is StopReason.ABORT
+    assert await reason_of(calling_path, never, "copy", seconds=0.2) is StopReason.TIMEOUT
+    assert await reason_of(calling_path, refused, "copy") is StopReason.ERROR
 
 
-async def test_the_metrics_count_every_reason_as_a_share(model_path):
-    async with runner(model_path) as group_runner:
+async def test_the_metrics_count_every_reason_as_a_share(calling_path):
+    async with runner(calling_path) as group_runner:
         asked = request(4, samples=4, max_new_tokens=2)
         answers = iter(["7", "77", "7", "777"])
-        result = await group_runner.run_group(asked, ScriptedPolicy(model_path, lambda a_request: next(answers)))
+        result = await group_runner.run_group(asked, ScriptedPolicy(calling_path, lambda a_request: next(answers)))
     shares = _shares_of_stop_reasons(report_of(asked, result, ()).rollouts)
     assert shares[StopReason.STOP] == shares[StopReason.LENGTH] == 0.5
     assert set(shares) == set(StopReason) and sum(shares.values()) == 1.0

@@ -23,7 +23,7 @@ _MOST = 1 << 31
 
 
 class MessageRenderer:
-    """See the module."""
+    """Renders messages as tokens, each of which stands for a whole one."""
 
     vocab_size = _MOST
     stop_token_ids: tuple[int, ...] = (END,)

@@ -23,16 +23,12 @@ _ENUMERABLE = 10_000
 """If a task has at most this many texts, all are enumerated; if it has more, some are drawn."""
 
 
-def fold(text: str) -> int:
-    """A hash that is the same in every process and easy to compute elsewhere: h = (h * 131 + ord(c)) mod 1000003."""
+def is_held_out(text: str) -> bool:
+    """By a hash that is the same in every process and easy to compute elsewhere: h = (h * 131 + ord(c)) mod 1000003."""
     value = 0
     for character in text:
         value = (value * 131 + ord(character)) % 1_000_003
-    return value
-
-
-def is_held_out(text: str) -> bool:
-    return fold(text) % HELD_OUT_SHARE == 0
+    return value % HELD_OUT_SHARE == 0
 
 
 def training_text(stream: random.Random, symbols: str, length: int) -> str:

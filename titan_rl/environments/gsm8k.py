@@ -48,6 +48,9 @@ class Gsm8k(DatasetEnvironment):
         test_file: what is evaluated on; empty: a tenth of the training file's questions.
         instruction: put behind every question.
         seed: decides the order of the training problems.
+
+    Raises:
+        AbsentError: math-verify is not installed.
     """
 
     stream = "gsm8k"
@@ -56,7 +59,14 @@ class Gsm8k(DatasetEnvironment):
     def __init__(self, train_file: str, test_file: str = "", instruction: str = INSTRUCTION, seed: int = 0):
         self.instruction = instruction
         super().__init__(train_file, Reward(self.verify, key="right_number"), test_path=test_file, seed=seed)
-        self._math = import_math_verify()
+        try:
+            import math_verify
+        except ModuleNotFoundError as error:
+            raise AbsentError(
+                f"the environment 'gsm8k' needs the package math-verify ({error}): install it with `pip install "
+                "'titan-rl[math]'`"
+            ) from error
+        self._math: Any = math_verify
         self._math.parse("\\boxed{1}", parsing_timeout=_limit())  # what only the first one has to wait for
 
     def demonstration(self, index: int) -> Demonstration:
@@ -106,19 +116,3 @@ def last_box(text: str) -> str | None:
             if not depth:
                 return text[start:position]
     return None
-
-
-def import_math_verify() -> Any:
-    """The package `math_verify`.
-
-    Raises:
-        AbsentError: it is not installed.
-    """
-    try:
-        import math_verify
-    except ModuleNotFoundError as error:
-        raise AbsentError(
-            f"the environment 'gsm8k' needs the package math-verify ({error}): install it with `pip install "
-            "'titan-rl[math]'`"
-        ) from error
-    return math_verify

@@ -38,7 +38,12 @@ class ToolError(Exception):
 
 
 class Tool:
-    """A function that the policy may call. Made by `tool`; calling it calls the function."""
+    """A function that the policy may call, plain or `async def`: its parameters need type annotations, and it returns
+    text. `@tool` makes it of a function. Calling it calls the function.
+
+    Raises:
+        ConfigError: a parameter has no annotation, or one that JSON has no schema for.
+    """
 
     def __init__(self, function: Callable[..., str | Awaitable[str]]):
         self.function = function
@@ -63,13 +68,7 @@ class Tool:
         return answer
 
 
-def tool(function: Callable[..., str | Awaitable[str]]) -> Tool:
-    """Let the policy call a function, plain or `async def`: its parameters need type annotations, and it returns text.
-
-    Raises:
-        ConfigError: a parameter has no annotation, or one that JSON has no schema for.
-    """
-    return Tool(function)
+tool = Tool
 
 
 class Toolbox:

@@ -25,8 +25,7 @@ from collections import deque
 from collections.abc import Callable
 
 from titan_rl.errors import AbsentError, ConfigError, TaskError
-from titan_rl.isolation.output import LogLines
-from titan_rl.isolation.variables import host_variables
+from titan_rl.isolation.host_io import LogLines, host_variables
 from titan_rl.isolation.wire import (
     LARGEST_RESULT,
     BadFrame,
@@ -88,7 +87,7 @@ class ForkedProcess(asyncio.Protocol):
         return not (self._ending or self._disconnected)
 
     def send(self, calls: bytes) -> None:
-        """Send a frame of calls to be answered."""
+        """Send frames of calls to be answered."""
         self.transport.write(calls)
 
     def kill(self) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Coroutine, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -61,6 +61,8 @@ class _Pending:
 
     number: int
     call: UserCall
+    frame: bytes
+    """The call as it is sent."""
     future: asyncio.Future[Any]
 
 
@@ -134,13 +136,18 @@ class UserCodePool:
         """Run one call. `CallKind` describes its value.
 
         Raises:
-            TaskError: user code raised or ended its process; or this object is closed.
+            TaskError: user code raised or ended its process; or the call does not pickle; or this object is closed.
             TaskTimeout: user code took too long.
             ActorGone: the host died during the call, which is no fault of user code.
         """
         if self._closed:
             raise TaskError(f"{call}: {self._closed}")
-        pending = _Pending(next(self._numbers), call, asyncio.get_running_loop().create_future())
+        number = next(self._numbers)
+        try:
+            frame = pack_order((number, call))
+        except Exception as error:  # a rollouter's messages may hold objects that do not pickle
+            raise TaskError(f"{call}: cannot be sent to its process: {error}") from error
+        pending = _Pending(number, call, frame, asyncio.get_running_loop().create_future())
         self._open.add(pending)
         self._waiting[call.kind in self._asynchronous].append(pending)
         self._dispatch_soon()
@@ -208,24 +215,16 @@ class UserCodePool:
             if waiting and len(workers) < most and all(worker.process is not None for worker in workers):
                 worker = _Fork(concurrent, self._setup.step_seconds + SLACK_SECONDS * concurrent)
                 self._workers.append(worker)
-                self._spawn(self._start_worker(worker))
+                task = asyncio.create_task(self._start_worker(worker), name=f"environment {self._setup.name}")
+                self._tasks.add(task)
+                task.add_done_callback(self._task_ended)
 
     def _send(self, worker: _Fork, calls: list[_Pending]) -> None:
-        try:
-            frame = pack_order([(pending.number, pending.call) for pending in calls])
-        except Exception as error:  # a rollouter's messages may hold objects that do not pickle
-            if len(calls) > 1:
-                for pending in calls:
-                    self._send(worker, [pending])
-            else:
-                self._fail(calls, f"cannot be sent to its process: {error}")
-                self._dispatch_soon()
-            return
         assert worker.process is not None
         if not worker.calls:
             worker.since = asyncio.get_running_loop().time()
         worker.calls |= {pending.number: pending for pending in calls}
-        worker.process.send(frame)
+        worker.process.send(b"".join(pending.frame for pending in calls))
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._setup.step_seconds, self._kill_late)
 
@@ -311,7 +310,7 @@ class UserCodePool:
         process.on_results = lambda results: None if first.done() else first.set_result(results[0])
         either: list[asyncio.Future[Any]] = [first, process.ended]
         try:
-            process.send(pack_order([(0, call)]))
+            process.send(pack_order((0, call)))
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             process.kill()
@@ -358,11 +357,6 @@ class UserCodePool:
         self._fail(self._open, self._closed)
         if self._timer is not None:
             self._timer.cancel()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work, name=f"environment {self._setup.name}")
-        self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -21,7 +21,6 @@ import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -90,11 +89,11 @@ class UserCode:
         """Answer calls until the worker closes the connection, or one has used up the memory."""
         if self._memory_mib:
             _bound_memory(self._memory_mib << 20)
-        lists: Frames[list[Numbered]] = Frames.of_orders()
+        frames: Frames[Numbered] = Frames.of_orders()
         while data := connection.recv(1 << 20):
-            calls = [*chain.from_iterable(lists.feed(data))]
+            calls = frames.feed(data)
             if calls and calls[0][1].kind in self.info.asynchronous:
-                asyncio.run(self._serve_together(connection, lists, calls))
+                asyncio.run(self._serve_together(connection, frames, calls))
             for number, call in calls:
                 result = run_plain(self._answer(number, call))
                 connection.sendall(_frame(result))
@@ -102,7 +101,7 @@ class UserCode:
                     return
 
     async def _serve_together(
-        self, connection: socket.socket, lists: Frames[list[Numbered]], calls: Iterable[Numbered]
+        self, connection: socket.socket, frames: Frames[Numbered], calls: Iterable[Numbered]
     ) -> NoReturn:
         """Run calls side by side. This process ends with the connection."""
         loop = asyncio.get_running_loop()
@@ -127,7 +126,7 @@ class UserCode:
             data = connection.recv(1 << 20)
             if not data:
                 os._exit(0)  # a coroutine that ignores its cancellation would hold up an orderly exit
-            begin(chain.from_iterable(lists.feed(data)))
+            begin(frames.feed(data))
 
         begin(calls)
         loop.add_reader(connection, receive)
@@ -137,11 +136,10 @@ class UserCode:
     async def _answer_in_time(self, number: int, call: UserCall) -> CallResult:
         task = asyncio.ensure_future(self._answer(number, call))
         in_time, _ = await asyncio.wait([task], timeout=self._step_seconds)
-        if not in_time:
-            task.cancel()
-            await asyncio.wait([task], timeout=CANCEL_SECONDS)
         if in_time:
             return task.result()
+        task.cancel()
+        await asyncio.wait([task], timeout=CANCEL_SECONDS)
         late = f"did not finish within {self._step_seconds:g} s" + ("" if task.done() else ", nor when cancelled")
         return CallResult(number, failure=Failure(late, late, late + "\n", late=True))
 

@@ -5,7 +5,7 @@
   types, up to a length: no bytes that user code may write can run code in the worker, or fill its memory. Objects of
   user code (a state, an exception) travel as bytes or text, which the worker hands on and does not read.
 - Worker → host: `EnvironmentSetup`, then `Fork` and `Kill`. Host → worker: `SetupResult`, then `ForkStatus`es.
-- Worker → forked process: lists of `(number, UserCall)`. Back: one `CallResult` per call, as soon as it is there.
+- Worker → forked process: `(number, UserCall)`. Back: one `CallResult` per call, as soon as it is there.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 import msgspec
 
 from titan_rl.environments.rubric import LARGEST_REWARD
+from titan_rl.rollout.config import EnvironmentConfig
 from titan_rl.types import Endpoint, FinishReason, Message, Purpose, ToolSpec
 
 LONGEST_SHOWN = 160
@@ -98,22 +99,13 @@ def reader(kind: Any) -> Callable[[bytes], Any]:
     return read
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvironmentSetup:
+@dataclass(kw_only=True, slots=True)
+class EnvironmentSetup(EnvironmentConfig):
     """Everything needed to make the environment. A restarted host gets the same."""
 
-    name: str
-    """Short name, `pkg.mod:Class` or `file.py:Class`."""
-    kwargs: dict[str, Any]
     run_seed: int
     imports: tuple[str, ...] = ()
     """Modules and files to import first."""
-    step_seconds: float = 30.0
-    start_seconds: float = 300.0
-    variables: tuple[str, ...] = ()
-    """Environment variables to pass on besides those that every program needs."""
-    memory_mib: int = 0
-    """What a process of user code may allocate beyond what the host has; 0: no bound."""
     held_out: int = 0
     """Held-out prompts to ask for."""
     prompts: int = 0

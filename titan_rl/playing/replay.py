@@ -79,9 +79,10 @@ def _act(command: Command, prog: str) -> int:
     values = [value for record in recorded for _, value in facts(record)]
     numbers = sum(isinstance(value, float) for value in values)
     tokens = sum(len(branch.token_ids) for record in recorded for branch in record.branches)
+    groups = sorted({record.group for record in recorded})
     print(
         f"the same: step {step}, {len(recorded)} rollout{'s' * (len(recorded) != 1)} of group "
-        f"{', '.join(map(str, _groups(recorded)))}: {tokens} "
+        f"{', '.join(map(str, groups))}: {tokens} "
         f"tokens and {numbers} numbers about them; loss and {len(NUMBERS) - 1} other numbers of the step"
     )
     return 0
@@ -205,10 +206,6 @@ def _scratch(kept: Path | None) -> Path:
     except OSError as error:
         raise ConfigError(f"--keep: {kept or tempfile.gettempdir()} cannot be made: {error.strerror}") from error
     return scratch
-
-
-def _groups(records: Sequence[RolloutRecord]) -> list[int]:
-    return sorted({record.group for record in records})
 
 
 VERB = Verb(

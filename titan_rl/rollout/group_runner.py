@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import fields
 
 import msgspec
 import numpy as np
@@ -26,9 +27,8 @@ from titan_rl.isolation.pool import UserCodePool
 from titan_rl.isolation.wire import CallKind, EnvironmentSetup, ExamplePrompt, TaskInfo, UserCall
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig
-from titan_rl.rollout.programs import Programs, RolloutGateway
 from titan_rl.rollout.report import GroupResult, unplayed_rollouts, with_numbers
-from titan_rl.rollout.rollouter import Generate, OpenRollout, Rollouter, reason_of
+from titan_rl.rollout.rollouter import Generate, OpenRollout, Programs, Rollouter, RolloutGateway, reason_of
 from titan_rl.rollout.samples import demonstration_sample, group_advantages, training_samples
 from titan_rl.rollout.trajectory import Prompt, first_prompt
 from titan_rl.types import GroupRequest, Purpose, StopReason, TrainingSample
@@ -64,14 +64,9 @@ class GroupRunner:
         self._run_seed = run_seed
         self._max_model_len = max_model_len
         self.setup = EnvironmentSetup(
-            name=environment.name,
-            kwargs=dict(environment.kwargs),
+            **{each.name: getattr(environment, each.name) for each in fields(environment)},
             run_seed=run_seed,
             imports=imports,
-            step_seconds=environment.step_seconds,
-            start_seconds=environment.start_seconds,
-            variables=environment.variables,
-            memory_mib=environment.memory_mib,
             held_out=held_out,
             prompts=prompts,
         )
@@ -194,7 +189,11 @@ class GroupRunner:
         try:
             scores = dict(zip(graded, await self.pool.call(call), strict=True))
         except TaskError as error:
-            return tuple(_failed(rollout, error) if rollout.sample in graded else rollout for rollout in rollouts)
+            failed = {"reward": 0.0, "error": str(error), "stop_reason": reason_of(error)}
+            return tuple(
+                msgspec.structs.replace(rollout, **failed) if rollout.sample in graded else rollout
+                for rollout in rollouts
+            )
 
         def compared(rollout: RolloutRecord) -> RolloutRecord:
             if rollout.sample not in scores:
@@ -278,7 +277,3 @@ class GroupRunner:
             example=example,
             restarts=restarts - reported,
         )
-
-
-def _failed(rollout: RolloutRecord, error: TaskError) -> RolloutRecord:
-    return msgspec.structs.replace(rollout, reward=0.0, error=str(error), stop_reason=reason_of(error))

@@ -157,7 +157,7 @@ def report_of(request: GroupRequest, result: GroupResult, refs: Sequence[SampleR
 
 def with_numbers(record: RolloutRecord, trajectory: Trajectory) -> RolloutRecord:
     """The record of a rollout that is over, with all other numbers of a report."""
-    completions = trajectory.completions
+    completions = [turn.completion for turn in trajectory.turns]
     return msgspec.structs.replace(
         record,
         truncated=bool(completions) and completions[-1].finish_reason is FinishReason.LENGTH,

@@ -155,10 +155,6 @@ class Trajectory:
             self._tree.add(turn)
         return self._tree
 
-    @property
-    def completions(self) -> list[Completion]:
-        return [turn.completion for turn in self.turns]
-
     def prompt_of_chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Prompt:
         """The prompt of a conversation. It extends the tokens sampled before if that can be proven; if not, it is
         rendered.

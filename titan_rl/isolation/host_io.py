@@ -1,11 +1,14 @@
-"""Which environment variables processes of user code see: what programs need, and what the user names. No secrets.
+"""What an environment's host is started with: the variables that user code sees, and the end of the pipe it prints to.
 
-This keeps keys out of what user code prints, records and sends by mistake. It is no wall: a process of the same user
-can read other processes' variables and files.
+- User code sees the variables that programs need, and those that the user names. No secrets: this keeps keys out of
+  what it prints, records and sends by mistake. It is no wall: a process of the same user can read other processes'
+  variables and files.
+- What processes of user code print is logged line by line, control characters as escapes, so much in so many seconds.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -26,6 +29,11 @@ PASSED_BEGINNINGS = tuple(
 
 SECRET = ("KEY", "TOKEN", "SECRET", "PASSW", "CREDENTIAL")
 """A variable such as HF_TOKEN, with one of these after its beginning, is passed on only where the user names it."""
+
+MAX_LOG_LINE = 4096
+"""Longer lines of output are logged in pieces."""
+LOG_SECONDS, LOG_BYTES = 10.0, 1 << 20
+"""So many bytes of output are logged in so many seconds; the rest is counted: endless output would fill the disk."""
 
 logger = logging.getLogger(__name__)
 
@@ -59,3 +67,47 @@ def _needed(name: str) -> bool:
         return True
     rest = next((name.removeprefix(each) for each in PASSED_BEGINNINGS if name.startswith(each)), None)
     return rest is not None and not any(word in rest.upper() for word in SECRET)
+
+
+class LogLines(asyncio.Protocol):
+    """The reading end of a pipe that processes print to.
+
+    Args:
+        ended: is set when nobody has the other end open any more.
+    """
+
+    def __init__(self, ended: asyncio.Event):
+        self._ended = ended
+        self._rest = b""
+        self._since = 0.0
+        self._logged = self._dropped = 0  # bytes since then
+
+    def data_received(self, data: bytes) -> None:
+        now = asyncio.get_running_loop().time()
+        if now >= self._since + LOG_SECONDS:
+            self._log_dropped()
+            self._since, self._logged = now, 0
+        if self._logged >= LOG_BYTES:
+            self._dropped += len(data)
+            return
+        self._logged += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        while len(self._rest) > MAX_LOG_LINE:
+            lines.append(self._rest[:MAX_LOG_LINE])
+            self._rest = self._rest[MAX_LOG_LINE:]
+        for line in lines:
+            self._log(line)
+
+    def _log(self, line: bytes) -> None:
+        logger.info("%s", escaped(line.decode(errors="replace"), keep="\t"))
+
+    def _log_dropped(self) -> None:
+        if self._dropped:
+            logger.warning("%d bytes of output were not logged: user code printed too much", self._dropped)
+        self._dropped = 0
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._log_dropped()
+        if self._rest:
+            self._log(self._rest)
+        self._ended.set()
