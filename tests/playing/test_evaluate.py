@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 
@@ -9,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from titan_rl.cli import main
-from titan_rl.errors import TaskError
+from titan_rl.errors import GeneratorFailed, TaskError
 from titan_rl.metrics.rollout_record import read_record
 from titan_rl.playing import evaluate
 from titan_rl.playing.evaluate import Scores, estimate, names_of, play, powers_of_two, table
-from titan_rl.playing.policies import Task, bare_recipe, message_player, run_of
+from titan_rl.playing.policies import Task, bare_recipe, message_player, run_of, run_until_signal
 from titan_rl.rollout.config import EnvironmentConfig
 from titan_rl.types import FinishReason, Message
 from titan_rl.view.conversation import draw_rollout
@@ -118,6 +119,26 @@ async def test_a_task_without_held_out_prompts_cannot_be_evaluated(tmp_path):
     (tmp_path / "flaky.py").write_text(FLAKY)
     with pytest.raises(TaskError, match="no held-out prompts"):
         await scores_of(right_on(lambda *_: True), name=f"{tmp_path / 'flaky.py'}:Empty")
+
+
+async def test_a_policy_that_cannot_answer_is_named_and_not_a_group_of_exceptions():
+    async def say(messages, tools, request):
+        raise GeneratorFailed("the server is gone")
+
+    with pytest.raises(GeneratorFailed, match="the server is gone"):
+        await scores_of(say)
+
+
+def test_a_signal_or_a_fatal_fault_ends_the_playing(tmp_path, capsys):
+    config = config_of()
+    config.logging.directory = str(tmp_path)
+
+    async def work(directory, options):
+        options["run_end"].report(GeneratorFailed("the router is gone"))
+        await asyncio.Event().wait()
+
+    assert run_until_signal("eval", config, work, print) == 1
+    assert "failed: GeneratorFailed: the router is gone" in capsys.readouterr().out
 
 
 async def test_policies_stand_side_by_side_with_paired_differences():

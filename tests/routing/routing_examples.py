@@ -55,7 +55,7 @@ def completion(
         versions=np.full(sampled, version.encode(), np.int64),
         finish_reason=reason,
         generator=generator,
-        metrics={"seconds": 1.0},
+        metrics={"generation/seconds_in_engine": 1.0, "generation/prompt_tokens": float(len(attempt.prompt_token_ids))},
     )
 
 

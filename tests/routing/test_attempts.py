@@ -189,7 +189,13 @@ def test_a_stitched_completion_says_how_it_came_about() -> None:
     )
     assert whole is not None
     assert whole.generator == "g1"
-    assert whole.metrics == {"generation/segments": 2, "generation/attempts": 3, "seconds": 2.0}
+    prompt = float(len(request("r0").prompt_token_ids))  # without what an interrupted attempt had sampled
+    assert whole.metrics == {
+        "generation/segments": 2,
+        "generation/attempts": 3,
+        "generation/seconds_in_engine": 2.0,
+        "generation/prompt_tokens": prompt,
+    }
     assert whole.versions.tolist() == [V0.encode(), V0.encode(), V1.encode()]
 
 

@@ -43,6 +43,14 @@ def test_a_run_without_an_ending_is_running_while_its_lock_is_held_and_dead_afte
     assert list_runs(tmp_path)[0].state is State.DEAD
 
 
+def test_a_run_that_goes_on_is_running_whatever_it_said_when_it_ended(tmp_path):
+    run = make_run(tmp_path, "one", ending={"exit_code": 143, "how": "was stopped"})
+    lock = lock_run(run)
+    assert list_runs(tmp_path)[0].state is State.RUNNING
+    os.close(lock)
+    assert list_runs(tmp_path)[0].state is State.STOPPED
+
+
 def test_looking_at_a_run_does_not_keep_it_from_going_on(tmp_path):
     run = make_run(tmp_path, "one")
     list_runs(tmp_path)

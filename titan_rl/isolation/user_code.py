@@ -189,7 +189,7 @@ class UserCode:
             answer = self._environment.tool_error(str(error))
             if not isinstance(answer, str):
                 raise TaskError(f"tool_error returned {type(answer).__name__}, expected str") from None
-        return Message("tool", answer)
+        return Message("tool", answer, tool_call_id=call.id)
 
 
 async def _awaited(value):

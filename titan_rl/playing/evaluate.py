@@ -185,6 +185,7 @@ async def play(player: Player, scores: Scores, *, samples: int, temperature: flo
 
     Raises:
         TaskError: there are no prompts, or no rollout was graded.
+        TitanError: a policy could not answer.
     """
     if not player.info.held_out:
         raise TaskError(f"the environment {player.config.environment.name} gave no held-out prompts to evaluate on")
@@ -198,12 +199,15 @@ async def play(player: Player, scores: Scores, *, samples: int, temperature: flo
             about = {"policy": scores.name, "temperature": request.sampling.temperature}
             results.write(to_line(rollout, **about).decode())
 
-    async with asyncio.TaskGroup() as tasks:
-        for prompt in range(player.info.held_out):
-            tasks.create_task(one(player.request(prompt, Purpose.EVALUATE, temperature=0.0)))
-            if samples:
-                sampled = player.request(prompt, Purpose.EVALUATE, samples=samples, temperature=temperature)
-                tasks.create_task(one(sampled))
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for prompt in range(player.info.held_out):
+                tasks.create_task(one(player.request(prompt, Purpose.EVALUATE, temperature=0.0)))
+                if samples:
+                    sampled = player.request(prompt, Purpose.EVALUATE, samples=samples, temperature=temperature)
+                    tasks.create_task(one(sampled))
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from failures
     if not (scores.greedy or scores.sampled):
         raise TaskError(f"all {scores.failed} rollouts failed; the first: {scores.first_error}")
 

@@ -303,9 +303,13 @@ def run_until_signal(
         def on_mesh(mesh: str, doing: str) -> None:
             print_line(f"{mesh}: {doing}")
 
-        return await work(
-            directory, {"run_end": run_end, "log_directory": directory / "logs", "on_mesh": on_mesh, "say": print_line}
-        )
+        options: Options = {
+            "run_end": run_end,
+            "log_directory": directory / "logs",
+            "on_mesh": on_mesh,
+            "say": print_line,
+        }
+        return await run_end.watch(work(directory, options))
 
     def last_lines(how: str, directory: Path) -> Iterator[str]:
         yield f"{verb} {how}; logs: {directory / 'logs'}"

@@ -23,6 +23,10 @@ MOST_PIECES = 256
 memory."""
 
 
+_SUMMED = {"generation/seconds_queued", "generation/seconds_in_engine", "generation/preemptions"}
+"""Metrics that the parts of an answer add up to; of all others the first part tells, which has the caller's prompt."""
+
+
 class Shown:
     """What somebody has seen of a completion: turns its pieces into its tokens, each once and in order.
 
@@ -160,7 +164,7 @@ def stitch(request: OpenRequest, last: Completion | None) -> Completion:
     }
     for part in parts:
         for name, value in part.metrics.items():
-            metrics[name] = metrics.get(name, 0.0) + value
+            metrics[name] = metrics.get(name, 0.0) + value if name in _SUMMED else metrics.get(name, value)
     return Completion(
         request_id=request.original.request_id,
         token_ids=np.concatenate([part.token_ids for part in parts] or [np.zeros(0, np.int32)]),

@@ -27,7 +27,7 @@ from rich.markup import escape
 
 from titan_rl.config import RunConfig
 from titan_rl.directories import CONFIG, ENDING, METRICS, SUMMARY, lock_run
-from titan_rl.errors import ConfigError, Stopped, StorageError, TrainerStateLost
+from titan_rl.errors import CheckpointError, ConfigError, Stopped, StorageError, TrainerStateLost
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.loop.checkpoint_files import Checkpoint
 from titan_rl.loop.checkpoints import Checkpoints
@@ -303,9 +303,12 @@ async def _train(
                         display.print_line(f"going back to the newest checkpoint: {lost}")
                         metrics.close()
                         await recorder.settled()
-                        checkpoint = await asyncio.to_thread(
-                            Resume(directory).checkpoint, display.print_line, read_ledger
-                        )
+                        try:
+                            checkpoint = await asyncio.to_thread(
+                                Resume(directory).checkpoint, display.print_line, read_ledger
+                            )
+                        except ConfigError as error:  # no mistake of the config's, as it would be at the start
+                            raise CheckpointError(str(error)) from lost
                         again = loop.ledger.buffer.trainer_version.step - (checkpoint.step if checkpoint else 0)
                         display.print_line(
                             f"{counted(again, 'finished step')} {'is' if again == 1 else 'are'} done again"

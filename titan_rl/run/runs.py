@@ -259,10 +259,10 @@ def summarize(run: Path) -> ListedRun:
 
 
 def _state(run: Path, ending: dict[str, Any]) -> State:
+    if is_going_on(run):  # first, because a run that goes on keeps its former ending until it has begun
+        return State.RUNNING
     if (code := ending.get("exit_code")) is not None:
         return State.DONE if code == 0 else State.STOPPED if code > 128 else State.FAILED
-    if is_going_on(run):
-        return State.RUNNING
     return State.DONE if (run / SUMMARY).exists() else State.DEAD
 
 
