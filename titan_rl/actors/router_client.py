@@ -42,14 +42,7 @@ class RouterClient(RequestClient):
         Args:
             seconds: time limit of a call that waits for no generator; a request has `router.request_seconds`.
         """
-        super().__init__(
-            actor,
-            name=name,
-            who=who,
-            replaced_within=replaced_within,
-            on_answers=self._resolve,
-            on_pieces=self._deliver,
-        )
+        super().__init__(actor, name=name, who=who, replaced_within=replaced_within)
         self._seconds = seconds
         self._completions: dict[str, asyncio.Future[Completion]] = {}
         self._inboxes: dict[str, asyncio.Queue[Piece | None]] = {}  # None: the completion is there, or will never be
@@ -118,7 +111,7 @@ class RouterClient(RequestClient):
             del self._inboxes[request_id]
             completion.cancel()
 
-    def _resolve(self, completions: Packed[Completion], failures: Failures) -> None:
+    def answered(self, completions: Packed[Completion], failures: Failures) -> None:
         for completion in completions.unpack():
             future = self._completions.get(completion.request_id)
             if future is not None and not future.done():
@@ -128,7 +121,7 @@ class RouterClient(RequestClient):
             if future is not None and not future.done():
                 future.set_exception(error)
 
-    def _deliver(self, pieces: list[Piece]) -> None:
+    def sampled(self, pieces: list[Piece]) -> None:
         for piece in pieces:
             if (inbox := self._inboxes.get(piece.request_id)) is not None:
                 inbox.put_nowait(piece)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,34 +151,30 @@ def is_gone(error: TitanError) -> bool:
 
 
 class RequestClient(MeshClient):
-    """Sends requests to one server."""
+    """Sends requests to one server. A subclass implements `answered` and `sampled`, which are called on the event loop
+    and must not raise."""
 
-    def __init__(
-        self,
-        server: Any,
-        *,
-        name: str,
-        who: str = "",
-        replaced_within: float | None = 0.0,
-        on_answers: Callable[[Packed[Completion], Failures], None],
-        on_pieces: Callable[[list[Piece]], None],
-    ) -> None:
+    def __init__(self, server: Any, *, name: str, who: str = "", replaced_within: float | None = 0.0) -> None:
         """
         Args:
             server: handle of a `RequestServer`. None: `replace` brings it.
             name: of the server, for errors.
             who: name of the mesh of this client, for `client_lost`.
             replaced_within: as in `MeshClient`.
-            on_answers: called on the event loop when requests are over; must not raise.
-            on_pieces: called on the event loop when more of open requests was sampled; must not raise.
         """
         super().__init__(name, [] if server is None else [server], replaced_within=replaced_within)
         self._who = who
-        self._on_answers = on_answers
-        self._on_pieces = on_pieces
         self._open: set[str] = set()
         self._tick: list[GenerationRequest] = []  # to be sent at the end of this tick
         self._over: list[str] = []  # sessions that the server has not heard of
+
+    def answered(self, completions: Packed[Completion], failures: Failures) -> None:
+        """Requests are over."""
+        raise NotImplementedError
+
+    def sampled(self, pieces: list[Piece]) -> None:
+        """More of open requests was sampled."""
+        raise NotImplementedError
 
     @property
     def connection(self) -> Connection:
@@ -257,13 +253,13 @@ class RequestClient(MeshClient):
 
     def _on_push(self, answers: Answers) -> None:
         if answers.pieces is not None:
-            self._on_pieces(answers.pieces.unpack())
+            self.sampled(answers.pieces.unpack())
         completions = answers.completions or _NO_COMPLETIONS
         self._open.difference_update(completions.request_ids, (request_id for request_id, _ in answers.failures))
         if completions or answers.failures:
-            self._on_answers(completions, answers.failures)
+            self.answered(completions, answers.failures)
 
     def _fail(self, request_ids: Sequence[str], error: TitanError) -> None:
         self._open.difference_update(request_ids)
         if request_ids:
-            self._on_answers(_NO_COMPLETIONS, [(request_id, error) for request_id in request_ids])
+            self.answered(_NO_COMPLETIONS, [(request_id, error) for request_id in request_ids])
