@@ -27,10 +27,9 @@ from titan_rl.routing.dispatcher import Assignment, Dispatcher
 from titan_rl.routing.health import Fleet, GeneratorState, GeneratorStatus, Phase
 from titan_rl.routing.strategies import build_strategy
 from titan_rl.rpc.connection import endpoint
-from titan_rl.rpc.requests import Failures, RequestServer, is_gone
+from titan_rl.rpc.requests import Failures, Packed, RequestServer, is_gone
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import FleetPull, Publication, PullReport
-from titan_rl.wire import Packed
 
 _log = logging.getLogger(__name__)
 

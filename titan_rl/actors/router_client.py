@@ -13,10 +13,9 @@ from titan_rl.errors import RequestError
 from titan_rl.routing.attempts import Shown
 from titan_rl.routing.health import GeneratorStatus
 from titan_rl.rpc.connection import RemoteMethod
-from titan_rl.rpc.requests import Failures, RequestClient
+from titan_rl.rpc.requests import Failures, Packed, RequestClient
 from titan_rl.types import Completion, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import FleetPull, Publication, PullReport
-from titan_rl.wire import Packed
 
 P = ParamSpec("P")
 T = TypeVar("T")

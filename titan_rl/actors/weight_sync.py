@@ -11,22 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from titan_rl.actors.generator import Generator
 from titan_rl.errors import ActorGone, CallTimeout, GeneratorFailed, GeneratorNotServing, TitanError, WeightsError
 from titan_rl.metrics.activity import activity
-from titan_rl.routing.health import GeneratorState, Phase
+from titan_rl.routing.config import RouterConfig
+from titan_rl.routing.dispatcher import Dispatcher
+from titan_rl.routing.health import Fleet, GeneratorState, Phase
 from titan_rl.routing.version_plan import VersionPlan
-from titan_rl.rpc.requests import Failures, RequestClient, is_gone
+from titan_rl.rpc.requests import Failures, Packed, RequestClient, is_gone
 from titan_rl.types import Completion, Piece, PolicyVersion
 from titan_rl.weights.manifest import FleetPull, Publication, PullReport
-from titan_rl.wire import Packed
-
-if TYPE_CHECKING:
-    from titan_rl.actors.router import GeneratorRouter
 
 ENDLESS_PULLS = 5
 """A pull that has taken so many times `router.pull_seconds` will not end: a rank of the generator is stuck in it."""
@@ -34,10 +32,26 @@ ENDLESS_PULLS = 5
 _log = logging.getLogger(__name__)
 
 
+class Router(Protocol):
+    """The router, as its generators and the changes of their weights see it."""
+
+    config: RouterConfig
+    fleet: Fleet
+    dispatcher: Dispatcher
+    generators: dict[str, RoutedGenerator]
+
+    def show(self, pieces: list[Piece]) -> None: ...
+    def route(self, generator: RoutedGenerator, completions: Packed[Completion], failures: Failures) -> None: ...
+    def died(self, generator: RoutedGenerator, error: TitanError) -> None: ...
+    def advance(self) -> None: ...
+    def run(self, work: Callable[..., None], *args: Any) -> None: ...
+    async def until(self, holds: Callable[[], bool]) -> None: ...
+
+
 class RoutedGenerator(RequestClient):
     """A generator as the router deals with it. Its state is the fleet's business. Its replacement is another one."""
 
-    def __init__(self, name: str, rank0: Any, router: GeneratorRouter) -> None:
+    def __init__(self, name: str, rank0: Any, router: Router) -> None:
         super().__init__(rank0, name=name)
         self._router = router
         self.served = 0
@@ -57,7 +71,7 @@ class RoutedGenerator(RequestClient):
 class WeightSync:
     """Of one router."""
 
-    def __init__(self, router: GeneratorRouter) -> None:
+    def __init__(self, router: Router) -> None:
         self._router = router
         self._config = config = router.config
         self._fleet = router.fleet
