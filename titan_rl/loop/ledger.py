@@ -17,8 +17,8 @@ import msgspec
 from titan_rl.config import RunConfig
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
 from titan_rl.errors import CheckpointError
-from titan_rl.loop.evaluation import Evaluation
 from titan_rl.loop.records import RunSummary
+from titan_rl.loop.stages import Evaluation
 from titan_rl.metrics.json_lines import json_object
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.rollout.report import GroupReport

@@ -15,8 +15,8 @@ import numpy as np
 
 from titan_rl.data_plane.store import HeldReport
 from titan_rl.errors import TitanError
-from titan_rl.loop.evaluation import Evaluation
 from titan_rl.loop.recording import Recorder
+from titan_rl.loop.stages import Evaluation
 from titan_rl.loop.system import System
 from titan_rl.metrics.activity import PhaseSeconds, activity
 from titan_rl.metrics.rollout_record import RolloutRecord
@@ -29,6 +29,7 @@ from titan_rl.scheduling.group import Batch, Counts
 from titan_rl.types import NO_VERSION, PolicyVersion, StopReason
 from titan_rl.view.conversation import transcript
 from titan_rl.view.display import RunDisplay
+from titan_rl.weights.manifest import FleetPull
 
 
 @dataclass(slots=True)
@@ -75,6 +76,7 @@ class StepRecords:
         self.phases = PhaseSeconds(clock)
         self._mesh_stats = MeshStats()
         self._last_step = clock()
+        self._pull_failures: dict[str, str] = {}  # by generator: why it does not serve
         self.summary = summary
         self.first_step_at: float | None = None
         """`time.monotonic()` after the first optimizer step of this process."""
@@ -104,6 +106,16 @@ class StepRecords:
                 "evaluation/failed": evaluation.failed,
             },
         )
+
+    def pulled(self, pull: FleetPull, system: System) -> None:
+        """Say once for every reason why a generator does not serve."""
+        for name in system.generators:
+            failure = pull.failures.get(name, "")
+            if failure or name in pull.reports:
+                self._display.mesh(name, failure or f"serving {pull.version}")
+            if failure not in ("", self._pull_failures.get(name)):
+                self._display.print_line(f"{name} does not serve {pull.version}: {failure}")
+            self._pull_failures[name] = failure
 
     async def step(
         self,
