@@ -299,7 +299,7 @@ class GeneratorRouter(RequestServer):
         self._ended = error
         if self._timer is not None:
             self._timer.cancel()
-        self.answer([], [(request_id, error) for request_id in self.live()])
+        self.fail_all(error)
         self._notify()
 
     def run(self, work: Callable[..., None], *args: Any) -> None:

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from titan_rl.metrics.timeline import Pulse, memory, timeline
 from titan_rl.metrics.writer import MetricsWriter
 from titan_rl.one_line import counted
 from titan_rl.rollout.report import GroupReport
+from titan_rl.rpc.mesh_client import MeshClient
 from titan_rl.scheduling.config import StalenessLimits
 from titan_rl.scheduling.group import Batch, Counts
 from titan_rl.types import NO_VERSION, PolicyVersion, StopReason
@@ -168,7 +168,7 @@ class StepRecords:
                 "rollout/turns_mean": float(np.mean([rollout.turn_count for rollout in rollouts])),
                 "rollout/branched": sum(1 for rollout in rollouts if rollout.branch_count > 1),
                 "rollout/rendered_anew": sum(rollout.rendered_anew for rollout in rollouts),
-                **_mean_of_reward_parts(rollouts),
+                **{f"reward/{name}": value for name, value in _means(each.reward_parts for each in rollouts).items()},
                 **_mean_of_engine_metrics(rollouts),
                 "staleness/age_mean": float(np.mean(ages)) if ages else 0.0,
                 "staleness/age_max": max(ages, default=0),
@@ -242,11 +242,6 @@ def _shares_of_stop_reasons(rollouts: Sequence[RolloutRecord]) -> dict[StopReaso
     return {reason: counts[reason] / len(rollouts) for reason in StopReason}
 
 
-def _mean_of_reward_parts(rollouts: Sequence[RolloutRecord]) -> dict[str, float]:
-    """Every reward function's unweighted value, averaged over the rollouts that were graded."""
-    return {f"reward/{name}": value for name, value in _means(rollout.reward_parts for rollout in rollouts).items()}
-
-
 def _mean_of_engine_metrics(rollouts: Sequence[RolloutRecord]) -> dict[str, float]:
     """The engines' metrics of each rollout's completions, averaged over the rollouts that have them: engines tell of a
     step in one completion, and of preemptions where there are some."""
@@ -301,12 +296,6 @@ def memory_of(pulses: Pulses) -> dict[str, float]:
     return numbers
 
 
-class PulseClient(Protocol):
-    """The client of a mesh."""
-
-    async def pulse(self) -> list[Pulse]: ...
-
-
 class MeshStats:
     """What the processes of each mesh report of themselves. Belongs to one event loop.
 
@@ -337,12 +326,12 @@ class MeshStats:
         began = time.monotonic()
         found: Pulses = {"controller": [Pulse(0, memory=memory())]}
 
-        async def ask(mesh: str, client: PulseClient) -> None:
+        async def ask(mesh: str, client: MeshClient) -> None:
             with suppress(TitanError, TimeoutError):
                 async with asyncio.timeout(ANSWER_SECONDS):
                     found[mesh] = await client.pulse()
 
-        meshes: dict[str, PulseClient] = {"trainer": system.trainer, "router": system.router, **system.generators}
+        meshes: dict[str, MeshClient] = {"trainer": system.trainer, "router": system.router, **system.generators}
         meshes |= {worker.name: worker for worker in system.rollouts.workers}
         if system.gateway is not None:
             meshes["gateway"] = system.gateway

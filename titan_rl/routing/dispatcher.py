@@ -143,8 +143,6 @@ class Dispatcher:
         """Accept requests, whose `refusal` must be None. A request that no generator can serve now waits."""
         assignments: list[Assignment] = []
         for original in requests:
-            if original.request_id in self._requests:
-                raise ValueError(f"request {original.request_id} is already live")
             request = self._requests[original.request_id] = OpenRequest(original, waiting_since=now)
             self._waiting[original.request_id] = request
             self._assign(request, now, assignments)

@@ -186,9 +186,9 @@ class RequestServer(ConnectedActor):
         """Stop these requests, as in `abort`. Must not block."""
         raise NotImplementedError
 
-    def live(self) -> list[str]:
-        """Request ids that have no answer yet."""
-        return list(self._clients)
+    def fail_all(self, error: TitanError) -> None:
+        """Every request that has no answer yet fails."""
+        self.answer([], [(request_id, error) for request_id in self._clients])
 
     def answer(self, completions: Sequence[Completion] | Packed[Completion], failures: Failures = ()) -> int:
         """Send each answer to its client, one message per client; returns how many completions were sent. Answers to
@@ -264,7 +264,8 @@ class RequestClient(MeshClient):
 
     def send(self, requests: Iterable[GenerationRequest]) -> None:
         """Queue requests for this tick's message."""
-        self._flush_soon()
+        if not self._tick:
+            asyncio.get_running_loop().call_soon(self._flush)  # at the end of this tick
         self._tell_ended()  # first: a session may begin again
         for request in requests:
             self._open.add(request.request_id)
@@ -304,11 +305,6 @@ class RequestClient(MeshClient):
             await asyncio.sleep(0)  # the abort is sent at the end of the tick
         self._fail(list(self._open), ActorFailed(f"{self.name}: the client was closed"))
         await self.connection.close()
-
-    def _flush_soon(self) -> None:
-        """At the end of this tick."""
-        if not self._tick:
-            asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
         self._send_tick()
