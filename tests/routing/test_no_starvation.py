@@ -98,9 +98,9 @@ class Scanned(LeastLoaded):
     """Looks at every generator for each choice."""
 
     def _first(self, version):  # type: ignore[no-untyped-def]
-        expected = min(map(self._key, self._members[version]))
+        expected = min(self._key(name) for name, its in self.serving.items() if its == version)
         assert super()._first(version) == expected
-        assert len(self._heaps[version]) <= 4 * len(self._members[version]) + 16
+        assert len(self._heaps[version]) <= 4 * len(self.serving) + 16
         return expected
 
 
