@@ -325,7 +325,7 @@ class GroupBuffer:
         if self._batch:
             return []
         picked: list[int] = []
-        place = 0  # in the line; 0 while the front of it is chosen, for then it begins behind that
+        place = 0  # in the line of those that are left: it begins behind the groups that are chosen from its front
         for group_id in self._line:
             group = self._groups.get(group_id)
             finished = group is not None and group.state is GroupState.FINISHED
