@@ -104,7 +104,7 @@ def test_what_was_shown_is_never_sampled_again(budget: int, attempts: list[tuple
     for name in ("token_ids", "logprobs", "versions"):
         joined = [value for each in shown for value in getattr(each, name).tolist()]
         assert joined == getattr(whole, name).tolist()[: len(joined)]
-    assert dispatcher.live == dispatcher.waiting == 0
+    assert dispatcher.in_flight("g0") == dispatcher.in_flight("g1") == dispatcher.waiting == 0
 
 
 def test_a_long_stream_goes_on_where_it_was_too() -> None:

@@ -96,10 +96,6 @@ class Dispatcher:
         return {*versions} - missing
 
     @property
-    def live(self) -> int:
-        return len(self._attempts)
-
-    @property
     def wake_at(self) -> float | None:
         """Latest time for the next call of `overdue` and `reconsider`; None: not before something changes."""
         at = min(self._wait_until, self._overdue_at)
