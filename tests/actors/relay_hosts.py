@@ -42,7 +42,8 @@ class RelayHosts:
         """Relays on more hosts, of which all hear."""
         for host in hosts:
             self._owners[host] = subprocess.Popen(["sleep", "1000"])
-            self.relays[host] = RelayClient(host, self._spawn(host), start_seconds=SECONDS)
+            self.relays[host] = RelayClient(host, start_seconds=SECONDS)
+            self.relays[host].replace(self._spawn(host))
         await self.tell()
 
     def spawn(self, host: str, name: str, actor: Any, *args: Any, **options: Any) -> Any:

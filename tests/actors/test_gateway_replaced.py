@@ -90,7 +90,8 @@ async def parts(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Parts
 
 async def test_rollouts_under_which_a_part_died_are_lost_whatever_their_programs_made_of_it(parts: Parts) -> None:
     config = GatewayConfig(port=0, rollout_keys=True)
-    gateway = GatewayClient([parts.gateway(config)], start_seconds=SECONDS)
+    gateway = GatewayClient(start_seconds=SECONDS)
+    gateway.replace([parts.gateway(config)])
     (pid,) = await gateway.setup(router=parts.router)
     url = gateway.url
     rollouts = await parts.worker(gateway)
@@ -127,7 +128,8 @@ async def test_where_its_port_was_taken_a_gateway_of_rollouts_takes_another_one(
 ) -> None:
     config = GatewayConfig(port=0, rollout_keys=rollout_keys)
     await parts.provisioner.stop("gateway")
-    gateway = GatewayClient([parts.gateway(config)], start_seconds=SECONDS)
+    gateway = GatewayClient(start_seconds=SECONDS)
+    gateway.replace([parts.gateway(config)])
     (pid,) = await gateway.setup(router=parts.router)
     url = gateway.url
     await parts.end(gateway, pid)

@@ -98,7 +98,8 @@ class Rank(ConnectedActor):
 
 async def test_peers_that_changed_while_the_ranks_were_replaced_are_not_overwritten_by_those_before() -> None:
     first, second = (this_proc().spawn(name, Rank) for name in ("first", "second"))
-    trainer = TrainerClient(TrainerConfig(), [first], start_seconds=BOUND, step_seconds=BOUND)
+    trainer = TrainerClient(TrainerConfig(), start_seconds=BOUND, step_seconds=BOUND)
+    trainer.replace([first])
     await trainer.setup(stores={"first": "worker"})
     waiting = asyncio.create_task(trainer.set_peers(stores={"old": "worker"}))
     await asyncio.sleep(0)
@@ -115,7 +116,8 @@ async def test_peers_that_changed_while_the_ranks_were_replaced_are_not_overwrit
 
 async def test_no_call_reaches_ranks_before_they_are_set_up() -> None:
     first, second = (this_proc().spawn(name, Rank) for name in ("dies", "follows"))
-    trainer = TrainerClient(TrainerConfig(), [first], start_seconds=BOUND, step_seconds=BOUND, host_seconds=0.1)
+    trainer = TrainerClient(TrainerConfig(), start_seconds=BOUND, step_seconds=BOUND, host_seconds=0.1)
+    trainer.replace([first])
     await trainer.setup()
     trainer.replace([second])  # the first died before the supervisor heard that it was set up
     saving = asyncio.create_task(trainer.save(Path("anywhere")))
@@ -170,8 +172,9 @@ class Lossy:
         self._replacing: asyncio.Task[None] | None = None
         self._provisioner = Provisioner(log_directory=str(scratch), imports=(), on_fault=self._heard)
         self.trainer = TrainerClient(
-            CONFIG, self._spawn(), start_seconds=BOUND, step_seconds=BOUND, on_hung=self._lost, say=self.said.append
+            CONFIG, start_seconds=BOUND, step_seconds=BOUND, on_hung=self._lost, say=self.said.append
         )
+        self.trainer.replace(self._spawn())
 
     def _spawn(self) -> Any:
         return self._provisioner.spawn(mesh_plan("trainer", 2, beside=__file__)).spawn(

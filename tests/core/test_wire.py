@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titan_rl.rpc.requests import pack
 from titan_rl.types import (
     SAMPLED_ARRAYS,
     Completion,
@@ -16,7 +17,6 @@ from titan_rl.types import (
     PolicyVersion,
     SamplingParams,
 )
-from titan_rl.wire import pack
 
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=6)
 versions = st.builds(PolicyVersion, st.integers(0, 2**20), st.integers(0, 2**31))
@@ -74,26 +74,14 @@ def same(left: object, right: object) -> bool:
     return True
 
 
+@pytest.mark.parametrize(
+    ("kind", "items"), [(GenerationRequest, requests()), (Piece, pieces()), (Completion, completions())]
+)
 @settings(max_examples=60, deadline=None)
-@given(st.lists(requests(), max_size=5))
-def test_requests_survive_packing_and_pickling(originals: list[GenerationRequest]) -> None:
-    copies = pickle.loads(pickle.dumps(pack(GenerationRequest, originals))).unpack()
-    assert len(copies) == len(originals)
-    assert all(same(a, b) for a, b in zip(originals, copies, strict=True))
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(pieces(), max_size=5))
-def test_pieces_survive_packing_and_pickling(originals: list[Piece]) -> None:
-    copies = pickle.loads(pickle.dumps(pack(Piece, originals))).unpack()
-    assert len(copies) == len(originals)
-    assert all(same(a, b) for a, b in zip(originals, copies, strict=True))
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(completions(), max_size=5))
-def test_completions_survive_packing_and_pickling(originals: list[Completion]) -> None:
-    copies = pickle.loads(pickle.dumps(pack(Completion, originals))).unpack()
+@given(data=st.data())
+def test_items_survive_packing_and_pickling(data: st.DataObject, kind: type, items: st.SearchStrategy) -> None:
+    originals = data.draw(st.lists(items, max_size=5))
+    copies = pickle.loads(pickle.dumps(pack(kind, originals))).unpack()
     assert len(copies) == len(originals)
     assert all(same(a, b) for a, b in zip(originals, copies, strict=True))
 

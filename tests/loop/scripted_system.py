@@ -17,8 +17,7 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from script import Script, settle
-from scripted_parts import ScriptedRouter, ScriptedTrainer
+from scripted_parts import Script, ScriptedRouter, ScriptedTrainer, settle
 
 from titan_rl.config import CheckpointConfig, EvaluationConfig, LoopConfig, RunConfig
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef

@@ -6,8 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from script import settle
-from scripted_system import World, holding
+from scripted_system import World, holding, settle
 
 from titan_rl.errors import ActorGone, TrainerStateLost
 from titan_rl.loop.checkpoint_files import checkpoints

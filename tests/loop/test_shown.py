@@ -9,7 +9,7 @@ import pytest
 from scripted_system import World, rollout
 
 from titan_rl.errors import TaskError
-from titan_rl.loop.evaluation import evaluate
+from titan_rl.loop.stages import evaluate
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.types import PolicyVersion, StopReason
 from titan_rl.view.conversation import transcript

@@ -81,28 +81,6 @@ async def test_one_generator_takes_no_newer_version_until_the_evaluation_is_over
     assert world.rollouts.evaluated == [(0, step) for step in range(3)]
 
 
-async def test_training_goes_on_during_an_evaluation_whose_version_stays_wanted():
-    world = World(steps=4, staleness=1, max_live=3)
-    world.script.holds = lambda gate: gate == "evaluate v0"
-    async with world.running() as run:
-        assert world.trainer.step == 4
-        assert world.router.wanted[0] == (0, 0) and world.router.serving == world.router.wanted[-1] > (0, 0)
-        await finish(world)
-        await run
-    assert world.rollouts.evaluated == [(0, 0), (0, 4)]
-    assert world.router.wanted == [(0, 4)]
-
-
-async def test_every_version_that_is_due_is_evaluated_however_slowly_it_is_pulled():
-    world = World(steps=6, staleness=2, every=2, max_live=3)
-    world.script.holds = lambda gate: gate == "pull v2"
-    async with world.running() as run:
-        assert world.trainer.step == 2
-        await finish(world)
-        await run
-    assert world.rollouts.evaluated == [(0, step) for step in (0, 2, 4, 6)]
-
-
 # --- groups that cannot be trained -----------------------------------------------------------------------------------
 
 

@@ -35,7 +35,6 @@ FLOORS = (
     {"*.config"},
     {
         "types",
-        "wire",
         "errors",
         "bounds",
         "directories",

@@ -26,7 +26,7 @@ ENDED_BY = {
     "actors/relay.py:_fetch": "the reads, which have a bound, and `Connection.gone`",
     "actors/relay.py:arrived": "the transfer of the chunk, whose calls have a bound; if it fails, so does this",
     "actors/relay.py:bring": "the transfer, whose calls have a bound, or the publication that takes its place",
-    "actors/router.py:_until": "every request that ends; `_end` fails the router",
+    "actors/router.py:until": "every request that ends; `_end` fails the router",
     "rpc/requests.py:client_lost": "the engine answers a request that is given up; a hang is found by its pulse",
     "actors/rollout_worker.py:run_group": "a group whose environments have time limits; its requests have one too",
     "actors/rollouts.py:_alive": "a worker that is set up; whoever gives up the last one ends the caller",

@@ -127,7 +127,7 @@ class RouterBooks:
     def check(self) -> None:
         places = [caller.place for caller in self.callers.values()]
         assert self.dispatcher.waiting == places.count(WAITING)
-        assert self.dispatcher.live == len(self.live)
+        assert sum(map(self.dispatcher.in_flight, self.names)) == len(self.live)
         assert places.count(LIVE) == [caller.place for _, caller in self.live.values()].count(LIVE)
         for name in self.names:
             live = self.live_on(name)

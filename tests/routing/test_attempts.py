@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from routing_examples import V0, V1, completion, request, serving
 
-from titan_rl.errors import RequestError, RequestTimeout
+from titan_rl.errors import GeneratorFailed, RequestError, RequestTimeout
+from titan_rl.routing.attempts import Shown
 from titan_rl.routing.dispatcher import Dispatcher
 from titan_rl.routing.strategies import LeastLoaded, RoundRobin
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, SamplingParams
@@ -103,7 +104,7 @@ def test_what_was_shown_is_never_sampled_again(budget: int, attempts: list[tuple
     for name in ("token_ids", "logprobs", "versions"):
         joined = [value for each in shown for value in getattr(each, name).tolist()]
         assert joined == getattr(whole, name).tolist()[: len(joined)]
-    assert dispatcher.live == dispatcher.waiting == 0
+    assert dispatcher.in_flight("g0") == dispatcher.in_flight("g1") == dispatcher.waiting == 0
 
 
 def test_a_long_stream_goes_on_where_it_was_too() -> None:
@@ -168,6 +169,35 @@ def test_a_caller_that_gives_up_gets_what_it_was_shown_of_a_lost_attempt() -> No
     assert whole.token_ids.tolist() == cut(sampled, 2, FinishReason.ABORT).token_ids.tolist()
 
 
+STREAMED = replace(request("r0"), stream_from=0)
+
+
+@given(
+    length=st.integers(0, 12),
+    spans=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).map(sorted), max_size=10),
+)
+def test_what_is_shown_of_any_pieces_in_any_order_is_the_completion(length: int, spans: list[list[int]]) -> None:
+    whole = replace(completion(STREAMED, length, FinishReason.STOP), versions=np.arange(length, dtype=np.int64))
+    shown = Shown()
+    arrived = [piece(STREAMED, whole, start, end) for start, end in spans if end <= length]
+    handed_on = [new for each in [*map(shown.add, arrived), shown.rest(whole)] if (new := each) is not None]
+    position = 0
+    for each in handed_on:
+        assert each.offset == position and len(each.token_ids) > 0
+        position = each.end
+    for name in ("token_ids", "logprobs", "versions"):
+        joined = [value for each in handed_on for value in getattr(each, name).tolist()]
+        assert joined == getattr(whole, name).tolist()
+
+
+@pytest.mark.parametrize("length", [5, 2])
+def test_tokens_that_are_others_than_those_that_were_streamed_are_an_error(length: int) -> None:
+    shown = Shown()
+    shown.add(piece(STREAMED, completion(STREAMED, 5), 0, 3))
+    with pytest.raises(GeneratorFailed, match="request r0: its generator was lost after 3 tokens were streamed"):
+        shown.rest(completion(STREAMED, length))
+
+
 # --- completions of several attempts ---
 
 
@@ -197,15 +227,6 @@ def test_a_stitched_completion_says_how_it_came_about() -> None:
         "generation/prompt_tokens": prompt,
     }
     assert whole.versions.tolist() == [V0.encode(), V0.encode(), V1.encode()]
-
-
-def test_an_interruption_after_a_stop_token_is_the_end() -> None:
-    _, dispatcher = serving(RoundRobin(), 1)
-    attempt = started(dispatcher, request("r0", stop=(99,)))
-    part = completion(attempt, 2)
-    stopped = replace(part, token_ids=np.array([5, 99], np.int32))
-    whole = dispatcher.completed("r0", stopped, 0.0)
-    assert whole is not None and whole.finish_reason is FinishReason.STOP
 
 
 @pytest.mark.parametrize(

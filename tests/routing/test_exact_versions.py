@@ -180,4 +180,4 @@ def test_every_request_is_served_by_its_version_in_the_end(
             continue
         assert events, f"nothing can happen any more: {world.fleet.describe()}, {world.groups}"
         rng.choice(events)()
-    assert world.dispatcher.waiting == world.dispatcher.live == 0
+    assert world.dispatcher.waiting == sum(world.dispatcher.in_flight(health.name) for health in world.fleet) == 0

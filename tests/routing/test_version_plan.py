@@ -108,33 +108,6 @@ def test_a_generator_that_is_overtaken_in_its_pull_serves_who_waits_and_then_pul
     assert driver.callers["new"].place == LIVE and all(pull.done for pull in driver.pulls)
 
 
-def test_a_late_generator_is_not_waited_for_and_serves_once_its_pull_ends_well() -> None:
-    driver = router(2, max_syncing=1)
-    driver.pull(V1)
-    driver.begin_pull("g0")
-    driver.is_late("g0")
-    assert states(driver) == ["stale", "syncing"] and driver.fleet["g0"].reason == "too slow"
-    one_pull(driver, "g1")
-    assert driver.pulls[-1].done
-    driver.arrive([request("r0"), request("r1")])
-    assert driver.dispatcher.in_flight("g0") == 0, "it might hold anything"
-    driver.end_pull("g0", "verified")
-    assert states(driver) == ["serving", "serving"]
-
-
-def test_a_failed_pull_is_tried_again_and_then_leaves_it_stale_until_other_versions_are_wanted() -> None:
-    driver = router(2, max_syncing=1, retries=1)
-    driver.pull(V1)
-    one_pull(driver, "g0", "failed")
-    one_pull(driver, "g0", "failed")
-    assert states(driver) == ["stale", "syncing"] and driver.fleet["g0"].reason == "bad bytes in v1"
-    one_pull(driver, "g1")
-    assert not driver.syncs and driver.pulls[-1].done
-    driver.pull(V1)
-    one_pull(driver, "g0")
-    assert states(driver) == ["serving", "serving"]
-
-
 def test_a_version_is_lost_when_every_generator_failed_to_pull_it_and_that_of_an_overtaken_one_does_not_count() -> None:
     driver = router(1, retries=0)
     driver.pull(V1)

@@ -142,8 +142,8 @@ class GatewayClient(MeshClient):
 
     actor_class = Gateway
 
-    def __init__(self, actors: Sequence[Any] = (), *, start_seconds: float) -> None:
-        super().__init__("gateway", actors, start_seconds=start_seconds)
+    def __init__(self, *, start_seconds: float) -> None:
+        super().__init__("gateway", start_seconds=start_seconds)
         self.url = ""
         """Without `/v1`; known after `setup`."""
 

@@ -139,8 +139,7 @@ class Generator(RequestServer):
     async def close(self) -> None:
         if self._loop is not None and self._failure is None:
             await self._outcome(self._loop.close())
-        error = GeneratorFailed(f"{self._name} was closed")
-        self.answer([], [(request_id, error) for request_id in self.live()])
+        self.fail_all(GeneratorFailed(f"{self._name} was closed"))
 
     async def _pulled(self, publication: Publication, pull: Callable[[], Future[PullReport]]) -> PullReport:
         """Bring the weights to this host while the engine goes on, then pull them."""
@@ -219,7 +218,7 @@ class Generator(RequestServer):
             self._failure = cause
             self._failed.set()
             self._exiting = asyncio.get_running_loop().create_task(self._report_and_exit(cause))
-            self.answer([], [(request_id, cause) for request_id in self.live()])
+            self.fail_all(cause)
 
     async def _report_and_exit(self, cause: GeneratorFailed) -> None:
         """A failed rank must leave every collective; its exit breaks those of the other ranks at once."""

@@ -304,8 +304,8 @@ class RelayClient(MeshClient):
 
     actor_class = WeightRelay
 
-    def __init__(self, host: str, actors: Sequence[Any] = (), *, start_seconds: float) -> None:
-        super().__init__(f"the relay on {host}", actors, start_seconds=start_seconds)
+    def __init__(self, host: str, *, start_seconds: float) -> None:
+        super().__init__(f"the relay on {host}", start_seconds=start_seconds)
         self.host = host
 
 

@@ -6,6 +6,15 @@
 Every requested group is reported exactly once: finished, with the error that ended it, or with `ActorGone` when it was
 lost with what played it. It is played again then, unless it is to blame (`Suspects`). If the caller was cancelled
 before the report came, the samples are released here.
+
+    a group is lost SUSPECTED times in a row with its worker ─▶ a suspect: no other suspect is played at its worker
+    a suspect is lost with its worker, or engines die under a group,
+        and others have ended since its last loss, or its worker plays no others ─▶ counts
+    a group has lost what counts GUILTY times ─▶ it is to blame
+
+A loss by itself says nothing: hosts are preempted, processes run out of memory, somebody kills one. So a group is
+played again as often as it takes. It is to blame only if what plays it dies with it again and again, and lives while
+others are played. A group that reaches its end is suspected of nothing any more.
 """
 
 from __future__ import annotations
@@ -14,8 +23,9 @@ import asyncio
 import dataclasses
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from titan_rl.actors.rollout_worker import RolloutWorker
@@ -27,11 +37,16 @@ from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.rollout.report import GroupReport, unplayed
 from titan_rl.rpc.connection import RemoteMethod
 from titan_rl.rpc.mesh_client import MeshClient
-from titan_rl.scheduling.suspects import GUILTY, Suspects
 from titan_rl.types import GroupKey, GroupRequest, Purpose
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+SUSPECTED = 3
+"""Losses in a row. Fewer would play many groups one after the other for nothing, where a host is lost."""
+
+GUILTY = 4
+"""More would cost a worker each; fewer might be chance."""
 
 _log = logging.getLogger(__name__)
 
@@ -106,6 +121,47 @@ class RolloutWorkerClient(MeshClient):
     async def call(self, endpoint: RemoteMethod[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the worker, for at most `step_seconds`."""
         return await self.ranks[0].call(self._rollouts.step_seconds, endpoint, *args, **kwargs)
+
+
+@dataclass(slots=True)
+class _Losses:
+    with_worker: int = 0
+    counted: int = 0
+    ended_before: int = 0
+    """Groups that had ended at its last loss."""
+
+
+class Suspects:
+    """The groups that were lost, by any name. Pure."""
+
+    def __init__(self) -> None:
+        self._ended = 0
+        self._losses: dict[Hashable, _Losses] = {}
+
+    def __contains__(self, group: Hashable) -> bool:
+        return group in self._losses and self._losses[group].with_worker >= SUSPECTED
+
+    def lost(self, group: Hashable, *, with_worker: bool, alone: bool) -> bool:
+        """A group was lost. Returns whether it is to blame.
+
+        Args:
+            with_worker: its worker is lost too.
+            alone: its worker played no other group meanwhile.
+        """
+        suspect = group in self
+        losses = self._losses.setdefault(group, _Losses(ended_before=self._ended))
+        losses.counted += (alone or self._ended > losses.ended_before) and (suspect or not with_worker)
+        losses.with_worker += with_worker
+        losses.ended_before = self._ended
+        if losses.counted < GUILTY:
+            return False
+        del self._losses[group]
+        return True
+
+    def ended(self, group: Hashable) -> None:
+        """A group reached its end."""
+        self._ended += 1
+        self._losses.pop(group, None)
 
 
 class Rollouts:

@@ -7,7 +7,7 @@ the weights.
   If a generator dies or goes stale, its requests continue on another one from the tokens they have. When all are dead,
   they wait for a replacement, and fail with the reasons once none is to come.
 - A generator that joins takes the place of a dead one of its name; nothing that the dead one still says reaches it.
-- Every change of who may serve ends with a call of `_advance`.
+- Every change of who may serve ends with a call of `advance`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any
 
 from titan_rl.actors.generator import Generator
@@ -28,10 +27,9 @@ from titan_rl.routing.dispatcher import Assignment, Dispatcher
 from titan_rl.routing.health import Fleet, GeneratorState, GeneratorStatus, Phase
 from titan_rl.routing.strategies import build_strategy
 from titan_rl.rpc.connection import endpoint
-from titan_rl.rpc.requests import Failures, RequestServer, is_gone
+from titan_rl.rpc.requests import Failures, Packed, RequestServer, is_gone
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import FleetPull, Publication, PullReport
-from titan_rl.wire import Packed
 
 _log = logging.getLogger(__name__)
 
@@ -53,33 +51,24 @@ class GeneratorRouter(RequestServer):
             awaited: names of further ones that are being replaced and will join.
         """
         super().__init__()
-        self._config = config
+        self.config = config
         self._strategy = build_strategy(config)
-        self._fleet = Fleet(self._strategy, serving=serving)
-        self._dispatcher = Dispatcher(
+        self.fleet = Fleet(self._strategy, serving=serving)
+        self.dispatcher = Dispatcher(
             self._strategy,
             resume=config.resume,
             seconds=config.request_seconds,
             retries=config.request_retries,
-            is_swapping=lambda name: self._fleet[name].phase is Phase.SWAPPING,
+            is_swapping=lambda name: self.fleet[name].phase is Phase.SWAPPING,
         )
-        self._generators: dict[str, RoutedGenerator] = {}
-        self._sync = WeightSync(
-            config,
-            self._fleet,
-            self._dispatcher,
-            self._generators,
-            until=self._until,
-            changed=self._advance,
-            died=self._died,
-            run=self._run,
-        )
+        self.generators: dict[str, RoutedGenerator] = {}
+        self._sync = WeightSync(self)
         for name, rank0 in generators.items():
             self._join(name, rank0)
         for name in awaited:
-            self._fleet.expect(name)
+            self.fleet.expect(name)
         self._timer: asyncio.TimerHandle | None = None
-        self._changed = asyncio.Event()  # set at the next change of what `_until` may wait for
+        self._changed = asyncio.Event()  # set at the next change of what `until` may wait for
         self._ended: TitanError | None = None  # why the router accepts nothing any more
 
     # Requests.
@@ -88,11 +77,11 @@ class GeneratorRouter(RequestServer):
         if self._ended is not None:
             self.answer([], [(request.request_id, self._ended) for request in requests])
         else:
-            self._run(self._accept, requests)
+            self.run(self._accept, requests)
 
     def stop_requests(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
-            outcome = self._dispatcher.abort(request_id)
+            outcome = self.dispatcher.abort(request_id)
             if isinstance(outcome, Assignment):
                 self._abort([outcome])
             elif outcome is not None:
@@ -104,40 +93,41 @@ class GeneratorRouter(RequestServer):
             self._strategy.end_session(session_id)
 
     def _accept(self, requests: Sequence[GenerationRequest]) -> None:
-        refusals = {request.request_id: self._dispatcher.refusal(request) for request in requests}
+        refusals = {request.request_id: self.dispatcher.refusal(request) for request in requests}
         self.answer([], [(request_id, why) for request_id, why in refusals.items() if why is not None])
         accepted = [request for request in requests if refusals[request.request_id] is None]
-        self._send(self._dispatcher.submit(accepted, self._now()))
-        if self._dispatcher.waiting and self._sync.several_versions:
-            self._advance()  # a generator that has nothing to do may serve another one
+        self._send(self.dispatcher.submit(accepted, self._now()))
+        if self.dispatcher.waiting and len(self._sync.plan.wanted) > 1:
+            self.advance()  # a generator that has nothing to do may serve another one
 
     def _send(self, assignments: list[Assignment]) -> None:
         for each in assignments:
-            self._generators[each.generator].send((each.request,))
+            self.generators[each.generator].send((each.request,))
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if (at := self._dispatcher.wake_at) is not None:
-            self._timer = asyncio.get_running_loop().call_at(at, self._run, self._on_timer)
-        failures = self._dispatcher.failures()
-        if self._fleet.is_given_up:
-            error = GeneratorFailed(f"every generator is dead ({self._fleet.describe()})")
-            failures += [(request_id, error) for request_id in self._dispatcher.drop_waiting()]
+        if (at := self.dispatcher.wake_at) is not None:
+            self._timer = asyncio.get_running_loop().call_at(at, self.run, self._on_timer)
+        failures = self.dispatcher.failures()
+        if self.fleet.is_given_up:
+            error = GeneratorFailed(f"every generator is dead ({self.fleet.describe()})")
+            failures += [(request_id, error) for request_id in self.dispatcher.drop_waiting()]
         self.answer([], failures)
 
     def _abort(self, assignments: list[Assignment]) -> None:
         for each in assignments:
-            self._generators[each.generator].abort([each.request.request_id])
+            self.generators[each.generator].abort([each.request.request_id])
 
     def _on_timer(self) -> None:
         self._timer = None
-        self._abort(self._dispatcher.overdue(self._now()))
-        self._send(self._dispatcher.reconsider(self._now()))
+        self._abort(self.dispatcher.overdue(self._now()))
+        self._send(self.dispatcher.reconsider(self._now()))
 
-    def _on_pieces(self, pieces: list[Piece]) -> None:
-        self.send_pieces([shown for piece in pieces if (shown := self._dispatcher.shown(piece)) is not None])
+    def show(self, pieces: list[Piece]) -> None:
+        """Hand pieces from a generator on to their callers."""
+        self.send_pieces([shown for piece in pieces if (shown := self.dispatcher.shown(piece)) is not None])
 
-    def _route(self, generator: RoutedGenerator, completions: Packed[Completion], failures: Failures) -> None:
+    def route(self, generator: RoutedGenerator, completions: Packed[Completion], failures: Failures) -> None:
         """Route the answers of one message from a generator, or the failures after its death. A completion that needs
         no other attempt goes on as it is."""
         now = self._now()
@@ -145,30 +135,30 @@ class GeneratorRouter(RequestServer):
         parts: list[int] = []
         ends = zip(completions.request_ids, completions.column("finish_reason"), strict=True)
         for place, (attempt_id, reason) in enumerate(ends):
-            (whole if self._dispatcher.ended_whole(attempt_id, reason) else parts).append(place)
+            (whole if self.dispatcher.ended_whole(attempt_id, reason) else parts).append(place)
         answers: list[Completion] = []
         errors: list[tuple[str, TitanError]] = []
         for part in completions.select(parts).unpack():
-            if (answer := self._dispatcher.completed(part.request_id, part, now)) is not None:
+            if (answer := self.dispatcher.completed(part.request_id, part, now)) is not None:
                 answers.append(answer)
         for attempt_id, error in failures:
             generator.failed += 1
             if isinstance(error, RequestError):
-                if (request_id := self._dispatcher.ended(attempt_id)) is not None:
+                if (request_id := self.dispatcher.ended(attempt_id)) is not None:
                     errors.append((request_id, error))
                 continue
             died = str(error) if is_gone(error) else ""
-            if (rest := self._dispatcher.lost(attempt_id, now, died=died)) is not None:
+            if (rest := self.dispatcher.lost(attempt_id, now, died=died)) is not None:
                 answers.append(rest)
         aborted = [len(each.token_ids) for each in answers if each.finish_reason is FinishReason.ABORT]
         generator.aborted += len(aborted)
         generator.aborted_tokens += sum(aborted)
         generator.served += self.answer(completions.select(whole))
-        generator.served += self.answer(answers, errors + self._dispatcher.failures())
+        generator.served += self.answer(answers, errors + self.dispatcher.failures())
         if (fatal := next((error for _, error in failures if is_gone(error)), None)) is not None:
-            self._died(generator, fatal)
-        if parts or failures or (self._dispatcher.waiting and not self._dispatcher.in_flight(generator.name)):
-            self._advance()  # requests may wait for another attempt, or for a version that an idle generator may serve
+            self.died(generator, fatal)
+        if parts or failures or (self.dispatcher.waiting and not self.dispatcher.in_flight(generator.name)):
+            self.advance()  # requests may wait for another attempt, or for a version that an idle generator may serve
         else:
             self._notify()  # a drain may be waiting for the last request
 
@@ -182,28 +172,28 @@ class GeneratorRouter(RequestServer):
         """
         timeline.follow(lambda: "generators" if self._clients else "rollouts")
         self._sync.want(wanted, served=True)
-        self._advance()
+        self.advance()
         return os.getpid()
 
     @endpoint
     async def pull_model_state_dict(self, wanted: Sequence[Publication], version: PolicyVersion) -> FleetPull:
         """Returns also when nobody will serve `version`."""
         self._sync.want(wanted)
-        self._advance()
-        await self._until(lambda: self._sync.is_settled(version))
+        self.advance()
+        await self.until(lambda: self._sync.is_settled(version))
         return self._sync.report(version)
 
     @endpoint
     async def until_unavailable(self) -> str:
-        await self._until(lambda: self._sync.unavailable is not None)
-        return f"{self._sync.unavailable} is served by nobody any more: {self._fleet.describe()}"
+        await self.until(lambda: self._sync.plan.unavailable is not None)
+        return f"{self._sync.plan.unavailable} is served by nobody any more: {self.fleet.describe()}"
 
     @endpoint
     async def sleep(self, name: str) -> int:
-        self._fleet[name].sleep()
-        self._advance()
+        self.fleet[name].sleep()
+        self.advance()
         try:
-            return await self._generators[name].connection.call(None, Generator.sleep)
+            return await self.generators[name].connection.call(None, Generator.sleep)
         except ActorGone as error:  # which a caller would take for the end of this router
             raise GeneratorFailed(f"{name} did not fall asleep: {error}") from error
 
@@ -215,13 +205,13 @@ class GeneratorRouter(RequestServer):
 
     @endpoint
     async def fleet_status(self) -> list[GeneratorStatus]:
-        return [self._status(generator) for generator in self._generators.values()]
+        return [self._status(generator) for generator in self.generators.values()]
 
     @endpoint
     async def generator_joined(self, name: str, rank0: Any) -> None:
         self._lost(name, "it was replaced")
         self._join(name, rank0)
-        self._advance()
+        self.advance()
 
     @endpoint
     async def generator_lost(self, name: str, reason: str) -> None:
@@ -231,30 +221,30 @@ class GeneratorRouter(RequestServer):
     @endpoint
     async def generator_left_out(self, name: str, reason: str) -> None:
         self._lost(name, reason)
-        self._fleet.give_up(name, reason)
-        self._advance()
+        self.fleet.give_up(name, reason)
+        self.advance()
 
     @endpoint
     async def resize(self, serving: int) -> None:
-        self._fleet.resize(serving)
-        self._advance()
+        self.fleet.resize(serving)
+        self.advance()
 
     @endpoint
     async def close(self) -> None:
         """Send nothing more. Open requests fail, and the generators stop them."""
         self._end(GeneratorFailed("the router was closed"))
         await self._sync.stop()
-        for generator in self._generators.values():
+        for generator in self.generators.values():
             await generator.disconnect()
 
     def _status(self, generator: RoutedGenerator) -> GeneratorStatus:
-        name, health = generator.name, self._fleet[generator.name]
+        name, health = generator.name, self.fleet[generator.name]
         return GeneratorStatus(
             name=name,
             state=health.state.value,
             version=str(health.version) if health.version is not None else "none",
-            load=self._dispatcher.load(name),
-            in_flight=self._dispatcher.in_flight(name),
+            load=self.dispatcher.load(name),
+            in_flight=self.dispatcher.in_flight(name),
             served=generator.served,
             failed=generator.failed,
             aborted=generator.aborted,
@@ -263,34 +253,33 @@ class GeneratorRouter(RequestServer):
         )
 
     def _join(self, name: str, rank0: Any) -> None:
-        self._fleet.join(name)
-        route = partial(self._run, self._route)
-        self._generators[name] = RoutedGenerator(name, rank0, on_answers=route, on_pieces=self._on_pieces)
+        self.fleet.join(name)
+        self.generators[name] = RoutedGenerator(name, rank0, self)
 
     def _lost(self, name: str, reason: str) -> None:
-        if name in self._generators:
-            self._died(self._generators[name], GeneratorFailed(reason))
+        if name in self.generators:
+            self.died(self.generators[name], GeneratorFailed(reason))
 
-    def _died(self, generator: RoutedGenerator, error: TitanError) -> None:
+    def died(self, generator: RoutedGenerator, error: TitanError) -> None:
         """A generator is dead, whoever noticed it. Its requests continue elsewhere, and nobody waits for its pull. Only
         the first report counts; one that comes after its replacement does not concern that."""
         name = generator.name
-        if self._generators[name] is not generator or self._fleet[name].state is GeneratorState.DEAD:
+        if self.generators[name] is not generator or self.fleet[name].state is GeneratorState.DEAD:
             return
-        self._fleet.died(name, str(error))
+        self.fleet.died(name, str(error))
         if generator.sync is not None:
             generator.sync.cancel()
         generator.lose(str(error))
-        self._advance()
+        self.advance()
 
     # What happens next.
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
         """Assign the requests that wait, then begin the changes of weights that can begin. In this order, so that a
         generator that was just verified serves those that wait however fast versions follow each other."""
         if self._ended is not None:
             return
-        self._send(self._dispatcher.reconsider(self._now()))
+        self._send(self.dispatcher.reconsider(self._now()))
         self._notify()
         self._sync.begin()
 
@@ -298,7 +287,8 @@ class GeneratorRouter(RequestServer):
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _until(self, holds: Callable[[], bool]) -> None:
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait until this holds. Raises the cause if the router ends first."""
         while not holds():
             await self._changed.wait()
             if self._ended is not None:
@@ -309,10 +299,10 @@ class GeneratorRouter(RequestServer):
         self._ended = error
         if self._timer is not None:
             self._timer.cancel()
-        self.answer([], [(request_id, error) for request_id in self.live()])
+        self.fail_all(error)
         self._notify()
 
-    def _run(self, work: Callable[..., None], *args: Any) -> None:
+    def run(self, work: Callable[..., None], *args: Any) -> None:
         """If this work fails, its bookkeeping stops in the middle and requests might wait for ever: the router ends."""
         try:
             work(*args)

@@ -13,10 +13,9 @@ from titan_rl.errors import RequestError
 from titan_rl.routing.attempts import Shown
 from titan_rl.routing.health import GeneratorStatus
 from titan_rl.rpc.connection import RemoteMethod
-from titan_rl.rpc.requests import Failures, RequestClient
+from titan_rl.rpc.requests import Failures, Packed, RequestClient
 from titan_rl.types import Completion, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import FleetPull, Publication, PullReport
-from titan_rl.wire import Packed
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,14 +41,7 @@ class RouterClient(RequestClient):
         Args:
             seconds: time limit of a call that waits for no generator; a request has `router.request_seconds`.
         """
-        super().__init__(
-            actor,
-            name=name,
-            who=who,
-            replaced_within=replaced_within,
-            on_answers=self._resolve,
-            on_pieces=self._deliver,
-        )
+        super().__init__(actor, name=name, who=who, replaced_within=replaced_within)
         self._seconds = seconds
         self._completions: dict[str, asyncio.Future[Completion]] = {}
         self._inboxes: dict[str, asyncio.Queue[Piece | None]] = {}  # None: the completion is there, or will never be
@@ -118,7 +110,7 @@ class RouterClient(RequestClient):
             del self._inboxes[request_id]
             completion.cancel()
 
-    def _resolve(self, completions: Packed[Completion], failures: Failures) -> None:
+    def answered(self, completions: Packed[Completion], failures: Failures) -> None:
         for completion in completions.unpack():
             future = self._completions.get(completion.request_id)
             if future is not None and not future.done():
@@ -128,7 +120,7 @@ class RouterClient(RequestClient):
             if future is not None and not future.done():
                 future.set_exception(error)
 
-    def _deliver(self, pieces: list[Piece]) -> None:
+    def sampled(self, pieces: list[Piece]) -> None:
         for piece in pieces:
             if (inbox := self._inboxes.get(piece.request_id)) is not None:
                 inbox.put_nowait(piece)

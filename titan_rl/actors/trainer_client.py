@@ -48,7 +48,6 @@ class TrainerClient(MeshClient):
     def __init__(
         self,
         config: TrainerConfig,
-        actors: Sequence[Any] = (),
         *,
         start_seconds: float,
         step_seconds: float,
@@ -65,7 +64,7 @@ class TrainerClient(MeshClient):
                 use any more: they must be ended and replaced.
             say: told once if there is no room for copies of the state.
         """
-        super().__init__("trainer", actors, start_seconds=start_seconds)
+        super().__init__("trainer", start_seconds=start_seconds)
         self._config = config
         self._step_seconds = step_seconds
         self._news_seconds = host_seconds + NEWS_SECONDS

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from titan_rl.actors.generator import Generator
 from titan_rl.errors import ActorGone, CallTimeout, GeneratorFailed, GeneratorNotServing, TitanError, WeightsError
@@ -23,10 +22,9 @@ from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Dispatcher
 from titan_rl.routing.health import Fleet, GeneratorState, Phase
 from titan_rl.routing.version_plan import VersionPlan
-from titan_rl.rpc.requests import Failures, RequestClient, is_gone
+from titan_rl.rpc.requests import Failures, Packed, RequestClient, is_gone
 from titan_rl.types import Completion, Piece, PolicyVersion
 from titan_rl.weights.manifest import FleetPull, Publication, PullReport
-from titan_rl.wire import Packed
 
 ENDLESS_PULLS = 5
 """A pull that has taken so many times `router.pull_seconds` will not end: a rank of the generator is stuck in it."""
@@ -34,18 +32,28 @@ ENDLESS_PULLS = 5
 _log = logging.getLogger(__name__)
 
 
+class Router(Protocol):
+    """The router, as its generators and the changes of their weights see it."""
+
+    config: RouterConfig
+    fleet: Fleet
+    dispatcher: Dispatcher
+    generators: dict[str, RoutedGenerator]
+
+    def show(self, pieces: list[Piece]) -> None: ...
+    def route(self, generator: RoutedGenerator, completions: Packed[Completion], failures: Failures) -> None: ...
+    def died(self, generator: RoutedGenerator, error: TitanError) -> None: ...
+    def advance(self) -> None: ...
+    def run(self, work: Callable[..., None], *args: Any) -> None: ...
+    async def until(self, holds: Callable[[], bool]) -> None: ...
+
+
 class RoutedGenerator(RequestClient):
     """A generator as the router deals with it. Its state is the fleet's business. Its replacement is another one."""
 
-    def __init__(
-        self,
-        name: str,
-        rank0: Any,
-        *,
-        on_answers: Callable[[RoutedGenerator, Packed[Completion], Failures], None],
-        on_pieces: Callable[[list[Piece]], None],
-    ) -> None:
-        super().__init__(rank0, name=name, on_answers=partial(on_answers, self), on_pieces=on_pieces)
+    def __init__(self, name: str, rank0: Any, router: Router) -> None:
+        super().__init__(rank0, name=name)
+        self._router = router
         self.served = 0
         self.failed = 0
         self.aborted = 0
@@ -53,36 +61,24 @@ class RoutedGenerator(RequestClient):
         self.outcome: PullReport | TitanError | None = None  # of its last pull
         self.sync: asyncio.Task[None] | None = None  # the last one
 
+    def answered(self, completions: Packed[Completion], failures: Failures) -> None:
+        self._router.run(self._router.route, self, completions, failures)
+
+    def sampled(self, pieces: list[Piece]) -> None:
+        self._router.show(pieces)
+
 
 class WeightSync:
     """Of one router."""
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        fleet: Fleet,
-        dispatcher: Dispatcher,
-        generators: Mapping[str, RoutedGenerator],
-        *,
-        until: Callable[[Callable[[], bool]], Awaitable[None]],
-        changed: Callable[[], None],
-        died: Callable[[RoutedGenerator, TitanError], None],
-        run: Callable[..., None],
-    ) -> None:
-        """
-        Args:
-            until: waits until something holds.
-            changed: called after every change of who may serve.
-            died: called with a generator whose pull says that it is gone.
-            run: calls a function; the router ends if that raises.
-        """
-        self._config = config
-        self._fleet = fleet
-        self._dispatcher = dispatcher
-        self._generators = generators
-        self._until, self._changed, self._died, self._run = until, changed, died, run
-        self._plan = VersionPlan(
-            fleet, mode=config.weight_sync, max_syncing=config.max_syncing, retries=config.pull_retries
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._config = config = router.config
+        self._fleet = router.fleet
+        self._dispatcher = router.dispatcher
+        self._generators = router.generators
+        self.plan = VersionPlan(
+            self._fleet, mode=config.weight_sync, max_syncing=config.max_syncing, retries=config.pull_retries
         )
         self._publications: dict[PolicyVersion, Publication] = {}  # of the wanted versions
         self._tasks: set[asyncio.Task[None]] = set()
@@ -94,31 +90,21 @@ class WeightSync:
             served: they were, by a router before this one.
         """
         self._publications = {publication.version: publication for publication in wanted}
-        self._plan.want(self._publications)
+        self.plan.want(self._publications)
         if served:
-            self._plan.served |= self._publications.keys()
-
-    @property
-    def unavailable(self) -> PolicyVersion | None:
-        """See `VersionPlan.unavailable`."""
-        return self._plan.unavailable
-
-    @property
-    def several_versions(self) -> bool:
-        """Whether more than one version is wanted."""
-        return len(self._publications) > 1
+            self.plan.served |= self._publications.keys()
 
     def begin(self) -> None:
         """Begin the changes of weights that can begin."""
-        for name in self._plan.begin(self._dispatcher):
+        for name in self.plan.begin(self._dispatcher):
             generator = self._generators[name]
             task = generator.sync = asyncio.get_running_loop().create_task(self._change(generator))
             self._tasks.add(task)
             task.add_done_callback(self._ended)
 
     def is_settled(self, version: PolicyVersion) -> bool:
-        """See `GeneratorRouter.pull_model_state_dict`."""
-        return self._plan.settled(self._counted(version))
+        """Whether the version is served or lost, and nobody is on the way to it."""
+        return self.plan.settled(self._counted(version))
 
     def report(self, version: PolicyVersion) -> FleetPull:
         """Who serves the version, and why others serve nothing."""
@@ -138,12 +124,12 @@ class WeightSync:
         Raises:
             GeneratorNotServing: it is not asleep, or no weights were published yet.
         """
-        if not self._plan.wanted:
+        if not self.plan.wanted:
             raise GeneratorNotServing(f"{name} cannot be woken: there are no weights to pull yet")
         self._fleet[name].wake()
         self._generators[name].outcome = None
-        self._changed()
-        await self._until(lambda: not self._plan.is_coming(name))
+        self._router.advance()
+        await self._router.until(lambda: not self.plan.is_coming(name))
         outcome = self._generators[name].outcome
         if outcome is None or isinstance(outcome, ActorGone):  # which a caller would take for the end of this router
             raise GeneratorFailed(f"{name} did not come back: {outcome or self._fleet[name].reason}")
@@ -159,7 +145,7 @@ class WeightSync:
 
     def _counted(self, version: PolicyVersion) -> PolicyVersion:
         """The version itself, or, if it is not wanted any more, the newest that is."""
-        wanted = self._plan.wanted
+        wanted = self.plan.wanted
         return version if version in wanted or not wanted else wanted[-1]
 
     async def _change(self, generator: RoutedGenerator) -> None:
@@ -169,15 +155,15 @@ class WeightSync:
         name, health = generator.name, self._fleet[generator.name]
         drain, pull = self._config.drain_seconds, self._config.pull_seconds
         # The drain counts too, because a stopped process never finishes it.
-        late = loop.call_later(drain + pull, self._run, self._mark_late, generator)
-        endless = loop.call_later(drain + ENDLESS_PULLS * pull, self._run, self._end_stuck, generator)
+        late = loop.call_later(drain + pull, self._router.run, self._mark_late, generator)
+        endless = loop.call_later(drain + ENDLESS_PULLS * pull, self._router.run, self._end_stuck, generator)
         try:
             if health.phase is not Phase.SWAPPING:
                 with activity("drain", generator=name):
                     await self._drained(generator, drain)
             late.cancel()
-            late = loop.call_later(pull, self._run, self._mark_late, generator)
-            publication = self._publications[self._plan.pulling(name)]
+            late = loop.call_later(pull, self._router.run, self._mark_late, generator)
+            publication = self._publications[self.plan.pulling(name)]
             waited = loop.time() - started
             call = generator.connection.call
             if health.version is None:
@@ -187,32 +173,32 @@ class WeightSync:
                     report = await call(None, Generator.wake_up, publication)
                 else:
                     report = await call(None, Generator.pull_model_state_dict, publication)
-            self._plan.verified(name, report.version)
+            self.plan.verified(name, report.version)
             generator.outcome = replace(report, seconds_waited=waited + report.seconds_waited)
         except Exception as why:  # whatever fails here concerns this generator only
             error = why if isinstance(why, TitanError) else WeightsError(f"{type(why).__name__}: {why}")
             _log.warning("%s did not take new weights: %s", name, error, exc_info=None if error is why else why)
             generator.outcome = error
             if is_gone(error):
-                self._died(generator, error)
+                self._router.died(generator, error)
             else:
-                self._plan.failed(name, str(error))
+                self.plan.failed(name, str(error))
         finally:
             late.cancel()
             endless.cancel()
-        self._changed()
+        self._router.advance()
 
     async def _drained(self, generator: RoutedGenerator, seconds: float) -> None:
         """Wait until the generator is idle. Requests that still run after `seconds` are moved to other generators."""
         name = generator.name
         try:
             async with asyncio.timeout(seconds):
-                await self._until(lambda: not self._dispatcher.in_flight(name))
+                await self._router.until(lambda: not self._dispatcher.in_flight(name))
         except TimeoutError:
             stragglers = self._dispatcher.live_on(name)
             _log.info("%s did not drain in %g s: %d go on elsewhere", name, seconds, len(stragglers))
             generator.abort(stragglers)
-            await self._until(lambda: not self._dispatcher.in_flight(name))
+            await self._router.until(lambda: not self._dispatcher.in_flight(name))
 
     def _mark_late(self, generator: RoutedGenerator) -> None:
         name = generator.name
@@ -223,7 +209,7 @@ class WeightSync:
         _log.warning("%s", error)
         generator.outcome = error
         self._fleet[name].late(str(error))
-        self._changed()
+        self._router.advance()
 
     def _end_stuck(self, generator: RoutedGenerator) -> None:
         limit = f"{ENDLESS_PULLS} times router.pull_seconds ({self._config.pull_seconds:g})"
@@ -234,4 +220,4 @@ class WeightSync:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            self._run(task.result)
+            self._router.run(task.result)

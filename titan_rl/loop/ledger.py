@@ -17,8 +17,8 @@ import msgspec
 from titan_rl.config import RunConfig
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
 from titan_rl.errors import CheckpointError
-from titan_rl.loop.evaluation import Evaluation
 from titan_rl.loop.records import RunSummary
+from titan_rl.loop.stages import Evaluation
 from titan_rl.metrics.json_lines import json_object
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.rollout.report import GroupReport
@@ -70,13 +70,9 @@ class Ledger:
             "buffer": self.buffer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "streak": self.streak.state_dict(),
-            "summary": {
-                **_fields(self.summary),
-                "evaluations": [*map(_fields, self.summary.evaluations)],
-                "failed": [*map(_report_state, self.summary.failed)],
-            },
+            "summary": {**_fields(self.summary), "failed": [*map(_report_state, self.summary.failed)]},
             "reports": [*map(_report_state, self.reports.values())],
-            "lessons": {group_id: _fields(outcome) for group_id, outcome in self.outcomes.items()},
+            "lessons": self.outcomes,
             "older": [[version, sorted(holders)] for version, holders in self.older.items()],
             "metrics_bytes": self.metrics_bytes,
             "rollouts_bytes": self.rollouts_bytes,

@@ -33,12 +33,11 @@ from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport
 from titan_rl.errors import ActorGone, SamplesLost, TrainerStateLost
 from titan_rl.loop.checkpoints import Checkpoints, restore
-from titan_rl.loop.evaluation import Evaluations
 from titan_rl.loop.ledger import GroupOutcome, Ledger, new_ledger
 from titan_rl.loop.lost_groups import RELEASE_SECONDS, LostGroups, check_stores_are_empty, release_samples
 from titan_rl.loop.recording import Recorder
 from titan_rl.loop.records import RunSummary, StepRecords
-from titan_rl.loop.stages import make_filter, warm_up
+from titan_rl.loop.stages import evaluate, make_filter, warm_up
 from titan_rl.loop.system import System
 from titan_rl.loop.versions import EVALUATED, SERVED, Publications, ServedVersions
 from titan_rl.metrics.activity import Activities, Watchdog
@@ -49,7 +48,6 @@ from titan_rl.scheduling.group import Batch, Group, Outcome
 from titan_rl.scheduling.schedule import Untrainable
 from titan_rl.types import PolicyVersion
 from titan_rl.view.display import RunDisplay
-from titan_rl.weights.manifest import FleetPull
 
 T = TypeVar("T")
 
@@ -103,16 +101,11 @@ class TrainingLoop:
             changed=self._notify,
             warn=self._warn,
         )
-        record = self.records.evaluation
-        self._evaluations = Evaluations(
-            system, self._schedule, self._publications, self._versions, self._activity, record=record
-        )
         self._lost = LostGroups(ledger, system.rollouts, say=display.print_line, changed=self._notify)
         self._exact = self._buffer.limits.exact_versions
         self.has_weights = restore_from is None
         """Whether the trainer holds weights of this run: not while it is being restored."""
         self._stepping: asyncio.Future[None] | None = None  # the step that is under way, with its cut, or the last one
-        self._failures: dict[str, str] = {}  # by generator: why it does not serve
         self._changed = asyncio.Event()
 
     @property
@@ -204,7 +197,13 @@ class TrainingLoop:
             f"going on after step {self._buffer.trainer_version.step} from {directory}: {len(self._reports)} finished "
             f"groups are kept, {self._buffer.counts.waiting} are played again"
         )
-        await self._evaluations.go_on(directory, self.ledger.older)
+        for version, holders in self.ledger.older.items():
+            await self._publications.publish_again(directory, version, holders)
+            if EVALUATED in holders:
+                if not self._schedule.is_evaluated(version):
+                    await self._versions.serve(version, alone=True)
+                    await self._evaluate(version)
+                await self._publications.release(version, EVALUATED)
 
     # The tasks.
 
@@ -322,8 +321,15 @@ class TrainingLoop:
         failure: the run."""
         due, over = self._schedule.next_due, self._schedule.all_evaluated
         while version := await self._until("evaluator", lambda: "a version that is due", due, over):
-            await self._evaluations.run(version)
+            await self._evaluate(version)
+            await self._versions.end_evaluation(version)
             self._notify()
+
+    async def _evaluate(self, version: PolicyVersion) -> None:
+        with self._activity("evaluate", version=version):
+            evaluation = await evaluate(self._system, version)
+        self.records.evaluation(evaluation)
+        self._schedule.evaluated(version)
 
     async def _publish(self, *, first: bool = False) -> None:
         """Publish the trainer's weights, bring every generator to them, free the previous publication.
@@ -336,7 +342,7 @@ class TrainingLoop:
         if self._exact and not first:
             return self._published(version)
         pull = await self._versions.serve_newest(version, alone=first)
-        self._show(pull)
+        self.records.pulled(pull, self._system)
         # Only after the pull: otherwise the first generator with the version would get all groups that wait for it.
         self._published(pull.version)
         if before is not None and not first:
@@ -349,16 +355,6 @@ class TrainingLoop:
             self._publications.hold(version, EVALUATED)
         self._buffer.published(version)
         self._notify()
-
-    def _show(self, pull: FleetPull) -> None:
-        """Say once for every reason why a generator does not serve."""
-        for name in self._system.generators():
-            failure = pull.failures.get(name, "")
-            if failure or name in pull.reports:
-                self._display.mesh(name, failure or f"serving {pull.version}")
-            if failure not in ("", self._failures.get(name)):
-                self._display.print_line(f"{name} does not serve {pull.version}: {failure}")
-            self._failures[name] = failure
 
     def _stop_early(self) -> None:
         """Nothing is left to learn: make the running step, or else the previous one, the last. Then the run ends as

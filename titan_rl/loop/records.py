@@ -9,14 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
 from titan_rl.data_plane.store import HeldReport
 from titan_rl.errors import TitanError
-from titan_rl.loop.evaluation import Evaluation
 from titan_rl.loop.recording import Recorder
+from titan_rl.loop.stages import Evaluation
 from titan_rl.loop.system import System
 from titan_rl.metrics.activity import PhaseSeconds, activity
 from titan_rl.metrics.rollout_record import RolloutRecord
@@ -24,11 +23,13 @@ from titan_rl.metrics.timeline import Pulse, memory, timeline
 from titan_rl.metrics.writer import MetricsWriter
 from titan_rl.one_line import counted
 from titan_rl.rollout.report import GroupReport
+from titan_rl.rpc.mesh_client import MeshClient
 from titan_rl.scheduling.config import StalenessLimits
 from titan_rl.scheduling.group import Batch, Counts
 from titan_rl.types import NO_VERSION, PolicyVersion, StopReason
 from titan_rl.view.conversation import transcript
 from titan_rl.view.display import RunDisplay
+from titan_rl.weights.manifest import FleetPull
 
 
 @dataclass(slots=True)
@@ -75,6 +76,7 @@ class StepRecords:
         self.phases = PhaseSeconds(clock)
         self._mesh_stats = MeshStats()
         self._last_step = clock()
+        self._pull_failures: dict[str, str] = {}  # by generator: why it does not serve
         self.summary = summary
         self.first_step_at: float | None = None
         """`time.monotonic()` after the first optimizer step of this process."""
@@ -104,6 +106,16 @@ class StepRecords:
                 "evaluation/failed": evaluation.failed,
             },
         )
+
+    def pulled(self, pull: FleetPull, system: System) -> None:
+        """Say once for every reason why a generator does not serve."""
+        for name in system.generators():
+            failure = pull.failures.get(name, "")
+            if failure or name in pull.reports:
+                self._display.mesh(name, failure or f"serving {pull.version}")
+            if failure not in ("", self._pull_failures.get(name)):
+                self._display.print_line(f"{name} does not serve {pull.version}: {failure}")
+            self._pull_failures[name] = failure
 
     async def step(
         self,
@@ -156,7 +168,7 @@ class StepRecords:
                 "rollout/turns_mean": float(np.mean([rollout.turn_count for rollout in rollouts])),
                 "rollout/branched": sum(1 for rollout in rollouts if rollout.branch_count > 1),
                 "rollout/rendered_anew": sum(rollout.rendered_anew for rollout in rollouts),
-                **_mean_of_reward_parts(rollouts),
+                **{f"reward/{name}": value for name, value in _means(each.reward_parts for each in rollouts).items()},
                 **_mean_of_engine_metrics(rollouts),
                 "staleness/age_mean": float(np.mean(ages)) if ages else 0.0,
                 "staleness/age_max": max(ages, default=0),
@@ -230,11 +242,6 @@ def _shares_of_stop_reasons(rollouts: Sequence[RolloutRecord]) -> dict[StopReaso
     return {reason: counts[reason] / len(rollouts) for reason in StopReason}
 
 
-def _mean_of_reward_parts(rollouts: Sequence[RolloutRecord]) -> dict[str, float]:
-    """Every reward function's unweighted value, averaged over the rollouts that were graded."""
-    return {f"reward/{name}": value for name, value in _means(rollout.reward_parts for rollout in rollouts).items()}
-
-
 def _mean_of_engine_metrics(rollouts: Sequence[RolloutRecord]) -> dict[str, float]:
     """The engines' metrics of each rollout's completions, averaged over the rollouts that have them: engines tell of a
     step in one completion, and of preemptions where there are some."""
@@ -289,12 +296,6 @@ def memory_of(pulses: Pulses) -> dict[str, float]:
     return numbers
 
 
-class PulseClient(Protocol):
-    """The client of a mesh."""
-
-    async def pulse(self) -> list[Pulse]: ...
-
-
 class MeshStats:
     """What the processes of each mesh report of themselves. Belongs to one event loop.
 
@@ -325,12 +326,12 @@ class MeshStats:
         began = time.monotonic()
         found: Pulses = {"controller": [Pulse(0, memory=memory())]}
 
-        async def ask(mesh: str, client: PulseClient) -> None:
+        async def ask(mesh: str, client: MeshClient) -> None:
             with suppress(TitanError, TimeoutError):
                 async with asyncio.timeout(ANSWER_SECONDS):
                     found[mesh] = await client.pulse()
 
-        meshes: dict[str, PulseClient] = {"trainer": system.trainer, "router": system.router, **system.generators()}
+        meshes: dict[str, MeshClient] = {"trainer": system.trainer, "router": system.router, **system.generators()}
         meshes |= {worker.name: worker for worker in system.rollouts.workers}
         if system.gateway is not None:
             meshes["gateway"] = system.gateway

@@ -1,8 +1,11 @@
-"""What the training loop does besides RL steps: the supervised warm-up before them, and the filter on their groups.
+"""What the training loop does besides RL steps: the supervised warm-up before them, evaluations, the filter on groups.
 
 Demonstrations of the warm-up travel by reference, as all samples do. Demonstration number i is used once, in step
 i // batch. Every sample is released after its step, or when the warm-up ends early. The demonstrations of the next step
 are made while the current step is trained.
+
+An evaluation plays the held-out prompts greedily. Every request asks for exactly the evaluated version. It is one of
+the wanted versions until the evaluation is over, so one generator stays at it while the others go on.
 """
 
 from __future__ import annotations
@@ -12,13 +15,17 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import ConfigError, SamplesLost, TaskError
 from titan_rl.importing import import_name
+from titan_rl.loop.recording import choose_evaluated
+from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.rollout.report import GroupReport
 from titan_rl.scheduling.group import MAX_ATTEMPTS
+from titan_rl.types import PolicyVersion
 
 if TYPE_CHECKING:
     from titan_rl.loop.system import System
@@ -89,6 +96,52 @@ async def _give_up(system: System, owned: SampleBatch | None, ahead: asyncio.Tas
     for error in await asyncio.gather(*map(system.rollouts.release, left), return_exceptions=True):
         if isinstance(error, Exception):  # only logged: the error that ended the warm-up says more
             _log.warning("demonstrations were not released: %s", error)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Means over the held-out prompts whose rollouts were graded."""
+
+    version: PolicyVersion
+    prompts: int
+    """Those that were graded."""
+    exact_match: float
+    reward: float
+    rollouts: tuple[RolloutRecord, ...] = ()
+    """Records of the first that are wrong, and the first that are right."""
+    failed: int = 0
+    """Prompts without a reward because user code failed. They are left out of all means."""
+    first_error: str = ""
+
+
+async def evaluate(system: System, version: PolicyVersion) -> Evaluation:
+    """Play the held-out prompts greedily under exactly `version`, which is served until the evaluation is over.
+
+    Raises:
+        TaskError: every rollout failed, or there is nothing to play.
+    """
+    if not system.rollouts.held_out:
+        raise TaskError(f"the environment {system.config.environment.name} gave no held-out prompts to evaluate on")
+    prompts = range(system.rollouts.held_out)
+    groups = [system.held_out_group(prompt, version) for prompt in prompts]
+    reports = await system.rollouts.run_groups(groups)
+    rollouts = [rollout for report in reports for rollout in report.rollouts]
+    errors = [error for report in reports for error in report.errors]
+    errors += [error for report in reports for error in report.late]
+    graded = [rollout for rollout in rollouts if not rollout.error]
+    if not graded:
+        raise TaskError(f"all {len(rollouts)} held-out rollouts failed; the first: {errors[0]}")
+    described = await system.rollouts.describe(choose_evaluated(version.step, reports), reports)
+    matches = [rollout.exact_match for rollout in graded]
+    return Evaluation(
+        version=version,
+        prompts=len(graded),
+        exact_match=sum(matches) / len(matches),
+        reward=sum(rollout.reward for rollout in graded) / len(graded),
+        rollouts=tuple(described),
+        failed=len(errors),
+        first_error=next(iter(errors), ""),
+    )
 
 
 FILTERS = {"no_variance": "titan_rl.loop.stages:no_variance"}

@@ -127,16 +127,6 @@ class Publications:
         self._freed.set()
 
 
-def wanted_versions(buffer: GroupBuffer, publications: Publications) -> list[PolicyVersion]:
-    """Versions that generators are to serve now, oldest first."""
-    evaluated = {*publications.held_by(EVALUATED)}
-    newest = {publications.newest.version} if publications.newest is not None else set()
-    if not buffer.limits.exact_versions:
-        return sorted(newest | evaluated)
-    unfinished = {version for version in buffer.unfinished_versions() if version in publications}
-    return sorted(unfinished | evaluated or newest)
-
-
 class ServedVersions:
     """Has the wanted versions served. Belongs to one event loop."""
 
@@ -246,7 +236,14 @@ class ServedVersions:
             self._changed()
 
     def _wanted_now(self) -> list[PolicyVersion]:
-        return wanted_versions(self._buffer, self._publications)
+        """Oldest first."""
+        publications = self._publications
+        evaluated = {*publications.held_by(EVALUATED)}
+        newest = {publications.newest.version} if publications.newest is not None else set()
+        if not self._exact:
+            return sorted(newest | evaluated)
+        unfinished = {version for version in self._buffer.unfinished_versions() if version in publications}
+        return sorted(unfinished | evaluated or newest)
 
     def _old(self) -> list[PolicyVersion]:
         needed = {self._buffer.published_version, *self._buffer.active_versions()}

@@ -1,6 +1,6 @@
 """SIGUSR1 asks a process where it is: it prints the stack of every thread, and of every task the lines that it is at.
 
-    task Evaluations.run at evaluations.py:97, router_client.py:71, connection.py:271
+    task TrainingLoop._evaluate at loop.py:324, router_client.py:71, connection.py:271
 
 - The signal is passed on to `processes.answering`, from the controller to every process of its run.
 - A signal may come while a lock is held. So the answer is written to the descriptors, without logging.

@@ -96,10 +96,6 @@ class Dispatcher:
         return {*versions} - missing
 
     @property
-    def live(self) -> int:
-        return len(self._attempts)
-
-    @property
     def wake_at(self) -> float | None:
         """Latest time for the next call of `overdue` and `reconsider`; None: not before something changes."""
         at = min(self._wait_until, self._overdue_at)
@@ -143,8 +139,6 @@ class Dispatcher:
         """Accept requests, whose `refusal` must be None. A request that no generator can serve now waits."""
         assignments: list[Assignment] = []
         for original in requests:
-            if original.request_id in self._requests:
-                raise ValueError(f"request {original.request_id} is already live")
             request = self._requests[original.request_id] = OpenRequest(original, waiting_since=now)
             self._waiting[original.request_id] = request
             self._assign(request, now, assignments)

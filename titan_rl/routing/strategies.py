@@ -81,21 +81,17 @@ class _Ordered:
         self._load: dict[str, int] = {}
         self.serving: dict[str, PolicyVersion] = {}
         """Version of every generator that takes requests now."""
-        self._members: dict[PolicyVersion, set[str]] = {}  # those that serve a version
         self._heaps: dict[PolicyVersion, list[_Key]] = {}
 
     def serves(self, name: str, version: PolicyVersion) -> None:
         self.pauses(name)
         self.serving[name] = version
-        self._members.setdefault(version, set()).add(name)
         self._push(name)
 
     def pauses(self, name: str) -> None:
-        if (version := self.serving.pop(name, None)) is not None:
-            members = self._members[version]
-            members.remove(name)
-            if not members:
-                del self._members[version], self._heaps[version]
+        version = self.serving.pop(name, None)
+        if version is not None and version not in self.serving.values():
+            del self._heaps[version]
 
     leaves = pauses
 
@@ -113,18 +109,18 @@ class _Ordered:
         return self._load.get(name, 0), self._chosen_at.get(name, 0), name
 
     def _first(self, version: PolicyVersion) -> _Key:
-        heap, members = self._heaps[version], self._members[version]
-        while heap[0][2] not in members or heap[0] != self._key(heap[0][2]):
+        heap = self._heaps[version]
+        while self.serving.get(heap[0][2]) != version or heap[0] != self._key(heap[0][2]):
             heapq.heappop(heap)
         return heap[0]
 
     def _push(self, name: str) -> None:
         """The generator's key has changed, or it serves a version from now on."""
         if (version := self.serving.get(name)) is not None:
-            heap, members = self._heaps.setdefault(version, []), self._members[version]
+            heap = self._heaps.setdefault(version, [])
             heapq.heappush(heap, self._key(name))
-            if len(heap) > 4 * len(members) + 16:
-                heap[:] = map(self._key, members)
+            if len(heap) > 4 * len(self.serving) + 16:
+                heap[:] = (self._key(each) for each, its in self.serving.items() if its == version)
                 heapq.heapify(heap)
 
     def assigned(self, request: GenerationRequest, name: str, load: int) -> None:

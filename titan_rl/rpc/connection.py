@@ -255,7 +255,7 @@ class Connection:
         """The actor is gone: open calls fail now, and so does every call until `replace`."""
         self._lost = reason
         if self._link is not None:
-            self._end(self._link, reason)
+            self.ended(self._link, reason)
 
     def replace(self, actor: Any) -> None:
         """From now on this actor is called. Open calls to the one before fail."""
@@ -268,7 +268,7 @@ class Connection:
             return
         if link.outbox.end():
             await asyncio.wait([link.task], timeout=DISCONNECT_SECONDS)
-        self._end(link, "the connection was closed")
+        self.ended(link, "the connection was closed")
         await asyncio.gather(link.task, return_exceptions=True)
 
     def _put(self, number: int | None, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Link | None:
@@ -277,7 +277,7 @@ class Connection:
         if self._lost:
             return None
         if self._link is None:
-            self._link = _Link(self._actor, self._receive, self._end)
+            self._link = _Link(self, self._actor)
         self._link.outbox.put((number, name, arguments))
         return self._link
 
@@ -293,7 +293,8 @@ class Connection:
             raise ActorFailed(f"{what} {result.text}")
         return result
 
-    def _receive(self, link: _Link, number: int | None, pickled: bytes) -> None:
+    def received(self, link: _Link, number: int | None, pickled: bytes) -> None:
+        """The outcome of a call, or (`number` None) an item that an endpoint pushes."""
         if number is None:
             item = pickle.loads(pickled)
             if isinstance(item, (TitanError, _Raised)):
@@ -306,7 +307,7 @@ class Connection:
             except Exception as error:
                 outcome.set_result(_Raised(f"answered what cannot be unpickled: {type(error).__name__}: {error}"))
 
-    def _end(self, link: _Link, reason: str) -> None:
+    def ended(self, link: _Link, reason: str) -> None:
         """The link has ended, or must. The next call opens a new one."""
         if self._link is not link:
             return
@@ -322,13 +323,10 @@ class Connection:
 class _Link:
     """A connection to one actor, until that actor is gone."""
 
-    def __init__(
-        self, actor: Any, on_item: Callable[[_Link, int | None, bytes], None], on_end: Callable[[_Link, str], None]
-    ) -> None:
+    def __init__(self, connection: Connection, actor: Any) -> None:
         self.outbox = Outbox()
         self.open: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # with the endpoint's name
-        self._on_item = on_item
-        self._on_end = on_end
+        self._connection = connection
         self.task = asyncio.get_running_loop().create_task(self._connect(actor))
 
     async def _connect(self, actor: Any) -> None:
@@ -344,13 +342,13 @@ class _Link:
         except* Exception as group:
             reason = f"{type(group.exceptions[0]).__name__}: {group.exceptions[0]}"
         finally:
-            self._on_end(self, reason)
+            self._connection.ended(self, reason)
 
     async def _receive(self, receiver: Any) -> None:
         self.outbox.open(pickle.loads(await receiver.recv()).send)
         while True:
             for number, pickled in pickle.loads(await receiver.recv()):
-                self._on_item(self, number, pickled)
+                self._connection.received(self, number, pickled)
 
 
 @dataclass(frozen=True, slots=True)

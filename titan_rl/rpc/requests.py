@@ -9,31 +9,112 @@ Rank 0 of a generator and the router are both a `RequestServer`. Rollout workers
 router talks to generators. Every accepted request is answered once; if its server is gone, it fails. Answers have no
 time-out, because only the server knows what it waits for. Pieces may be lost: the completion has all tokens. The
 requests of a client that is gone are stopped (`client_lost`): their ids may be used again.
+
+The items of a message are packed into a few flat arrays: pickling 256 small completions one by one costs more than
+sampling them. The router hands packed completions on without unpacking them. Packing is exact: `unpack` gives what was
+packed, in the same order, and its arrays are views of the message. Every item can be packed: its type refuses arrays of
+other dtypes or lengths.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
+
+import numpy as np
 
 from titan_rl.errors import ActorFailed, ActorGone, GeneratorFailed, GeneratorNotServing, RequestError, TitanError
 from titan_rl.rpc.connection import Caller, ConnectedActor, Connection, caller, endpoint
 from titan_rl.rpc.mesh_client import MeshClient
-from titan_rl.types import Completion, GenerationRequest, Piece
-from titan_rl.wire import Packed, pack
+from titan_rl.types import PROMPT_ARRAYS, SAMPLED_ARRAYS, Completion, GenerationRequest, Piece
+
+T = TypeVar("T", GenerationRequest, Completion, Piece)
 
 _log = logging.getLogger(__name__)
 
 Failures = Sequence[tuple[str, TitanError]]
 """(request id, why)."""
 
-_NO_COMPLETIONS = pack(Completion, [])
-
 SESSIONS_SECONDS = 0.05
 """An ended session is reported within this time. Each message costs 0.7 ms over all processes that it wakes."""
+
+
+_ARRAYS = {GenerationRequest: PROMPT_ARRAYS, Completion: SAMPLED_ARRAYS, Piece: SAMPLED_ARRAYS}
+
+_COLUMNS: dict[type, list[str]] = {
+    kind: [name for name in kind.__dataclass_fields__ if name not in arrays]  # type: ignore[attr-defined]
+    for kind, arrays in _ARRAYS.items()
+}
+"""All other fields, which travel as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed(Generic[T]):
+    """Many items in one message."""
+
+    kind: type[T]
+    lengths: np.ndarray  # [n] int64
+    arrays: tuple[np.ndarray, ...]  # each [sum of lengths], in the order of `_ARRAYS`
+    columns: tuple[tuple[Any, ...], ...]  # each [n]: the other fields, in the order of `_COLUMNS`
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def column(self, name: str) -> tuple[Any, ...]:
+        """One field of every item, which is no array."""
+        return self.columns[_COLUMNS[self.kind].index(name)]
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        return self.column("request_id")
+
+    def select(self, places: Sequence[int]) -> Packed[T]:
+        """The items at these places, in the message's order."""
+        if len(places) == len(self):
+            return self
+        chosen = np.zeros(len(self), bool)
+        chosen[list(places)] = True
+        arrays = tuple(array[np.repeat(chosen, self.lengths)] for array in self.arrays)
+        columns = tuple(tuple(itertools.compress(column, chosen)) for column in self.columns)
+        return Packed(self.kind, self.lengths[chosen], arrays, columns)
+
+    def unpack(self) -> list[T]:
+        spans = [slice(*span) for span in itertools.pairwise([0, *np.cumsum(self.lengths).tolist()])]
+        parts: list[list[np.ndarray]] = [[array[span] for span in spans] for array in self.arrays]
+        items = [self.kind.__new__(self.kind) for _ in spans]
+        names = (*_ARRAYS[self.kind], *_COLUMNS[self.kind])
+        for name, column in zip(names, (*parts, *self.columns), strict=True):
+            # field by field: the constructors of frozen dataclasses take three times as long
+            deque(map(getattr(self.kind, name).__set__, items, column), maxlen=0)
+        return items
+
+
+def pack(kind: type[T], items: Sequence[T]) -> Packed[T]:
+    arrays = []
+    for name, dtype in _ARRAYS[kind].items():
+        of_items = [getattr(item, name) for item in items]
+        arrays.append(np.concatenate(of_items) if of_items else np.zeros(0, dtype))
+    lengths = np.array([len(array) for array in of_items], np.int64)
+    columns = tuple(_column(name, items) for name in _COLUMNS[kind])
+    return Packed(kind, lengths, tuple(arrays), columns)
+
+
+def _column(name: str, items: Sequence[Any]) -> tuple[Any, ...]:
+    values = map(attrgetter(name), items)
+    if name != "sampling":
+        return tuple(values)
+    # Equal ones become one object, which is pickled once. It would take half the time of a message otherwise.
+    known: dict[Any, Any] = {}
+    return tuple(known.setdefault(value, value) for value in values)
+
+
+_NO_COMPLETIONS = pack(Completion, [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +186,9 @@ class RequestServer(ConnectedActor):
         """Stop these requests, as in `abort`. Must not block."""
         raise NotImplementedError
 
-    def live(self) -> list[str]:
-        """Request ids that have no answer yet."""
-        return list(self._clients)
+    def fail_all(self, error: TitanError) -> None:
+        """Every request that has no answer yet fails."""
+        self.answer([], [(request_id, error) for request_id in self._clients])
 
     def answer(self, completions: Sequence[Completion] | Packed[Completion], failures: Failures = ()) -> int:
         """Send each answer to its client, one message per client; returns how many completions were sent. Answers to
@@ -151,34 +232,30 @@ def is_gone(error: TitanError) -> bool:
 
 
 class RequestClient(MeshClient):
-    """Sends requests to one server."""
+    """Sends requests to one server. A subclass implements `answered` and `sampled`, which are called on the event loop
+    and must not raise."""
 
-    def __init__(
-        self,
-        server: Any,
-        *,
-        name: str,
-        who: str = "",
-        replaced_within: float | None = 0.0,
-        on_answers: Callable[[Packed[Completion], Failures], None],
-        on_pieces: Callable[[list[Piece]], None],
-    ) -> None:
+    def __init__(self, server: Any, *, name: str, who: str = "", replaced_within: float | None = 0.0) -> None:
         """
         Args:
             server: handle of a `RequestServer`. None: `replace` brings it.
             name: of the server, for errors.
             who: name of the mesh of this client, for `client_lost`.
             replaced_within: as in `MeshClient`.
-            on_answers: called on the event loop when requests are over; must not raise.
-            on_pieces: called on the event loop when more of open requests was sampled; must not raise.
         """
         super().__init__(name, [] if server is None else [server], replaced_within=replaced_within)
         self._who = who
-        self._on_answers = on_answers
-        self._on_pieces = on_pieces
         self._open: set[str] = set()
         self._tick: list[GenerationRequest] = []  # to be sent at the end of this tick
         self._over: list[str] = []  # sessions that the server has not heard of
+
+    def answered(self, completions: Packed[Completion], failures: Failures) -> None:
+        """Requests are over."""
+        raise NotImplementedError
+
+    def sampled(self, pieces: list[Piece]) -> None:
+        """More of open requests was sampled."""
+        raise NotImplementedError
 
     @property
     def connection(self) -> Connection:
@@ -187,7 +264,8 @@ class RequestClient(MeshClient):
 
     def send(self, requests: Iterable[GenerationRequest]) -> None:
         """Queue requests for this tick's message."""
-        self._flush_soon()
+        if not self._tick:
+            asyncio.get_running_loop().call_soon(self._flush)  # at the end of this tick
         self._tell_ended()  # first: a session may begin again
         for request in requests:
             self._open.add(request.request_id)
@@ -228,11 +306,6 @@ class RequestClient(MeshClient):
         self._fail(list(self._open), ActorFailed(f"{self.name}: the client was closed"))
         await self.connection.close()
 
-    def _flush_soon(self) -> None:
-        """At the end of this tick."""
-        if not self._tick:
-            asyncio.get_running_loop().call_soon(self._flush)
-
     def _flush(self) -> None:
         self._send_tick()
         self._tell_ended()
@@ -257,13 +330,13 @@ class RequestClient(MeshClient):
 
     def _on_push(self, answers: Answers) -> None:
         if answers.pieces is not None:
-            self._on_pieces(answers.pieces.unpack())
+            self.sampled(answers.pieces.unpack())
         completions = answers.completions or _NO_COMPLETIONS
         self._open.difference_update(completions.request_ids, (request_id for request_id, _ in answers.failures))
         if completions or answers.failures:
-            self._on_answers(completions, answers.failures)
+            self.answered(completions, answers.failures)
 
     def _fail(self, request_ids: Sequence[str], error: TitanError) -> None:
         self._open.difference_update(request_ids)
         if request_ids:
-            self._on_answers(_NO_COMPLETIONS, [(request_id, error) for request_id in request_ids])
+            self.answered(_NO_COMPLETIONS, [(request_id, error) for request_id in request_ids])

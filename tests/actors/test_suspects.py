@@ -7,7 +7,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.scheduling.suspects import GUILTY, SUSPECTED, Suspects
+from titan_rl.actors.rollouts import GUILTY, SUSPECTED, Suspects
 
 
 def test_losses_with_the_worker_are_nobodys_fault_while_nothing_reaches_its_end() -> None:
