@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 from support.rollouts import UNRULY, ScriptedPolicy, digits_but, request, runner, sample_of
 
-from titan_rl.errors import ConfigError, GeneratorFailed, RequestError
+from titan_rl.errors import GeneratorFailed, RequestError
 from titan_rl.rollout.rollouter import Rollouter
 
 
@@ -117,23 +117,20 @@ class Forgetful(Rollouter):
         await super().roll_out(group, sample, generate, rollout)
 
 
-async def test_a_rollouter_of_an_older_version_is_told_by_name_what_to_change(model_path):
-    async with runner(model_path, rollouter=f"{__file__}:Older") as group_runner:
+async def test_a_call_that_fails_uses_up_none_of_the_rollouts_tokens(model_path):
+    async with runner(model_path, rollouter=f"{__file__}:Persistent", max_sampled_tokens=4) as group_runner:
         result = await group_runner.run_group(request(0, samples=2), ScriptedPolicy(model_path))
-    assert result.rollouts[0].error.startswith("Older.turns is no longer a part of Rollouter: `rollout.trajectory`")
-
-    async def complete(self, turns, prompt, generate, rollout): ...
-
-    for member in ({"turns": lambda self, request: None}, {"complete": complete}):
-        with pytest.raises(ConfigError, match=r"turns` is no longer|\.turns is no longer"):
-            type("Older", (Rollouter,), member)
+    assert [(rollout.error, rollout.turn_count) for rollout in result.rollouts] == [("", 1)] * 2
 
 
-class Older(Rollouter):
+class Persistent(Rollouter):
     async def roll_out(self, group, sample, generate, rollout):
-        turns = self.turns(self.request(group, sample))
-        await self.complete(turns, rollout.prompt, generate, rollout)
-        return rollout.ended(sample, "stop", score=await rollout.score())
+        async def refuse(request):
+            raise RequestError("not now")
+
+        with pytest.raises(RequestError, match="not now"):
+            await self.complete(rollout.prompt, refuse, rollout)
+        return await super().roll_out(group, sample, generate, rollout)
 
 
 class Impatient(Rollouter):

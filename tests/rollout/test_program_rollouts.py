@@ -38,7 +38,7 @@ def record(*turns, failure="", misread="") -> Callable[[RolloutRequest], Traject
 
     def closed(a_request: RolloutRequest) -> Trajectory:
         trajectory = Trajectory(a_request, None, run_seed=0, max_model_len=0)
-        trajectory.turns, trajectory.finish_reasons = [*turns], [turn.finish_reason for turn in turns]
+        trajectory.turns = [*turns]
         trajectory.failure, trajectory.misread = failure, misread
         trajectory.close().messages = [*CONVERSATION] if turns else []
         return trajectory

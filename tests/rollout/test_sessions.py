@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from support.sessions import ADD, LENGTH, RUN_SEED, UNEXTENDABLE, VERSION, Program, prompt_of, rendered_anew, user
 
 from titan_rl.errors import RequestError, RolloutOver
+from titan_rl.metrics.rollout_record import RolloutRecord
+from titan_rl.rollout.report import with_numbers
 from titan_rl.seeding import prompt_digest, request_seed
 from titan_rl.types import (
     FinishReason,
@@ -99,13 +103,20 @@ def test_a_prompt_that_leaves_no_room_is_refused_and_takes_no_turn(renderer):
 
 def test_the_record_has_the_conversation_of_the_last_answer_and_of_several_choices_the_first(renderer):
     program = Program(renderer)
-    first, second = program.ask([user("1")], choices=2)
-    (other,) = program.ask([user("5")])
-    program.answer(other, renderer.encode("6"))
-    answers = [program.answer(each, renderer.encode(text)) for each, text in ((second, "3"), (first, "2"))]
-    record = program.trajectory.close()
-    assert len(record.turns) == 3 and record.messages == [user("1"), answers[1]]
-    assert record.finish_reasons == [FinishReason.LENGTH] * 3
+    for stopped in (renderer.encode("2"), renderer.say(Message("assistant", "2"))):
+        program = Program(renderer)
+        first, second = program.ask([user("1")], choices=2)
+        (other,) = program.ask([user("5")])
+        program.answer(other, renderer.encode("6"))
+        answer = program.answer(first, stopped)
+        program.answer(second, renderer.encode("3"))
+        record = pickle.loads(pickle.dumps(program.trajectory.close()))
+        assert len(record.turns) == 3 and record.messages == [user("1"), answer]
+        reason = FinishReason.LENGTH if len(stopped) == 1 else FinishReason.STOP
+        assert record.finish_reasons == [FinishReason.LENGTH, FinishReason.LENGTH, reason], "the graded one is the last"
+        assert with_numbers(RolloutRecord(purpose=Purpose.TRAIN, group=0, attempt=0, sample=0), record).truncated == (
+            reason is FinishReason.LENGTH
+        )
 
 
 def test_the_record_has_every_conversation_that_no_later_one_extends(renderer):

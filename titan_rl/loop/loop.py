@@ -236,7 +236,9 @@ class TrainingLoop:
                 report = await self._system.rollouts.run_group(request)
             except ActorGone as error:  # its worker, or the gateway of its programs
                 return self._lost.player_lost(group, error)
-        self._outcomes[group.group_id] = await self._ended(group, report)
+        outcome = await self._ended(group, report)
+        if self._buffer.is_undecided(group.group_id):
+            self._outcomes[group.group_id] = outcome
         while (decided := self._buffer.decide()) is not None:
             self._count(decided, self._outcomes.pop(decided))
             self._buffer.admit(self._schedule.admissible())

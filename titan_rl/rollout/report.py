@@ -160,7 +160,7 @@ def with_numbers(record: RolloutRecord, trajectory: Trajectory) -> RolloutRecord
     completions = [turn.completion for turn in trajectory.turns]
     return msgspec.structs.replace(
         record,
-        truncated=bool(completions) and completions[-1].finish_reason is FinishReason.LENGTH,
+        truncated=trajectory.finish_reasons[-1:] == [FinishReason.LENGTH],
         turn_count=len(completions),
         sampled_tokens=sum(len(completion.token_ids) for completion in completions),
         branch_count=trajectory.tree.leaves,

@@ -13,7 +13,6 @@ share one instance, so keep the state of a rollout in local variables.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import logging
 import time
@@ -25,7 +24,6 @@ from titan_rl.chat.renderer import Renderer
 from titan_rl.environments.base import EnvironmentReply
 from titan_rl.environments.rubric import Score
 from titan_rl.errors import (
-    ConfigError,
     GeneratorFailed,
     RequestError,
     RequestTooLong,
@@ -52,15 +50,6 @@ from titan_rl.types import (
 Generate = Callable[[GenerationRequest], Awaitable[Completion]]
 
 logger = logging.getLogger(__name__)
-
-_FORMER = ("request", "turns")
-"""Methods of older rollouters."""
-_TODAY = (
-    "is no longer a part of Rollouter: `rollout.trajectory` holds the turns and, as `request`, the limits, which "
-    "`begin(group, sample)` makes; call `complete(prompt, generate, rollout)` and "
-    "`rollout.ended(reason, score=score)` without turns and sample, and change a finished rollout by "
-    "`msgspec.structs.replace`"
-)
 
 
 class Rollouter:
@@ -99,18 +88,6 @@ class Rollouter:
         )
         return Trajectory(request, self.renderer, run_seed=self.run_seed, max_model_len=self.max_model_len)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if name := next((each for each in _FORMER if each in vars(cls)), ""):
-            raise ConfigError(f"{cls.__name__}.{name} {_TODAY}")
-        if "turns" in inspect.signature(cls.complete).parameters:
-            raise ConfigError(f"{cls.__name__}.complete: the argument `turns` {_TODAY}")
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _FORMER:
-            raise TaskError(f"{type(self).__name__}.{name} {_TODAY}")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
     async def roll_out(
         self, group: GroupRequest, sample: int, generate: Generate, rollout: OpenRollout
     ) -> RolloutRecord:
@@ -138,13 +115,17 @@ class Rollouter:
             raise RequestTooLong(f"the prompt of {len(prompt.token_ids)} tokens leaves no room in {self.max_model_len}")
         name = f"{group.purpose}-{group.group_id}-{sample}-{trajectory.requested}-{self._attempt()}"
         (request,) = trajectory.ask(name, [(prompt, self._until_stop)], choices=1)
-        completion = await generate(request)
-        if completion.finish_reason is FinishReason.ABORT:
-            raise _Aborted(f"request {request.request_id} was aborted after {len(completion.token_ids)} tokens")
-        check(completion)
-        message = self.renderer.parse(
-            completion.token_ids.tolist(), completion.finish_reason, prompt.token_ids, rollout.tools
-        )
+        try:
+            completion = await generate(request)
+            if completion.finish_reason is FinishReason.ABORT:
+                raise _Aborted(f"request {request.request_id} was aborted after {len(completion.token_ids)} tokens")
+            check(completion)
+            message = self.renderer.parse(
+                completion.token_ids.tolist(), completion.finish_reason, prompt.token_ids, rollout.tools
+            )
+        except BaseException:
+            trajectory.dropped([request.request_id])
+            raise
         return trajectory.answered(completion, message, stopped=completion.finish_reason is FinishReason.STOP)
 
     async def _converse(self, generate: Generate, rollout: OpenRollout) -> StopReason:

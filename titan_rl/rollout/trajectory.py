@@ -108,8 +108,6 @@ class Trajectory:
         self.request = request
         self.turns: list[Turn] = []
         """In the order in which they were answered; of a closed session, in one that chance has no part in."""
-        self.finish_reasons: list[FinishReason] = []
-        """Of the turns, in the order in which they were answered."""
         self.messages: list[Message] = []
         """The conversation that is graded. Whoever plays the rollout extends it; of a closed session it is that of the
         last answered call, with its answer."""
@@ -136,14 +134,15 @@ class Trajectory:
         self._rendered_anew: set[Prompt] = set()  # prompts with an answer
         self._last: Prompt | None = None
         self._conversation: tuple[Message, ...] = ()  # of the last answered call
+        self._graded: Turn | None = None  # which ends that conversation
         self._ends: list[tuple[Message, ...]] = []  # conversations that no later one extends
         self._undigested: list[tuple[Prompt, Turn]] = []  # most conversations have one turn: digested for the next one
         self._prompts: set[bytes] = set()  # digests of the messages of answered calls
         self._prior: dict[tuple[bytes, bytes], Turn] = {}  # by digest of the tools, and of the messages with the answer
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("request", "turns", "finish_reasons", "messages", "side_conversations", "refused", "failure")
-        return {name: getattr(self, name) for name in (*names, "misread", "requested")} | {
+        names = ("request", "turns", "messages", "side_conversations", "refused", "failure", "misread", "requested")
+        return {name: getattr(self, name) for name in (*names, "_graded")} | {
             "over": True,
             "_tree": TokenTree(),
         }
@@ -154,6 +153,12 @@ class Trajectory:
         for turn in self.turns[self._tree.turns :]:
             self._tree.add(turn)
         return self._tree
+
+    @property
+    def finish_reasons(self) -> list[FinishReason]:
+        """Of the turns, in their order, but that of the turn with which the graded conversation ends is the last."""
+        ordered = sorted(self.turns, key=lambda turn: turn is self._graded)
+        return [turn.finish_reason for turn in ordered]
 
     def prompt_of_chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Prompt:
         """The prompt of a conversation. It extends the tokens sampled before if that can be proven; if not, it is
@@ -265,14 +270,13 @@ class Trajectory:
             rendered_anew=prompt.rendered_anew and prompt not in self._rendered_anew,
         )
         self.turns.append(turn)
-        self.finish_reasons.append(turn.finish_reason)
         self._rendered_anew.add(prompt)
         if prompt.tools is not None:
             self._undigested.append((prompt, turn))
         conversation = (*prompt.messages, message)
         self._ends = [*(each for each in self._ends if not extends(conversation, each)), conversation]
         if prompt is not self._last or number == 0:  # programs continue with the first of several choices
-            self._last, self._conversation = prompt, conversation
+            self._last, self._conversation, self._graded = prompt, conversation, turn
         return turn
 
     def dropped(self, request_ids: Iterable[str]) -> None:

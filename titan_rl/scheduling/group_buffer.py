@@ -51,7 +51,8 @@ class GroupBuffer:
         self.limits = limits
         self._trainer = version
         self._published = version
-        self._groups: dict[int, Group] = {}  # active, oldest first
+        self._groups: dict[int, Group] = {}  # active
+        self._waiting: dict[int, None] = {}
         # The line. Ids grow with every admission, so theirs is its order; those not active overtook the anchor.
         self._line: OrderedDict[int, None] = OrderedDict()
         self._batch: list[int] = []  # TAKEN
@@ -84,6 +85,8 @@ class GroupBuffer:
         buffer._trainer, buffer._published = PolicyVersion(*state["trainer"]), PolicyVersion(*state["published"])
         for group in map(_group, state["groups"]):
             buffer._groups[group.group_id] = group
+            if group.state is GroupState.WAITING:
+                buffer._waiting[group.group_id] = None
         buffer._line = OrderedDict.fromkeys(state["line"])
         buffer._batch = state["batch"]
         buffer._unpublished = deque((step, count) for step, count in state["unpublished"])
@@ -132,11 +135,8 @@ class GroupBuffer:
 
     def waiting(self) -> tuple[Group, ...]:
         """Groups whose rollouts are to be started, oldest first: those whose version is published."""
-        return tuple(
-            group
-            for group in self._groups.values()
-            if group.state is GroupState.WAITING and group.min_version <= self._published
-        )
+        waiting = (self._groups[group_id] for group_id in sorted(self._waiting))
+        return tuple(group for group in waiting if group.min_version <= self._published)
 
     @property
     def last_certain_step(self) -> int:
@@ -193,6 +193,7 @@ class GroupBuffer:
         ]
         for group in groups:
             self._groups[group.group_id] = group
+            self._waiting[group.group_id] = None
             self._line[group.group_id] = None
         self._admitted += count
         return groups
@@ -223,6 +224,7 @@ class GroupBuffer:
         """
         group = self._active(group_id, GroupState.RUNNING, GroupState.FINISHED, GroupState.TAKEN)
         self._give_batch_up(group)
+        self._waiting[group_id] = None
         return self._move(group_id, GroupState.WAITING, attempt=group.attempt + 1, oldest=None)
 
     def drop(self, group_id: int, outcome: Outcome) -> None:
@@ -244,6 +246,10 @@ class GroupBuffer:
         if group_id is not None:
             del self._undecided[group_id]
         return group_id
+
+    def is_undecided(self, group_id: int) -> bool:
+        """Whether a group that has ended is still to be decided. One that was lost after its decision is not."""
+        return self._time.waits(group_id) if self.limits.deterministic else group_id in self._undecided
 
     @property
     def batch(self) -> Batch | None:
@@ -311,6 +317,8 @@ class GroupBuffer:
             version = group.min_version
             again = PolicyVersion(trainer.incarnation, version.step) if version.step >= trainer.step else version
             self._move(group_id, back.get(group.state, group.state), min_version=again)
+            if self._groups[group_id].state is GroupState.WAITING:
+                self._waiting[group_id] = None
 
     # How.
 
@@ -357,6 +365,8 @@ class GroupBuffer:
 
     def _move(self, group_id: int, to: GroupState, *states: GroupState, **changes: Any) -> Group:
         group = self._active(group_id, *states)
+        if group.state is GroupState.WAITING:
+            del self._waiting[group_id]
         self._groups[group_id] = moved = replace(group, state=to, **changes)
         return moved
 
@@ -368,6 +378,7 @@ class GroupBuffer:
 
     def _leave(self, group_id: int, outcome: Outcome) -> None:
         del self._groups[group_id]
+        self._waiting.pop(group_id, None)
         self._ended[outcome] += 1
         if outcome is not Outcome.TRAINED:
             del self._line[group_id]

@@ -72,6 +72,10 @@ class LogicalTime:
                 "it cannot; a deterministic run cannot go on without it, but --resume plays it again"
             )
 
+    def waits(self, group_id: int) -> bool:
+        """Whether a group has ended and is not decided."""
+        return group_id in self._ended
+
     def decide(self) -> int | None:
         """Decide the next group, by id; None: it has not ended yet."""
         group_id = self._decided
