@@ -104,7 +104,7 @@ class TrainingError(TitanError):
     """The trainer cannot go on: NaN or inf in loss or gradient, or ranks that were called in different order."""
 
 
-class TrainerStateLost(TitanError):
+class RollbackNeeded(TitanError):
     """The trainer died and was replaced, but its weights and optimizer are lost: no copy in memory is usable. Or older
     weights are lost that groups in flight need. The run goes on from its newest checkpoint, or from the beginning."""
 

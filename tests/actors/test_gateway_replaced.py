@@ -19,7 +19,7 @@ from support.rollouts import TASKS
 
 from titan_rl.actors.gateway import Gateway, GatewayClient
 from titan_rl.actors.rollout_worker import RolloutWorker
-from titan_rl.actors.rollouts import Rollouts
+from titan_rl.actors.rollouts import RolloutWorkers
 from titan_rl.config import RunConfig
 from titan_rl.errors import ActorGone, ConfigError, GatewayGone, RequestLost
 from titan_rl.gateway.config import GatewayConfig
@@ -64,9 +64,9 @@ class Parts:
         gateway.lose("it was killed")
         await self.provisioner.stop("gateway")
 
-    async def worker(self, gateway: GatewayClient) -> Rollouts:
+    async def worker(self, gateway: GatewayClient) -> RolloutWorkers:
         config = RunConfig(environment=EnvironmentConfig(name=f"{TASKS / 'careless.py'}:Careless"))
-        rollouts = Rollouts(workers=1, start_seconds=SECONDS, step_seconds=SECONDS)
+        rollouts = RolloutWorkers(workers=1, start_seconds=SECONDS, step_seconds=SECONDS)
         settings = {"mesh": "rollout0", "model_path": self._model_path, "imports": ()}
         rollouts.workers[0].replace([self._spawn("rollout", RolloutWorker, config, **settings)])
         await rollouts.workers[0].setup(router=self.router, gateway=gateway.actor)

@@ -20,7 +20,7 @@ from scripted_router import VERSION, ScriptedRouter
 from support.meshes import mesh_plan
 
 from titan_rl.actors.rollout_worker import RolloutWorker
-from titan_rl.actors.rollouts import Rollouts, RolloutWorkerClient
+from titan_rl.actors.rollouts import RolloutWorkerClient, RolloutWorkers
 from titan_rl.config import RunConfig
 from titan_rl.config_registry import copy4
 from titan_rl.data_plane.config import DataPlaneConfig
@@ -67,7 +67,7 @@ class Workers:
     """Two workers, their client and their router, each worker in a process of its own."""
 
     def __init__(self, spawn: Callable[[int], Any], router: Any) -> None:
-        self.rollouts = Rollouts(workers=2, start_seconds=SECONDS, step_seconds=SECONDS)
+        self.rollouts = RolloutWorkers(workers=2, start_seconds=SECONDS, step_seconds=SECONDS)
         self.pids: list[int] = [0, 0]
         self._spawn = spawn
         self._router = router
@@ -315,7 +315,7 @@ class Fragile(RolloutWorkerClient):
 async def test_groups_that_end_their_worker_each_time_are_named_and_cost_no_other(
     groups: Sequence[int], deadly: set[int]
 ) -> None:
-    rollouts = Rollouts(workers=1, start_seconds=SECONDS, step_seconds=SECONDS)
+    rollouts = RolloutWorkers(workers=1, start_seconds=SECONDS, step_seconds=SECONDS)
     rollouts.workers = [worker := Fragile("rollout0", rollouts)]
     worker.store, worker.deadly = "store.1", frozenset(deadly)
     reports = await asyncio.wait_for(rollouts.run_groups([group(each) for each in groups]), SECONDS)
@@ -329,7 +329,7 @@ async def test_a_group_is_not_to_blame_for_the_end_of_its_gateway() -> None:
         async def run_group(self, request: GroupRequest) -> GroupReport:
             raise GatewayGone("the gateway was killed")
 
-    rollouts = Rollouts(workers=1, start_seconds=SECONDS, step_seconds=SECONDS)
+    rollouts = RolloutWorkers(workers=1, start_seconds=SECONDS, step_seconds=SECONDS)
     rollouts.workers = [worker := Gatewayless("rollout0", rollouts)]
     worker.store = "store.1"
     for attempt in range(50):

@@ -22,7 +22,7 @@ from support.meshes import mesh_plan
 from titan_rl.actors.trainer import CallQueue
 from titan_rl.actors.trainer_client import TrainerClient
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.errors import ActorFailed, TrainerStateLost, TrainingError, WeightsError
+from titan_rl.errors import ActorFailed, RollbackNeeded, TrainingError, WeightsError
 from titan_rl.policy.config import KLConfig, OptimizerConfig, TinyPolicyConfig, TrainerConfig, WarmupConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
@@ -296,7 +296,7 @@ async def trained(trainer: TrainerClient, step: int) -> dict[str, float]:
 
 async def test_a_rank_that_dies_costs_a_retry_and_no_bit(lossy: Lossy) -> None:
     trainer = lossy.trainer
-    await trainer.restore(None, 1)
+    await trainer.start_over(1)
     lossy.deaths = 0
     await trainer.freeze_reference()
     kept = await trainer.push_model_state_dict()
@@ -310,12 +310,12 @@ async def test_a_rank_that_dies_costs_a_retry_and_no_bit(lossy: Lossy) -> None:
             file.seek(-1, os.SEEK_END)
             file.write(b"x")
     os.kill(lossy.pids[0], signal.SIGKILL)
-    with pytest.raises(TrainerStateLost, match=r"no copy of v1.4 is usable: rank 1: the copy at .*1-0 is damaged"):
+    with pytest.raises(RollbackNeeded, match=r"no copy of v1.4 is usable: rank 1: the copy at .*1-0 is damaged"):
         await trainer.train_step(batch(4))
     assert lossy.deaths == 1
     assert all(torch.equal(tensor, weights[name]) for name, tensor in content(kept).items())
 
-    await trainer.restore(None, 2)
+    await trainer.start_over(2)
     await trainer.freeze_reference()
     again = [await trained(trainer, 0)]
     lossy.dies("before copy 2 of rank 1")

@@ -12,7 +12,7 @@ import pytest
 from support.rollouts import UNRULY
 
 from titan_rl.errors import TaskError
-from titan_rl.isolation import host_io
+from titan_rl.isolation import process_io
 from titan_rl.isolation.pool import UserCodePool
 from titan_rl.isolation.user_code import UserCode
 from titan_rl.isolation.wire import CallKind, Conversation, EnvironmentSetup, UserCall, pack_order
@@ -78,7 +78,7 @@ async def test_user_code_sees_no_secrets_but_those_that_are_named(monkeypatch, c
     secrets = ("OPENAI_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_GRADER_KEY")
     for name in (*secrets, "HF_HOME", "LC_TIME"):
         monkeypatch.setenv(name, "C")
-    caplog.set_level(logging.INFO, logger=host_io.__name__)
+    caplog.set_level(logging.INFO, logger=process_io.__name__)
     outcomes, _ = await scores("tell variables", variables=("MY_GRADER_KEY",))
     assert "ValueError: PATH HOME HF_HOME LC_TIME MY_GRADER_KEY (" in str(outcomes[3])
     assert re.search("does not see these variables.* HF_TOKEN .*OPENAI_API_KEY", caplog.text)
@@ -116,11 +116,11 @@ def test_a_long_answer_to_a_busy_worker_holds_up_no_other_async_grader():
 
 
 async def test_endless_output_is_logged_up_to_a_bound(caplog, monkeypatch):
-    monkeypatch.setattr(host_io, "LOG_BYTES", 1000)
-    caplog.set_level(logging.INFO, logger=host_io.__name__)
+    monkeypatch.setattr(process_io, "LOG_BYTES", 1000)
+    caplog.set_level(logging.INFO, logger=process_io.__name__)
     outcomes, _ = await scores("print for ever", step_seconds=1.0)
     assert "prompt 3: did not finish within 1 s" in str(outcomes.pop(3))
     assert [reward for reward, _ in outcomes.values()] == [1.0] * 5
-    said = [record.getMessage() for record in caplog.records if record.name == host_io.__name__]
+    said = [record.getMessage() for record in caplog.records if record.name == process_io.__name__]
     assert sum(map(len, said)) < 1_000_000
     assert any(re.fullmatch(r"\d+ bytes of output were not logged: user code printed too much", each) for each in said)

@@ -15,7 +15,7 @@ from support.processes import ends
 from support.rollouts import UNRULY
 
 from titan_rl.errors import ActorGone, TaskError, TaskTimeout
-from titan_rl.isolation import host_client, pool
+from titan_rl.isolation import fork_server_client, pool
 from titan_rl.isolation.pool import MAX_PROCESSES, UserCodePool
 from titan_rl.isolation.wire import CallKind, Conversation, EnvironmentSetup, ExamplePrompt, UserCall
 from titan_rl.types import FinishReason, Message, Purpose
@@ -154,7 +154,7 @@ async def test_idle_processes_killed_from_outside_cost_nothing():
         assert process.pid != host
 
 
-async def test_a_host_that_dies_is_no_fault_of_the_calls_that_ran_and_costs_none_that_waited(heard):
+async def test_a_fork_server_that_dies_is_no_fault_of_the_calls_that_ran_and_costs_none_that_waited(heard):
     async with environment(behaviour={"0": "hang"}) as process:
         first, *behind = (asyncio.ensure_future(process.call(score(index))) for index in range(64))
         await heard.numbers("hanging")
@@ -166,8 +166,8 @@ async def test_a_host_that_dies_is_no_fault_of_the_calls_that_ran_and_costs_none
         assert len(lost) < MAX_PROCESSES and {each[0] for each in others if each not in lost} == {1.0}
 
 
-async def test_a_host_that_does_not_answer_is_replaced(heard, monkeypatch):
-    monkeypatch.setattr(host_client, "KILL_SECONDS", 0.2)
+async def test_a_fork_server_that_does_not_answer_is_replaced(heard, monkeypatch):
+    monkeypatch.setattr(fork_server_client, "KILL_SECONDS", 0.2)
     async with environment(behaviour={"0": "hang"}, step_seconds=2.0) as process:
         waiting = asyncio.ensure_future(process.call(score(0)))
         await heard.numbers("hanging")
@@ -179,21 +179,21 @@ async def test_a_host_that_does_not_answer_is_replaced(heard, monkeypatch):
         assert process.pid != host
 
 
-async def test_a_host_that_closes_its_socket_and_goes_on_is_replaced(heard, monkeypatch):
-    monkeypatch.setattr(host_client, "STOP_SECONDS", 0.2)
+async def test_a_fork_server_that_closes_its_socket_and_goes_on_is_replaced(heard, monkeypatch):
+    monkeypatch.setattr(fork_server_client, "STOP_SECONDS", 0.2)
     async with environment(behaviour={"0": "hang"}) as process:
         waiting = asyncio.ensure_future(process.call(score(0)))
         await heard.numbers("hanging")
         host = process.pid
         os.kill(host, signal.SIGSTOP)
-        process._host._socket.shutdown(socket.SHUT_RDWR)
+        process._server._socket.shutdown(socket.SHUT_RDWR)
         with pytest.raises(ActorGone, match="score of train prompt 0"):
             await waiting
         assert await outcomes(process, [1]) == {1: 1.0}
         assert process.pid != host
 
 
-async def test_a_host_that_cannot_be_started_again_is_tried_again_for_the_next_call(monkeypatch):
+async def test_a_fork_server_that_cannot_be_started_again_is_tried_again_for_the_next_call(monkeypatch):
     async with environment() as process:
         os.kill(process.pid, signal.SIGKILL)
         with monkeypatch.context() as patch:

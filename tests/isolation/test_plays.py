@@ -109,7 +109,7 @@ async def test_a_play_that_fails_costs_only_itself_and_says_why(cls):
 
 
 async def test_hundreds_of_plays_wait_for_their_start_and_no_kill_of_theirs_is_lost(heard):
-    """10 s. The socket to the host takes about 278 frames at a time; the host reads none while it is stopped."""
+    """10 s. The socket to the fork server takes about 278 frames at a time, and none is read while that is stopped."""
     count = 600
     async with programs(behaviour=dict.fromkeys(map(str, range(count)), "rest")) as process:
         host = process.pid
@@ -157,7 +157,7 @@ async def test_closing_ends_what_is_being_played(heard):
             await process.run_program(Purpose.TRAIN, 1, ENDPOINT)
 
 
-async def test_a_host_that_is_killed_takes_its_plays_along_and_is_replaced(heard):
+async def test_a_fork_server_that_is_killed_takes_its_plays_along_and_is_replaced(heard):
     async with programs(behaviour={"0": "burn", "1": "stubborn family"}) as process:
         host = process.pid
         playing = [asyncio.ensure_future(process.run_program(Purpose.TRAIN, index, ENDPOINT)) for index in range(2)]

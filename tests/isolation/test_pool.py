@@ -18,7 +18,7 @@ TOGETHER = CallKind.SCORE_GROUP
 
 
 class PlayedProcess:
-    lost_host = False
+    lost_server = False
 
     def __init__(self):
         self.calls, self.ended = [], asyncio.get_running_loop().create_future()
@@ -40,7 +40,7 @@ class PlayedProcess:
         self.on_results([CallResult(number, value, last=last)])
 
 
-class PlayedHost:
+class PlayedServer:
     gone, pid = False, None
 
     def __init__(self, setup):
@@ -58,7 +58,7 @@ class PlayedHost:
         pass
 
 
-hosts: list[PlayedHost] = []
+hosts: list[PlayedServer] = []
 
 
 @settings(max_examples=60, deadline=None)
@@ -99,5 +99,5 @@ def test_a_call_fails_only_if_its_process_may_have_ended_by_it_and_every_call_ha
             if event != "answer":
                 process.kill()
 
-    with patch.object(pool, "HostClient", PlayedHost):
+    with patch.object(pool, "ForkServerClient", PlayedServer):
         asyncio.run(main())

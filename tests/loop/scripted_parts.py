@@ -130,13 +130,15 @@ class ScriptedTrainer:
     def version(self) -> PolicyVersion:
         return PolicyVersion(self.incarnation, self.step)
 
-    async def restore(self, directory: Path | None, incarnation: int) -> None:
+    async def restore(self, directory: Path, incarnation: int) -> None:
         await self.script.gate("restore")
-        self.lost = None
-        self.step, self.incarnation = 0, incarnation
-        if directory is not None:
-            self.step, self.kept_samples, self.kept = pickle.loads((directory / "state").read_bytes())
-        self.restored.append(f"{directory.name if directory else ''} {self.version}".strip())
+        self.lost, self.incarnation = None, incarnation
+        self.step, self.kept_samples, self.kept = pickle.loads((directory / "state").read_bytes())
+        self.restored.append(f"{directory.name} {self.version}")
+
+    async def start_over(self, incarnation: int) -> None:
+        self.lost, self.step, self.incarnation = None, 0, incarnation
+        self.restored.append(str(self.version))
 
     async def publish_again(self, directory: Path, version: PolicyVersion) -> Publication:
         await self.script.gate(f"publish {version} again")

@@ -8,18 +8,18 @@ from types import SimpleNamespace
 import pytest
 from scripted_system import World, holding, settle
 
-from titan_rl.errors import ActorGone, TrainerStateLost
+from titan_rl.errors import ActorGone, RollbackNeeded
 from titan_rl.loop.checkpoint_files import checkpoints
 from titan_rl.supervision.run_end import Announcer, RunEnd, train_and_save
 from titan_rl.types import PolicyVersion
 
-LOST = TrainerStateLost("no copy of v3 is usable: rank 0: the copy is torn")
+LOST = RollbackNeeded("no copy of v3 is usable: rank 0: the copy is torn")
 
 
 async def lost(world: World, gate: str) -> None:
     """Run until the state is lost there."""
     world.script.errors[gate] = [LOST]
-    with pytest.raises(TrainerStateLost):
+    with pytest.raises(RollbackNeeded):
         await world.loop.run()
     assert world.trainer.live == [] and world.rollouts.owned == {}
 
@@ -46,7 +46,7 @@ async def test_the_run_goes_back_even_if_no_group_ends_any_more(tmp_path: Path) 
     await settle()
     world.trainer.lost = LOST
     world.trainer.on_state_lost()
-    with pytest.raises(TrainerStateLost):
+    with pytest.raises(RollbackNeeded):
         await asyncio.wait_for(running, 5)
 
 
@@ -62,7 +62,7 @@ async def test_a_version_that_was_served_and_that_nobody_can_load_again_sends_th
     await settle()
     assert gate in world.script.held
     world.router.say_unavailable("v0 is served by nobody any more: g0: bad bytes")
-    with pytest.raises(TrainerStateLost, match="v0 is served by nobody any more"):
+    with pytest.raises(RollbackNeeded, match="v0 is served by nobody any more"):
         await asyncio.wait_for(running, 5)
     assert world.trainer.live == [] and world.rollouts.owned == {}
     world.script.holds = lambda each: False
@@ -118,7 +118,7 @@ async def test_a_checkpoint_that_is_being_written_comes_to_its_end_first(tmp_pat
     await settle()
     assert world.script.held == ["write 2"] and not run.done()
     await world.script.open("write 2")
-    with pytest.raises(TrainerStateLost):
+    with pytest.raises(RollbackNeeded):
         await run
     assert [each.name for each in checkpoints(tmp_path)] == ["step-00000002"]
 
@@ -139,7 +139,7 @@ async def test_nothing_is_announced_or_saved_when_another_loop_goes_on(tmp_path:
     async def save() -> str:
         return await world.loop.save()
 
-    with pytest.raises(TrainerStateLost):
+    with pytest.raises(RollbackNeeded):
         await train_and_save(world.loop, meshes, {"it was": save}, said.append)
     assert said == []
     world.begin(tmp_path, restore=True)

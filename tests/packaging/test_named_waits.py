@@ -61,7 +61,7 @@ ENDED_BY = {
     "rollout/rollouter.py:_session": "the program, its idle time, or its end",
     "rollout/rollouter.py:close": "the sessions, whose programs have been ended",
     "rollout/rollouter.py:run": "the session, which ends with its program",
-    "isolation/host_client.py:fork": "the host forks it, or is killed after KILL_SECONDS",
+    "isolation/fork_server_client.py:fork": "the host forks it, or is killed after KILL_SECONDS",
     "isolation/pool.py:_first_result": "the host kills the process, or is killed after KILL_SECONDS",
     "isolation/pool.py:call": "an answer, the time limit, or the end of the process",
     "isolation/user_code.py:_awaited": "user code: the pool kills it after `environment.step_seconds`",

@@ -108,7 +108,7 @@ def test_a_token_of_a_policy_that_was_never_trained_ends_the_run():
         (lambda b: b.trained(v(1)), "no batch is out"),
         (lambda b: (b.take(), b.trained(v(2))), "does not follow v0 by one step"),
         (lambda b: b.published(v(1)), "cannot be published"),
-        (lambda b: b.go_on_from(v(3, 1)), "restored to v1.3"),
+        (lambda b: b.restart_from(v(3, 1)), "restored to v1.3"),
     ],
 )
 def test_what_cannot_happen_is_refused(wrong, message):

@@ -73,7 +73,7 @@ class Schedules(RuleBasedStateMachine):
     def the_run_goes_on(self) -> None:
         """From a cut at this moment: nothing serves yet, and what was being played is played again."""
         self.incarnation, self.cut = self.incarnation + 1, self.trainer
-        self.both("go_on_from", self.version(self.trainer))
+        self.both("restart_from", self.version(self.trainer))
         for group_id in self.ids("running"):
             self.books[group_id].state = "waiting"
         for group_id in self.batch:

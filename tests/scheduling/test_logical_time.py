@@ -125,7 +125,7 @@ def interleaved(p: int, s: int, steps: int, outcomes: list[str], rng: random.Ran
             run = pickle.loads(cut)
             run.buffer = saved_and_read(run.buffer)
             before = run.buffer.trainer_version
-            run.buffer.go_on_from(PolicyVersion(before.incarnation + 1, before.step))
+            run.buffer.restart_from(PolicyVersion(before.incarnation + 1, before.step))
             run.publish()
         elif losses < 20:
             played = [each for each in run.versions if run.state(each) not in (GroupState.WAITING, None)]

@@ -61,7 +61,7 @@ class Heard(logging.Handler):
 @pytest.fixture
 def heard():
     """What child processes print."""
-    logger = logging.getLogger("titan_rl.isolation.host_io")
+    logger = logging.getLogger("titan_rl.isolation.process_io")
     level, handler = logger.level, Heard()
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)

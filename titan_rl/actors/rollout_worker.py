@@ -45,7 +45,7 @@ _AWAY_FROM_LOOP = 1 << 20
 
 
 class RolloutWorker(StoreKeeper):
-    """The endpoints are the calls of `Rollouts`, which documents them."""
+    """The endpoints are the calls of `RolloutWorkers`, which documents them."""
 
     def __init__(self, config: RunConfig, *, mesh: str, model_path: str, imports: tuple[str, ...]) -> None:
         max_bytes = config.data_plane.store_mib << 20

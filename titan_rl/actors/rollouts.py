@@ -1,4 +1,4 @@
-"""`Rollouts`: all rollout workers and their stores as one object. `RolloutWorkerClient`: one of them.
+"""`RolloutWorkers`: all rollout workers and their stores as one object. `RolloutWorkerClient`: one of them.
 
     run_group(request) ──▶ the living worker with the fewest groups ──▶ GroupReport
     release of a batch ──▶ the stores that hold it, by id
@@ -56,7 +56,7 @@ class RolloutWorkerClient(MeshClient):
 
     actor_class = RolloutWorker
 
-    def __init__(self, name: str, rollouts: Rollouts) -> None:
+    def __init__(self, name: str, rollouts: RolloutWorkers) -> None:
         super().__init__(name, start_seconds=rollouts.start_seconds)
         self.store = ""
         """Name of its store; empty while there is no worker that plays."""
@@ -164,7 +164,7 @@ class Suspects:
         self._losses.pop(group, None)
 
 
-class Rollouts:
+class RolloutWorkers:
     """All workers as one object. Belongs to one event loop. A group is played by a worker that lives; if none does, it
     waits for one."""
 

@@ -224,7 +224,7 @@ class PolicyTrainer(ConnectedActor):
         return metrics, recorder.scores
 
     @in_order
-    def go_on(self, version: PolicyVersion) -> None:
+    def read_copies(self, version: PolicyVersion) -> None:
         if self._copies is None:
             raise CheckpointError("checkpoint.in_memory is off")
         self._ready().restore_from_copies(self._copies, version)
@@ -273,13 +273,15 @@ class PolicyTrainer(ConnectedActor):
     def restore(self, directory: str, incarnation: int) -> tuple[int, str]:
         """Returns the step, and why no copies of the state are kept from now on."""
         updater = self._ready()
-        if directory:
-            updater.restore(Path(directory, STATE), incarnation)
-            return updater.step, self._copy(reference=True)
+        updater.restore(Path(directory, STATE), incarnation)
+        return updater.step, self._copy(reference=True)
+
+    @in_order
+    def start_over(self, incarnation: int) -> None:
+        updater = self._ready()
         if updater.step:
             raise TrainingError(f"the trainer cannot start over: it is at step {updater.step}")
         updater.incarnation = incarnation
-        return 0, ""
 
     @in_order
     def publish_again(self, directory: str, version: PolicyVersion) -> Publication:

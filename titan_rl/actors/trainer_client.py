@@ -5,7 +5,7 @@
 
 - A call is made to all ranks or, if they die before it has ended, again to the ones after them. They begin where the
   ranks before were when the last call ended that changed the state, so its effect is had once.
-- If no copy of that state is usable, calls raise `TrainerStateLost` until `restore`.
+- If no copy of that state is usable, calls raise `RollbackNeeded` until `restore`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from titan_rl.actors.trainer import PolicyTrainer
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.errors import ActorFailed, ActorGone, CallTimeout, CheckpointError, TrainerStateLost
+from titan_rl.errors import ActorFailed, ActorGone, CallTimeout, CheckpointError, RollbackNeeded
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.packing import PackingPlan, plan_packing
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
@@ -103,7 +103,7 @@ class TrainerClient(MeshClient):
         self._state_lost = ""
         if not self._as_loaded:
             try:
-                await self._all(self._call(self.start_seconds, PolicyTrainer.go_on, self.version))
+                await self._all(self._call(self.start_seconds, PolicyTrainer.read_copies, self.version))
             except CheckpointError as error:
                 why = f"no copy of {self.version} is usable: {error}"
                 self._state_lost = f"the trainer's state is lost: {why}{'' if self.version.step else WARM_UP}"
@@ -116,9 +116,9 @@ class TrainerClient(MeshClient):
         return pids
 
     def require_state(self) -> None:
-        """Raises TrainerStateLost if a call that needs the state would."""
+        """Raises RollbackNeeded if a call that needs the state would."""
         if self._state_lost:
-            raise TrainerStateLost(self._state_lost)
+            raise RollbackNeeded(self._state_lost)
 
     async def train_step(self, batch: SampleBatch, recorder: TokenScoreRecorder | None = None) -> dict[str, float]:
         """Train one optimizer step. The packing is planned here, from lengths alone; each rank fetches its own samples.
@@ -132,7 +132,7 @@ class TrainerClient(MeshClient):
         Raises:
             SamplesLost: samples are missing or damaged; the weights are untouched.
             TrainingError: NaN or inf; the weights are untouched.
-            TrainerStateLost: the ranks died, and with them the state.
+            RollbackNeeded: the ranks died, and with them the state.
         """
         recorder = recorder or TokenScoreRecorder()
         answers = await self._step(PolicyTrainer.train_step, batch, recorder.names)
@@ -188,23 +188,26 @@ class TrainerClient(MeshClient):
         endpoint = PolicyTrainer.finish_checkpoint
         await self.call_all(self._step_seconds, endpoint, str(directory), publications)
 
-    async def restore(self, directory: Path | None, incarnation: int) -> None:
-        """Go on as this incarnation from the state in `directory`, which any layout of ranks has written. None: from
-        the policy as it was loaded, which is what new ranks hold; ranks that have trained are replaced.
+    async def restore(self, directory: Path, incarnation: int) -> None:
+        """Go on as this incarnation from the state in `directory`, which any layout of ranks has written.
 
         Raises:
             CheckpointError: it cannot be read, or is of another policy.
         """
+        self.version, self._as_loaded, self._state_lost = PolicyVersion(incarnation, 0), True, ""
+        answers = await self._again(self._call(self.start_seconds, PolicyTrainer.restore, str(directory), incarnation))
+        self.version, self._as_loaded = PolicyVersion(incarnation, answers[0][0]), False
+        self._tell(max(why for _, why in answers))
+
+    async def start_over(self, incarnation: int) -> None:
+        """Begin as this incarnation with the policy as it was loaded, which is what new ranks hold: ranks that have
+        trained are replaced."""
         trained = not (self._as_loaded or self._state_lost)
         self.version, self._as_loaded, self._state_lost = PolicyVersion(incarnation, 0), True, ""
-        if trained and directory is None:
+        if trained:
             self.lose("the run starts over")
             self._on_hung("trainer: the run starts over, with new ranks")
-        answers = await self._again(
-            self._call(self.start_seconds, PolicyTrainer.restore, str(directory or ""), incarnation)
-        )
-        self.version, self._as_loaded = PolicyVersion(incarnation, answers[0][0]), directory is None
-        self._tell(max(why for _, why in answers))
+        await self._again(self._call(self.start_seconds, PolicyTrainer.start_over, incarnation))
 
     async def publish_again(self, directory: Path, version: PolicyVersion) -> Publication:
         """Publish an older version that the checkpoint in `directory` keeps."""
@@ -261,7 +264,7 @@ class TrainerClient(MeshClient):
         """Call every rank, if they are there, and have the state if that is needed.
 
         Raises:
-            TrainerStateLost: they do not have it.
+            RollbackNeeded: they do not have it.
             ActorGone: they are not there, or one died or hung before all had answered.
         """
         if self._gone:

@@ -1,7 +1,7 @@
 """Runs user code behind one object: every call returns a value or raises `TaskError`, whatever the code does.
 
-    rollout worker (this module) ──▶ host, which makes the environment ──fork──▶ up to 4 processes that answer calls
-                                                                       ──fork──▶ one process per program
+    rollout worker (this module) ──▶ fork server: makes the environment ──fork──▶ up to 4 processes that answer calls
+                                                                        ──fork──▶ one process per program
 
 - Every call is answered exactly once, even if a process hangs, exits, crashes or cannot be started.
 - An idle process takes a quarter of the waiting calls as its list, or `QUICK_LIST` of quick ones, and answers them in
@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from titan_rl.errors import ActorGone, TaskError, TaskTimeout, TitanError
-from titan_rl.isolation.host_client import ForkedProcess, HostClient, HostGone
+from titan_rl.isolation.fork_server_client import ForkedProcess, ForkServerClient, ForkServerGone
 from titan_rl.isolation.wire import (
     VALUES,
     BadFrame,
@@ -97,14 +97,14 @@ class UserCodePool:
 
     def __init__(self, setup: EnvironmentSetup):
         self._setup = setup
-        self._host: HostClient | None = None
+        self._server: ForkServerClient | None = None
         self._starting = asyncio.Lock()
         self._closed = "not started"
         self._asynchronous: frozenset[CallKind] = frozenset()
         self._numbers = itertools.count()
         self._open: set[_Pending] = set()
-        self._waiting: dict[bool, list[_Pending]] = {False: [], True: []}  # by whether they go to the concurrent worker
-        self._workers: list[_Fork] = []
+        self._waiting: dict[bool, list[_Pending]] = {False: [], True: []}  # by whether they go to the concurrent fork
+        self._forks: list[_Fork] = []
         self._quick: set[CallKind] = set()  # kinds of which the last answers took `QUICK_SECONDS` at most
         self._timer: asyncio.TimerHandle | None = None  # for the next time limit
         self._dispatching: asyncio.Handle | None = None
@@ -115,17 +115,17 @@ class UserCodePool:
         """How many processes died, or were killed because a call was late."""
 
     async def start(self) -> TaskInfo:
-        """Make the environment; raises as `HostClient.start`."""
-        self._host = HostClient(self._setup)
-        info = await self._host.start()
+        """Make the environment; raises as `ForkServerClient.start`."""
+        self._server = ForkServerClient(self._setup)
+        info = await self._server.start()
         self._asynchronous = info.asynchronous
         self._closed = ""
         return info
 
     @property
     def pid(self) -> int | None:
-        """Process id of the host, while there is one."""
-        return self._host.pid if self._host is not None else None
+        """Process id of the fork server, while there is one."""
+        return self._server.pid if self._server is not None else None
 
     @property
     def busy(self) -> bool:
@@ -138,7 +138,7 @@ class UserCodePool:
         Raises:
             TaskError: user code raised or ended its process; or the call does not pickle; or this object is closed.
             TaskTimeout: user code took too long.
-            ActorGone: the host died during the call, which is no fault of user code.
+            ActorGone: the fork server died during the call, which is no fault of user code.
         """
         if self._closed:
             raise TaskError(f"{call}: {self._closed}")
@@ -178,7 +178,7 @@ class UserCodePool:
                 if started is not None:
                     started.set()
                 return self._value(call, await self._first_result(process, call))
-        except HostGone as error:
+        except ForkServerGone as error:
             raise ActorGone(f"{call}: {error}") from None
         except TaskError as error:
             raise type(error)(f"{call}: {error}") from None
@@ -189,8 +189,8 @@ class UserCodePool:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._host is not None:
-            await self._host.stop()
+        if self._server is not None:
+            await self._server.stop()
 
     def _dispatch_soon(self) -> None:
         """Schedule `_dispatch` for the end of this tick, when all its calls are here."""
@@ -198,109 +198,109 @@ class UserCodePool:
             self._dispatching = asyncio.get_running_loop().call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
-        """Give waiting calls to free workers. Start another worker, one at a time, where calls still wait."""
+        """Give waiting calls to free forks. Start another fork, one at a time, where calls still wait."""
         self._dispatching = None
         if self._closed:
             return
         for concurrent, most in ((False, MAX_PROCESSES), (True, 1)):
             waiting = [each for each in self._waiting[concurrent] if not each.future.done()]
-            workers = [each for each in self._workers if each.concurrent is concurrent]
-            for worker in workers:
-                if waiting and worker.free:
+            forks = [each for each in self._forks if each.concurrent is concurrent]
+            for fork in forks:
+                if waiting and fork.free:
                     quick = all(each.call.kind in self._quick for each in waiting[:QUICK_LIST])
                     share = max(-(-len(waiting) // most), QUICK_LIST if quick else 1)
-                    self._send(worker, waiting[:share])
+                    self._send(fork, waiting[:share])
                     del waiting[:share]
             self._waiting[concurrent] = waiting
-            if waiting and len(workers) < most and all(worker.process is not None for worker in workers):
-                worker = _Fork(concurrent, self._setup.step_seconds + SLACK_SECONDS * concurrent)
-                self._workers.append(worker)
-                task = asyncio.create_task(self._start_worker(worker), name=f"environment {self._setup.name}")
+            if waiting and len(forks) < most and all(fork.process is not None for fork in forks):
+                fork = _Fork(concurrent, self._setup.step_seconds + SLACK_SECONDS * concurrent)
+                self._forks.append(fork)
+                task = asyncio.create_task(self._start_fork(fork), name=f"environment {self._setup.name}")
                 self._tasks.add(task)
                 task.add_done_callback(self._task_ended)
 
-    def _send(self, worker: _Fork, calls: list[_Pending]) -> None:
-        assert worker.process is not None
-        if not worker.calls:
-            worker.since = asyncio.get_running_loop().time()
-        worker.calls |= {pending.number: pending for pending in calls}
-        worker.process.send(b"".join(pending.frame for pending in calls))
+    def _send(self, fork: _Fork, calls: list[_Pending]) -> None:
+        assert fork.process is not None
+        if not fork.calls:
+            fork.since = asyncio.get_running_loop().time()
+        fork.calls |= {pending.number: pending for pending in calls}
+        fork.process.send(b"".join(pending.frame for pending in calls))
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._setup.step_seconds, self._kill_late)
 
     def _kill_late(self) -> None:
-        """Kill workers that have not answered in time."""
+        """Kill forks that have not answered in time."""
         self._timer = None
         now = asyncio.get_running_loop().time()
-        busy = [worker for worker in self._workers if worker.calls and not worker.late]
-        for worker in busy:
-            if worker.process is not None and worker.since + worker.seconds <= now:
-                worker.late = True
-                worker.process.kill()
-        if limits := [worker.since + worker.seconds for worker in busy if not worker.late]:
+        busy = [fork for fork in self._forks if fork.calls and not fork.late]
+        for fork in busy:
+            if fork.process is not None and fork.since + fork.seconds <= now:
+                fork.late = True
+                fork.process.kill()
+        if limits := [fork.since + fork.seconds for fork in busy if not fork.late]:
             self._timer = asyncio.get_running_loop().call_at(min(limits), self._kill_late)
 
-    async def _start_worker(self, worker: _Fork) -> None:
+    async def _start_fork(self, fork: _Fork) -> None:
         try:
-            worker.process = await self._fork()
+            fork.process = await self._fork()
         except (TitanError, OSError) as error:
             logger.warning("environment %s: no further process can be started: %s", self._setup.name, error)
-            self._workers.remove(worker)
-            if not any(each.concurrent is worker.concurrent for each in self._workers):
-                lost = ActorGone if isinstance(error, HostGone) else TaskError
+            self._forks.remove(fork)
+            if not any(each.concurrent is fork.concurrent for each in self._forks):
+                lost = ActorGone if isinstance(error, ForkServerGone) else TaskError
                 reason = f"could not be run, its environment does not start again: {error}"
-                self._fail(self._waiting[worker.concurrent], reason, lost)
+                self._fail(self._waiting[fork.concurrent], reason, lost)
             return
-        worker.process.on_results = partial(self._receive, worker)
-        worker.process.ended.add_done_callback(lambda ended: self._worker_ended(worker, ended.result()))
+        fork.process.on_results = partial(self._receive, fork)
+        fork.process.ended.add_done_callback(lambda ended: self._fork_ended(fork, ended.result()))
         self._dispatch_soon()
 
     async def _fork(self) -> ForkedProcess:
         async with self._starting:
-            if self._closed or self._host is None:
+            if self._closed or self._server is None:
                 raise TaskError(self._closed)
-            if self._host.gone:
+            if self._server.gone:
                 self.restarts += 1
-                logger.warning("environment %s: its host has died; starting a new one", self._setup.name)
-                await self._host.stop()
-                self._host = HostClient(self._setup)
-                await self._host.start()
+                logger.warning("environment %s: its fork server has died; starting a new one", self._setup.name)
+                await self._server.stop()
+                self._server = ForkServerClient(self._setup)
+                await self._server.start()
                 if self._closed:
-                    await self._host.stop()
-            host = self._host
-        return await host.fork()
+                    await self._server.stop()
+            server = self._server
+        return await server.fork()
 
-    def _receive(self, worker: _Fork, results: list[CallResult]) -> None:
-        before, worker.since = worker.since, asyncio.get_running_loop().time()
-        note = self._quick.add if worker.since - before <= QUICK_SECONDS * len(results) else self._quick.discard
+    def _receive(self, fork: _Fork, results: list[CallResult]) -> None:
+        before, fork.since = fork.since, asyncio.get_running_loop().time()
+        note = self._quick.add if fork.since - before <= QUICK_SECONDS * len(results) else self._quick.discard
         for result in results:
-            if (pending := worker.calls.pop(result.number, None)) is not None:
+            if (pending := fork.calls.pop(result.number, None)) is not None:
                 note(pending.call.kind)
                 if result.last:
-                    assert worker.process is not None
-                    worker.ends = True
-                    worker.process.kill()  # it ends by itself, unless what it started keeps it
+                    assert fork.process is not None
+                    fork.ends = True
+                    fork.process.kill()  # it ends by itself, unless what it started keeps it
                 self._settle(pending, result)
         self._dispatch_soon()
 
-    def _worker_ended(self, worker: _Fork, how: str) -> None:
+    def _fork_ended(self, fork: _Fork, how: str) -> None:
         if self._closed:
             return
-        self._workers.remove(worker)
+        self._forks.remove(fork)
         self.restarts += 1
-        why = " because a call took too long" if worker.late else ""
+        why = " because a call took too long" if fork.late else ""
         logger.warning("environment %s: a process %s%s", self._setup.name, how, why)
-        open_calls = list(worker.calls.values())
-        failed = len(open_calls) if worker.concurrent else 1
-        if worker.ends and not worker.late:
+        open_calls = list(fork.calls.values())
+        failed = len(open_calls) if fork.concurrent else 1
+        if fork.ends and not fork.late:
             failed = 0
-        self._waiting[worker.concurrent][:0] = open_calls[failed:]
-        assert worker.process is not None
-        if worker.late:
+        self._waiting[fork.concurrent][:0] = open_calls[failed:]
+        assert fork.process is not None
+        if fork.late:
             late = f"did not finish within {self._setup.step_seconds:g} s and was killed"
             self._fail(open_calls[:failed], late, TaskTimeout)
         else:
-            lost = ActorGone if worker.process.lost_host else TaskError
+            lost = ActorGone if fork.process.lost_server else TaskError
             self._fail(open_calls[:failed], f"its process {how} and returned nothing", lost)
         self._dispatch_soon()
 
@@ -317,7 +317,7 @@ class UserCodePool:
         await asyncio.wait([process.ended])
         if first.done():
             return first.result()
-        gone = HostGone if process.lost_host and not self._closed else TaskError
+        gone = ForkServerGone if process.lost_server and not self._closed else TaskError
         raise gone(self._closed or f"its process {process.ended.result()} and returned nothing")
 
     def _settle(self, pending: _Pending, result: CallResult) -> None:

@@ -1,6 +1,6 @@
 """Makes the environment and answers calls of user code.
 
-- It runs in the host, which makes the environment, and in the host's forks, which answer the calls.
+- It runs in the fork server, which makes the environment, and in its forks, which answer the calls.
 - An exception of user code fails only the call that raised it; `exit()` is an exception like any other.
 - Plain functions run one after the other, in the main thread and outside any event loop. Calls of `async def` functions
   run concurrently in one event loop, each under the time limit.

@@ -1,10 +1,10 @@
-"""Messages between a rollout worker, the host of its environment, and the processes forked from that host.
+"""Messages between a rollout worker, the fork server of its environment, and the processes that are forked from it.
 
 - A frame is its length (8 bytes, little endian) and a body. The worker pickles what it sends: whoever reads that runs
   user code anyway. What processes of user code send is MessagePack, and the worker reads it as data of the expected
   types, up to a length: no bytes that user code may write can run code in the worker, or fill its memory. Objects of
   user code (a state, an exception) travel as bytes or text, which the worker hands on and does not read.
-- Worker → host: `EnvironmentSetup`, then `Fork` and `Kill`. Host → worker: `SetupResult`, then `ForkStatus`es.
+- Worker → fork server: `EnvironmentSetup`, then `Fork` and `Kill`. Back: `SetupResult`, then `ForkStatus`es.
 - Worker → forked process: `(number, UserCall)`. Back: one `CallResult` per call, as soon as it is there.
 """
 
@@ -101,7 +101,7 @@ def reader(kind: Any) -> Callable[[bytes], Any]:
 
 @dataclass(kw_only=True, slots=True)
 class EnvironmentSetup(EnvironmentConfig):
-    """Everything needed to make the environment. A restarted host gets the same."""
+    """Everything needed to make the environment. A restarted fork server gets the same."""
 
     run_seed: int
     imports: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ class CallKind(StrEnum):
 
 
 class TaskInfo(NamedTuple):
-    """A host's description of the environment that it made."""
+    """A fork server's description of the environment that it made."""
 
     size: int | None
     """Distinct training prompts; None: endless."""
@@ -254,7 +254,7 @@ read_result = reader(CallResult)
 
 
 class SetupResult(NamedTuple):
-    """The host's first frame: the environment that it has made, or why it could not."""
+    """The fork server's first frame: the environment that it has made, or why it could not."""
 
     info: TaskInfo | None
     refusal: str = ""

@@ -59,11 +59,11 @@ async def restore(ledger: Ledger, directory: Path, system: System) -> None:
     await system.trainer.restore(directory, version.incarnation)
     taken = await system.rollouts.take_over(reports)
     ledger.reports.update({report.group_id: report for report in taken})
-    buffer.go_on_from(version)
+    buffer.restart_from(version)
     if config.loop.steps != ledger.schedule.steps:
         ledger.summary.stopped_early = ""
         ledger.streak.trainable()
-    ledger.schedule.go_on(config.loop.steps, config.evaluation.every)
+    ledger.schedule.change_settings(config.loop.steps, config.evaluation.every)
 
 
 def _reports_in(directory: Path, ledger: Ledger) -> list[GroupReport]:

@@ -112,7 +112,7 @@ class Ledger:
         for group_id in self.reports:
             self.buffer.lost(group_id)
         self.reports.clear()
-        self.schedule.go_on(steps, 0)
+        self.schedule.change_settings(steps, 0)
         self.schedule.end_after(until)
         self.metrics_bytes = self.rollouts_bytes = 0
 

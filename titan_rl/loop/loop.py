@@ -31,7 +31,7 @@ from typing import TypeVar
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport
-from titan_rl.errors import ActorGone, SamplesLost, TrainerStateLost
+from titan_rl.errors import ActorGone, RollbackNeeded, SamplesLost
 from titan_rl.loop.checkpoints import Checkpoints, restore
 from titan_rl.loop.ledger import GroupOutcome, Ledger, new_ledger
 from titan_rl.loop.lost_groups import RELEASE_SECONDS, LostGroups, check_stores_are_empty, release_samples
@@ -114,7 +114,7 @@ class TrainingLoop:
 
     async def run(self) -> RunSummary:
         """Do the whole run, or the rest of it. The final weights of the policy are the ones that were evaluated last.
-        Call `end` in any case, after what is to be saved is saved. After TrainerStateLost nothing is left to end."""
+        Call `end` in any case, after what is to be saved is saved. After RollbackNeeded nothing is left to end."""
         system = self._system
         system.rollouts.on_lost, system.trainer.on_state_lost = self._lost.store_lost, self._notify
         self._display.print_line(self._buffer.limits.describe())
@@ -125,7 +125,7 @@ class TrainingLoop:
         try:
             if self._restore_from is None:
                 if again := self._buffer.trainer_version.incarnation:  # the trainer's state was lost: it begins anew
-                    await system.trainer.restore(None, again)
+                    await system.trainer.start_over(again)
                 await warm_up(system, self._display, self._activity)
                 await system.trainer.freeze_reference()
                 self._on_start()
@@ -150,7 +150,7 @@ class TrainingLoop:
         for later in failures[1:]:
             _log.warning("failed after the first: %s", later)
         if failures:
-            if isinstance(failures[0], TrainerStateLost):  # another loop goes on: nothing of this one is in its way
+            if isinstance(failures[0], RollbackNeeded):  # another loop goes on: nothing of this one is in its way
                 await self.end(failed=True, seconds=None)
                 if self._checkpoints is not None:
                     await self._checkpoints.written()
@@ -280,7 +280,7 @@ class TrainingLoop:
             await asyncio.shield(self._stepping)  # a run that ends saves a step that is under way, and its numbers
 
     def _take(self) -> Batch | None:
-        """Raises TrainerStateLost even while no batch is ready: without the weights that are lost with the trainer's
+        """Raises RollbackNeeded even while no batch is ready: without the weights that are lost with the trainer's
         host, it might never be."""
         self._system.trainer.require_state()
         return self._schedule.take()

@@ -16,7 +16,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from titan_rl.actors.rollouts import Rollouts
+from titan_rl.actors.rollouts import RolloutWorkers
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import ActorGone, InvariantError, SamplesLost, TitanError
 from titan_rl.loop.ledger import Ledger
@@ -33,7 +33,7 @@ class LostGroups:
     """Of one run."""
 
     def __init__(
-        self, ledger: Ledger, rollouts: Rollouts, *, say: Callable[[str], None], changed: Callable[[], None]
+        self, ledger: Ledger, rollouts: RolloutWorkers, *, say: Callable[[str], None], changed: Callable[[], None]
     ) -> None:
         """
         Args:
@@ -89,13 +89,13 @@ class LostGroups:
         self._changed()
 
 
-async def check_stores_are_empty(rollouts: Rollouts) -> None:
+async def check_stores_are_empty(rollouts: RolloutWorkers) -> None:
     """Raises InvariantError unless all stores are empty; the error says what each store holds."""
     if what := await _held(rollouts):
         raise InvariantError(f"the run is over and samples are still held: {what}")
 
 
-async def release_samples(rollouts: Rollouts, reports: Iterable[GroupReport], *, seconds: float | None) -> None:
+async def release_samples(rollouts: RolloutWorkers, reports: Iterable[GroupReport], *, seconds: float | None) -> None:
     """Stop running rollouts and release reported samples. Never raises a TitanError."""
     try:
         async with asyncio.timeout(seconds):
@@ -107,5 +107,5 @@ async def release_samples(rollouts: Rollouts, reports: Iterable[GroupReport], *,
         _log.warning("the samples of the failed run were not released: %s", error or type(error).__name__)
 
 
-async def _held(rollouts: Rollouts) -> str:
+async def _held(rollouts: RolloutWorkers) -> str:
     return "; ".join(str(report) for report in await rollouts.held() if report.samples)

@@ -27,7 +27,7 @@ from titan_rl.rollout.report import GroupReport, with_scores
 from titan_rl.seeding import derive_seed
 
 if TYPE_CHECKING:
-    from titan_rl.actors.rollouts import Rollouts
+    from titan_rl.actors.rollouts import RolloutWorkers
 
 BEST, WORST, RANDOM, WRONG, RIGHT = "best", "worst", "random", "wrong", "right"
 """Why a rollout is recorded: of a step, and of an evaluation."""
@@ -76,7 +76,7 @@ class Recorder:
     """Of one run. Belongs to one event loop."""
 
     def __init__(
-        self, rollouts: Rollouts, writer: RolloutWriter | None = None, *, each: int = 0, only: int = 0
+        self, rollouts: RolloutWorkers, writer: RolloutWriter | None = None, *, each: int = 0, only: int = 0
     ) -> None:
         """
         Args:

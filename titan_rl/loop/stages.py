@@ -87,7 +87,7 @@ async def _shown(demonstrations: asyncio.Task[GroupReport]) -> SampleBatch:
 
 
 async def _give_up(system: System, owned: SampleBatch | None, ahead: asyncio.Task[GroupReport]) -> None:
-    """Release demonstrations that will not be trained. `Rollouts` releases those that are still being made."""
+    """Release demonstrations that will not be trained. `RolloutWorkers` releases those that are still being made."""
     ahead.cancel()
     (outcome,) = await asyncio.gather(ahead, return_exceptions=True)
     left = [] if owned is None else [owned]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titan_rl.actors.gateway import GatewayClient
 from titan_rl.actors.generator import GeneratorClient
-from titan_rl.actors.rollouts import Rollouts
+from titan_rl.actors.rollouts import RolloutWorkers
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.actors.trainer_client import TrainerClient
 from titan_rl.config import RunConfig
@@ -23,7 +23,7 @@ class System:
     model_path: Path
     trainer: TrainerClient
     router: RouterClient
-    rollouts: Rollouts
+    rollouts: RolloutWorkers
     generators: Callable[[], Mapping[str, GeneratorClient]]
     """Those that are up now, by name."""
     gateway: GatewayClient | None = None

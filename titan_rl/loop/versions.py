@@ -21,7 +21,7 @@ from typing import Any
 
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.actors.trainer_client import TrainerClient
-from titan_rl.errors import TrainerStateLost, WeightsError
+from titan_rl.errors import RollbackNeeded, WeightsError
 from titan_rl.metrics.activity import Activities
 from titan_rl.scheduling.group import Group
 from titan_rl.scheduling.group_buffer import GroupBuffer
@@ -191,7 +191,7 @@ class ServedVersions:
     async def watch(self) -> None:
         """Waits for a version that was served, and that no generator can load again. Groups or an evaluation may need
         exactly this one, and the trainer has gone on: the run goes back to its newest checkpoint."""
-        raise TrainerStateLost(await self._router.until_unavailable())
+        raise RollbackNeeded(await self._router.until_unavailable())
 
     async def end_evaluation(self, version: PolicyVersion) -> None:
         """The version is not evaluated any more. Its generator goes on to what is wanted still."""
@@ -230,7 +230,7 @@ class ServedVersions:
         try:
             await self.serve(version)
         except WeightsError as error:
-            raise TrainerStateLost(f"{error}; the trainer has gone on and cannot publish it again") from error
+            raise RollbackNeeded(f"{error}; the trainer has gone on and cannot publish it again") from error
         if version in self._wanted:  # its groups may have ended meanwhile
             self._served.add(version)
             self._changed()

@@ -25,7 +25,7 @@ class EnvironmentConfig:
     """Longest time the import and the construction of the environment may take, data sets included."""
     variables: tuple[str, ...] = ()
     """Environment variables that user code sees besides those that programs commonly need (listed in
-    `isolation/host_io.py`): the key of a grader's API, for example. Secrets are not passed on unless named here."""
+    `isolation/process_io.py`): the key of a grader's API, for example. Secrets are not passed on unless named here."""
     memory_mib: CountOrZero = 4096
     """Memory that one process of user code, and each process that it starts, may allocate beyond what the environment
     takes once it is made. A call that needs more fails, and only its rollout with it; a program gets a MemoryError. The

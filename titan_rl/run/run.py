@@ -27,7 +27,7 @@ from rich.markup import escape
 
 from titan_rl.config import RunConfig
 from titan_rl.directories import CONFIG, ENDING, METRICS, SUMMARY, lock_run
-from titan_rl.errors import CheckpointError, ConfigError, Stopped, StorageError, TrainerStateLost
+from titan_rl.errors import CheckpointError, ConfigError, RollbackNeeded, Stopped, StorageError
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.loop.checkpoint_files import Checkpoint
 from titan_rl.loop.checkpoints import Checkpoints
@@ -296,7 +296,7 @@ async def _train(
                         await train_and_save(loop, meshes, _saves(loop, system, directory, saved), display.print_line)
                         metrics.sync()
                         return loop
-                    except TrainerStateLost as lost:
+                    except RollbackNeeded as lost:
                         in_vain = 0 if loop.ledger.buffer.trainer_version.step > began else in_vain + 1
                         if in_vain == MOST_IN_VAIN:
                             raise

@@ -26,8 +26,8 @@ from titan_rl.chat.renderer import Renderer
 from titan_rl.config import RunConfig
 from titan_rl.environments.rubric import EXACT_MATCH
 from titan_rl.errors import AbsentError, ActorGone, ConfigError, TaskError
-from titan_rl.isolation.host_io import passed_on
 from titan_rl.isolation.pool import UserCodePool
+from titan_rl.isolation.process_io import passed_on
 from titan_rl.isolation.wire import LONGEST_SHOWN, CallKind, TaskCheck, TaskInfo, UserCall
 from titan_rl.one_line import one_line
 from titan_rl.policy.models.tiny import model_directory

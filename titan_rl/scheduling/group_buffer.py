@@ -299,7 +299,7 @@ class GroupBuffer:
         while self._unpublished and self._unpublished[0][0] <= version.step:
             self._unpublished.popleft()
 
-    def go_on_from(self, trainer: PolicyVersion) -> None:
+    def restart_from(self, trainer: PolicyVersion) -> None:
         """The run was restored, and its trainer as a new incarnation at the same step.
 
         Finished groups are kept, those of a batch that was out too. Running ones are to be played again. A version that

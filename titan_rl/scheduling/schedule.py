@@ -46,7 +46,7 @@ class Schedule:
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any], buffer: GroupBuffer) -> Schedule:
-        """`go_on` follows."""
+        """`change_settings` follows."""
         schedule = cls(buffer, steps=state["steps"], every=0)
         schedule.last, schedule._admitted = state["last"], state["admitted"]
         schedule._evaluated = state["evaluated"]
@@ -109,7 +109,7 @@ class Schedule:
 
     # The end.
 
-    def go_on(self, steps: int, every: int) -> None:
+    def change_settings(self, steps: int, every: int) -> None:
         """The run was restored. The settings may be others now."""
         self._every = every
         if steps != self.steps:

@@ -15,7 +15,7 @@ from titan_rl.actors.gateway import Gateway, GatewayClient
 from titan_rl.actors.generator import Generator, GeneratorClient
 from titan_rl.actors.relay import RelayClient, WeightRelay
 from titan_rl.actors.rollout_worker import RolloutWorker
-from titan_rl.actors.rollouts import Rollouts, RolloutWorkerClient
+from titan_rl.actors.rollouts import RolloutWorkerClient, RolloutWorkers
 from titan_rl.actors.router import GeneratorRouter
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.actors.trainer import PolicyTrainer
@@ -43,7 +43,7 @@ class MeshTable:
     report: Callable[[TitanError], None]
     """Called with the fault of a mesh that hangs."""
     say: Callable[[str], None]
-    rollouts: Rollouts
+    rollouts: RolloutWorkers
     """All rollout workers as one object."""
     fleet: list[str]
     """Names of the generators that there are to be, spares too."""

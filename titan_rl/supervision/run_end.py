@@ -16,7 +16,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, Protocol, TypeVar
 
-from titan_rl.errors import Stopped, TitanError, TrainerStateLost, TrainingError
+from titan_rl.errors import RollbackNeeded, Stopped, TitanError, TrainingError
 from titan_rl.loop.loop import TrainingLoop
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class RunEnd:
                 raise self._first.result()
             try:
                 return task.result()
-            except TrainerStateLost:  # not the end: the run goes on from an earlier step
+            except RollbackNeeded:  # not the end: the run goes on from an earlier step
                 raise
             except Exception as error:
                 self._announce(error)
@@ -172,7 +172,7 @@ async def train_and_save(
         say: called with where that is, or why it was not saved.
 
     Raises:
-        TrainerStateLost: nothing was saved, and the run has not ended: another loop has to go on from an earlier step.
+        RollbackNeeded: nothing was saved, and the run has not ended: another loop has to go on from an earlier step.
         Stopped: a signal ended the loop.
         TitanError, OSError: training or saving failed.
     """
@@ -181,7 +181,7 @@ async def train_and_save(
     unsaved: Exception | None = None
     try:
         await end.watch(loop.run())
-    except TrainerStateLost:
+    except RollbackNeeded:
         raise
     except Exception as error:
         failure = error

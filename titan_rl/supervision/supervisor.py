@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titan_rl.actors.gateway import GatewayClient
-from titan_rl.actors.rollouts import Rollouts
+from titan_rl.actors.rollouts import RolloutWorkers
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.config import RunConfig
 from titan_rl.errors import ActorGone, HostLost, MeshFailed, MeshLeaves, TitanError
@@ -88,7 +88,7 @@ class Supervisor:
             imports=imports,
             report=self.report,
             say=say,
-            rollouts=Rollouts(
+            rollouts=RolloutWorkers(
                 workers=config.rollout.workers, start_seconds=where.start_seconds, step_seconds=where.step_seconds
             ),
             fleet=config.generator_names(),

@@ -1,13 +1,13 @@
-"""The host of an environment and the processes forked from it, as objects in the rollout worker.
+"""The fork server of an environment and the processes forked from it, as objects in the rollout worker.
 
-- The host has its own session and dies with the thread that spawned it. The first frame to it names the environment to
-  make; its first frame back describes that environment, or says why it could not be made.
+- The fork server has its own session and dies with the thread that spawned it. The first frame to it names the
+  environment to make; its first frame back describes that environment, or says why it could not be made.
 - Every fork ends: its `ended` is set once the fork and all processes that it started are gone and all its answers have
-  been read. If the host dies, its forks do too.
-- After `stop` the host and all its forks are gone and reaped, and all descriptors are closed.
+  been read. If the fork server dies, its forks do too.
+- After `stop` the fork server and all its forks are gone and reaped, and all descriptors are closed.
 - What user code prints is logged and cannot get into the protocol. A process that writes anything but its messages into
   its socket is killed.
-- Orders to the host go through one queue, in whole frames: however many there are at once, none is lost.
+- Orders to the fork server go through one queue, in whole frames: however many there are at once, none is lost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable
 
 from titan_rl.errors import AbsentError, ConfigError, TaskError
-from titan_rl.isolation.host_io import LogLines, host_variables
+from titan_rl.isolation.process_io import LogLines, user_variables
 from titan_rl.isolation.wire import (
     LARGEST_RESULT,
     BadFrame,
@@ -46,13 +46,13 @@ from titan_rl.one_line import escaped
 from titan_rl.processes import answering, ending_in_words
 
 STOP_SECONDS = 10.0
-"""How long a host may take to end all its forks once its socket is closed. It runs no user code, so it is quick."""
+"""How long a fork server may take to end all its forks once its socket is closed. It runs no user code: it is quick."""
 KILL_SECONDS = 60.0
-"""How long a host may take to make or end a fork. One that takes longer is stuck: it is killed, so that no call waits
-for ever."""
+"""How long a fork server may take to make or end a fork. One that takes longer is stuck: it is killed, so that no call
+waits for ever."""
 STARTS_AT_ONCE = 16
-"""Processes that the host is asked for at a time. It forks one after the other, and with a large data set in a second
-or two: so the last of them is made well within `KILL_SECONDS`."""
+"""Processes that the fork server is asked for at a time. It forks one after the other, and with a large data set in a
+second or two: so the last of them is made well within `KILL_SECONDS`."""
 REAP_SECONDS = 10.0
 """How long the kernel may take to end a killed process."""
 DRAIN_SECONDS = 2.0
@@ -71,13 +71,13 @@ class ForkedProcess(asyncio.Protocol):
         self._bad_frame = ""
         self._ending = ""
         self._disconnected = False
-        self.lost_host = False
-        """Whether it ended because its host died."""
+        self.lost_server = False
+        """Whether it ended because its fork server died."""
         self.transport: asyncio.WriteTransport
         self.on_results: Callable[[list[CallResult]], None] = lambda results: None
         """Called with what the process sends."""
         self.started = asyncio.Event()
-        """Set when the host has forked it, or could not."""
+        """Set when the fork server has forked it, or could not."""
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """How the process ended, in words."""
 
@@ -122,12 +122,12 @@ class ForkedProcess(asyncio.Protocol):
             self.ended.set_result(self._ending)
 
 
-class HostGone(TaskError):
-    """The host of an environment has died: no fault of user code."""
+class ForkServerGone(TaskError):
+    """The fork server of an environment has died: no fault of user code."""
 
 
 class _Orders:
-    """Frames and descriptors for the host, in order. Its socket takes a few hundred; the others wait here."""
+    """Frames and descriptors for the fork server, in order. Its socket takes a few hundred; the others wait here."""
 
     def __init__(self, connection: socket.socket):
         self._socket = connection
@@ -154,7 +154,7 @@ class _Orders:
                 sent = socket.send_fds(self._socket, [frame], [descriptor.fileno()] if descriptor is not None else [])
             except BlockingIOError:
                 return
-            except OSError:  # the host has ended, which its pidfd tells
+            except OSError:  # the fork server has ended, which its pidfd tells
                 break
             if descriptor is not None:
                 descriptor.close()
@@ -164,7 +164,7 @@ class _Orders:
         self.close()
 
 
-class HostClient:
+class ForkServerClient:
     """One process of an environment's host; a restart makes a new object."""
 
     def __init__(self, setup: EnvironmentSetup):
@@ -190,7 +190,7 @@ class HostClient:
         return self._closed or self._exited.is_set()
 
     async def start(self) -> TaskInfo:
-        """Spawn the host and wait until it has made its environment. If that fails, the host is stopped.
+        """Spawn the fork server and wait until it has made its environment. If that fails, the fork server is stopped.
 
         Raises:
             ConfigError: the environment refused its arguments.
@@ -223,7 +223,7 @@ class HostClient:
         """A new process for user code. Waits for its turn.
 
         Raises:
-            TaskError: the host has ended, or there is no descriptor for the process.
+            TaskError: the fork server has ended, or there is no descriptor for the process.
         """
         async with self._starts:
             try:
@@ -235,7 +235,7 @@ class HostClient:
             if self.gone:
                 theirs.close()
                 fork.transport.abort()
-                raise HostGone(f"the process that it is forked from {self._ending()}")
+                raise ForkServerGone(f"the process that it is forked from {self._ending()}")
             fork.number = next(self._numbers)
             self._forks[fork.number] = fork
             self._orders.put(pack_order(Fork(fork.number)), theirs)
@@ -248,7 +248,7 @@ class HostClient:
             return fork
 
     async def stop(self, *, patient: bool = True) -> None:
-        """End the host by closing its socket. It is killed if it does not end in time. May be called again."""
+        """End the fork server by closing its socket. It is killed if it does not end in time. May be called again."""
         if self._process is None:
             return
         self._close()
@@ -272,10 +272,10 @@ class HostClient:
         self._orders, self._frames = _Orders(self._socket), Frames(self._receive_body, LARGEST_RESULT)
         self._loop.add_reader(self._socket, self._receive)
         try:
-            # not in a helper thread: the host dies with the thread that spawns it
+            # not in a helper thread: the fork server dies with the thread that spawns it
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "titan_rl.isolation.host", str(theirs.fileno()), str(os.getpid())],
-                env=host_variables(self._setup.name, self._setup.variables),
+                [sys.executable, "-m", "titan_rl.isolation.fork_server", str(theirs.fileno()), str(os.getpid())],
+                env=user_variables(self._setup.name, self._setup.variables),
                 stdin=subprocess.DEVNULL,
                 stdout=child_output,
                 stderr=child_output,
@@ -306,7 +306,9 @@ class HostClient:
         try:
             self._frames.feed(data)
         except BadFrame as error:
-            logger.error("the host %s of an environment wrote what is no message and is killed: %s", self.pid, error)
+            logger.error(
+                "the fork server %s of an environment wrote what is no message and is killed: %s", self.pid, error
+            )
             self._close()
             self._kill()
 
@@ -325,7 +327,7 @@ class HostClient:
             fork.started.set()
 
     def _close(self) -> None:
-        """Close the socket, which ends the host and all forks."""
+        """Close the socket, which ends the fork server and all forks."""
         if self._closed:
             return
         self._closed = True
@@ -342,17 +344,19 @@ class HostClient:
             self._kill_unless(lambda: number not in self._forks)
 
     def _kill_unless(self, done: Callable[[], bool]) -> None:
-        """Kill the host if what it was just asked for is not done in time."""
+        """Kill the fork server if what it was just asked for is not done in time."""
 
         def check() -> None:
             if not self._exited.is_set() and not done():
-                logger.error("the host %s of an environment neither makes nor ends a process and is killed", self.pid)
+                logger.error(
+                    "the fork server %s of an environment neither makes nor ends a process and is killed", self.pid
+                )
                 self._kill()
 
         self._loop.call_later(KILL_SECONDS, check)
 
     def _kill(self) -> None:
-        """Kill the host and its process group, if it has not ended."""
+        """Kill the fork server and its process group, if it has not ended."""
         if self._process is not None and not self._exited.is_set():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -363,18 +367,18 @@ class HostClient:
         return "closed its connection" if status is None else ending_in_words(status)
 
     def _reap(self) -> None:
-        """Called once, when the host has ended."""
+        """Called once, when the fork server has ended."""
         assert self._process is not None
         self._loop.remove_reader(self._pidfd)
         answering.discard(self._pidfd)
         os.close(self._pidfd)
-        # its id cannot be reused before it is reaped; this also kills processes that user code started in the host
+        # its id cannot be reused before it is reaped; this also kills what user code started in the fork server
         self._kill()
         self._process.wait()
         self._exited.set()
         while self._forks:
             _, fork = self._forks.popitem()
-            fork.lost_host = True
+            fork.lost_server = True
             fork.process_ended(f"ended: the process that it was forked from {self._ending()}")
         # a process that user code started may hold the socket open: do not wait for its end of stream
         self._loop.call_later(DRAIN_SECONDS, self._close)

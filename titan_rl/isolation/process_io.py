@@ -38,7 +38,7 @@ LOG_SECONDS, LOG_BYTES = 10.0, 1 << 20
 logger = logging.getLogger(__name__)
 
 
-def host_variables(environment: str, named: Sequence[str]) -> dict[str, str]:
+def user_variables(environment: str, named: Sequence[str]) -> dict[str, str]:
     """The variables of an environment's host. Logs the names of those that are withheld."""
     passed = passed_on(os.environ, named)
     if withheld := sorted(os.environ.keys() - passed.keys()):

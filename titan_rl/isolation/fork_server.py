@@ -1,15 +1,16 @@
-"""The host: the process that makes an environment and forks the processes that run its code.
-Started as `python -m titan_rl.isolation.host SOCKET_FD WORKER_PID`.
+"""The fork server: the process that makes an environment and forks the processes that run its code.
+Started as `python -m titan_rl.isolation.fork_server SOCKET_FD WORKER_PID`.
 
-    worker ── host ── reaper ── process that runs user code ── processes that it starts
+    worker ── fork server ── reaper ── process that runs user code ── processes that it starts
 
-- The host imports user code and makes the environment once, and runs no user code after that. It has no threads and no
-  event loop of its own, so it can be forked safely, and the forks share imports and loaded data.
+- The fork server imports user code and makes the environment once, and runs no user code after that. It has no threads
+  and no event loop of its own, so it can be forked safely, and the forks share imports and loaded data.
 - Each fork has a reaper, which runs no user code. It is a "subreaper": every process that user code starts, in any
   session, becomes its child when its parent ends, so it finds all of them. It kills only its own unreaped children, so
   it cannot hit a reused id.
-- A reaper ends its process when the host says so (SIGTERM) or dies (the kernel then sends SIGTERM). It exits when all
-  processes are gone, with an exit code as shells give it: that of the process, or 128 + the signal that killed it.
+- A reaper ends its process when the fork server says so (SIGTERM) or dies (the kernel then sends SIGTERM). It exits
+  when all processes are gone, with an exit code as shells give it: that of the process, or 128 + the signal that killed
+  it.
 - Each fork ends with one last `ForkStatus`, whatever it does. When the worker closes its socket or dies, every fork
   ends, with all processes that it started.
 """
@@ -58,8 +59,8 @@ def _answer_calls(reaper_pid: int, user_code: UserCode, connection: socket.socke
 
 
 def _wait_for(child_pid: int) -> int:
-    """Wait until the process has ended, by itself or at the host's request, and all processes that it started are gone.
-    Returns its wait status."""
+    """Wait until the process has ended, by itself or at the fork server's request, and all processes that it started
+    are gone. Returns its wait status."""
     while os.waitid(os.P_PID, child_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if signal.sigwait(REAPER_SIGNALS) == signal.SIGTERM:
             break
@@ -146,28 +147,28 @@ class ForkServer:
             os.kill(self._reapers[command.number], signal.SIGTERM)  # not reaped yet, so the id cannot be reused
 
     def _fork(self, connection: socket.socket) -> int:
-        host_pid = os.getpid()
+        server_pid = os.getpid()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, REAPER_SIGNALS)
         try:
             reaper_pid = os.fork()
             if reaper_pid == 0:
-                self._be_reaper(host_pid, connection)
+                self._be_reaper(server_pid, connection)
             return reaper_pid
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def _be_reaper(self, host_pid: int, connection: socket.socket) -> NoReturn:
+    def _be_reaper(self, server_pid: int, connection: socket.socket) -> NoReturn:
         """Be the reaper of a process that answers calls, in a process just forked with `REAPER_SIGNALS` blocked."""
         try:
             self._selector.close()
-            for host_socket in (self._wake, self._wake_end, self._worker):
-                host_socket.close()
+            for server_socket in (self._wake, self._wake_end, self._worker):
+                server_socket.close()
             for descriptor in self._sockets:
                 os.close(descriptor)
             os.setsid()
             signal.set_wakeup_fd(-1)
             process_control(_PR_SET_CHILD_SUBREAPER, 1)
-            die_with(host_pid, signal.SIGTERM)
+            die_with(server_pid, signal.SIGTERM)
             reaper_pid = os.getpid()
             child_pid = os.fork()
             if child_pid == 0:
