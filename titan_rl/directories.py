@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from titan_rl.errors import ConfigError
+from titan_rl.errors import ConfigError, StorageError
 
 CONFIG, SUMMARY = "config.toml", "summary.json"
 """Written when the run starts, and when it is done."""
@@ -103,3 +103,13 @@ def replacing(directory: Path) -> Iterator[Path]:
             os.rename(draft, directory)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def write_file(file: Path, text: str) -> None:
+    """At no moment is there half a file, such as a config from which no run could go on. Raises StorageError."""
+    draft = file.with_name(f".{file.name}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(file)
+    except OSError as error:  # that of a full disk does not say which file
+        raise StorageError(f"{file} cannot be written: {error.strerror}") from error

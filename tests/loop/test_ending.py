@@ -10,7 +10,8 @@ import pytest
 from scripted_system import World, holding, settle
 
 from titan_rl.errors import MeshFailed, Stopped, TaskError, TitanError, TrainingError
-from titan_rl.supervision.run_end import Announcer, RunEnd, train_and_save, until_either
+from titan_rl.run.training import train_and_save
+from titan_rl.supervision.run_end import Announcer, RunEnd, until_either
 
 T = TypeVar("T")
 

@@ -10,7 +10,8 @@ from scripted_system import World, holding, settle
 
 from titan_rl.errors import ActorGone, RollbackNeeded
 from titan_rl.loop.checkpoint_files import checkpoints
-from titan_rl.supervision.run_end import Announcer, RunEnd, train_and_save
+from titan_rl.run.training import train_and_save
+from titan_rl.supervision.run_end import Announcer, RunEnd
 from titan_rl.types import PolicyVersion
 
 LOST = RollbackNeeded("no copy of v3 is usable: rank 0: the copy is torn")

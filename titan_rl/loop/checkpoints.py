@@ -95,7 +95,7 @@ class Checkpoints:
         *,
         metrics: MetricsWriter,
         say: Callable[[str], None],
-        recorder: Recorder | None = None,
+        recorder: Recorder,
     ) -> None:
         """
         Args:
@@ -105,7 +105,7 @@ class Checkpoints:
         self._run = run
         self._system = system
         self._metrics = metrics
-        self._recorder = recorder or Recorder(system.rollouts)
+        self._recorder = recorder
         self._say = say
         self._writing: asyncio.Task[None] | None = None
 

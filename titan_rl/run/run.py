@@ -26,26 +26,19 @@ from rich.console import Console
 from rich.markup import escape
 
 from titan_rl.config import RunConfig
-from titan_rl.directories import CONFIG, ENDING, METRICS, SUMMARY, lock_run
-from titan_rl.errors import CheckpointError, ConfigError, RollbackNeeded, Stopped, StorageError
+from titan_rl.directories import ENDING, METRICS, SUMMARY, lock_run, write_file
+from titan_rl.errors import ConfigError, Stopped, StorageError
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.loop.checkpoint_files import Checkpoint
-from titan_rl.loop.checkpoints import Checkpoints
-from titan_rl.loop.ledger import Ledger, new_ledger, read_ledger
+from titan_rl.loop.ledger import read_ledger
 from titan_rl.loop.loop import TrainingLoop
-from titan_rl.loop.recording import Recorder
-from titan_rl.loop.system import System
-from titan_rl.metrics.rollout_record import RolloutWriter
 from titan_rl.metrics.timeline import SPANS, timeline
 from titan_rl.metrics.waits import answer_signals
-from titan_rl.metrics.writer import MetricsWriter
 from titan_rl.one_line import counted, one_line
-from titan_rl.overrides import to_toml
-from titan_rl.run.runs import Resume, begun, how_to_go_on
+from titan_rl.run.runs import Resume, how_to_go_on, write_config
 from titan_rl.run.start import bring_up
+from titan_rl.run.training import NOTHING_SAVED, Training
 from titan_rl.supervision.process import hold_signals, lasting_output, log_to_file, report_stop_signals
-from titan_rl.supervision.run_end import Announcer, RunEnd, Save, train_and_save
-from titan_rl.view.display import RunDisplay
+from titan_rl.supervision.run_end import Announcer, RunEnd
 from titan_rl.view.report import REPORT, write_report
 from titan_rl.view.timelines import write_trace
 from titan_rl.weights.segment_files import remove_segments_of
@@ -56,9 +49,6 @@ EXIT_USAGE = 2
 
 LONGEST_CAUSE = 400
 """Characters of an error in the line that says what ended the run. The logs have all of it."""
-
-MOST_IN_VAIN = 3
-"""A run ends when it has to go back so often in a row without a step between: the cause is not going to go away."""
 
 DETERMINISTIC_HINT = (
     "deterministic = true: the run repeats bit for bit; on CPU sampling is 2–6 % slower in float32, 16–37 % in bfloat16"
@@ -81,10 +71,10 @@ def run(
     """
     started = time.monotonic()
     console = Console()
-
-    saved: list[str] = []
+    training: Training | None = None
 
     async def work(directory: Path, run_end: RunEnd) -> tuple[int, str]:
+        nonlocal training
         say(f"run directory: {directory}")
         if config.logging.spans:
             timeline.begin(directory / SPANS, "controller")
@@ -95,7 +85,8 @@ def run(
             say("there is no checkpoint yet: the run starts over")
         if config.deterministic:
             say(DETERMINISTIC_HINT)
-        loop = await _train(config, imports, directory, checkpoint, console, run_end, saved, replay_until)
+        training = Training(config, directory, checkpoint, console, replay_until=replay_until)
+        loop = await training.run(imports, run_end)
         if replay_until:
             return EXIT_OK, f"has played step {replay_until}"
         return _conclude(config, loop, directory, console, started)
@@ -107,7 +98,7 @@ def run(
         if replay_until:
             yield f"the replay {how}"
             return
-        yield f"the run {how}; {saved[-1] if saved else 'no weights were saved'}; {how_to_go_on(directory)}"
+        yield f"the run {how}; {training.saved if training else NOTHING_SAVED}; {how_to_go_on(directory)}"
         yield from _report(directory)
 
     checkpoint = None if resume is None else resume.checkpoint(say, read_ledger)
@@ -193,7 +184,7 @@ def conduct(
         write_trace(directory)
     if not ((directory / SUMMARY).exists() and (directory / ENDING).exists()):  # else it was over, and has not gone on
         with suppress(StorageError):  # on a full disk
-            _write(directory / ENDING, json.dumps({"exit_code": code, "how": how}) + "\n")
+            write_file(directory / ENDING, json.dumps({"exit_code": code, "how": how}) + "\n")
     os.close(lock)
     for line in last_lines(how, directory):
         say(line)
@@ -213,125 +204,6 @@ def make_run_directory(config: RunConfig) -> Path:
     except OSError as error:
         raise ConfigError(f"logging.directory: {directory} cannot be made: {error.strerror}") from error
     return directory
-
-
-def write_config(directory: Path, config: RunConfig) -> None:
-    """Raises StorageError."""
-    _write(directory / CONFIG, to_toml(config))
-
-
-def _write(file: Path, text: str) -> None:
-    """At no moment is there half a file, such as a config from which no run could go on. Raises StorageError."""
-    draft = file.with_name(f".{file.name}")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(file)
-    except OSError as error:  # that of a full disk does not say which file
-        raise StorageError(f"{file} cannot be written: {error.strerror}") from error
-
-
-async def _train(
-    config: RunConfig,
-    imports: tuple[str, ...],
-    directory: Path,
-    checkpoint: Checkpoint | None,
-    console: Console,
-    run_end: RunEnd,
-    saved: list[str],
-    replay_until: int,
-) -> TrainingLoop:
-    """Train and save; `saved` is told what. If the trainer's state is lost, go on from the newest checkpoint."""
-    display = RunDisplay(steps=config.loop.steps, live=config.logging.progress, console=console)
-
-    def begin(incarnation: int = 0) -> tuple[Ledger, MetricsWriter]:
-        ledger = new_ledger(config, incarnation) if checkpoint is None else read_ledger(checkpoint.directory)
-        if replay_until:
-            ledger.replay(replay_until, config.loop.steps)
-        metrics = MetricsWriter(
-            directory,
-            tensorboard=config.logging.tensorboard,
-            wandb_project=config.logging.wandb_project,
-            config=dataclasses.asdict(config),
-            keep_bytes=ledger.metrics_bytes,
-            warn=display.print_line,
-        )
-        return ledger, metrics
-
-    ledger, metrics = begin()
-    try:
-        with display:
-            async with bring_up(
-                config,
-                imports=imports,
-                log_directory=directory / "logs",
-                run_end=run_end,
-                on_mesh=display.mesh,
-                say=display.print_line,
-            ) as meshes:
-                system = meshes.system()
-                in_vain = 0
-                while True:
-                    began = ledger.buffer.trainer_version.step
-                    writer = RolloutWriter(directory, keep_bytes=ledger.rollouts_bytes, warn=display.print_line)
-                    recorder = Recorder(system.rollouts, writer, each=config.logging.rollouts, only=replay_until)
-                    checkpoints = Checkpoints(
-                        directory, system, metrics=metrics, say=display.print_line, recorder=recorder
-                    )
-
-                    def on_start(checkpoint: Checkpoint | None = checkpoint) -> None:
-                        write_config(directory, config)  # it may fail, on a full disk
-                        begun(directory, checkpoint)
-
-                    loop = TrainingLoop(
-                        system,
-                        display=display,
-                        metrics=metrics,
-                        checkpoints=checkpoints if config.checkpoint.keep else None,
-                        ledger=ledger,
-                        recorder=recorder,
-                        restore_from=checkpoint and checkpoint.directory,
-                        on_start=on_start,
-                    )
-                    try:
-                        await train_and_save(loop, meshes, _saves(loop, system, directory, saved), display.print_line)
-                        metrics.sync()
-                        return loop
-                    except RollbackNeeded as lost:
-                        in_vain = 0 if loop.ledger.buffer.trainer_version.step > began else in_vain + 1
-                        if in_vain == MOST_IN_VAIN:
-                            raise
-                        display.print_line(f"going back to the newest checkpoint: {lost}")
-                        metrics.close()
-                        await recorder.settled()
-                        try:
-                            checkpoint = await asyncio.to_thread(
-                                Resume(directory).checkpoint, display.print_line, read_ledger
-                            )
-                        except ConfigError as error:  # no mistake of the config's, as it would be at the start
-                            raise CheckpointError(str(error)) from lost
-                        again = loop.ledger.buffer.trainer_version.step - (checkpoint.step if checkpoint else 0)
-                        display.print_line(
-                            f"{counted(again, 'finished step')} {'is' if again == 1 else 'are'} done again"
-                        )
-                        ledger, metrics = begin(system.trainer.version.incarnation + 1)
-    finally:
-        metrics.close()
-
-
-def _saves(loop: TrainingLoop, system: System, directory: Path, saved: list[str]) -> dict[str, Save]:
-    """What is saved when the loop has ended; `saved` is told of the weights."""
-
-    async def save_weights() -> str:
-        if not loop.has_weights:
-            return ""
-        weights = directory / "checkpoint"
-        saved.append(f"the weights after step {await system.trainer.save(weights)} are in {weights}")
-        if not (directory / CONFIG).exists():  # somebody removed the run directory, which is there again
-            write_config(directory, system.config)
-        return saved[-1]
-
-    saves: dict[str, Save] = {"the weights were": save_weights} if system.config.logging.save_final else {}
-    return saves | {"a last checkpoint was": loop.save}
 
 
 def _conclude(
@@ -355,7 +227,7 @@ def _conclude(
         "tokens_generated": summary.tokens_generated,
         "run_directory": str(directory),
     }
-    _write(directory / SUMMARY, json.dumps(numbers, indent=2) + "\n")
+    write_file(directory / SUMMARY, json.dumps(numbers, indent=2) + "\n")
     console.print(
         f"\nheld-out exact match {first.exact_match:.3f} → [bold]{last.exact_match:.3f}[/], "
         f"reward {first.reward:.3f} → [bold]{last.reward:.3f}[/] "

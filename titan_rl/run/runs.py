@@ -31,7 +31,7 @@ from typing import Any
 import tomli
 
 from titan_rl.config import LoggingConfig, RunConfig
-from titan_rl.directories import CONFIG, ENDING, METRICS, SUMMARY, is_going_on
+from titan_rl.directories import CONFIG, ENDING, METRICS, SUMMARY, is_going_on, write_file
 from titan_rl.errors import CheckpointError, ConfigError
 from titan_rl.generation.config import MAY_DIFFER
 from titan_rl.loop.checkpoint_files import (
@@ -45,7 +45,7 @@ from titan_rl.loop.checkpoint_files import (
     prune,
 )
 from titan_rl.metrics.json_lines import TAIL, json_lines, json_object
-from titan_rl.overrides import Command, Verb, flat
+from titan_rl.overrides import Command, Verb, flat, to_toml
 
 MAY_CHANGE = (
     "checkpoint.",
@@ -125,6 +125,11 @@ def begun(run: Path, checkpoint: Checkpoint | None) -> None:
         prune(run, keep=checkpoint.step + 1, newest=checkpoint.step)
     for file in (SUMMARY, ENDING):
         (run / file).unlink(missing_ok=True)
+
+
+def write_config(directory: Path, config: RunConfig) -> None:
+    """Raises StorageError."""
+    write_file(directory / CONFIG, to_toml(config))
 
 
 def how_to_go_on(run: Path) -> str:

@@ -1,6 +1,4 @@
-"""How a run ends: the first fatal fault or stop signal decides, what there is is saved, and the result is fixed.
-
-    fatal fault, signal ─▶ announced ─▶ weights saved ─▶ rollouts stopped, samples released ─▶ meshes closed
+"""What ends a run: the first fatal fault or stop signal decides, and it is announced at once.
 
 - The first fatal fault ends the work that `watch` runs. It is announced at once. No fault is lost: the next `watch`
   raises one that came while nobody watched.
@@ -13,21 +11,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
 
-from titan_rl.errors import RollbackNeeded, Stopped, TitanError, TrainingError
-from titan_rl.loop.loop import TrainingLoop
+from titan_rl.errors import RollbackNeeded, Stopped, TitanError
 
 T = TypeVar("T")
 
 FAULT_GRACE_SECONDS = 1.0
 """How long the running work may take to raise its own error after a fault. A call to the dead process will raise too,
 and its error says more about what was going on."""
-
-SAVE_SECONDS = 120.0
-"""Time limit for each thing that a stopped or failed run saves, including the step that is under way. Enough for a few
-GB. Another signal ends the wait sooner."""
 
 _log = logging.getLogger(__name__)
 
@@ -146,77 +139,3 @@ class Announcer:
         if text not in self._said:
             self._said.add(text)
             self._say(text)
-
-
-Save = Callable[[], Coroutine[Any, Any, str]]
-"""Saves something that needs the trainer; returns where it is, in words."""
-
-
-class Meshes(Protocol):
-    """What saving needs of the `Supervisor`."""
-
-    run_end: RunEnd
-
-    async def unless_lost(self, mesh: str, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work`, which needs a mesh. Raises MeshFailed if it is not up, or is lost meanwhile."""
-        ...
-
-
-async def train_and_save(
-    loop: TrainingLoop, meshes: Meshes, saves: Mapping[str, Save], say: Callable[[str], None]
-) -> None:
-    """Train to the end, and save what there is, even if training fails or is stopped.
-
-    Args:
-        saves: by what each saves, as "the weights were".
-        say: called with where that is, or why it was not saved.
-
-    Raises:
-        RollbackNeeded: nothing was saved, and the run has not ended: another loop has to go on from an earlier step.
-        Stopped: a signal ended the loop.
-        TitanError, OSError: training or saving failed.
-    """
-    end = meshes.run_end
-    failure: Exception | None = None
-    unsaved: Exception | None = None
-    try:
-        await end.watch(loop.run())
-    except RollbackNeeded:
-        raise
-    except Exception as error:
-        failure = error
-    for what, save in saves.items():
-        try:
-            if failure is None:
-                work, seconds = end.unless_given_up("trainer", save()), None
-            else:  # it waits for no replacement
-                work, seconds = meshes.unless_lost("trainer", save()), SAVE_SECONDS
-            if where := await _save(work, end, seconds=seconds):
-                say(where)
-        except Exception as error:
-            _log.error("%s not saved", what, exc_info=error)
-            say(f"{what} not saved: {error}")
-            unsaved = unsaved or error
-    heard = end.settle()
-    if isinstance(heard, Stopped) and unsaved is None:
-        heard = None  # the signal came while the last weights were being saved, and changed nothing
-    cause = failure or heard or unsaved
-    await loop.end(failed=cause is not None)
-    if cause is not None:
-        raise cause
-
-
-async def _save(work: Coroutine[Any, Any, str], end: RunEnd, *, seconds: float | None) -> str:
-    saving = asyncio.ensure_future(work)
-    hurry = asyncio.ensure_future(end.hurry.wait())
-    try:
-        await asyncio.wait({saving, hurry}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if saving.done():
-            return saving.result()
-        if hurry.done():
-            raise TrainingError("another signal asked not to wait for it")
-        raise TrainingError(f"the trainer did not answer within {seconds:g} s")
-    finally:
-        for task in (saving, hurry):
-            task.cancel()
-        await asyncio.gather(saving, hurry, return_exceptions=True)

@@ -1,0 +1,226 @@
+"""The training of a run: one loop, and another one from the newest checkpoint whenever a rollback is needed.
+
+    fatal fault, signal ─▶ announced ─▶ weights saved ─▶ rollouts stopped, samples released ─▶ meshes closed
+
+A run is done when its steps are trained, its last evaluation is over and its weights are saved. Whatever ends it, what
+there is is saved, as long as the trainer lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from titan_rl.config import RunConfig
+from titan_rl.directories import CONFIG
+from titan_rl.errors import CheckpointError, ConfigError, RollbackNeeded, Stopped, TrainingError
+from titan_rl.loop.checkpoint_files import Checkpoint
+from titan_rl.loop.checkpoints import Checkpoints
+from titan_rl.loop.ledger import new_ledger, read_ledger
+from titan_rl.loop.loop import TrainingLoop
+from titan_rl.loop.recording import Recorder
+from titan_rl.loop.system import System
+from titan_rl.metrics.rollout_record import RolloutWriter
+from titan_rl.metrics.writer import MetricsWriter
+from titan_rl.one_line import counted
+from titan_rl.run.runs import Resume, begun, write_config
+from titan_rl.run.start import bring_up
+from titan_rl.supervision.run_end import RunEnd
+from titan_rl.view.display import RunDisplay
+
+if TYPE_CHECKING:
+    from titan_rl.supervision.supervisor import Supervisor
+
+NOTHING_SAVED = "no weights were saved"
+
+MOST_ROLLBACKS_IN_VAIN = 3
+"""A run ends when it has to go back so often in a row without a step between: the cause is not going to go away."""
+
+SAVE_SECONDS = 120.0
+"""Time limit for each thing that a stopped or failed run saves, including the step that is under way. Enough for a few
+GB. Another signal ends the wait sooner."""
+
+Save = Callable[[], Coroutine[Any, Any, str]]
+"""Saves something that needs the trainer; returns where it is, in words."""
+
+_log = logging.getLogger(__name__)
+
+
+class Training:
+    """Of one run directory."""
+
+    def __init__(
+        self, config: RunConfig, directory: Path, checkpoint: Checkpoint | None, console: Console, *, replay_until: int
+    ) -> None:
+        """
+        Args:
+            checkpoint: from which the run goes on; None: it begins.
+            replay_until: do again what was done, and end after this step; 0: go on.
+        """
+        self.saved = NOTHING_SAVED
+        """Where the weights are that were saved last, in words."""
+        self._config = config
+        self._directory = directory
+        self._replay_until = replay_until
+        self._display = RunDisplay(steps=config.loop.steps, live=config.logging.progress, console=console)
+        self._prepare(checkpoint)
+
+    async def run(self, imports: tuple[str, ...], run_end: RunEnd) -> TrainingLoop:
+        """Train to the end and save; returns the loop that came there. Raises as `train_and_save`."""
+        try:
+            with self._display:
+                async with bring_up(
+                    self._config,
+                    imports=imports,
+                    log_directory=self._directory / "logs",
+                    run_end=run_end,
+                    on_mesh=self._display.mesh,
+                    say=self._display.print_line,
+                ) as meshes:
+                    return await self._until_done(meshes)
+        finally:
+            self._metrics.close()
+
+    async def _until_done(self, meshes: Supervisor) -> TrainingLoop:
+        system, say = meshes.system(), self._display.print_line
+        in_vain = 0
+        while True:
+            began = self._ledger.buffer.trainer_version.step
+            writer = RolloutWriter(self._directory, keep_bytes=self._ledger.rollouts_bytes, warn=say)
+            recorder = Recorder(system.rollouts, writer, each=self._config.logging.rollouts, only=self._replay_until)
+            loop = self._make_loop(system, recorder)
+            try:
+                await train_and_save(loop, meshes, self._saves(loop, system), say)
+                self._metrics.sync()
+                return loop
+            except RollbackNeeded as cause:
+                reached = loop.ledger.buffer.trainer_version.step
+                in_vain = 0 if reached > began else in_vain + 1
+                if in_vain == MOST_ROLLBACKS_IN_VAIN:
+                    raise
+                say(f"going back to the newest checkpoint: {cause}")
+                self._metrics.close()
+                await recorder.settled()
+                try:
+                    checkpoint = await asyncio.to_thread(Resume(self._directory).checkpoint, say, read_ledger)
+                except ConfigError as error:  # no mistake of the config's, as it would be at the start
+                    raise CheckpointError(str(error)) from cause
+                again = reached - (checkpoint.step if checkpoint else 0)
+                say(f"{counted(again, 'finished step')} {'is' if again == 1 else 'are'} done again")
+                self._prepare(checkpoint, incarnation=system.trainer.version.incarnation + 1)
+
+    def _prepare(self, checkpoint: Checkpoint | None, *, incarnation: int = 0) -> None:
+        """Read what the next loop begins with, and cut the metrics back to it."""
+        config = self._config
+        self._checkpoint = checkpoint
+        self._ledger = new_ledger(config, incarnation) if checkpoint is None else read_ledger(checkpoint.directory)
+        if self._replay_until:
+            self._ledger.replay(self._replay_until, config.loop.steps)
+        self._metrics = MetricsWriter(
+            self._directory,
+            tensorboard=config.logging.tensorboard,
+            wandb_project=config.logging.wandb_project,
+            config=dataclasses.asdict(config),
+            keep_bytes=self._ledger.metrics_bytes,
+            warn=self._display.print_line,
+        )
+
+    def _make_loop(self, system: System, recorder: Recorder) -> TrainingLoop:
+        checkpoint, display, metrics = self._checkpoint, self._display, self._metrics
+
+        def on_start() -> None:
+            write_config(self._directory, self._config)  # it may fail, on a full disk
+            begun(self._directory, checkpoint)
+
+        checkpoints = Checkpoints(self._directory, system, metrics=metrics, say=display.print_line, recorder=recorder)
+        return TrainingLoop(
+            system,
+            display=display,
+            metrics=metrics,
+            checkpoints=checkpoints if self._config.checkpoint.keep else None,
+            ledger=self._ledger,
+            recorder=recorder,
+            restore_from=checkpoint and checkpoint.directory,
+            on_start=on_start,
+        )
+
+    def _saves(self, loop: TrainingLoop, system: System) -> dict[str, Save]:
+        """What is saved when the loop has ended."""
+
+        async def save_weights() -> str:
+            if not loop.has_weights:
+                return ""
+            weights = self._directory / "checkpoint"
+            self.saved = f"the weights after step {await system.trainer.save(weights)} are in {weights}"
+            if not (self._directory / CONFIG).exists():  # somebody removed the run directory, which is there again
+                write_config(self._directory, self._config)
+            return self.saved
+
+        saves: dict[str, Save] = {"the weights were": save_weights} if self._config.logging.save_final else {}
+        return saves | {"a last checkpoint was": loop.save}
+
+
+async def train_and_save(
+    loop: TrainingLoop, meshes: Supervisor, saves: Mapping[str, Save], say: Callable[[str], None]
+) -> None:
+    """Train to the end, and save what there is, even if training fails or is stopped.
+
+    Args:
+        saves: by what each saves, as "the weights were".
+        say: called with where that is, or why it was not saved.
+
+    Raises:
+        RollbackNeeded: nothing was saved, and the run has not ended: another loop has to go on from an earlier step.
+        Stopped: a signal ended the loop.
+        TitanError, OSError: training or saving failed.
+    """
+    end = meshes.run_end
+    failure: Exception | None = None
+    unsaved: Exception | None = None
+    try:
+        await end.watch(loop.run())
+    except RollbackNeeded:
+        raise
+    except Exception as error:
+        failure = error
+    for what, save in saves.items():
+        try:
+            if failure is None:
+                work, seconds = end.unless_given_up("trainer", save()), None
+            else:  # it waits for no replacement
+                work, seconds = meshes.unless_lost("trainer", save()), SAVE_SECONDS
+            if where := await _save(work, end, seconds=seconds):
+                say(where)
+        except Exception as error:
+            _log.error("%s not saved", what, exc_info=error)
+            say(f"{what} not saved: {error}")
+            unsaved = unsaved or error
+    heard = end.settle()
+    if isinstance(heard, Stopped) and unsaved is None:
+        heard = None  # the signal came while the last weights were being saved, and changed nothing
+    cause = failure or heard or unsaved
+    await loop.end(failed=cause is not None)
+    if cause is not None:
+        raise cause
+
+
+async def _save(work: Coroutine[Any, Any, str], end: RunEnd, *, seconds: float | None) -> str:
+    saving = asyncio.ensure_future(work)
+    hurry = asyncio.ensure_future(end.hurry.wait())
+    try:
+        await asyncio.wait({saving, hurry}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if saving.done():
+            return saving.result()
+        if hurry.done():
+            raise TrainingError("another signal asked not to wait for it")
+        raise TrainingError(f"the trainer did not answer within {seconds:g} s")
+    finally:
+        for task in (saving, hurry):
+            task.cancel()
+        await asyncio.gather(saving, hurry, return_exceptions=True)
