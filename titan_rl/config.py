@@ -79,8 +79,8 @@ class PlacementConfig:
     """A process that makes no progress for so long is taken for dead: it answers nothing, or a generator's engine step
     does not end."""
     spares: CountOrZero = 0
-    """Generators besides `generator.count` that are built and sleep, each with devices of its own. One takes a dead
-    one's place at once."""
+    """Generators besides `generator.count` that are built and wait without weights, each with devices of its own. One
+    takes a dead one's place at once."""
     restarts: CountOrZero = 5
     """Starts in a row of one mesh that may fail, with pauses of up to 60 s. Then a generator is left out, and any
     other mesh ends the run."""

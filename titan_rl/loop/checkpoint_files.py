@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from titan_rl.errors import CheckpointError, StorageError
 
 FORMAT = 3
-"""Changes with every change of what a checkpoint holds; older ones are refused by name."""
+"""Changes when what a checkpoint holds can no longer be read; other formats are refused by name."""
 
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"

@@ -53,7 +53,7 @@ class RolloutRequest:
     session_id: str
     """The conversation's id (sticky routing), unique per attempt."""
     group: GroupRequest
-    """Purpose, group id, least version, pinned generator and sampling of the run."""
+    """Purpose, group id, least or exact version, and sampling of the run."""
     sample: int
     """Number within the group."""
     max_turns: int

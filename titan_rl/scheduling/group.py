@@ -46,7 +46,8 @@ class Group:
     attempt: int = 0
     """How often it was lost so far."""
     min_version: PolicyVersion
-    """The newest published version when it was admitted: no older policy may sample it."""
+    """No older policy may sample it: the newest published version when it was admitted. In a deterministic run the
+    version that plays it, the newest one in logical time, which may not be published yet."""
     oldest: PolicyVersion | None = None
     """Oldest policy among its trained tokens; None before it has finished, or if it has none."""
 

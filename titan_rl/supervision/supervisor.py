@@ -249,7 +249,7 @@ class Supervisor:
             self.run_end.end(fault)
         elif was_up:
             self.work(self._replace(mesh, fault))
-        # else `start` hears of it, which is under way
+        # else a start of it is under way, which fails with this fault and is tried again there
 
     async def unless_lost(self, name: str, work: Coroutine[Any, Any, T]) -> T:
         """Run `work`, which needs every process of this mesh. Raises MeshFailed if the mesh is not up, or is lost
