@@ -79,10 +79,12 @@ class Client:
         self.held = asyncio.Event()
         self.held.set()
         self.joined: list[tuple[str, str]] = []
+        self.lost: list[str] = []
         self.serving: int | None = None
         self.spares: list[str] = []
 
-    def lose(self, reason: str) -> None: ...
+    def lose(self, reason: str) -> None:
+        self.lost.append(reason)
 
     def replace(self, actors: Any) -> None:
         (self.actor,) = actors

@@ -146,6 +146,18 @@ async def test_a_mesh_that_dies_before_it_is_up_ends_the_start(runs: Runs) -> No
         await asyncio.wait_for(start, 5)
 
 
+async def test_a_mesh_that_is_lost_before_it_is_born_is_not_set_up(runs: Runs) -> None:
+    run = await runs.begin(copy4())
+    run.processes.born["generator1"] = asyncio.Event()
+    start = asyncio.ensure_future(run.run_end.watch(run.meshes.set_up(*run.meshes.meshes)))
+    await asyncio.sleep(0)
+    run.kill("generator1")
+    run.processes.born["generator1"].set()
+    with pytest.raises(MeshFailed, match="generator1 rank 0 was killed"):
+        await asyncio.wait_for(start, 5)
+    assert run.meshes.meshes["generator1"].births == 0 and run.clients["generator1"].peers == {}
+
+
 async def test_a_replacement_that_dies_while_it_starts_is_logged_and_started_again(
     runs: Runs, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,6 +171,7 @@ async def test_a_replacement_that_dies_while_it_starts_is_logged_and_started_aga
     await run.until_back("generator1")
     assert run.clients["generator1"].actor == "generator1.3" and run.run_end.settle() is None
     assert "generator1 did not start again: generator1 rank 0 was killed" in caplog.text
+    assert len(run.clients["generator1"].lost) == 2, "the client of a start that failed hears of it too"
 
 
 async def test_what_needs_a_mesh_ends_with_it(runs: Runs) -> None:

@@ -38,14 +38,14 @@ class Script:
     async def gate(self, name: str) -> None:
         self.events.append(name)
         if self.holds(name):
-            self._closed[name] = asyncio.Event()
+            closed = self._closed.setdefault(name, asyncio.Event())  # several may wait at one gate
             try:
-                await self._closed[name].wait()
+                await closed.wait()
             except asyncio.CancelledError:
                 self.cancelled.append(name)
                 raise
             finally:
-                del self._closed[name]
+                self._closed.pop(name, None)
         if self.errors.get(name):
             raise self.errors[name].pop(0)
         self.events.append(f"{name} done")

@@ -262,7 +262,7 @@ class World:
         writer: Any = self.metrics
         found = newest_sound(directory, print) if directory is not None and restore else None
         ledger = read_ledger(found.directory) if found else new_ledger(self.system.config, incarnation)
-        recorder, checkpoints = None, None
+        recorder, checkpoints = Recorder(self.rollouts), None  # type: ignore[arg-type]
         if directory is not None and self.recorded:
             file = RolloutWriter(directory, keep_bytes=ledger.rollouts_bytes, warn=self.display.print_line)
             recorder = Recorder(self.rollouts, file, each=1)  # type: ignore[arg-type]

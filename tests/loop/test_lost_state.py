@@ -72,6 +72,37 @@ async def test_a_version_that_was_served_and_that_nobody_can_load_again_sends_th
     assert [each.version.step for each in world.loop.summary.evaluations] == [0, 6]
 
 
+async def test_a_version_that_is_evaluated_again_may_be_unavailable_again(tmp_path: Path) -> None:
+    world = World(steps=6, staleness=2, every=2, max_live=3, directory=tmp_path, checkpoint_every=3)
+    world.script.holds = lambda gate: gate == "evaluate v2"
+    await lost(world, "train 5")
+    world.begin(tmp_path, restore=True)
+    world.script.holds = lambda gate: gate == "evaluate v2"
+    running = asyncio.ensure_future(world.loop.run())
+    await settle()
+    assert "evaluate v2" in world.script.held
+    world.router.say_unavailable("v2 is served by nobody any more")
+    with pytest.raises(RollbackNeeded, match="v2 is served by nobody"):
+        await asyncio.wait_for(running, 5)
+
+
+async def test_a_publication_that_is_under_way_when_the_run_goes_back_is_freed(tmp_path: Path) -> None:
+    """The trainer's ranks do not hear that nobody waits for it any more."""
+    world = World(steps=6, max_live=2, directory=tmp_path, checkpoint_every=2)
+    push = world.trainer.push_model_state_dict
+    world.trainer.push_model_state_dict = lambda: asyncio.shield(asyncio.ensure_future(push()))
+    world.script.holds = lambda gate: gate == "publish v3"
+    running = asyncio.ensure_future(world.loop.run())
+    await settle()
+    assert "publish v3" in world.script.held
+    world.router.say_unavailable("v0 is served by nobody any more")
+    await settle()
+    await world.script.open("publish v3")
+    with pytest.raises(RollbackNeeded):
+        await asyncio.wait_for(running, 5)
+    assert world.trainer.live == []
+
+
 async def test_without_a_checkpoint_the_run_begins_again_with_its_warm_up(tmp_path: Path) -> None:
     world = World(steps=3, warmup=2, directory=tmp_path, checkpoint_every=0)
     await lost(world, "train 2")

@@ -202,8 +202,14 @@ class TrainingLoop:
             if EVALUATED in holders:
                 if not self._schedule.is_evaluated(version):
                     await self._versions.serve(version, alone=True)
-                    await self._evaluate(version)
+                    await self._evaluate_watched(version)
                 await self._publications.release(version, EVALUATED)
+
+    async def _evaluate_watched(self, version: PolicyVersion) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(self._versions.watch())
+            await self._evaluate(version)
+            watch.cancel()
 
     # The tasks.
 

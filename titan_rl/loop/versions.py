@@ -46,6 +46,7 @@ class Publications:
         self._live: dict[PolicyVersion, Publication] = {}
         self._holders: dict[PolicyVersion, set[str]] = {}
         self._freed = asyncio.Event()
+        self._pushing: set[asyncio.Future[Publication]] = set()
 
     def __getitem__(self, version: PolicyVersion) -> Publication:
         """A live one."""
@@ -82,11 +83,23 @@ class Publications:
                     self._freed.clear()
                     await self._freed.wait()
         with activity("publish"):
-            return await self._add(await self._trainer.push_model_state_dict(), {holder})
+            return await self._push({holder})
 
     async def publish_again(self, directory: Path, version: PolicyVersion, holders: set[str]) -> Publication:
         """Publish a version that the checkpoint in `directory` keeps."""
         return await self._add(await self._trainer.publish_again(directory, version), set(holders))
+
+    async def _push(self, holders: set[str]) -> Publication:
+        """A push that has begun comes to its end, also if nobody waits for it any more: the trainer's ranks do not hear
+        of that, and what they publish must be freed."""
+
+        async def push() -> Publication:
+            return await self._add(await self._trainer.push_model_state_dict(), holders)
+
+        pushing = asyncio.ensure_future(push())
+        self._pushing.add(pushing)
+        pushing.add_done_callback(self._pushing.discard)
+        return await asyncio.shield(pushing)
 
     async def _add(self, publication: Publication, holders: set[str]) -> Publication:
         before = self.newest
@@ -101,7 +114,7 @@ class Publications:
         Nobody may read it any more."""
         holders = self._holders.pop(version)
         await self._trainer.release(self._live.pop(version))
-        return await self._add(await self._trainer.push_model_state_dict(), holders)
+        return await self._push(holders)
 
     def hold(self, version: PolicyVersion, holder: str) -> None:
         """Keep a live publication for `holder` too. Raises KeyError if it is not live."""
@@ -114,6 +127,7 @@ class Publications:
 
     async def drop(self) -> None:
         """Free all of them, whoever holds them: generators keep what they have pulled."""
+        await asyncio.gather(*self._pushing, return_exceptions=True)
         dropped, self._live, self._holders = [*self._live.values()], {}, {}
         for publication in dropped:
             await self._trainer.release(publication)

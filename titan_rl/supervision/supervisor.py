@@ -199,12 +199,17 @@ class Supervisor:
         await self._birth(mesh)
         await self.until(lambda: not any(each.is_unborn for each in self.meshes.values() if each.kind in kind.calls))
         pids = await mesh.client.setup(**kind.peers(mesh))
-        if not mesh.is_starting:  # it was lost in this very moment
-            raise mesh.fault or MeshFailed(f"{mesh.name} was lost", mesh.name)
+        self._require_starting(mesh)
         mesh.ready(pids, time.monotonic())
         self._on_mesh(mesh.name, "ready")
         self._watching[mesh] = asyncio.ensure_future(self._watch(mesh))
         self._changed.set()
+
+    @staticmethod
+    def _require_starting(mesh: ManagedMesh) -> None:
+        """Raises MeshFailed if the mesh was lost while something of its start was waited for."""
+        if not mesh.is_starting:
+            raise mesh.fault or MeshFailed(f"{mesh.name} was lost", mesh.name)
 
     async def _birth(self, mesh: ManagedMesh) -> None:
         """Wait for the processes of a mesh. Those that are slow in the first start are started again. Raises
@@ -220,6 +225,7 @@ class Supervisor:
             reason = f"not within {seconds:g} s (placement.start_seconds)"
         if reason:
             raise MeshFailed(f"{mesh.name}: its processes did not start: {reason}", mesh.name)
+        self._require_starting(mesh)
         mesh.bear()
         self._changed.set()
 
@@ -325,6 +331,7 @@ class Supervisor:
             except Exception as error:
                 fault = MeshFailed(f"{mesh.name} did not start again: {error}", mesh.name)
                 _log.warning("%s", fault, exc_info=error)
+                mesh.client.lose(str(fault))  # its set-up may have been answered
                 mesh.lose(fault, time.monotonic())
         await self._introduce(mesh)
         return mesh.is_up
