@@ -14,6 +14,7 @@ from typing import NoReturn
 from titan_rl import __version__
 from titan_rl.config_registry import RECIPES, first_line
 from titan_rl.environments import SHORT_NAMES
+from titan_rl.environments.base import DatasetEnvironment
 from titan_rl.importing import import_user_module
 from titan_rl.overrides import EXIT_USAGE, did_you_mean, print_error
 from titan_rl.processes import run_and_exit
@@ -50,6 +51,7 @@ def list_recipes(arguments: Sequence[str], *, prog: str) -> int:
         print_error(prog, f"takes no arguments, got {' '.join(arguments)!r}")
         return EXIT_USAGE
     tasks = {name: first_line(import_user_module(target.partition(":")[0])) for name, target in SHORT_NAMES.items()}
+    tasks["dataset"] = first_line(DatasetEnvironment)  # its module is that of all tasks
     print(f"recipes ({PROG} train --recipe NAME)")
     print(_listing({name: first_line(recipe) for name, recipe in RECIPES.items()}))
     print("\ntasks (environment.name)")

@@ -27,6 +27,7 @@ from titan_rl.loop.checkpoint_files import checkpoints
 from titan_rl.overrides import (
     EXIT_USAGE,
     Command,
+    Override,
     Rules,
     Verb,
     apply,
@@ -147,7 +148,7 @@ def _newest_unfinished(command: Command, prog: str) -> tuple[RunConfig, tuple[st
 
 
 DROPPED = (("more_generators",), ("placement", "more_generators"), ("placement", "most_generators"))
-"""Settings that the config of an older run may have, and that changed nothing of what it computed."""
+"""Settings that the config of an older run has, and that changed nothing of what it computed."""
 
 
 def config_of_run(run: Path) -> RunConfig:
@@ -158,11 +159,12 @@ def config_of_run(run: Path) -> RunConfig:
 def settings_of(run: Path) -> Command:
     """The command line that means the settings of a run; those that there are no more are left out."""
     command = VERB.read(["--config", str(run / CONFIG)])
-    command.layers = [
-        [each for each in layer if not any(each.path[: len(path)] == path for path in DROPPED)]
-        for layer in command.layers
-    ]
+    command.layers = [[each for each in layer if not _is_dropped(each)] for layer in command.layers]
     return command
+
+
+def _is_dropped(override: Override) -> bool:
+    return any(override.path[: len(path)] == path for path in DROPPED)
 
 
 # --- from arguments to a config --------------------------------------------------------------------------------------
@@ -245,7 +247,8 @@ def apply_command(config: C, command: Command) -> tuple[C, tuple[str, ...]]:
     base = Path(where).parent if where.endswith(".py") else Path.cwd()
     runs = absolute_path(config.logging.directory, Path.cwd())  # and not where the recipe is, among sources
     config = replace(config, logging=replace(config.logging, directory=runs))
-    config = apply(config, command.layers, _RULES, base)
+    layers = [[each for each in layer if each.value or not _is_dropped(each)] for layer in command.layers]
+    config = apply(config, layers, _RULES, base)
     named = [command.recipe, *(get_setting(config, setting) for setting in CLASS_SETTINGS)]
     return config, tuple(dict.fromkeys(module for name in named for module in user_modules(name)))
 

@@ -9,6 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import tomli
 from hypothesis import given
@@ -181,6 +182,15 @@ def test_a_config_made_in_python_is_held_to_types_and_bounds(wrong, setting):
     check(Cake())
     with pytest.raises(ConfigError, match=f"^{setting}: expected "):
         check(wrong)
+
+
+def test_numbers_of_numpy_and_paths_of_a_recipe_are_numbers_and_texts():
+    cake = Cake(timer=Timer(minutes=np.float64(2.5)), clock=Path("/wall"))
+    assert variant(cake, {}) == Cake(timer=Timer(minutes=2.5), clock="/wall")
+
+
+def test_a_group_that_may_be_absent_is_taken_away_by_its_name():
+    assert baked(options("--timer", "none"), config=Cake(timer=Timer())).timer is None
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path):

@@ -13,6 +13,7 @@ import pytest
 
 from titan_rl import train
 from titan_rl.config import RunConfig
+from titan_rl.config_registry import copy4
 from titan_rl.directories import CONFIG, ENDING, SUMMARY, lock_run
 from titan_rl.errors import CheckpointError, ConfigError
 from titan_rl.loop.checkpoint_files import CHECKPOINTS, checkpoints, commit, new_draft
@@ -58,6 +59,23 @@ def test_settings_that_there_are_no_more_are_left_out_of_an_older_runs_config(tm
     with (run / CONFIG).open("a") as file:
         file.write("[placement.more_generators]\n\n[more_generators.large]\ncount = 2\n")
     assert train.config_of_run(run) == config()
+
+
+def test_the_config_of_an_older_run_starts_another_one_unless_it_used_what_there_is_no_more(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    with (run / CONFIG).open("a") as file:
+        file.write("[placement.more_generators]\n\n[more_generators]\n")
+    assert train.resolve(train.VERB.read(["--config", str(run / CONFIG)]))[0] == config()
+    with (run / CONFIG).open("a") as file:
+        file.write("large = {count = 2}\n")
+    with pytest.raises(ConfigError, match="more_generators"):
+        train.resolve(train.VERB.read(["--config", str(run / CONFIG)]))
+
+
+def test_an_empty_table_of_a_group_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "it.toml"
+    file.write_text('recipe = "copy4"\n[policy]\n[policy.tiny]\n')
+    assert train.resolve(train.VERB.read(["--config", str(file)]))[0].policy == copy4().policy
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path: Path) -> None:

@@ -121,8 +121,8 @@ async def post(renderer: SymbolRenderer, path: str, body: bytes, kind: str = "ap
         (CHAT, {"messages": "hi"}, "messages: Input should be a valid list"),
         (CHAT, {"messages": [{"role": "robot", "content": "1"}]}, "messages.0: Input tag 'robot' found using 'role'"),
         (CHAT, {"messages": [{"content": "1"}]}, "messages.0: Unable to extract tag using discriminator 'role'"),
-        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "content.str: Input should be a valid string; "),
-        (TEXT, {"prompt": 5}, "prompt.str: Input should be a valid string; "),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "content: Input should be a valid string; "),
+        (TEXT, {"prompt": 5}, "prompt: Input should be a valid string; prompt: Input should be a valid list"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "content"),
         (
             CHAT,
@@ -172,6 +172,20 @@ async def test_what_is_no_json_object_is_a_400(renderer, body):
     answer = await post(renderer, TEXT, body)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ({"stop": 3}, "stop"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
+    ],
+)
+async def test_a_wrong_field_is_named_as_the_body_has_it(renderer, change, place):
+    body = {"model": MODEL, "messages": say("1"), **change}
+    error = (await post(renderer, CHAT, json.dumps(body).encode())).json()["error"]
+    assert f"{place}: " in error["message"] and place.startswith(error["param"])
 
 
 async def test_what_is_not_said_to_be_json_is_a_400(renderer):

@@ -151,8 +151,9 @@ class Environment(ABC):
 
 
 class DatasetEnvironment(Environment):
-    """Rows of a data set as a task: a column is the prompt, a column the answer, a function the reward. In a recipe or
-    TOML file, without any code but the reward's:
+    """Rows of a data set as a task: a column is the prompt, a column the answer, a function the reward.
+
+    In a recipe or TOML file, without any code but the reward's:
 
         [environment]
         name = "dataset"

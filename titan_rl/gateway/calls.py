@@ -209,7 +209,7 @@ def api_error(error: Exception) -> ApiError:
         case ApiError():
             return error
         case RequestValidationError():
-            return _invalid_body(error.errors())
+            return _invalid_body(error.errors(), error.body)
         case HTTPException():  # no such path or method
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
         case RolloutOver():
@@ -234,11 +234,11 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
 
 
-def _invalid_body(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Names the first wrong fields, in pydantic's words."""
+def _invalid_body(problems: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
+    """Names the first wrong fields, and says what is wrong in pydantic's words."""
     places, reasons = [], []
     for problem in problems[:MOST_PROBLEMS]:
-        place = ".".join(str(part) for part in problem["loc"] if part != "body")
+        place = _place(problem, body)
         text = f"{place or 'request body'}: {problem['msg']}"
         if problem["type"] == "json_invalid":
             place, text = "", f"the request body is no JSON: {problem['ctx']['error']}"
@@ -246,4 +246,18 @@ def _invalid_body(problems: Sequence[Mapping[str, Any]]) -> ApiError:
         reasons.append(one_line(text, LONGEST_PROBLEM))
     if len(problems) > MOST_PROBLEMS:
         reasons.append(f"and {counted(len(problems) - MOST_PROBLEMS, 'more problem')}")
+    reasons = [*dict.fromkeys(reasons)]  # of a field that may be of several types, some are the same
     return ApiError(400, "; ".join(reasons), param=next(filter(None, places), None), code="invalid_request")
+
+
+def _place(problem: Mapping[str, Any], body: Any) -> str:
+    """Where in the body a problem is. Pydantic's location also names the types that it tried there."""
+    found = []
+    for part in problem["loc"][1:]:
+        try:
+            body = body[part]
+        except (LookupError, TypeError):  # a type, or the field that is missing
+            if problem["type"] != "missing" or part != problem["loc"][-1]:
+                continue
+        found.append(str(part))
+    return ".".join(found)

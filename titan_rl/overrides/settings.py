@@ -6,6 +6,7 @@ Layers are laid over the config's plain data, tables in tables. msgspec then mak
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -131,7 +132,10 @@ def convert_value(hint: Any, value: Any, name: str, *, words: bool = False) -> A
         ConfigError: wrong type, out of bounds, or not finite.
     """
     given = value
-    if words:
+    if not words:
+        with contextlib.suppress(ConfigError):  # then it is no such value either
+            value = _plain(value, name)
+    else:
         given = " ".join(value)
         if types.NoneType in members(hint) and given.lower() == "none":
             return None
@@ -306,6 +310,9 @@ def _set(kind: type, table: Table, override: Override, rules: Rules) -> Any:
         owner = owner[each]
         if not isinstance(owner, dict):
             raise ConfigError(f"{override.origin}: {each} has no settings below it")
+    if override.value == {} and group_in(hint) is not None:  # an empty table of TOML: the group with what it has
+        owner[name] = owner.get(name) or {}
+        return owner[name]
     value = _plain(_value(hint, override, owner.get(name)), override.origin)  # a copy: later layers may change it
     if isinstance(value, str) and override.key in rules.file_settings:
         value = rules.file_settings[override.key](value, override.base)
@@ -331,10 +338,9 @@ def _type_of(kind: type, table: Table, override: Override) -> Any:
 
 
 def _value(hint: Any, override: Override, before: Any) -> Any:
-    is_group = group_in(hint) is not None
-    if is_group and override.value == {}:  # an empty table of TOML: the group with what it has
-        return before or {}
-    if is_group or get_origin(hint) is dict:
+    if override.words and override.value == ["none"] and types.NoneType in members(hint):
+        return None
+    if group_in(hint) is not None or get_origin(hint) is dict:
         if not isinstance(override.value, dict):
             raise ConfigError(f"{override.origin}: is a group of settings, set {override.key}.NAME")
         return override.value
