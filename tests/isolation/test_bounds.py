@@ -74,6 +74,11 @@ async def test_what_user_code_writes_into_its_socket_is_read_as_data_and_costs_i
     assert "forged" not in capsys.readouterr().out
 
 
+async def test_what_a_process_answered_before_it_wrote_something_else_counts():
+    outcomes, restarts = await scores("answer, then forge", prompts=4, restarts=1)
+    assert [reward for reward, _ in outcomes.values()] == [1.0] * 4 and restarts == 1
+
+
 async def test_user_code_sees_no_secrets_but_those_that_are_named(monkeypatch, caplog):
     secrets = ("OPENAI_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_GRADER_KEY")
     for name in (*secrets, "HF_HOME", "LC_TIME"):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.errors import TaskError
+from titan_rl.errors import TaskError, TaskTimeout
 from titan_rl.isolation import pool
 from titan_rl.isolation.wire import CallKind, CallResult, EnvironmentSetup, Frames, TaskInfo, UserCall
 from titan_rl.types import Purpose
@@ -110,10 +110,11 @@ def test_a_call_fails_only_if_its_process_may_have_ended_by_it_and_every_call_ha
 
 
 @asynccontextmanager
-async def asked(count, kind=CallKind.SCORE, room=1000):
+async def asked(count, kind=CallKind.SCORE, room=1000, step_seconds=1e6):
     """So many calls of which none is answered yet, and the fork server."""
     with patch.object(pool, "ForkServerClient", PlayedServer), patch.object(PlayedServer, "room", room):
-        calls = pool.UserCodePool(EnvironmentSetup(name="played", kwargs={}, run_seed=0, step_seconds=1e6))
+        setup = EnvironmentSetup(name="played", kwargs={}, run_seed=0, step_seconds=step_seconds)
+        calls = pool.UserCodePool(setup)
         await calls.start()
         waiting = [asyncio.ensure_future(calls.call(UserCall(kind, Purpose.TRAIN, index))) for index in range(count)]
         await settled()
@@ -152,3 +153,12 @@ async def test_where_no_further_process_can_be_forked_the_others_take_the_calls(
                         each.answer(0)
                 await asyncio.sleep(0)
         assert [call.result() for call in calls] == [(1.0, {})] * 4
+
+
+async def test_answers_that_nobody_asked_for_give_a_process_no_more_time():
+    async with asked(1, step_seconds=0.2) as ((call,), server), asyncio.timeout(20):
+        while not call.done():
+            server.processes[0].on_results([CallResult(1 << 40)])
+            await asyncio.sleep(0.01)
+        with pytest.raises(TaskTimeout, match="did not finish within 0.2 s"):
+            await call

@@ -83,7 +83,7 @@ class _Fork:
     calls: dict[int, _Pending] = field(default_factory=dict)
     """Unanswered ones by number, in the order in which they were sent."""
     since: float = 0.0
-    """Time of its last answer, or of the first call after it had none."""
+    """Time of its last answer to a call, or of the first call after it had none."""
     late: bool = False
     """Was killed because it did not answer in time."""
     ends: bool = False
@@ -289,16 +289,18 @@ class UserCodePool:
         return await server.fork()
 
     def _receive(self, fork: _Fork, results: list[CallResult]) -> None:
+        answered = [(fork.calls.pop(each.number), each) for each in results if each.number in fork.calls]
+        if not answered:
+            return  # user code may write answers that nobody asked for: they give it no more time
         before, fork.since = fork.since, asyncio.get_running_loop().time()
-        note = self._quick.add if fork.since - before <= QUICK_SECONDS * len(results) else self._quick.discard
-        for result in results:
-            if (pending := fork.calls.pop(result.number, None)) is not None:
-                note(pending.call.kind)
-                if result.last:
-                    assert fork.process is not None
-                    fork.ends = True
-                    fork.process.kill()  # it ends by itself, unless what it started keeps it
-                self._settle(pending, result)
+        note = self._quick.add if fork.since - before <= QUICK_SECONDS * len(answered) else self._quick.discard
+        for pending, result in answered:
+            note(pending.call.kind)
+            if result.last:
+                assert fork.process is not None
+                fork.ends = True
+                fork.process.kill()  # it ends by itself, unless what it started keeps it
+            self._settle(pending, result)
         self._dispatch_soon()
 
     def _fork_ended(self, fork: _Fork, how: str) -> None:

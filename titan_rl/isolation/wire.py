@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
@@ -51,6 +51,9 @@ def _framed(body: bytes) -> bytes:
 class BadFrame(Exception):
     """A process of user code wrote something else than the messages that it may send."""
 
+    before: Sequence[Any] = ()
+    """Whole messages that `Frames.feed` read in front of it."""
+
 
 class Frames(Generic[T]):
     """Bytes in, whole messages out.
@@ -70,18 +73,24 @@ class Frames(Generic[T]):
         return Frames(pickle.loads)
 
     def feed(self, data: bytes) -> list[T]:
-        """The messages that `data` completes. Raises BadFrame; what comes after is no message either."""
+        """The messages that `data` completes. Raises BadFrame, which has those in front of the bad one; what comes
+        after it is no message either."""
         self._received += data
-        messages, start = [], 0
-        while len(self._received) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._received, start)
-            if length > self._longest:
-                raise BadFrame(f"a frame of {length} bytes; the bound is {self._longest:g}")
-            end = start + _LENGTH.size + length
-            if len(self._received) < end:
-                break
-            messages.append(self._read(bytes(self._received[start + _LENGTH.size : end])))
-            start = end
+        messages: list[T] = []
+        start = 0
+        try:
+            while len(self._received) - start >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(self._received, start)
+                if length > self._longest:
+                    raise BadFrame(f"a frame of {length} bytes; the bound is {self._longest:g}")
+                end = start + _LENGTH.size + length
+                if len(self._received) < end:
+                    break
+                messages.append(self._read(bytes(self._received[start + _LENGTH.size : end])))
+                start = end
+        except BadFrame as error:
+            error.before = messages
+            raise
         del self._received[:start]
         return messages
 
