@@ -1,13 +1,15 @@
 """Which calls are answered, fail or go to another process, whatever processes do: driven step by step (2 s)."""
 
 import asyncio
+from contextlib import asynccontextmanager
 from unittest.mock import patch
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.errors import TaskError
+from titan_rl.errors import TaskError, TaskTimeout
 from titan_rl.isolation import pool
 from titan_rl.isolation.wire import CallKind, CallResult, EnvironmentSetup, Frames, TaskInfo, UserCall
 from titan_rl.types import Purpose
@@ -42,6 +44,8 @@ class PlayedProcess:
 
 class PlayedServer:
     gone, pid = False, None
+    room = 1000
+    """More processes at a time cannot be forked."""
 
     def __init__(self, setup):
         self.processes = []
@@ -52,6 +56,8 @@ class PlayedServer:
 
     async def fork(self):
         self.processes.append(PlayedProcess())
+        if len([each for each in self.processes if each.alive]) > self.room:
+            self.processes[-1].ended.set_result("could not be forked")
         return self.processes[-1]
 
     async def stop(self):
@@ -101,3 +107,58 @@ def test_a_call_fails_only_if_its_process_may_have_ended_by_it_and_every_call_ha
 
     with patch.object(pool, "ForkServerClient", PlayedServer):
         asyncio.run(main())
+
+
+@asynccontextmanager
+async def asked(count, kind=CallKind.SCORE, room=1000, step_seconds=1e6):
+    """So many calls of which none is answered yet, and the fork server."""
+    with patch.object(pool, "ForkServerClient", PlayedServer), patch.object(PlayedServer, "room", room):
+        setup = EnvironmentSetup(name="played", kwargs={}, run_seed=0, step_seconds=step_seconds)
+        calls = pool.UserCodePool(setup)
+        await calls.start()
+        waiting = [asyncio.ensure_future(calls.call(UserCall(kind, Purpose.TRAIN, index))) for index in range(count)]
+        await settled()
+        yield waiting, hosts[-1]
+        await calls.close()
+
+
+async def settled():
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("kind", [CallKind.SCORE, TOGETHER])
+async def test_where_no_process_can_be_forked_calls_fail_at_once(kind):
+    async with asked(3, kind, room=0) as (calls, server):
+        assert all(call.done() and "its process could not be forked" in str(call.exception()) for call in calls)
+        assert len(server.processes) == 1
+
+
+async def test_where_no_further_process_can_be_forked_the_others_take_the_calls(monkeypatch):
+    monkeypatch.setattr(pool, "PAUSE_SECONDS", 0.2)
+    monkeypatch.setattr(pool, "QUICK_LIST", 1)  # so that calls still wait after the first answer
+    async with asked(4, room=1) as (calls, server):
+        process, further = server.processes
+        assert process.alive and not further.alive
+        process.answer(0)
+        await settled()
+        assert len(server.processes) == 2, "it is not tried again at once"
+        server.room = 2
+        async with asyncio.timeout(20):
+            while len(server.processes) < 3:
+                await asyncio.sleep(0.01)
+            while not all(call.done() for call in calls):
+                for each in server.processes:
+                    if each.calls:
+                        each.answer(0)
+                await asyncio.sleep(0)
+        assert [call.result() for call in calls] == [(1.0, {})] * 4
+
+
+async def test_answers_that_nobody_asked_for_give_a_process_no_more_time():
+    async with asked(1, step_seconds=0.2) as ((call,), server), asyncio.timeout(20):
+        while not call.done():
+            server.processes[0].on_results([CallResult(1 << 40)])
+            await asyncio.sleep(0.01)
+        with pytest.raises(TaskTimeout, match="did not finish within 0.2 s"):
+            await call

@@ -83,8 +83,8 @@ class ForkedProcess(asyncio.Protocol):
 
     @property
     def alive(self) -> bool:
-        """Whether nothing is known of its end."""
-        return not (self._ending or self._disconnected)
+        """Whether nothing is known of its end, and it wrote nothing that it is killed for."""
+        return not (self._ending or self._disconnected or self._bad_frame)
 
     def send(self, calls: bytes) -> None:
         """Send frames of calls to be answered."""
@@ -98,9 +98,9 @@ class ForkedProcess(asyncio.Protocol):
         try:
             results = self._frames.feed(data)
         except BadFrame as error:
+            results = list(error.before)  # of calls that did end: the next one is to blame
             self._bad_frame = f"wrote what is no answer ({escaped(str(error))}) and "
             self.transport.abort()
-            return
         if results:
             self.on_results(results)
 

@@ -47,6 +47,8 @@ QUICK_SECONDS, QUICK_LIST = 0.001, 16
 SLACK_SECONDS = 5.0
 """Extra time for the process of `async def` functions. It enforces the time limit itself, and coroutines may be slow to
 react to their cancellation."""
+PAUSE_SECONDS = 10.0
+"""How long no further process is tried after one could not be made, as where there are too many on the host."""
 LONGEST_TRACEBACK = 1 << 16
 """Characters at the end of a traceback of user code that are logged."""
 
@@ -76,10 +78,12 @@ class _Fork:
     """It may take so long for its next answer."""
     process: ForkedProcess | None = None
     """None while it is being forked."""
+    began: bool = False
+    """Was there to be sent calls. False too if it could not be forked."""
     calls: dict[int, _Pending] = field(default_factory=dict)
     """Unanswered ones by number, in the order in which they were sent."""
     since: float = 0.0
-    """Time of its last answer, or of the first call after it had none."""
+    """Time of its last answer to a call, or of the first call after it had none."""
     late: bool = False
     """Was killed because it did not answer in time."""
     ends: bool = False
@@ -108,6 +112,7 @@ class UserCodePool:
         self._quick: set[CallKind] = set()  # kinds of which the last answers took `QUICK_SECONDS` at most
         self._timer: asyncio.TimerHandle | None = None  # for the next time limit
         self._dispatching: asyncio.Handle | None = None
+        self._pause: asyncio.TimerHandle | None = None  # until a further process is tried where there are others
         self._environment, self._grading = SharedSpan("environment"), SharedSpan("grader")
         self._tasks: set[asyncio.Task[None]] = set()
         self._logged: set[str] = set()  # places whose traceback was logged
@@ -212,7 +217,8 @@ class UserCodePool:
                     self._send(fork, waiting[:share])
                     del waiting[:share]
             self._waiting[concurrent] = waiting
-            if waiting and len(forks) < most and all(fork.process is not None for fork in forks):
+            paused = bool(forks) and self._pause is not None
+            if waiting and len(forks) < most and not paused and all(fork.began for fork in forks):
                 fork = _Fork(concurrent, self._setup.step_seconds + SLACK_SECONDS * concurrent)
                 self._forks.append(fork)
                 task = asyncio.create_task(self._start_fork(fork), name=f"environment {self._setup.name}")
@@ -246,13 +252,25 @@ class UserCodePool:
         except (TitanError, OSError) as error:
             logger.warning("environment %s: no further process can be started: %s", self._setup.name, error)
             self._forks.remove(fork)
-            if not any(each.concurrent is fork.concurrent for each in self._forks):
-                lost = ActorGone if isinstance(error, ForkServerGone) else TaskError
-                reason = f"could not be run, its environment does not start again: {error}"
-                self._fail(self._waiting[fork.concurrent], reason, lost)
+            lost = ActorGone if isinstance(error, ForkServerGone) else TaskError
+            self._could_not_start(fork, f"could not be run, its environment does not start again: {error}", lost)
             return
+        fork.began = fork.process.alive
         fork.process.on_results = partial(self._receive, fork)
         fork.process.ended.add_done_callback(lambda ended: self._fork_ended(fork, ended.result()))
+        self._dispatch_soon()
+
+    def _could_not_start(self, fork: _Fork, reason: str, kind: type[TitanError] = TaskError) -> None:
+        """Leave the waiting calls to the other forks, and try no further one for a while; without others they fail.
+        To try again at once would end only when the host has room for a process, and nobody knows when that is.
+        Where the fork server has died (`ActorGone`), the others end as well, and there is nothing to pause for."""
+        if not any(each.concurrent is fork.concurrent for each in self._forks):
+            self._fail(self._waiting[fork.concurrent], reason, kind)
+        elif self._pause is None and kind is not ActorGone:
+            self._pause = asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._end_pause)
+
+    def _end_pause(self) -> None:
+        self._pause = None
         self._dispatch_soon()
 
     async def _fork(self) -> ForkedProcess:
@@ -271,16 +289,18 @@ class UserCodePool:
         return await server.fork()
 
     def _receive(self, fork: _Fork, results: list[CallResult]) -> None:
+        answered = [(fork.calls.pop(each.number), each) for each in results if each.number in fork.calls]
+        if not answered:
+            return  # user code may write answers that nobody asked for: they give it no more time
         before, fork.since = fork.since, asyncio.get_running_loop().time()
-        note = self._quick.add if fork.since - before <= QUICK_SECONDS * len(results) else self._quick.discard
-        for result in results:
-            if (pending := fork.calls.pop(result.number, None)) is not None:
-                note(pending.call.kind)
-                if result.last:
-                    assert fork.process is not None
-                    fork.ends = True
-                    fork.process.kill()  # it ends by itself, unless what it started keeps it
-                self._settle(pending, result)
+        note = self._quick.add if fork.since - before <= QUICK_SECONDS * len(answered) else self._quick.discard
+        for pending, result in answered:
+            note(pending.call.kind)
+            if result.last:
+                assert fork.process is not None
+                fork.ends = True
+                fork.process.kill()  # it ends by itself, unless what it started keeps it
+            self._settle(pending, result)
         self._dispatch_soon()
 
     def _fork_ended(self, fork: _Fork, how: str) -> None:
@@ -302,6 +322,8 @@ class UserCodePool:
         else:
             lost = ActorGone if fork.process.lost_server else TaskError
             self._fail(open_calls[:failed], f"its process {how} and returned nothing", lost)
+        if not fork.began and not fork.process.lost_server:
+            self._could_not_start(fork, f"its process {how}")
         self._dispatch_soon()
 
     async def _first_result(self, process: ForkedProcess, call: UserCall) -> CallResult:
@@ -355,8 +377,9 @@ class UserCodePool:
         """Fail all open calls, and refuse new ones."""
         self._closed = self._closed or reason
         self._fail(self._open, self._closed)
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._pause):
+            if timer is not None:
+                timer.cancel()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
