@@ -10,6 +10,7 @@ from router_fleet import SECONDS, Fleet, publication, request
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.errors import ActorFailed, GeneratorFailed, RequestError, RequestTimeout, WeightsError
 from titan_rl.routing.config import RouterConfig
+from titan_rl.routing.dispatcher import Dispatcher
 from titan_rl.routing.strategies import RoundRobin
 from titan_rl.types import FinishReason, GenerationRequest
 
@@ -67,6 +68,36 @@ async def test_a_router_whose_bookkeeping_fails_ends_and_nobody_waits_for_ever()
         for each in (*calls, fleet.generate(request("later"))):
             with pytest.raises(ActorFailed, match="router: KeyError"):
                 await asyncio.wait_for(each, SECONDS)
+
+
+class BrokenEnds(RoundRobin):
+    """Its bookkeeping fails when a session ends, of which only a call without an outcome tells it."""
+
+    def end_session(self, session_id: str) -> None:
+        raise KeyError(session_id)
+
+
+async def test_a_router_that_fails_in_a_call_without_an_outcome_ends_too() -> None:
+    """Otherwise only the link to that client would end, and it would wait for another router, which nobody starts."""
+    async with Fleet(RouterConfig(strategy=f"{__file__}:BrokenEnds")) as fleet:
+        call = fleet.generate(request("r"))
+        await fleet.until_runs("r")
+        fleet.router.end_sessions(["s"])
+        with pytest.raises(ActorFailed, match="router: KeyError"):
+            await asyncio.wait_for(call, SECONDS)
+
+
+async def test_a_router_that_fails_to_stop_a_request_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(dispatcher: Dispatcher, request_id: str) -> None:
+        raise KeyError(request_id)
+
+    monkeypatch.setattr(Dispatcher, "abort", fail)
+    async with Fleet(RouterConfig()) as fleet:
+        call = fleet.generate(request("r"))
+        await fleet.until_runs("r")
+        fleet.router.abort(["r"])
+        with pytest.raises(ActorFailed, match="router: KeyError"):
+            await asyncio.wait_for(call, SECONDS)
 
 
 async def test_when_all_are_dead_for_good_requests_fail_at_once_with_the_reasons() -> None:

@@ -80,6 +80,9 @@ class GeneratorRouter(RequestServer):
             self.run(self._accept, requests)
 
     def stop_requests(self, request_ids: Sequence[str]) -> None:
+        self.run(self._stop, request_ids)
+
+    def _stop(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             outcome = self.dispatcher.abort(request_id)
             if isinstance(outcome, Assignment):
@@ -89,6 +92,9 @@ class GeneratorRouter(RequestServer):
 
     @endpoint
     async def end_sessions(self, session_ids: Sequence[str]) -> None:
+        self.run(self._end_sessions, session_ids)
+
+    def _end_sessions(self, session_ids: Sequence[str]) -> None:
         for session_id in session_ids:
             self._strategy.end_session(session_id)
 
