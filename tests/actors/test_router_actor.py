@@ -8,7 +8,7 @@ import pytest
 from router_fleet import SECONDS, Fleet, publication, request
 
 from titan_rl.actors.router_client import RouterClient
-from titan_rl.errors import ActorFailed, GeneratorFailed, RequestError, RequestTimeout, WeightsError
+from titan_rl.errors import ActorFailed, ActorGone, GeneratorFailed, RequestError, RequestTimeout, WeightsError
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Dispatcher
 from titan_rl.routing.strategies import RoundRobin
@@ -98,6 +98,45 @@ async def test_a_router_that_fails_to_stop_a_request_ends_too(monkeypatch: pytes
         fleet.router.abort(["r"])
         with pytest.raises(ActorFailed, match="router: KeyError"):
             await asyncio.wait_for(call, SECONDS)
+
+
+class BrokenStart(RoundRobin):
+    """Its bookkeeping fails with the first request."""
+
+    def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
+        raise KeyError(name)
+
+
+async def test_a_router_that_has_ended_answers_every_call_that_would_wait() -> None:
+    async with Fleet(RouterConfig(strategy=f"{__file__}:BrokenStart"), count=1) as fleet:
+        with pytest.raises(ActorFailed, match="router: KeyError"):
+            await fleet.router.generate(request("r"))
+        for call in (fleet.pull(1), fleet.router.until_unavailable()):
+            with pytest.raises(ActorFailed, match="router: KeyError"):
+                await asyncio.wait_for(call, SECONDS)
+
+
+async def test_whoever_watches_a_router_hears_why_it_ended_and_requests_wait_for_the_next_one() -> None:
+    broken, sound = Fleet(RouterConfig(strategy=f"{__file__}:BrokenStart"), 1), Fleet(RouterConfig(), 1)
+    async with broken, sound:
+        client = RouterClient(broken.router.actor, seconds=SECONDS, replaced_within=None)
+        watch, call = asyncio.create_task(client.watch()), asyncio.create_task(client.generate(request("r")))
+        with pytest.raises(ActorFailed, match="router: KeyError") as raised:
+            await asyncio.wait_for(watch, SECONDS)
+        assert not isinstance(raised.value, ActorGone), "its process lives, so nobody else reports it"
+        client.replace([sound.router.actor])
+        await sound.until_runs("r")
+        await sound.on(0, "finish", ["r"], 1)
+        assert (await asyncio.wait_for(call, SECONDS)).finish_reason is FinishReason.STOP
+        await client.disconnect()
+
+
+async def test_whoever_watches_a_router_hears_that_it_was_closed() -> None:
+    async with Fleet(RouterConfig(), count=1) as fleet:
+        watch = asyncio.create_task(fleet.router.watch())
+        await fleet.router.fleet_status()
+        await RouterClient(fleet.router.actor, seconds=SECONDS).close()
+        await asyncio.wait_for(watch, SECONDS)
 
 
 async def test_when_all_are_dead_for_good_requests_fail_at_once_with_the_reasons() -> None:
