@@ -8,8 +8,9 @@ import pytest
 from router_fleet import SECONDS, Fleet, publication, request
 
 from titan_rl.actors.router_client import RouterClient
-from titan_rl.errors import ActorFailed, GeneratorFailed, RequestError, RequestTimeout, WeightsError
+from titan_rl.errors import ActorFailed, ActorGone, GeneratorFailed, RequestError, RequestTimeout, WeightsError
 from titan_rl.routing.config import RouterConfig
+from titan_rl.routing.dispatcher import Dispatcher
 from titan_rl.routing.strategies import RoundRobin
 from titan_rl.types import FinishReason, GenerationRequest
 
@@ -67,6 +68,75 @@ async def test_a_router_whose_bookkeeping_fails_ends_and_nobody_waits_for_ever()
         for each in (*calls, fleet.generate(request("later"))):
             with pytest.raises(ActorFailed, match="router: KeyError"):
                 await asyncio.wait_for(each, SECONDS)
+
+
+class BrokenEnds(RoundRobin):
+    """Its bookkeeping fails when a session ends, of which only a call without an outcome tells it."""
+
+    def end_session(self, session_id: str) -> None:
+        raise KeyError(session_id)
+
+
+async def test_a_router_that_fails_in_a_call_without_an_outcome_ends_too() -> None:
+    """Otherwise only the link to that client would end, and it would wait for another router, which nobody starts."""
+    async with Fleet(RouterConfig(strategy=f"{__file__}:BrokenEnds")) as fleet:
+        call = fleet.generate(request("r"))
+        await fleet.until_runs("r")
+        fleet.router.end_sessions(["s"])
+        with pytest.raises(ActorFailed, match="router: KeyError"):
+            await asyncio.wait_for(call, SECONDS)
+
+
+async def test_a_router_that_fails_to_stop_a_request_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(dispatcher: Dispatcher, request_id: str) -> None:
+        raise KeyError(request_id)
+
+    monkeypatch.setattr(Dispatcher, "abort", fail)
+    async with Fleet(RouterConfig()) as fleet:
+        call = fleet.generate(request("r"))
+        await fleet.until_runs("r")
+        fleet.router.abort(["r"])
+        with pytest.raises(ActorFailed, match="router: KeyError"):
+            await asyncio.wait_for(call, SECONDS)
+
+
+class BrokenStart(RoundRobin):
+    """Its bookkeeping fails with the first request."""
+
+    def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
+        raise KeyError(name)
+
+
+async def test_a_router_that_has_ended_answers_every_call_that_would_wait() -> None:
+    async with Fleet(RouterConfig(strategy=f"{__file__}:BrokenStart"), count=1) as fleet:
+        with pytest.raises(ActorFailed, match="router: KeyError"):
+            await fleet.router.generate(request("r"))
+        for call in (fleet.pull(1), fleet.router.until_unavailable()):
+            with pytest.raises(ActorFailed, match="router: KeyError"):
+                await asyncio.wait_for(call, SECONDS)
+
+
+async def test_whoever_watches_a_router_hears_why_it_ended_and_requests_wait_for_the_next_one() -> None:
+    broken, sound = Fleet(RouterConfig(strategy=f"{__file__}:BrokenStart"), 1), Fleet(RouterConfig(), 1)
+    async with broken, sound:
+        client = RouterClient(broken.router.actor, seconds=SECONDS, replaced_within=None)
+        watch, call = asyncio.create_task(client.watch()), asyncio.create_task(client.generate(request("r")))
+        with pytest.raises(ActorFailed, match="router: KeyError") as raised:
+            await asyncio.wait_for(watch, SECONDS)
+        assert not isinstance(raised.value, ActorGone), "its process lives, so nobody else reports it"
+        client.replace([sound.router.actor])
+        await sound.until_runs("r")
+        await sound.on(0, "finish", ["r"], 1)
+        assert (await asyncio.wait_for(call, SECONDS)).finish_reason is FinishReason.STOP
+        await client.disconnect()
+
+
+async def test_whoever_watches_a_router_hears_that_it_was_closed() -> None:
+    async with Fleet(RouterConfig(), count=1) as fleet:
+        watch = asyncio.create_task(fleet.router.watch())
+        await fleet.router.fleet_status()
+        await RouterClient(fleet.router.actor, seconds=SECONDS).close()
+        await asyncio.wait_for(watch, SECONDS)
 
 
 async def test_when_all_are_dead_for_good_requests_fail_at_once_with_the_reasons() -> None:

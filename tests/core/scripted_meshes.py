@@ -82,12 +82,18 @@ class Client:
         self.lost: list[str] = []
         self.serving: int | None = None
         self.spares: list[str] = []
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def fails(self, error: TitanError) -> None:
+        """Whoever watches it gets this error."""
+        self.failed.set_exception(error)
 
     def lose(self, reason: str) -> None:
         self.lost.append(reason)
 
     def replace(self, actors: Any) -> None:
         (self.actor,) = actors
+        self.failed = asyncio.get_running_loop().create_future()
 
     async def setup(self, **peers: Any) -> list[int]:
         self.peers = peers
@@ -97,7 +103,8 @@ class Client:
     async def set_peers(self, **peers: Any) -> None:
         self.peers |= peers
 
-    async def watch(self) -> None: ...
+    async def watch(self) -> None:
+        await self.failed
 
     async def pulse(self) -> list[int]:
         await asyncio.Event().wait()

@@ -123,6 +123,46 @@ async def test_a_lost_host_is_taken_back_under_its_name(runs: Runs, monkeypatch:
     assert len(tries) == 3 and "relay1" in there(run)["host1"]
 
 
+async def test_a_host_that_cannot_be_taken_back_for_any_reason_is_tried_again(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elastic, "REJOIN_SECONDS", 0.0)
+    run, _ = await commanded(runs, two_hosts(), *CPU)
+    attach, errors = run.processes.attach, [RuntimeError("Monarch: channel closed"), KeyError("host1")]
+
+    async def fail_twice(*hosts: Any, **options: Any) -> None:
+        if errors:
+            raise errors.pop()
+        await attach(*hosts, **options)
+
+    monkeypatch.setattr(run.processes, "attach", fail_twice)
+    run.lose("host1")
+    run.hosts.lost(SimpleNamespace(name="host1", lost="host1 is lost"))
+    await run.until("host1 (10.0.0.2:17000) is back")
+    while run.hosts._awaited:
+        await asyncio.sleep(0)
+    assert run.run_end.settle() is None
+
+
+async def test_where_a_host_that_joins_is_lost_at_once_the_others_get_their_generators(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, control = await commanded(runs, one_host(trusted_network=True))
+    start_missing = run.meshes.start_missing
+
+    async def lose_the_first() -> None:
+        if "host1" in run.processes.hosts:
+            run.lose("host1")
+            run.hosts.lost(SimpleNamespace(name="host1", lost="host1 is lost"))
+        await start_missing()
+
+    monkeypatch.setattr(run.meshes, "start_missing", lose_the_first)
+    said = await control.do("add", ["10.0.0.2:17000", "10.0.0.3:17000"])
+    assert said[0] == "host1 (10.0.0.2:17000) has joined, and is lost again"
+    assert said[1] == "host2 (10.0.0.3:17000) has joined" and "generator2 is up on host2" in said[2]
+    assert there(run)["host2"] == ["relay2", "generator2"] and len(said) == 3
+
+
 async def test_a_relay_that_is_still_being_stopped_when_its_host_is_taken_back_starts_there_again(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

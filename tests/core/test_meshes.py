@@ -11,8 +11,9 @@ import pytest
 from scripted_meshes import CPU, Runs, one_host, two_hosts
 
 from titan_rl.config_registry import copy4
-from titan_rl.errors import MeshFailed, TitanError
+from titan_rl.errors import ActorFailed, ActorGone, MeshFailed, TitanError
 from titan_rl.hosts.facts import HostFacts
+from titan_rl.supervision import supervisor
 
 pytestmark = pytest.mark.asyncio
 
@@ -213,3 +214,45 @@ async def test_an_error_in_a_replacement_ends_the_run_instead_of_being_forgotten
     monkeypatch.setattr(run.processes, "stop", stop)
     run.kill("generator0")
     await run.ended("KeyError", TitanError)
+
+
+async def test_a_mesh_whose_link_is_lost_while_its_processes_live_is_replaced(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "GONE_SECONDS", 0.01)
+    run = await runs.up(copy4())
+    run.clients["router"].fails(ActorGone("router.pulse: a call without an outcome failed"))
+    await run.until("lost router: router.pulse: a call without an outcome failed")
+    await run.until_back("router")
+
+
+async def test_a_router_that_ends_by_itself_is_replaced_and_again_and_again_ends_the_run(runs: Runs) -> None:
+    run = await runs.up(one_host(restarts=1))
+    run.clients["router"].fails(ActorFailed("router: KeyError: 'r'"))
+    await run.until_back("router")
+    run.clients["router"].fails(ActorFailed("router: KeyError: 'r'"))
+    await run.ended("router failed 2 times in a row: router: KeyError: 'r'")
+
+
+async def test_of_a_process_that_is_gone_the_kernels_report_counts(runs: Runs) -> None:
+    """Calls to it may fail before that."""
+    run = await runs.up(copy4())
+    run.clients["router"].fails(ActorGone("router.pulse: the process or actor is gone"))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    run.kill("router")
+    await run.until_back("router")
+    assert any(line.startswith("lost router: router rank 0 was killed") for line in run.said)
+
+
+async def test_calls_that_fail_because_their_mesh_is_replaced_do_not_concern_the_new_one(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "GONE_SECONDS", 0.0)
+    run = await runs.up(copy4())
+    router = run.clients["router"]
+    monkeypatch.setattr(router, "lose", lambda reason: router.fails(ActorGone(reason)))
+    run.kill("router")
+    await run.until_back("router")
+    await asyncio.sleep(0.05)
+    assert router.actor == "router.2"

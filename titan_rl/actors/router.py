@@ -80,6 +80,9 @@ class GeneratorRouter(RequestServer):
             self.run(self._accept, requests)
 
     def stop_requests(self, request_ids: Sequence[str]) -> None:
+        self.run(self._stop, request_ids)
+
+    def _stop(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
             outcome = self.dispatcher.abort(request_id)
             if isinstance(outcome, Assignment):
@@ -89,6 +92,9 @@ class GeneratorRouter(RequestServer):
 
     @endpoint
     async def end_sessions(self, session_ids: Sequence[str]) -> None:
+        self.run(self._end_sessions, session_ids)
+
+    def _end_sessions(self, session_ids: Sequence[str]) -> None:
         for session_id in session_ids:
             self._strategy.end_session(session_id)
 
@@ -230,6 +236,20 @@ class GeneratorRouter(RequestServer):
         self.advance()
 
     @endpoint
+    async def serve(self) -> None:
+        """Return when the router was closed. An open call of this endpoint is the failure channel.
+
+        Raises:
+            ActorFailed: the router has ended by itself.
+        """
+        try:
+            await self.until(lambda: False)
+        except ActorGone as error:  # a caller would take that for the end of the process, which lives
+            raise ActorFailed(str(error)) from error
+        except GeneratorFailed:
+            return
+
+    @endpoint
     async def close(self) -> None:
         """Send nothing more. Open requests fail, and the generators stop them."""
         self._end(GeneratorFailed("the router was closed"))
@@ -288,11 +308,12 @@ class GeneratorRouter(RequestServer):
         self._changed = asyncio.Event()
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait until this holds. Raises the cause if the router ends first."""
-        while not holds():
+        """Wait until this holds. Raises the cause if the router ends first, or has ended: nothing changes any more."""
+        while self._ended is None:
+            if holds():
+                return
             await self._changed.wait()
-            if self._ended is not None:
-                raise self._ended
+        raise self._ended
 
     def _end(self, error: TitanError) -> None:
         """Fail open requests now and later ones as they come."""
@@ -303,12 +324,13 @@ class GeneratorRouter(RequestServer):
         self._notify()
 
     def run(self, work: Callable[..., None], *args: Any) -> None:
-        """If this work fails, its bookkeeping stops in the middle and requests might wait for ever: the router ends."""
+        """If this work fails, its bookkeeping stops in the middle and requests might wait for ever: the router ends.
+        Its clients are told that it is gone, so that they ask the one that replaces it."""
         try:
             work(*args)
         except Exception as error:
             _log.exception("the router itself failed")
-            self._end(ActorFailed(f"router: {type(error).__name__}: {error}"))
+            self._end(ActorGone(f"router: {type(error).__name__}: {error}"))
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

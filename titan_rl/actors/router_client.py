@@ -190,6 +190,11 @@ class RouterClient(RequestClient):
         """The processes of this mesh are gone: stop their requests. When this returns, their ids may be used again."""
         await self._wait(GeneratorRouter.client_lost, who)
 
+    async def watch(self) -> None:
+        """Return when the router is closed. Raises ActorFailed when it has ended by itself, and ActorGone when its
+        process is gone or the link to it is lost: this client would wait for another router."""
+        await self.connection.call(None, GeneratorRouter.serve)
+
     async def close(self) -> None:
         """Close the router itself. Open requests fail."""
         await self.connection.call(self._seconds, GeneratorRouter.close)

@@ -96,6 +96,8 @@ class HostControl:
                         await self._supervisor.start_missing()
                     except TitanError as error:
                         _log.info("%s", error)
+                    except Exception:  # of Monarch, for example: the run goes on without the host
+                        _log.exception("%s (%s) could not be taken back", name, worker)
         self._awaited.discard(name)
 
     async def do(self, verb: str, names: Sequence[str]) -> list[str]:
@@ -179,7 +181,10 @@ class HostControl:
         supervisor.place_again()
         await supervisor.router.resize(table.to_serve())
         await supervisor.start_missing()
-        lines = [f"{name} ({worker}) has joined" for name, worker in joined.items()]
+        lines = [
+            f"{name} ({worker}) has joined{'' if name in table.hosts else ', and is lost again'}"
+            for name, worker in joined.items()
+        ]
         lines += [
             f"{name} is up on {mesh.plan.hosts[0]}; it serves, or waits as a spare, once it has pulled and verified "
             "the newest weights"
@@ -192,7 +197,9 @@ class HostControl:
         return lines
 
     def _fits(self, host: str) -> int:
-        """Generators for which a new host may have room."""
+        """Generators for which a new host may have room: none, if it was lost meanwhile."""
+        if host not in self._table.hosts:
+            return 0
         devices, ranks = len(self._table.hosts[host].facts.cuda_devices), self._table.config.generator
         assert self._table.placement is not None
         return devices // ranks.tensor_parallel if self._table.placement.device == "cuda" else 1

@@ -48,6 +48,9 @@ T = TypeVar("T")
 CLOSE_SECONDS = 5.0
 """Time limit for a mesh's own `close`, before its processes are stopped. All meshes are closed at once."""
 
+GONE_SECONDS = 5.0
+"""An actor that is gone is reported by the kernel or Monarch within this time, or only the link to it is lost."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -280,16 +283,21 @@ class Supervisor:
             lost.cancel()
 
     async def _watch(self, mesh: ManagedMesh) -> None:
-        """Report a mesh whose actor ends by itself, or that makes no progress. The kernel reports the end of one."""
+        """Report a mesh whose actor ends by itself, or that makes no progress, or to which the link is lost: calls to
+        it wait for a replacement. The kernel reports the end of a process, and says more about it."""
+        watch = asyncio.current_task()
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch_pulse(mesh))
                 tasks.create_task(mesh.client.watch())
-        except* ActorGone as group:
-            if isinstance(hangs := group.exceptions[0], MeshFailed):
-                self.report(hangs)
         except* Exception as group:
-            self.report(MeshFailed(str(group.exceptions[0]), mesh.name))
+            fault = group.exceptions[0]
+            if isinstance(fault, ActorGone) and not isinstance(fault, MeshFailed):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(GONE_SECONDS):
+                        await self.until(lambda: self._watching.get(mesh) is not watch)
+            if self._watching.get(mesh) is watch:  # else the mesh is being replaced, or was
+                self.report(fault if isinstance(fault, MeshFailed) else MeshFailed(str(fault), mesh.name))
 
     async def _watch_pulse(self, mesh: ManagedMesh) -> None:
         bound = self.config.placement.hang_seconds
