@@ -53,7 +53,7 @@ def misbehave(how: str) -> None:
         case "crash":
             os._exit(7)
         case "hang":
-            print(f"hanging {os.getpid()}")
+            os.write(1, f"hanging {os.getpid()}\n".encode())  # in one piece: others write lines beside it
             while True:
                 pass
         case "print":
