@@ -34,6 +34,7 @@ ENDED_BY = {
     "actors/router_client.py:_generate": "`router.request_seconds`; a lost router is replaced and asked again",
     "actors/router_client.py:stream": "the completion of the same request, which ends as in `_generate`",
     "actors/trainer.py:run": "the calls before it; a stuck rank is found by its pulse; the caller has a bound",
+    "loop/versions.py:_push": "the trainer's call, which is bounded or waits for its replacement",
     "loop/checkpoints.py:written": "calls with a bound, then the disk; a stopped run waits SAVE_SECONDS",
     "loop/loop.py:_train": "the step, whose calls have a bound",
     "loop/loop.py:_until": "every change of the ledger; the watchdog says who stands still",
