@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
-from loop_harness import BOUND, VOCAB, Collector, Turnstile, make_loop, make_publication, sharper_policy
+from loop_harness import BOUND, MADE, VOCAB, Collector, Turnstile, make_loop, make_publication, sharper_policy
 
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.simulated_engine import SimulatedEngine
@@ -22,6 +23,18 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             config = TinyPolicyConfig(tied_embeddings=tied, seed=seed)
             models[f"{tying}_{letter}"] = sharper_policy(config, cache / f"{tying}_{letter}")
     return models
+
+
+@pytest.fixture(autouse=True)
+def no_engine_thread_is_left() -> Iterator[None]:
+    """It would go on to write into the timeline of this process, also while other tests look at that."""
+    yield
+    for loop in MADE:
+        loop.close()
+    MADE.clear()
+    for thread in threading.enumerate():
+        if thread.name.startswith("engine-loop"):
+            thread.join(timeout=2.0)
 
 
 @pytest.fixture

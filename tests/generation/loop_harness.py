@@ -207,6 +207,10 @@ def all_well(publication: Publication, engine: Engine) -> int:
     return 7
 
 
+MADE: list[EngineLoop] = []
+"""By `make_loop`, during this test."""
+
+
 def make_loop(
     collector: Collector,
     *,
@@ -224,7 +228,7 @@ def make_loop(
         )
         return collector.lockstep
 
-    return EngineLoop(
+    loop = EngineLoop(
         make_lockstep,
         rank=rank,
         burst_steps=burst_steps,
@@ -233,6 +237,8 @@ def make_loop(
         on_pieces=collector.add_pieces,
         on_fatal=collector.errors.put,
     )
+    MADE.append(loop)
+    return loop
 
 
 def make_ranks(
