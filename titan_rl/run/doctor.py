@@ -183,7 +183,7 @@ def _devices(host: HostFacts) -> Iterator[HostFinding]:
 
 def _remains(temporary: Path) -> Iterator[HostFinding]:
     """What dead runs have left. The next start removes files; processes end with their controller, or are named."""
-    segments, scratch = dead_segments(), list(dead_scratch(temporary))
+    segments, scratch = dead_segments(DIRECTORY), list(dead_scratch(temporary))
     size = sum(path.stat().st_size for path in segments)
     found = [f"{len(segments)} segments with {size:,} bytes in {DIRECTORY}"] * bool(segments)
     found += [f"{len(scratch)} directories in {temporary}"] * bool(scratch)
