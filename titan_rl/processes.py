@@ -5,6 +5,7 @@ one mesh. Standard library only; `join_world` imports torch when it is called.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import fcntl
 import gc
@@ -48,16 +49,28 @@ def die_with_owner(life: str) -> None:
     """Have the kernel kill this process when no process has the named pipe `life` open for writing any more. If there
     is none now, this process ends."""
     try:
-        pipe = os.open(life, os.O_RDONLY | os.O_NONBLOCK)  # stays open
-        fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(pipe, _F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
+        _die_at_event(pipe := os.open(life, os.O_RDONLY | os.O_NONBLOCK))
         os.read(pipe, 1)  # an end of file, unless there is a writer
     except BlockingIOError:
         return
     except OSError:  # no file any more
         pass
     sys.exit("the owner died while its process started")
+
+
+def die_with_peer(connection: int) -> None:
+    """The same for the process at the other end of a connection, which is to send nothing more."""
+    _die_at_event(connection)
+    with contextlib.suppress(BlockingIOError, ConnectionError):
+        socket.socket(fileno=os.dup(connection)).recv(1)
+        sys.exit("whoever asked for this process died while it started")
+
+
+def _die_at_event(descriptor: int) -> None:
+    """The descriptor stays open."""
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(descriptor, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
 
 
 def ending_in_words(code: int) -> str:

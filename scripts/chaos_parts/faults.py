@@ -67,13 +67,13 @@ def marked(mark: str) -> list[int]:
 
 
 def meshes(pids: Sequence[int]) -> list[Process]:
-    """Those that belong to a mesh, by their command line: `-m titan_rl.supervision.child DIRECTORY SPAWN MESH RANK`."""
+    """Those that belong to a mesh, by their title: `titan_rl MESH rank RANK (…)`."""
     found = []
     for pid in pids:
         with contextlib.suppress(OSError, IndexError, ValueError):
-            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            place = words.index("titan_rl.supervision.child")
-            found.append(Process(words[place + 3], int(words[place + 4]), pid))
+            program, mesh, word, rank, *_ = Path(f"/proc/{pid}/cmdline").read_text().split(" ")
+            if (program, word) == ("titan_rl", "rank"):
+                found.append(Process(mesh, int(rank), pid))
     return sorted(found)
 
 

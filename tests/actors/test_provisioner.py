@@ -24,7 +24,7 @@ from monarch.actor import Actor, default_bootstrap_cmd, endpoint
 from titan_rl.errors import ActorFailed, HostLost, MeshFailed
 from titan_rl.rpc.connection import bounded
 from titan_rl.supervision import provisioner
-from titan_rl.supervision.child import MONARCH_MAIN
+from titan_rl.supervision.fork_server import MONARCH_MAIN
 from titan_rl.supervision.placement import SUPERVISION_ENVIRONMENT, Kind, MeshPlan
 from titan_rl.supervision.provisioner import Provisioner
 
@@ -335,7 +335,7 @@ STOPS_AT_BIRTH = """
 import os, signal, sys
 from pathlib import Path
 born = Path(__file__).with_name("born")
-if "titan_rl.supervision.child" in sys.orig_argv and not born.exists():
+if "--proxy" in sys.orig_argv and not born.exists():
     born.write_text(str(os.getpid()))
     {}
 """

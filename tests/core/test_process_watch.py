@@ -1,4 +1,4 @@
-"""Ends of processes that another thread reaps at once, as Monarch does: each is told, with its exit status."""
+"""Ends of processes: each is told, with its exit status."""
 
 import errno
 import os
@@ -6,23 +6,21 @@ import queue
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from titan_rl.supervision import child
-from titan_rl.supervision.child import ProcessWatch
+from titan_rl.supervision import process_watch
+from titan_rl.supervision.fork_server import Stage
+from titan_rl.supervision.process_watch import ProcessWatch
 
-KERNEL = tuple(map(int, os.uname().release.split(".")[:2]))
 SECONDS = 30.0
 ENDS = [0, 1, 70, 255, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV] * 10
 
 
-@pytest.mark.skipif(KERNEL < (6, 15), reason="before Linux 6.15 the exit status of a reaped process is lost")
 def test_every_exit_status_is_told(tmp_path: Path) -> None:
     told: queue.Queue[object] = queue.Queue()
-    watch = ProcessWatch(tmp_path, on_end=lambda spawn, *end: told.put(end), on_broken=told.put)
+    watch = ProcessWatch(tmp_path, Stage(name="none"), on_end=lambda spawn, *end: told.put(end), on_broken=told.put)
     gone = subprocess.Popen(["true"])
     gone.wait()
     for rank, code in enumerate(ENDS):
@@ -30,8 +28,11 @@ def test_every_exit_status_is_told(tmp_path: Path) -> None:
         process = subprocess.Popen(["sh", "-c", f"read go; {end}"], stdin=subprocess.PIPE)
         watch.births.write_text(f"mesh-1 mesh {rank} {process.pid}\nmesh-1 gone 0 {gone.pid}\n")
         assert told.get(timeout=SECONDS) == (f"gone rank 0 (pid {gone.pid})", None)  # so the first line was read
-        threading.Thread(target=process.communicate, args=(b"\n",)).start()
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.close()
         assert told.get(timeout=SECONDS) == (f"mesh rank {rank} (pid {process.pid})", code)
+        process.wait()  # not before: whoever starts processes lets the watch read how they have ended
     assert watch.any_ended("mesh-1")
     watch.end("mesh-1")
     late = subprocess.Popen(["sh", "-c", f"echo mesh-1 mesh 0 $$ > {watch.births}; sleep 1000"])
@@ -40,7 +41,7 @@ def test_every_exit_status_is_told(tmp_path: Path) -> None:
 
 
 def test_a_process_dies_with_its_watch_and_one_that_comes_later_does_not_start(tmp_path: Path) -> None:
-    watch = ProcessWatch(tmp_path, on_end=lambda *end: None, on_broken=lambda what: None)
+    watch = ProcessWatch(tmp_path, Stage(name="none"), on_end=lambda *end: None, on_broken=lambda what: None)
     starts = "import sys, time; from titan_rl.processes import die_with_owner"
     command = [
         sys.executable,
@@ -60,7 +61,7 @@ def test_ends_are_heard_after_a_torn_line_and_where_no_descriptor_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: queue.Queue[object] = queue.Queue()
-    watch = ProcessWatch(tmp_path, on_end=lambda *end: told.put(end), on_broken=told.put)
+    watch = ProcessWatch(tmp_path, Stage(name="none"), on_end=lambda *end: told.put(end), on_broken=told.put)
     first, second = (subprocess.Popen(["sleep", "1000"]) for _ in range(2))
     real = os.pidfd_open
 
@@ -81,8 +82,8 @@ def test_ends_are_heard_after_a_torn_line_and_where_no_descriptor_is_left(
 
 def test_the_death_of_a_thread_of_the_watch_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: queue.Queue[str] = queue.Queue()
-    watch = ProcessWatch(tmp_path, on_end=lambda *end: None, on_broken=told.put)
-    monkeypatch.setattr(child, "answering", None)
+    watch = ProcessWatch(tmp_path, Stage(name="none"), on_end=lambda *end: None, on_broken=told.put)
+    monkeypatch.setattr(process_watch, "answering", None)
     watch.births.write_text(f"mesh-1 mesh 0 {os.getpid()}\n")
     assert told.get(timeout=SECONDS).startswith("thread births ended: AttributeError")
     watch.close()

@@ -143,10 +143,6 @@ def test_linear_layers_of_a_large_policy_are_packed(tmp_path: Path, hidden_size:
     assert linear_of(GeneratorConfig(deterministic=True), tmp_path) == "deterministic"
 
 
-def test_vllm_still_imports_what_is_left_out(facts: Facts) -> None:
-    assert facts["not_imported"] == [], "these need not be left out any more"
-
-
 def test_a_step_without_vllms_runner_leaves_everything_as_vllm_does(facts: Facts) -> None:
     found = facts["decode"]
     assert len(set(found["steps"].values())) == 1

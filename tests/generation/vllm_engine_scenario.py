@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +24,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 from titan_rl.errors import TitanError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.vllm.engine import VllmEngine
-from titan_rl.generation.vllm.imports import LEFT_OUT
 from titan_rl.generation.vllm.steps import DecodePlan, StepTokens, decoder_of
 from titan_rl.types import Completion, GenerationRequest, PolicyVersion
 
@@ -445,7 +443,6 @@ def everything(models: dict[str, str]) -> dict[str, Any]:
     facts["skipped"] = skipped_tensor(paths["untied_a"], paths["untied_b"])
     facts["stale_copy"] = stale_copy(paths["tied_a"], paths["tied_b"])
     facts["decode"] = without_vllms_runner(paths["tied_a"], paths["tied_b"])
-    facts["not_imported"] = [name for name in LEFT_OUT if name not in sys.modules]
     return facts | swaps(models, SWAPS_OF_CI)
 
 

@@ -5,7 +5,6 @@ Each `still` test fails when torchtitan no longer needs the adaptation it names.
 
 from __future__ import annotations
 
-import inspect
 import subprocess
 import sys
 from itertools import groupby
@@ -16,12 +15,11 @@ import torch.nn.functional as F
 
 from titan_rl.errors import ConfigError
 from titan_rl.policy.microbatch import Run
-from titan_rl.policy.models.titan_adaptation import LEFT_OUT, choose_device, without_its_trainer
+from titan_rl.policy.models.titan_adaptation import choose_device
 
 choose_device("cpu")  # before the imports below, as in a trainer process
 
 from torchtitan.models.common.attention import VarlenAttention  # noqa: E402
-from torchtitan.models.common.decoder import Decoder  # noqa: E402
 
 from titan_rl.policy.models.model import DocumentAttention, PackedDocuments  # noqa: E402
 
@@ -52,31 +50,6 @@ def test_a_process_cannot_change_its_device():
     with pytest.raises(ConfigError, match="imported for 'cpu'"):
         choose_device("cuda")
     choose_device("cpu")
-
-
-def test_torchtitan_still_imports_its_trainer_to_ask_whether_a_config_is_its_own():
-    asks = inspect.getsource(Decoder.Config.update_from_config)
-    assert "from torchtitan.trainer import Trainer" in asks and "isinstance(config, Trainer.Config)" in asks
-    with without_its_trainer():
-        from torchtitan.trainer import Trainer
-    assert not isinstance(Decoder.Config, Trainer.Config) and "torchtitan.trainer" not in sys.modules
-
-
-def test_torchtitan_still_imports_what_is_left_out():
-    missing = [name for name in (*LEFT_OUT, "torch._dynamo.eval_frame") if name not in sys.modules]
-    assert not missing, "these need not be left out any more"
-
-
-def test_a_trainer_on_a_cpu_loads_no_compiler():
-    program = """
-import sys
-from titan_rl.policy.models.titan_adaptation import lean_imports
-with lean_imports("cpu"):
-    import titan_rl.policy.models.model, titan_rl.policy.optimizer
-print([name for name in ("torch._dynamo.eval_frame", "torch._inductor") if name in sys.modules])
-"""
-    said = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    assert said.stdout.strip() == "[]"
 
 
 def test_varlen_attention_still_has_no_cpu_kernel():

@@ -101,10 +101,9 @@ def wait_until_gone(run: int) -> None:
 
 
 def process_of(run: int, mesh: str, rank: int = 0) -> int:
-    """Its id, by its command line."""
+    """Its id, by its title."""
     for pid in descendants(run):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if b"titan_rl.supervision.child" in words and words[-3:-1] == [mesh.encode(), str(rank).encode()]:
+        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(f"titan_rl {mesh} rank {rank} ".encode()):
             return pid
     raise AssertionError(f"no process of {mesh} rank {rank}")
 

@@ -135,8 +135,12 @@ def test_a_process_that_is_stopped_at_birth_is_started_again(tmp_path: Path, mon
     stops = tmp_path / "sitecustomize.py"
     stops.write_text(
         "import os, signal, sys\nfrom pathlib import Path\nborn = Path(__file__).with_name('born')\n"
-        "if sys.orig_argv[-2:] == ['generator0', '0'] and not born.exists():\n"
-        "    born.touch()\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "set_cores = os.sched_setaffinity\n"
+        "def stop(*words):\n"
+        "    if 'generator0' in os.environ.get('TITAN_RL_RENDEZVOUS', '') and not born.exists():\n"
+        "        born.touch()\n        os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "    set_cores(*words)\n"
+        "os.sched_setaffinity = stop\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     run = start_run(*ENDLESS, *SIMULATED, runs=tmp_path / "runs")

@@ -14,7 +14,7 @@ DETERMINISTIC_RANKS = 2
 """Most tensor-parallel ranks on CPU whose sums do not depend on the order of additions."""
 
 ENGINES = {
-    "vllm": "titan_rl.generation.vllm.imports:vllm_engine",
+    "vllm": "titan_rl.generation.vllm.engine:VllmEngine",
     "simulated": "titan_rl.generation.simulated_engine:simulated_engine",
 }
 """Short names of `GeneratorConfig.engine`."""

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +37,9 @@ from titan_rl.metrics.waits import watch_event_loops
 from titan_rl.policy.models.tiny import TinyPolicyConfig, make_tiny_policy
 from titan_rl.processes import start_thread
 from titan_rl.rpc.connection import ConnectedActor, caller, endpoint
-from titan_rl.supervision.child import ProcessWatch
+from titan_rl.supervision.fork_server import Stage
 from titan_rl.supervision.process import prepare_controller, scratch_directory
+from titan_rl.supervision.process_watch import ProcessWatch
 from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segments
 
 PACKAGES = ("titan_rl", "torch", "torchmonarch", "torchtitan", "vllm", "numpy")
@@ -179,8 +181,12 @@ class HostAgent(ConnectedActor):
         self._watch: ProcessWatch
 
     @endpoint
-    async def begin(self) -> Introduction:
-        """Take up the duties. News is told to the client that calls this."""
+    async def begin(self, stage: Callable[[HostFacts], Stage]) -> Introduction:
+        """Take up the duties. News is told to the client that calls this.
+
+        Args:
+            stage: of the fork server, depending on the host.
+        """
         push, loop = caller().push, asyncio.get_running_loop()
         timeline.follow(lambda: "the controller")
         try:
@@ -195,14 +201,17 @@ class HostAgent(ConnectedActor):
         remove_segments_of(os.getpid())  # of a dead agent with this process id: a container that started again has it
         sweep_dead_segments()
         scratch = scratch_directory()
+        facts = await asyncio.to_thread(detect_host, name=self._host, address=self._address)
+        (scratch / "logs").mkdir()
         self._watch = ProcessWatch(
             scratch,
+            stage(facts),
+            str(scratch / "logs" / f"fork-server-{self._host}.log"),
             on_end=lambda *end: loop.call_soon_threadsafe(push, News("ended", *end)),
             on_broken=lambda what: loop.call_soon_threadsafe(push, News("broken", "", what)),
         )
-        (scratch / "logs").mkdir()
         return Introduction(
-            facts=await asyncio.to_thread(detect_host, name=self._host, address=self._address),
+            facts=facts,
             pid=os.getpid(),
             scratch=str(scratch),
             python=sys.executable,

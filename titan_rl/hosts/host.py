@@ -35,8 +35,9 @@ from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.processes import start_thread
 from titan_rl.rpc.connection import Connection, bounded
 from titan_rl.rpc.mesh_client import LOOKS, until_still
-from titan_rl.supervision.child import ProcessWatch
+from titan_rl.supervision.fork_server import Stage
 from titan_rl.supervision.process import scratch_directory
+from titan_rl.supervision.process_watch import ProcessWatch
 from titan_rl.weights.segment_files import remove_segments_of
 
 LEAVE_SECONDS = 1.0
@@ -94,14 +95,22 @@ class Host:
     """Why it cannot be used any more."""
 
     def __init__(
-        self, *, log_directory: str, on_end: Ended, on_broken: Callable[[str], None], address: str = ""
+        self,
+        *,
+        stage: Callable[[HostFacts], Stage],
+        log_directory: str,
+        on_end: Ended,
+        on_broken: Callable[[str], None],
+        address: str = "",
     ) -> None:
+        """`stage`: of the fork server, depending on the host."""
         self.facts = detect_host(address=address)
         self.name = self.label = self.facts.name
         self.owner, self.logs, self.python = os.getpid(), log_directory, sys.executable
         self.scratch = scratch_directory() / f"host-{next(_serial)}"
         self.scratch.mkdir()
-        self._watch = ProcessWatch(self.scratch, on_end=on_end, on_broken=on_broken)
+        log = f"{log_directory}/fork-server.log" if log_directory else ""
+        self._watch = ProcessWatch(self.scratch, stage(self.facts), log, on_end=on_end, on_broken=on_broken)
 
     def mesh(self) -> Any:
         """Monarch's handle. If this call starts Monarch, its sockets are put into the scratch directory."""
@@ -205,6 +214,7 @@ class AttachedHost(Host):
     """A host with a worker, which listens at ADDRESS:PORT.
 
     Args:
+        stage: of the fork server, depending on the host.
         log_directory: of the run, which it names; empty: logs are not shipped.
         spans: whether timelines are shipped with them.
         controller: address and port at which the controller listens.
@@ -217,6 +227,7 @@ class AttachedHost(Host):
         name: str,
         worker: str,
         *,
+        stage: Callable[[HostFacts], Stage],
         log_directory: str,
         spans: bool,
         controller: tuple[str, int],
@@ -225,7 +236,7 @@ class AttachedHost(Host):
         on_lost: Callable[[AttachedHost], None],
     ) -> None:
         self.name, self.label, self._worker = name, f"{name} ({worker})", worker
-        self._log_directory, self._spans = log_directory, spans
+        self._stage, self._log_directory, self._spans = stage, log_directory, spans
         self._silent_seconds, self._controller = silent_seconds, controller
         self._on_end, self._on_lost = on_end, on_lost
         self._logs = ShippedLogs(log_directory, on_death=_log.error) if log_directory else None
@@ -253,7 +264,7 @@ class AttachedHost(Host):
                 actor.slice(ranks=0), what=f"{{}} of {self.label}", on_push=self._hear, on_lost=self._lose
             )
             await self._agent.call(CALL_SECONDS, HostAgent.echo, b"")
-            known: Introduction = await self._agent.call(FACTS_SECONDS + silent, HostAgent.begin)
+            known: Introduction = await self._agent.call(FACTS_SECONDS + silent, HostAgent.begin, self._stage)
         except (ActorGone, CallTimeout) as error:
             self._lose(str(error))
             raise HostLost(

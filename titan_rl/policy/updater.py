@@ -33,7 +33,7 @@ from titan_rl.policy.losses import PolicyLoss, TrainedTokens, build_loss, kl_pen
 from titan_rl.policy.microbatch import MicroBatch, RankSamples
 from titan_rl.policy.models.checkpoint import load_weights, local_shard, write_checkpoint
 from titan_rl.policy.models.qwen3 import read_shape
-from titan_rl.policy.models.titan_adaptation import choose_device, join_ranks, lean_imports
+from titan_rl.policy.models.titan_adaptation import choose_device, join_ranks
 from titan_rl.policy.packing import PackingPlan, plan_packing
 from titan_rl.policy.state_copies import StateCopies
 from titan_rl.policy.step_metrics import StepMetrics, logprob_alarm
@@ -51,6 +51,13 @@ WARM_UP_TEMPERATURE = 1.0
 """Of the cross entropy, whatever RL samples with: the demonstrations are taught to the policy as it is."""
 
 _log = logging.getLogger(__name__)
+
+
+def import_torchtitan(device: str) -> None:
+    """Import what computes the policy. torchtitan's modules copy the device when they are imported."""
+    choose_device(device)
+    import titan_rl.policy.models.model
+    import titan_rl.policy.optimizer  # noqa: F401
 
 
 class PolicyUpdater:
@@ -91,13 +98,11 @@ class PolicyUpdater:
         shape = read_shape(model_path)
         shape.check_tensor_parallel(config.tensor_parallel)
         self._device = join_ranks(config.ranks, device)
-        with lean_imports(device):
-            choose_device(device)
-            # Only now: these import torchtitan, whose modules copy the device when they are imported.
-            from titan_rl.policy.models.model import build_policy
-            from titan_rl.policy.optimizer import PolicyOptimizer
+        import_torchtitan(device)
+        from titan_rl.policy.models.model import build_policy
+        from titan_rl.policy.optimizer import PolicyOptimizer
 
-            torch.use_deterministic_algorithms(config.deterministic)  # tells the compiler too, if there is one
+        torch.use_deterministic_algorithms(config.deterministic)
         torch.manual_seed(seed)
         self._config = config
         self._source = model_path

@@ -13,6 +13,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -39,7 +40,8 @@ EXIT_FAILED = 1
 LITTLE_MEMORY = 4 << 30
 """Bytes that the quick start's policy takes to train."""
 _GIB = 1 << 30
-_CHILD = b"titan_rl.supervision.child"
+_TITLE = re.compile(r"titan_rl \S+ rank \d+ \(\S+ of (?P<owner>[^)]+)\)")
+"""Of a process of a mesh."""
 
 
 class Severity(StrEnum):
@@ -203,18 +205,24 @@ def _remains(temporary: Path) -> Iterator[HostFinding]:
 
 
 def _orphans() -> list[int]:
-    """Processes of meshes that live where this one does and whose parent is gone, so that they have another one."""
+    """Processes of meshes whose owner is gone."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            here = os.readlink(entry / "ns/pid") == os.readlink("/proc/self/ns/pid")
-        except (OSError, ValueError):
-            continue
-        if _CHILD in words and here and parent == 1 and os.getpid() != 1:
-            found.append(int(entry.name))
+        with suppress(OSError):
+            if (title := _TITLE.match((entry / "cmdline").read_text(errors="replace"))) and not _lives(title["owner"]):
+                found.append(int(entry.name))
     return sorted(found)
+
+
+def _lives(directory: str) -> bool:
+    """Whether the owner of this directory lives. Raises OSError if that cannot be seen from here."""
+    pipe = os.open(Path(directory, "life"), os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        return os.read(pipe, 1) != b""
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(pipe)
 
 
 def _warning(about: str, sentence: str) -> HostFinding:

@@ -16,8 +16,6 @@ Imports neither Monarch nor torch, so that a dry run on any machine can show the
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -32,29 +30,48 @@ from titan_rl.gateway.config import is_loopback
 from titan_rl.generation.config import generator_environment
 from titan_rl.hosts.facts import HostFacts
 from titan_rl.importing import import_name
+from titan_rl.supervision.fork_server import Stage
 
 Device = Literal["cpu", "cuda"]
 
-_KEEPS_EXIT_STATUS = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (6, 15)
-"""Whether the kernel still has the exit status of a process that Monarch has reaped."""
-
 SUPERVISION_ENVIRONMENT = {
-    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "10s" if _KEEPS_EXIT_STATUS else "1s",
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "10s",
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "1d",
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "1d",
     "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "3d",
     "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "1d",
     "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "1d",
+    "HYPERACTOR_MESH_BOOTSTRAP_ENABLE_PDEATHSIG": "false",
 }
 """Set in every process, the controller too, before Monarch is imported.
 
-- Monarch looks for failed actors every 10 s, because each look leaves some bytes in the controller for good; every
-  second where only Monarch knows how a process ended.
+- Monarch looks for failed actors every 10 s, because each look leaves some bytes in the controller for good.
 - It never takes a silent process for dead, as it would after 30 s: a process may be stopped by SIGSTOP or a debugger,
-  or its laptop sleep. The kernel reports the end of a process instead (`supervision.child`), and every call has its own
-  time limit. The watchdog must be longer than both idle times together.
+  or its laptop sleep. The kernel reports the end of a process instead (`supervision.process_watch`), and every call
+  has its own time limit. The watchdog must be longer than both idle times together.
 - No process ends because it cannot return an answer to a dead sender, as it would after 30 s, even if nobody waits for
-  that answer."""
+  that answer.
+- A process does not end with its parent, which is a stage of the fork server."""
+
+_LIGHT_IMPORTS = (
+    "tokenizers",
+    "titan_rl.metrics.waits",
+    "titan_rl.rollout.group_runner",
+    "titan_rl.routing.dispatcher",
+    "titan_rl.supervision.process",
+)
+_TORCH_IMPORTS = ("torch", "numba")
+_TRAINER_IMPORTS = ("titan_rl.policy.updater:import_torchtitan", "titan_rl.weights.fingerprint")
+_ENGINE_IMPORTS: dict[Device, tuple[str, ...]] = {
+    "cpu": (
+        "titan_rl.generation.vllm.engine",
+        "vllm.model_executor.layers.quantization.online.base",
+        "vllm.model_executor.models.qwen3",
+        "vllm.v1.worker.cpu_worker",
+    ),
+    "cuda": ("titan_rl.generation.vllm.engine", "vllm.model_executor.models.qwen3", "vllm.v1.worker.gpu_worker"),
+}
+"""What the processes of a stage import; none of it imports Monarch."""
 
 TORCHRUN_VARIABLES = """
 RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE ROLE_NAME
@@ -220,6 +237,17 @@ class _Room:
         return sorted(names, key=lambda name: self._computing[name] / self.hosts[name].cpus)
 
 
+def _threads(config: RunConfig) -> dict[str, str]:
+    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(config.placement.threads))
+
+
+def _engine_environment(config: RunConfig, device: Device) -> dict[str, str]:
+    deterministic = config.generator_settings().deterministic
+    engine = generator_environment(device, threads=config.placement.threads, deterministic=deterministic)
+    # otherwise vLLM pins its threads to cores of its own choice, the same ones in every process
+    return {**engine, "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if device == "cpu" else engine
+
+
 def plan(
     config: RunConfig,
     *hosts: HostFacts,
@@ -251,8 +279,8 @@ def plan(
             f"{'this host has' if len(hosts) == 1 else f'these {len(hosts)} hosts have'} "
             f'{devices or "none"}; placement.device = "cpu" needs none'
         )
-    trainer, threads = config.trainer, str(where.threads)
-    common = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **SUPERVISION_ENVIRONMENT}
+    trainer = config.trainer
+    common = {**_threads(config), **SUPERVISION_ENVIRONMENT}
     generators = config.generator_names() if generators is None else generators
     stay = {
         mesh.name: mesh
@@ -307,12 +335,7 @@ def plan(
         find = partial(room.for_trainer, trainer.ranks, trainer.tensor_parallel)
         extra = _DETERMINISTIC_TRAINER if config.trainer_settings().deterministic and device == "cuda" else {}
         place(Kind.TRAINER, "trainer", find, positions, **extra)
-    engine = generator_environment(
-        device, threads=where.threads, deterministic=config.generator_settings().deterministic
-    )
-    if device == "cpu":
-        # otherwise vLLM pins its threads to cores of its own choice, the same ones in every process
-        engine["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    engine = _engine_environment(config, device)
     spares, ranks = config.generator_names()[config.generator.count :], config.generator.tensor_parallel
     for name in generators:
         positions = [f"{'spare, ' if name in spares else ''}tp {rank}/{ranks}" for rank in range(ranks)]
@@ -331,6 +354,36 @@ def plan(
                 f"name an address of {there}, or keep the rollout workers there (placement.rollouts {there})"
             )
     return Placement(device=device, meshes=tuple(meshes.values()))
+
+
+def fork_stages(config: RunConfig, host: HostFacts) -> Stage:
+    """From which fork server's stages the processes of a host come. Where there is one host, all of them begin at once:
+    each will be needed."""
+    device, now = resolve_device(config, host), not config.placement.several_hosts
+    engine = _engine_environment(config, device) if config.generator.engine == "vllm" else None
+    computing = (Kind.TRAINER, Kind.GENERATOR) if engine is not None else (Kind.TRAINER,)
+    trainer = Stage(
+        name="torchtitan",
+        kinds=(Kind.TRAINER,),
+        imports=_TRAINER_IMPORTS,
+        device=device,
+        now=now,
+    )
+    generator = Stage(
+        name="vLLM",
+        kinds=(Kind.GENERATOR,),
+        environment=engine,
+        imports=_ENGINE_IMPORTS[device],
+        now=now,
+    )
+    torch = Stage(name="torch", imports=_TORCH_IMPORTS, above=(trainer, generator)[: len(computing)], now=now)
+    return Stage(
+        name="light",
+        kinds=tuple(kind for kind in Kind if kind not in computing),
+        environment=_threads(config),
+        imports=_LIGHT_IMPORTS,
+        above=(torch,),
+    )
 
 
 def with_devices(host: HostFacts, config: RunConfig, *, serving: bool = False) -> HostFacts:

@@ -67,21 +67,17 @@ def prepare_controller() -> None:
 
 
 def prepare_process(mesh: str, log_directory: str, imports: tuple[str, ...], spans: bool = False) -> None:
-    """Redirect output to the process's log file, begin its timeline, and import the user's modules under the names that
-    pickles refer to.
+    """Begin the process's timeline, and import the user's modules under the names that pickles refer to.
 
     Args:
-        mesh: name of the mesh, for the file name; the rank comes from the environment.
-        log_directory: of the run; empty: do not redirect output.
+        mesh: name of the mesh; the rank comes from the environment.
+        log_directory: of the run; empty: there is no timeline.
         imports: files or modules of the user, in order.
         spans: whether there is a timeline, in `SPANS` beside the logs.
     """
-    rank = os.environ.get("RANK", "0")
     if log_directory and spans:
-        timeline.begin(Path(log_directory).parent / SPANS, mesh, rank=int(rank), host=os.environ.get(HOST, ""))
-    if log_directory:
-        alone = os.environ.get("WORLD_SIZE", "1") == "1"
-        redirect_output(Path(log_directory) / (f"{mesh}.log" if alone else f"{mesh}-rank{rank}.log"))
+        rank, host = int(os.environ.get("RANK", "0")), os.environ.get(HOST, "")
+        timeline.begin(Path(log_directory).parent / SPANS, mesh, rank=rank, host=host)
     for name in imports:
         import_user_module(name)
 

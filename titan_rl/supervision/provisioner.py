@@ -27,11 +27,13 @@ from monarch.actor import MeshFailure, ProcMesh, enable_transport
 from titan_rl.config import PlacementConfig
 from titan_rl.errors import ActorFailed, HostLost, MeshFailed
 from titan_rl.gateway.config import listen
-from titan_rl.hosts.facts import address_towards, transport
+from titan_rl.hosts.facts import HostFacts, address_towards, transport
 from titan_rl.hosts.host import AttachedHost, Host
 from titan_rl.processes import HOST, OWNER, RENDEZVOUS, ending_in_words
 from titan_rl.rpc.connection import bounded
-from titan_rl.supervision.placement import TORCHRUN_VARIABLES, MeshPlan
+from titan_rl.supervision import proxy
+from titan_rl.supervision.fork_server import Stage
+from titan_rl.supervision.placement import TORCHRUN_VARIABLES, Kind, MeshPlan
 from titan_rl.supervision.process import prepare_process
 
 STOP_SECONDS = 20.0
@@ -47,6 +49,11 @@ _serial = itertools.count()
 _provisioners: weakref.WeakSet[Provisioner] = weakref.WeakSet()
 
 _log = logging.getLogger(__name__)
+
+
+def all_light(host: HostFacts) -> Stage:
+    """A fork server whose processes import everything themselves."""
+    return Stage(name="light", kinds=tuple(Kind))
 
 
 def listen_for(where: PlacementConfig) -> tuple[str, int]:
@@ -142,6 +149,7 @@ class Provisioner:
         imports: tuple[str, ...],
         spans: bool = False,
         on_fault: Callable[[ActorFailed], None],
+        stage: Callable[[HostFacts], Stage] = all_light,
         listens: tuple[str, int] = ("", 0),
     ) -> None:
         """
@@ -151,6 +159,7 @@ class Provisioner:
             spans: whether processes write timelines.
             on_fault: called once for every process that ends and every actor that fails, and if the watch over the
                 processes of this host is broken; from any thread.
+            stage: of a host's fork server; by default it imports nothing before it forks.
             listens: see `listen_for`, if other hosts will be attached.
         """
         self._imports = imports
@@ -160,7 +169,9 @@ class Provisioner:
         self._stopping: list[SpawnedProcesses] = []
         self._log_directory = log_directory
         self._listens, (address, _) = listens, listens
+        self._stage = stage
         here = Host(
+            stage=stage,
             log_directory=log_directory,
             on_end=self._ended,
             on_broken=lambda what: on_fault(ActorFailed(what)),
@@ -205,6 +216,7 @@ class Provisioner:
             AttachedHost(
                 name,
                 worker,
+                stage=self._stage,
                 log_directory=self._log_directory,
                 spans=self._spans,
                 controller=self._listens,
@@ -327,8 +339,11 @@ def _command(plan: MeshPlan, spawn_id: str, host: Host, first: int, count: int, 
         HOST: host.name,
         RENDEZVOUS: str(host.scratch / f"{spawn_id}.rendezvous") if count == ranks else host.facts.address,
     }
-    arguments = ["-m", "titan_rl.supervision.child", str(host.scratch), spawn_id, plan.name, str(rank)]
-    return BootstrapCommand(host.python, None, arguments, environment)
+    log = f"{host.logs}/{plan.name}{f'-rank{rank}' * (ranks > 1)}.log" if host.logs else ""
+    asks = ["-I", "-S", proxy.__file__, f"{host.scratch}/{plan.kind}.fork"]
+    return BootstrapCommand(
+        host.python, None, [*asks, str(host.scratch), spawn_id, plan.name, str(rank), log], environment
+    )
 
 
 def _hear(failure: MeshFailure) -> None:

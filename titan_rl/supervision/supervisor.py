@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import logging
 import os
 import time
@@ -38,7 +39,7 @@ from titan_rl.rpc.connection import bounded
 from titan_rl.rpc.mesh_client import until_still
 from titan_rl.supervision.managed_mesh import ManagedMesh, MeshState
 from titan_rl.supervision.mesh_kinds import KINDS, MeshKind, MeshTable
-from titan_rl.supervision.placement import Kind
+from titan_rl.supervision.placement import Kind, fork_stages
 from titan_rl.supervision.provisioner import TOO_LATE, Provisioner, listen_for
 from titan_rl.supervision.run_end import RunEnd, until_either
 from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segments
@@ -82,6 +83,7 @@ class Supervisor:
             imports=imports,
             spans=config.logging.spans and not serving,
             on_fault=self.report,
+            stage=functools.partial(fork_stages, config),
             listens=listen_for(where),
         )
         self.table = MeshTable(

@@ -19,7 +19,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +35,7 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.models.qwen3.parallelize import parallelize_qwen3
+from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
 from titan_rl.policy.config import TrainerConfig
@@ -45,7 +45,6 @@ from titan_rl.policy.models.titan_adaptation import (
     local_part,
     reduce_gradients_by_plain_sums,
     share_padding_of_tied_shards,
-    without_its_trainer,
 )
 from titan_rl.policy.token_scores import token_scores
 from titan_rl.weights.manifest import TIED
@@ -142,8 +141,7 @@ def build_policy(
     dims = _build_meshes(parallelism, config.ranks) if beside is None else beside.dims
     varlen = device.type == "cuda" and config.dtype == "bfloat16"  # the kernel knows no other case
     model_config = qwen3_model_config(shape, VarlenAttention.Config() if varlen else DocumentAttention.Config())
-    with without_its_trainer():
-        model_config.update_from_config(config=SimpleNamespace(parallelism=parallelism))  # it reads nothing else
+    set_qwen3_sharding_config(model_config, enable_sp=False, enable_ep=False)
     with torch.device("meta"):
         model = model_config.build()
     parallelize_qwen3(

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -20,7 +18,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titan_rl.errors import ConfigError
-from titan_rl.importing import Named, left_out, uncompiled
 from titan_rl.processes import join_world
 
 
@@ -35,20 +32,6 @@ def join_ranks(ranks: int, device: str) -> torch.device:
             f"trainer.data_parallel * trainer.tensor_parallel is {ranks}, but there are {dist.get_world_size()} ranks"
         )
     return torch.device(device, local) if device == "cuda" else torch.device(device)
-
-
-LEFT_OUT: dict[str, dict[str, object]] = {
-    "torch._functorch.partitioners": {"get_default_op_list": Named},
-    "torch._inductor": {},
-    "torch._inductor.config": {},
-}
-"""What computes nothing on a CPU: parts of torch's compiler, and the list of operators whose results selective
-activation checkpointing keeps."""
-
-
-def lean_imports(device: str) -> AbstractContextManager[None]:
-    """Import torchtitan without what `device` has no use for: half of the time."""
-    return uncompiled(LEFT_OUT) if device == "cpu" else nullcontext()
 
 
 def choose_device(device: str) -> None:
@@ -68,13 +51,6 @@ def choose_device(device: str) -> None:
             f"torchtitan was imported for {copied.device_type!r} in this process and cannot change to {device!r}"
         )
     utils.device_type, utils.device_module = device, getattr(torch, device)
-
-
-def without_its_trainer() -> AbstractContextManager[None]:
-    """Keep torchtitan from importing its trainer while a model is configured. It only asks whether the config is that
-    trainer's, and the import brings data sets, pandas and Arrow."""
-    no_class = SimpleNamespace(Config=())  # nothing is an instance of ()
-    return left_out({"torchtitan.trainer": {"Trainer": no_class}})
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -1,50 +1,48 @@
-"""The processes of a mesh: the program that each runs, and the watch over their start, stops and end on their host.
-
-    python -m titan_rl.supervision.child DIRECTORY SPAWN MESH RANK
+"""The watch over the processes of a host's meshes: their start, stops and end, and the fork server that they come from.
 
 - DIRECTORY has two named pipes of the watch's process: of the controller, or of the agent of another host. The kernel
-  kills the process when the watch's process ends, whatever either is doing. Monarch alone would end it later, and not
-  while it starts. So this module imports only the standard library.
+  kills the fork server and all processes when the watch's process ends, whatever any of them is doing. Monarch alone
+  would end them later, and not while they start.
 - A process tells its process id through the pipe `births`, and then runs Monarch's main module. From then on a thread
   of the watch waits for it in the kernel, so that its end is known within milliseconds, whatever event loops are doing.
-- SPAWN names one start of a mesh, and is never used again. A process that registers after its mesh was
+- A spawn names one start of a mesh, and is never used again. A process that registers after its mesh was
   stopped is killed.
-- Each end is reported once, with rank, process id and exit status. The thread waits without reaping; Monarch reaps the
-  processes and is sometimes faster. Then the kernel still has the exit status from Linux 6.15 on, not before.
+- Each end is reported once, with rank, process id and exit status. The status is read before the process is reaped,
+  which the fork server takes its time for. It is not known if the fork server was killed before.
 - A stopped process (SIGSTOP, a debugger's detach, Ctrl-Z) has not ended.
 - After `expect_ends` no end is reported.
 - A line that is no birth is logged and left out. A process for which this one has no descriptor left is killed: its end
-  would go unheard. A thread that dies itself is reported (`on_broken`).
+  would go unheard. A thread that dies itself is reported (`on_broken`), and so is a fork server that dies at every
+  start.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
+import json
 import logging
 import os
-import runpy
 import select
 import signal
-import struct
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from titan_rl.processes import answering, die_with_owner, run_and_exit, start_thread
+from titan_rl.processes import answering, ending_in_words, start_thread
+from titan_rl.supervision.fork_server import Stage
+from titan_rl.supervision.proxy import exit_status
 
 _log = logging.getLogger(__name__)
 
-_INFO = struct.Struct("<Q52xi")
-"""`struct pidfd_info` of linux/pidfd.h: the mask and, 60 bytes on, the exit code."""
-_PIDFD_GET_INFO = (3 << 30) | (_INFO.size << 16) | (0xFF << 8) | 11
-_PIDFD_INFO_EXIT = 1 << 3
-_REAP_MILLISECONDS = 100
 _EXIT_MILLISECONDS = 1000
 """How long a process of a stopped mesh may take to exit, and the kernel to end a killed one."""
+FORK_SERVER_SECONDS, FORK_SERVERS = 10.0, 3
+"""So many fork servers, none of which lived for so long, and no more is started."""
 
 
 @dataclass(slots=True)
@@ -62,6 +60,8 @@ class ProcessWatch:
 
     Args:
         directory: of the pipes; private to this process.
+        stage: the fork server's.
+        log: file for what is printed while it imports; empty: the terminal.
         on_end: called with the spawn, the name of the ended process and its exit code (negative: a signal; None: not
             known).
         on_broken: called with a sentence when a thread of the watch has died, so that ends may go unheard.
@@ -70,6 +70,8 @@ class ProcessWatch:
     def __init__(
         self,
         directory: Path,
+        stage: Stage,
+        log: str = "",
         *,
         on_end: Callable[[str, str, int | None], object],
         on_broken: Callable[[str], object],
@@ -86,7 +88,10 @@ class ProcessWatch:
         reading = os.open(life, os.O_RDONLY | os.O_NONBLOCK)  # without a reader it could not be opened
         self._life = os.open(life, os.O_WRONLY)  # for as long as this process lives
         os.close(reading)
+        self._closed = False
         start_thread("births", self._take_births, on_death=on_broken)
+        keep = functools.partial(self._keep_fork_server, directory, stage, log)
+        start_thread("fork server", keep, on_death=on_broken)
 
     def any_ended(self, spawn: str) -> bool:
         """Whether a process of this spawn has ended, reported or not."""
@@ -123,6 +128,7 @@ class ProcessWatch:
 
     def close(self) -> None:
         """Nothing is watched any more. Processes that still live die."""
+        self._closed = True
         os.write(self._pipe, b"\n")
         os.close(self._life)
 
@@ -130,6 +136,23 @@ class ProcessWatch:
     def _of(self, spawn: str) -> Iterator[_Spawn]:
         with self._lock:
             yield self._spawns.setdefault(spawn, _Spawn())
+
+    def _keep_fork_server(self, directory: Path, stage: Stage, log: str) -> None:
+        command = [sys.executable, "-m", "titan_rl.supervision.fork_server", str(directory), json.dumps(asdict(stage))]
+        died_early = 0
+        while died_early < FORK_SERVERS:
+            began = time.monotonic()
+            with open(log or os.devnull, "ab") as file:
+                output = file if log else None
+                server = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0
+                )
+            how = ending_in_words(server.wait())
+            if self._closed:
+                return
+            _log.error("the fork server of this host %s; another one is started", how)
+            died_early = died_early + 1 if time.monotonic() < began + FORK_SERVER_SECONDS else 0
+        raise RuntimeError(f"the fork server {how} {FORK_SERVERS} times in a row" + f"; see {log}" * bool(log))
 
     def _take_births(self) -> None:
         with open(self._pipe, "rb", closefd=False) as births:
@@ -164,7 +187,9 @@ class ProcessWatch:
     def _wait(self, spawn: str, name: str, pid: int) -> None:
         with self._of(spawn) as mine:
             descriptor = mine.living[pid]
-        self._tell_end(spawn, name, pid, _exit_code(descriptor))
+        _poll(descriptor, select.POLLIN, None)
+        status = exit_status(pid, descriptor)
+        self._tell_end(spawn, name, pid, None if status is None else os.waitstatus_to_exitcode(status))
 
     def _tell_end(self, spawn: str, name: str, pid: int, code: int | None) -> None:
         with self._of(spawn) as mine:
@@ -180,53 +205,3 @@ def _poll(descriptor: int, events: int, milliseconds: int | None) -> list[tuple[
     poll = select.poll()
     poll.register(descriptor, events)
     return poll.poll(milliseconds)
-
-
-def _exit_code(pidfd: int) -> int | None:
-    """Wait for the end of a process without reaping it; returns its exit code, or None if somebody else has reaped it
-    and the kernel does not keep the code (before Linux 6.15)."""
-    try:
-        if (end := os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)) is not None:
-            return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-    except ChildProcessError:  # Monarch was faster, or it is the child of another process: the host's worker
-        _poll(pidfd, select.POLLIN, None)
-    _poll(pidfd, 0, _REAP_MILLISECONDS)  # waits for the hang-up: the process is being reaped right now
-    info = bytearray(_INFO.pack(_PIDFD_INFO_EXIT, 0))
-    try:
-        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
-    except OSError:
-        return None
-    mask, status = _INFO.unpack(info)
-    return os.waitstatus_to_exitcode(status) if mask & _PIDFD_INFO_EXIT else None
-
-
-MONARCH_MAIN = "monarch._src.actor.bootstrap_main"
-"""What `monarch.actor.default_bootstrap_cmd()` runs; a test compares."""
-
-
-def announce(births: str, *words: str) -> None:
-    """Tell the watch this process's id. If nobody reads the pipe any more, this process ends."""
-    try:
-        descriptor = os.open(births, os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:  # no reader, or no file any more
-        sys.exit("the owner died while its process started")
-    os.write(descriptor, f"{' '.join(words)} {os.getpid()}\n".encode())
-    os.close(descriptor)
-
-
-def main() -> None:
-    directory, spawn, mesh, rank = sys.argv[1:]
-    die_with_owner(f"{directory}/life")
-    for stop in (signal.SIGTERM, signal.SIGHUP):  # a job's scheduler sends them to all processes; the controller saves
-        signal.signal(stop, lambda *_: None)  # not ignored: the programs that are started here would inherit that
-        signal.siginterrupt(stop, False)
-    from titan_rl.metrics.waits import answer_signals  # only now: it imports asyncio
-
-    answer_signals(f"{mesh} rank {rank}")
-    announce(f"{directory}/births", spawn, mesh, rank)  # from now on it may be asked
-    # without the teardown of the interpreter: with torch it takes 1 to 10 s, and the controller waits for it
-    run_and_exit(functools.partial(runpy.run_module, MONARCH_MAIN, run_name="__main__", alter_sys=True))
-
-
-if __name__ == "__main__":
-    main()

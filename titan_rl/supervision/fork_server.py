@@ -1,0 +1,321 @@
+"""The fork server of a host: imports once what the processes of its meshes need, and forks them.
+
+    python -m titan_rl.supervision.fork_server DIRECTORY STAGE
+
+    light ─┬─ router, gateway, rollout0 …
+           └─ torch ─┬─ torchtitan ── ranks of the trainer
+                     └─ vLLM ── ranks of generators
+
+- A stage is a process that has imported more than the one that it was forked from. It begins when a process of its
+  kinds is asked for, or at once where that is sure to come (`now`).
+- A process is asked for by a `proxy`, through the socket KIND.fork in DIRECTORY. It has the proxy's variables,
+  standard streams, working directory, cores and scheduling class, and a process group of its own.
+- A stage has one thread, no device open and no Monarch: threads, a device's context and Monarch's runtime do not
+  survive a fork. Where imports have made threads or opened a device, the stage logs which, and its processes start
+  Python anew. So does one whose variables differ in what Python and native libraries read when they are loaded.
+- Pages are shared for as long as nobody writes to them, so garbage collection leaves out what was imported.
+- The stages end with the watch (`process_watch`), and with the stage that they were forked from. Processes do not: a
+  stage that is killed ends nothing, and is there again when the next process is asked for.
+- A process that has ended is reaped some seconds later, so that the watch and the proxy can read its exit status.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import logging
+import marshal
+import os
+import runpy
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from titan_rl.processes import die_with, die_with_owner, die_with_peer, run_and_exit
+from titan_rl.supervision.proxy import LENGTH
+
+MONARCH_MAIN = "monarch._src.actor.bootstrap_main"
+"""What `monarch.actor.default_bootstrap_cmd()` runs; a test compares."""
+
+LINGER_SECONDS = 10.0
+"""How long a process that has ended is not reaped: longer than a busy host keeps its watch waiting."""
+READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_")
+"""Beginnings of variables that Python and native libraries read when they are loaded."""
+
+REQUEST_SECONDS = 10.0
+"""How long a proxy may take to say what it wants, which it does at once."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A process that forks others."""
+
+    name: str
+    kinds: tuple[str, ...] = ()
+    """Of the meshes whose processes it forks."""
+    environment: Mapping[str, str] | None = None
+    """Variables that its imports read. They must be those of its processes."""
+    imports: tuple[str, ...] = ()
+    """Modules, or `pkg.mod:function`, a function that imports for `device`."""
+    device: str = "cpu"
+    above: tuple[Stage, ...] = ()
+    """The stages that are forked from it."""
+    now: bool = False
+    """It begins before it is asked."""
+
+    @property
+    def all_kinds(self) -> tuple[str, ...]:
+        """Of it and of the stages above it."""
+        return self.kinds + tuple(kind for stage in self.above for kind in stage.all_kinds)
+
+    @staticmethod
+    def read(content: dict[str, Any]) -> Stage:
+        """From what `asdict` and JSON make of it."""
+        above = tuple(Stage.read(each) for each in content.pop("above"))
+        return Stage(**{**content, "kinds": tuple(content["kinds"]), "imports": tuple(content["imports"])}, above=above)
+
+
+def why_not_fork() -> str:
+    """What of this process would not survive a fork; empty: nothing."""
+    if len(tasks := os.listdir("/proc/self/task")) > 1:
+        names = sorted({Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in tasks})
+        return f"there are {len(tasks)} threads ({', '.join(names)})"
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            if (file := os.readlink(f"/proc/self/fd/{descriptor}")).startswith("/dev/nvidia"):
+                return f"{file} is open"
+    return ""
+
+
+class ForkServer:
+    """One stage, in its process. Takes over the sockets of its kinds and of those above it, which listen."""
+
+    def __init__(self, directory: str, stage: Stage, sockets: dict[str, socket.socket]) -> None:
+        self._directory = directory
+        self._stage = stage
+        self._sockets = sockets
+        self._stages: dict[int, Stage] = {}  # that were forked, by process id
+        self._processes: dict[int, float] = {}  # that were forked: when it was seen that they had ended, or 0
+        self._anew = False
+        self._environment: dict[str, str] = {}  # in which it imports
+        self._set: dict[str, str] = {}  # variables that imports have set
+        self._wake, self._waker = socket.socketpair()
+
+    def serve(self) -> NoReturn:
+        """Import, then fork what is asked for."""
+        set_title(f"titan_rl fork server ({self._stage.name})")
+        os.environ.update(self._stage.environment or {})
+        self._environment = dict(os.environ)
+        for each in self._stage.imports:
+            _import(each, self._stage.device)
+        self._set = {name: value for name, value in os.environ.items() if self._environment.get(name) != value}
+        if reason := why_not_fork():
+            self._anew = True
+            _log.warning("%s: processes start Python anew, because %s", self._stage.name, reason)
+        gc.collect()
+        gc.freeze()
+        for end in (self._wake, self._waker):
+            end.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written to the socket
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        for stage in self._stage.above:
+            if stage.now:
+                self._begin(stage)
+        while True:
+            kinds = {listener: kind for kind, listener in self._sockets.items()}
+            ready, _, _ = select.select([self._wake, *kinds], [], [], LINGER_SECONDS if self._processes else None)
+            if self._wake in ready:
+                self._wake.recv(4096)
+            self._look_after_children()
+            for kind in (kinds[listener] for listener in ready if listener in kinds):
+                if kind in self._stage.kinds:
+                    self._answer(self._sockets[kind])
+                elif kind in self._sockets:  # the stage of another one may have taken it over just now
+                    self._begin(next(stage for stage in self._stage.above if kind in stage.all_kinds))
+
+    def _begin(self, stage: Stage) -> None:
+        theirs = {kind: self._sockets.pop(kind) for kind in stage.all_kinds}
+        me = os.getpid()
+        if (pid := os.fork()) == 0:
+            with _ending_in_exit():
+                die_with(me)
+                self._leave_behind()
+                ForkServer(self._directory, stage, theirs).serve()
+        self._stages[pid] = stage
+        for listener in theirs.values():
+            listener.close()
+
+    def _answer(self, listener: socket.socket) -> None:
+        proxy, _ = listener.accept()
+        with proxy:
+            try:
+                proxy.settimeout(REQUEST_SECONDS)
+                head, streams, *_ = socket.recv_fds(proxy, LENGTH.size, 3)
+                request = marshal.loads(_receive(proxy, *LENGTH.unpack(head)))
+            except (OSError, ValueError, EOFError, struct.error) as error:  # it was killed, perhaps
+                _log.warning("a process was not asked for as it should be: %s: %s", type(error).__name__, error)
+                return
+            if (pid := os.fork()) == 0:
+                with _ending_in_exit():
+                    self._leave_behind()
+                    self._be_process(proxy, request, streams)
+            self._processes[pid] = 0.0
+            for stream in streams:
+                os.close(stream)
+            with contextlib.suppress(OSError):  # it is gone: the process ends too
+                proxy.sendall(f"{pid}".encode())
+
+    def _leave_behind(self) -> None:
+        """Of what a fork has, the sockets and the signals of the stage."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for each in (self._wake, self._waker, *self._sockets.values()):
+            each.close()
+
+    def _be_process(self, proxy: socket.socket, request: dict[str, Any], streams: Sequence[int]) -> NoReturn:
+        os.setpgid(0, 0)
+        for descriptor, stream in enumerate(streams):
+            os.dup2(stream, descriptor)
+            os.close(stream)
+        os.environ.clear()
+        os.environ.update(request["environment"] | self._set)
+        os.chdir(request["directory"])
+        os.sched_setaffinity(0, request["cores"])
+        if request["scheduling"] != os.sched_getscheduler(0):
+            os.sched_setscheduler(0, request["scheduling"], os.sched_param(0))
+        if self._anew or _read_at_start(request["environment"]) != _read_at_start(self._environment):
+            os.set_inheritable(proxy.fileno(), True)
+            words = [sys.executable, "-m", __spec__.name, "--proxy", str(proxy.fileno()), *request["words"]]
+            os.execv(sys.executable, words)
+        be_process(proxy, *request["words"])
+
+    def _look_after_children(self) -> None:
+        now = time.monotonic()
+        for pid, ended in list(self._processes.items()):
+            if ended and now > ended + LINGER_SECONDS:
+                os.waitpid(pid, 0)
+                del self._processes[pid]
+            elif not ended and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                self._processes[pid] = now
+        for pid, stage in list(self._stages.items()):
+            if os.waitpid(pid, os.WNOHANG) != (0, 0):
+                _log.error("the stage %s has ended; it begins again when it is needed", stage.name)
+                del self._stages[pid]
+                self._sockets |= {kind: listen(self._directory, kind) for kind in stage.all_kinds}
+
+
+def be_process(proxy: socket.socket, directory: str, spawn: str, mesh: str, rank: str, log: str = "") -> NoReturn:
+    """Be a process of a mesh from now on: tell the watch, then run Monarch."""
+    die_with_peer(proxy.detach())
+    die_with_owner(f"{directory}/life")
+    set_title(f"titan_rl {mesh} rank {rank} ({spawn} of {directory})")
+    if log:
+        from titan_rl.supervision.process import redirect_output
+
+        redirect_output(Path(log))
+    for stop in (signal.SIGTERM, signal.SIGHUP):  # a job's scheduler sends them to all processes; the controller saves
+        signal.signal(stop, lambda *_: None)  # not ignored: the programs that are started here would inherit that
+        signal.siginterrupt(stop, False)
+    from titan_rl.metrics.waits import answer_signals
+
+    answer_signals(f"{mesh} rank {rank}")
+    _announce(f"{directory}/births", spawn, mesh, rank)  # from now on it may be asked
+    sys.argv = [MONARCH_MAIN]
+    # without the teardown of the interpreter: with torch it takes 1 to 10 s, and the controller waits for it
+    run_and_exit(functools.partial(runpy.run_module, MONARCH_MAIN, run_name="__main__", alter_sys=True))
+
+
+def _announce(births: str, *words: str) -> None:
+    """Tell the watch this process's id. If nobody reads the pipe any more, this process ends."""
+    try:
+        descriptor = os.open(births, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:  # no reader, or no file any more
+        sys.exit("the owner died while its process started")
+    os.write(descriptor, f"{' '.join(words)} {os.getpid()}\n".encode())
+    os.close(descriptor)
+
+
+def listen(directory: str, kind: str) -> socket.socket:
+    """The socket through which processes of a kind are asked for, in the place of an earlier one."""
+    place = f"{directory}/{kind}.fork"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(place)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(place)
+    listener.listen(64)
+    return listener
+
+
+def set_title(title: str) -> None:
+    """Show this in `ps`, in the place of the command line that started the fork server."""
+    os.environ["SPT_NOENV"] = "1"  # do not write over the variables in /proc
+    from setproctitle import setproctitle
+
+    setproctitle(title)
+
+
+def _import(what: str, device: str) -> None:
+    module, _, function = what.partition(":")
+    try:
+        imported = importlib.import_module(module)
+        if function:
+            getattr(imported, function)(device)
+    except Exception:  # the process that needs it says so, to those who wait for it
+        _log.exception("%s cannot be imported", what)
+
+
+def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
+
+
+def _receive(proxy: socket.socket, length: int) -> bytes:
+    received = bytearray()
+    while len(received) < length:
+        if not (part := proxy.recv(length - len(received))):
+            raise EOFError("it was gone")
+        received += part
+    return bytes(received)
+
+
+@contextlib.contextmanager
+def _ending_in_exit() -> Iterator[None]:
+    """A fork must never go on with the work of the process that it was forked from."""
+    try:
+        yield
+    except SystemExit as end:
+        print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
+def main(directory: str, stage: str) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        die_with_owner(f"{directory}/life")
+    except SystemExit:
+        return  # a run that was over at once; nobody is told
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the controller's are blocked while it starts
+    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a job's scheduler sends them to all processes
+        signal.signal(stop, lambda *_: None)
+    light = Stage.read(json.loads(stage))
+    ForkServer(directory, light, {kind: listen(directory, kind) for kind in light.all_kinds}).serve()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--proxy":
+        be_process(socket.socket(fileno=int(sys.argv[2])), *sys.argv[3:])
+    main(*sys.argv[1:])

@@ -1,0 +1,78 @@
+"""What Monarch starts, watches and kills in the place of a process of a mesh, which the fork server forks.
+
+    python -I -S proxy.py SOCKET DIRECTORY SPAWN MESH RANK [LOG]
+
+It passes on its standard streams, variables, directory, cores and scheduling class, and ends as the process does. The
+process dies with it. It imports only what takes no time; the fork server may not be there yet, or be busy importing.
+"""
+
+import marshal
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+
+START_SECONDS = 120.0
+"""How long there may be no fork server."""
+LENGTH = struct.Struct("<Q")
+
+
+def main() -> int:
+    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the process decides
+        signal.signal(stop, signal.SIG_IGN)
+    place, *words = sys.argv[1:]
+    request = marshal.dumps(
+        {
+            "words": words,
+            "environment": dict(os.environ),
+            "directory": os.getcwd(),
+            "cores": tuple(os.sched_getaffinity(0)),
+            "scheduling": os.sched_getscheduler(0),
+        }
+    )
+    with _connect(place) as server:
+        socket.send_fds(server, [LENGTH.pack(len(request))], [0, 1, 2])
+        server.sendall(request)
+        if not (pid := server.recv(32)):
+            print("the fork server ended while it was to fork a process", file=sys.stderr)
+            return 1
+        process = os.pidfd_open(int(pid))
+        select.select([process], [], [])
+        code = os.waitstatus_to_exitcode(exit_status(int(pid), process) or 0)
+    return code if code >= 0 else 128 - code
+
+
+def _connect(place: str) -> socket.socket:
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        server = socket.socket(socket.AF_UNIX)
+        try:
+            server.connect(place)
+            return server
+        except OSError:  # not yet, or not any more: another one is being started
+            server.close()
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def exit_status(pid: int, descriptor: int) -> int | None:
+    """Of a process that has ended, as `wait` gives it; None if it was reaped. Whoever reaps must wait a little.
+
+    Args:
+        descriptor: its pidfd.
+    """
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            status = int(stat.read().rpartition(")")[2].split()[49])
+        signal.pidfd_send_signal(descriptor, 0)  # it is not reaped yet, so the number was its own
+        return status
+    except OSError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
