@@ -25,7 +25,8 @@ from titan_rl.errors import ActorFailed, HostLost, MeshFailed
 from titan_rl.rpc.connection import bounded
 from titan_rl.supervision import provisioner
 from titan_rl.supervision.fork_server import MONARCH_MAIN
-from titan_rl.supervision.placement import SUPERVISION_ENVIRONMENT, Kind, MeshPlan
+from titan_rl.supervision.placement import Kind, MeshPlan
+from titan_rl.supervision.process import SUPERVISION_ENVIRONMENT
 from titan_rl.supervision.provisioner import Provisioner
 
 SECONDS = 60.0

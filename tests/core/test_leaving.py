@@ -9,6 +9,7 @@ from monarch._src.actor.future import Future
 
 from titan_rl.hosts.host import Host
 from titan_rl.processes import run_and_exit
+from titan_rl.supervision.provisioner import all_light
 
 
 def late(future, timeout=None):
@@ -18,7 +19,7 @@ def late(future, timeout=None):
 
 def main():
     global in_time
-    Host(log_directory="", on_end=print, on_broken=print).mesh()
+    Host(stage=all_light, log_directory="", on_end=print, on_broken=print).mesh()
     in_time, Future.get = Future.get, late
     return 7
 

@@ -87,3 +87,11 @@ def test_the_death_of_a_thread_of_the_watch_is_told(tmp_path: Path, monkeypatch:
     watch.births.write_text(f"mesh-1 mesh 0 {os.getpid()}\n")
     assert told.get(timeout=SECONDS).startswith("thread births ended: AttributeError")
     watch.close()
+
+
+def test_a_fork_server_that_cannot_live_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(process_watch.sys, "executable", "/bin/false")
+    watch = ProcessWatch(tmp_path, Stage(name="none"), on_end=lambda *end: None, on_broken=told.put)
+    assert "the fork server exited with code 1 3 times in a row" in told.get(timeout=SECONDS)
+    watch.close()

@@ -73,6 +73,7 @@ ENDED_BY = {
 EXCEPTIONS = {
     "view/watch.py:_looks": "a file tells nobody that it has grown",
     "supervision/supervisor.py:start": "the pause before a mesh that keeps failing is started again",
+    "supervision/proxy.py:_connect": "a socket that is not there yet tells nobody that it is",
     "hosts/elastic.py:_rejoin": "the pause before a lost host is tried again",
     "rpc/mesh_client.py:until_still": "a process that hangs tells nobody, nor does a host that is cut off",
     "actors/rollout_worker.py:_report": "the kernel tells nobody that shared memory was freed",

@@ -27,6 +27,7 @@ from titan_rl.hosts.facts import HostFacts, detect_host, installed
 from titan_rl.one_line import counted
 from titan_rl.overrides import Command, Verb
 from titan_rl.supervision.process import PREFIX, dead_scratch
+from titan_rl.supervision.proxy import owner_lives
 from titan_rl.weights.segment_files import DIRECTORY, dead_segments
 
 CORE = ("torch", "torchmonarch", "torchtitan", "vllm")
@@ -209,20 +210,11 @@ def _orphans() -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if (title := _TITLE.match((entry / "cmdline").read_text(errors="replace"))) and not _lives(title["owner"]):
+            if (title := _TITLE.match((entry / "cmdline").read_text(errors="replace"))) and not owner_lives(
+                title["owner"]
+            ):
                 found.append(int(entry.name))
     return sorted(found)
-
-
-def _lives(directory: str) -> bool:
-    """Whether the owner of this directory lives. Raises OSError if that cannot be seen from here."""
-    pipe = os.open(Path(directory, "life"), os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        return os.read(pipe, 1) != b""
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(pipe)
 
 
 def _warning(about: str, sentence: str) -> HostFinding:

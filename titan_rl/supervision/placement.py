@@ -31,27 +31,9 @@ from titan_rl.generation.config import generator_environment
 from titan_rl.hosts.facts import HostFacts
 from titan_rl.importing import import_name
 from titan_rl.supervision.fork_server import Stage
+from titan_rl.supervision.process import SUPERVISION_ENVIRONMENT
 
 Device = Literal["cpu", "cuda"]
-
-SUPERVISION_ENVIRONMENT = {
-    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "10s",
-    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "1d",
-    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "1d",
-    "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "3d",
-    "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "1d",
-    "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "1d",
-    "HYPERACTOR_MESH_BOOTSTRAP_ENABLE_PDEATHSIG": "false",
-}
-"""Set in every process, the controller too, before Monarch is imported.
-
-- Monarch looks for failed actors every 10 s, because each look leaves some bytes in the controller for good.
-- It never takes a silent process for dead, as it would after 30 s: a process may be stopped by SIGSTOP or a debugger,
-  or its laptop sleep. The kernel reports the end of a process instead (`supervision.process_watch`), and every call
-  has its own time limit. The watchdog must be longer than both idle times together.
-- No process ends because it cannot return an answer to a dead sender, as it would after 30 s, even if nobody waits for
-  that answer.
-- A process does not end with its parent, which is a stage of the fork server."""
 
 _LIGHT_IMPORTS = (
     "tokenizers",

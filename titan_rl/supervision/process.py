@@ -34,7 +34,6 @@ from titan_rl.errors import Stopped, TitanError
 from titan_rl.importing import import_user_module
 from titan_rl.metrics.timeline import SPANS, timeline
 from titan_rl.processes import HOST
-from titan_rl.supervision.placement import SUPERVISION_ENVIRONMENT
 
 PREFIX = "titan_rl-"
 LONGEST_PARENT = 40
@@ -42,6 +41,25 @@ LONGEST_PARENT = 40
 
 OPEN_FILES = 1 << 16
 """To which a run raises the limit of its processes, as far as it may."""
+
+SUPERVISION_ENVIRONMENT = {
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "10s",
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "1d",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "1d",
+    "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "3d",
+    "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "1d",
+    "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "1d",
+    "HYPERACTOR_MESH_BOOTSTRAP_ENABLE_PDEATHSIG": "false",
+}
+"""Set in every process, the controller too, before Monarch is imported.
+
+- Monarch looks for failed actors every 10 s, because each look leaves some bytes in the controller for good.
+- It never takes a silent process for dead, as it would after 30 s: a process may be stopped by SIGSTOP or a debugger,
+  or its laptop sleep. The kernel reports the end of a process instead (`supervision.process_watch`), and every call
+  has its own time limit. The watchdog must be longer than both idle times together.
+- No process ends because it cannot return an answer to a dead sender, as it would after 30 s, even if nobody waits for
+  that answer.
+- A process does not end with its parent, which is a stage of the fork server."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -24,6 +24,7 @@ def main() -> int:
     for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the process decides
         signal.signal(stop, signal.SIG_IGN)
     place, *words = sys.argv[1:]
+    directory = words[0]
     request = marshal.dumps(
         {
             "words": words,
@@ -33,7 +34,7 @@ def main() -> int:
             "scheduling": os.sched_getscheduler(0),
         }
     )
-    with _connect(place) as server:
+    with _connect(place, directory) as server:
         socket.send_fds(server, [LENGTH.pack(len(request))], [0, 1, 2])
         server.sendall(request)
         if not (pid := server.recv(32)):
@@ -45,7 +46,7 @@ def main() -> int:
     return code if code >= 0 else 128 - code
 
 
-def _connect(place: str) -> socket.socket:
+def _connect(place: str, directory: str) -> socket.socket:
     deadline = time.monotonic() + START_SECONDS
     while True:
         server = socket.socket(socket.AF_UNIX)
@@ -54,9 +55,20 @@ def _connect(place: str) -> socket.socket:
             return server
         except OSError:  # not yet, or not any more: another one is being started
             server.close()
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or not owner_lives(directory):
                 raise
             time.sleep(0.02)
+
+
+def owner_lives(directory: str) -> bool:
+    """Whether the owner of this directory of a watch lives. Raises OSError if the directory is not there."""
+    pipe = os.open(f"{directory}/life", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        return os.read(pipe, 1) != b""
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(pipe)
 
 
 def exit_status(pid: int, descriptor: int) -> int | None:
