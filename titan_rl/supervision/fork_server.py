@@ -2,9 +2,9 @@
 
     python -m titan_rl.supervision.fork_server DIRECTORY STAGE
 
-    light ─┬─ router, gateway, rollout0 …
-           └─ torch ─┬─ torchtitan ── ranks of the trainer
-                     └─ vLLM ── ranks of generators
+    fork server ─┬─ light ── router, gateway, rollout0 …
+                 └─ torch ─┬─ torchtitan ── ranks of the trainer
+                           └─ vLLM ── ranks of generators
 
 - A stage is a process that has imported more than the one that it was forked from. It begins when a process of its
   kinds is asked for, or at once where that is sure to come (`now`).
@@ -119,14 +119,15 @@ class ForkServer:
         set_title(f"titan_rl fork server ({self._stage.name})")
         os.environ.update(self._stage.environment or {})
         self._environment = dict(os.environ)
+        gc.disable()  # it would look at what is imported again and again, and find nothing
         for each in self._stage.imports:
             _import(each, self._stage.device)
         self._set = {name: value for name, value in os.environ.items() if self._environment.get(name) != value}
         if reason := why_not_fork():
             self._anew = True
             _log.warning("%s: processes start Python anew, because %s", self._stage.name, reason)
-        gc.collect()
         gc.freeze()
+        gc.enable()
         for end in (self._wake, self._waker):
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written to the socket
@@ -311,8 +312,8 @@ def main(directory: str, stage: str) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the controller's are blocked while it starts
     for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a job's scheduler sends them to all processes
         signal.signal(stop, lambda *_: None)
-    light = Stage.read(json.loads(stage))
-    ForkServer(directory, light, {kind: listen(directory, kind) for kind in light.all_kinds}).serve()
+    root = Stage.read(json.loads(stage))
+    ForkServer(directory, root, {kind: listen(directory, kind) for kind in root.all_kinds}).serve()
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ _LIGHT_IMPORTS = (
     "titan_rl.routing.dispatcher",
     "titan_rl.supervision.process",
 )
-_TORCH_IMPORTS = ("torch", "numba")
+_TORCH_IMPORTS = ("torch", "torch._inductor.lowering", "torch.distributed.fsdp", "torch.distributed.tensor", "numba")
 _TRAINER_IMPORTS = ("titan_rl.policy.updater:import_torchtitan", "titan_rl.weights.fingerprint")
 _ENGINE_IMPORTS: dict[Device, tuple[str, ...]] = {
     "cpu": (
@@ -359,13 +359,9 @@ def fork_stages(config: RunConfig, host: HostFacts) -> Stage:
         now=now,
     )
     torch = Stage(name="torch", imports=_TORCH_IMPORTS, above=(trainer, generator)[: len(computing)], now=now)
-    return Stage(
-        name="light",
-        kinds=tuple(kind for kind in Kind if kind not in computing),
-        environment=_threads(config),
-        imports=_LIGHT_IMPORTS,
-        above=(torch,),
-    )
+    others = tuple(kind for kind in Kind if kind not in computing)
+    light = Stage(name="light", kinds=others, imports=_LIGHT_IMPORTS, now=now)
+    return Stage(name="root", environment=_threads(config), above=(light, torch))
 
 
 def with_devices(host: HostFacts, config: RunConfig, *, serving: bool = False) -> HostFacts:
