@@ -70,11 +70,19 @@ def meshes(pids: Sequence[int]) -> list[Process]:
     """Those that belong to a mesh, by their title: `titan_rl MESH rank RANK (…)`."""
     found = []
     for pid in pids:
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            program, mesh, word, rank, *_ = Path(f"/proc/{pid}/cmdline").read_text().split(" ")
+        with contextlib.suppress(ValueError):
+            program, mesh, word, rank, *_ = _title(pid).split(" ")
             if (program, word) == ("titan_rl", "rank"):
                 found.append(Process(mesh, int(rank), pid))
     return sorted(found)
+
+
+def _title(pid: int) -> str:
+    """What `ps` shows of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0")
+    except OSError:
+        return ""
 
 
 def listening_ports(pid: int) -> Iterator[int]:
@@ -119,6 +127,12 @@ class Attack:
             case "controller killed, newest checkpoint damaged":
                 damaged = self._damage_checkpoint()
                 return self._end_controller(signal.SIGKILL, f"was killed, {damaged} is damaged")
+            case "fork server killed":
+                servers = [pid for pid in marked(self._mark) if _title(pid).startswith("titan_rl fork server")]
+                server = _pick(servers, luck)
+                hit = Hit(f"{_title(server)} (pid {server}) was killed")
+                os.kill(server, signal.SIGKILL)
+                return hit
             case "environment killed":
                 worker = _pick(self._ranks("rollout"), luck)
                 child = _pick(_children(worker.pid), luck)

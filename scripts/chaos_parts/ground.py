@@ -152,7 +152,7 @@ class Ground:
         from titan_rl.hosts.elastic import ask
 
         try:
-            shown = "\n".join(ask(run, {"verb": "show", "names": [], "generators": None})["lines"])
+            shown = "\n".join(ask(run, {"verb": "show", "names": []})["lines"])
         except TitanError as error:
             raise LookupError(str(error)) from error  # it is starting
         serving = [worker for worker in self._workers if f" at {worker.host.address}: " in shown]

@@ -40,6 +40,7 @@ KINDS: dict[str, Kind] = {
     "trainer rank killed": Kind("trainer"),
     "trainer stopped": Kind("trainer", hangs=True),
     "trainer killed, its copies damaged": Kind("trainer"),
+    "fork server killed": Kind(),
     "controller killed": Kind(),
     "controller killed, newest checkpoint damaged": Kind(),
     "controller asked to stop": Kind(),
