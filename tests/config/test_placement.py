@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +22,9 @@ from titan_rl.hosts.facts import HostFacts, detect_host, visible_devices
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.rollout.config import AgentsConfig, EnvironmentConfig, RolloutConfig
 from titan_rl.run.checks import CPU_BLOCK, CPU_HEAD_DIMS
+from titan_rl.supervision.fork_server import READ_AT_START, Stage
 from titan_rl.supervision.mesh_kinds import TrainerKind
-from titan_rl.supervision.placement import TORCHRUN_VARIABLES, describe, devices_needed, plan
+from titan_rl.supervision.placement import TORCHRUN_VARIABLES, Kind, describe, devices_needed, fork_stages, plan
 
 LISTING = """\
 GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0a1b)
@@ -108,6 +110,33 @@ def test_dynamo_is_turned_off_for_generators_on_cpu_only():
     on_cuda = plan(config, HostFacts(cpus=2, cuda_devices=(0, 1, 2))).mesh("generator0").env[0]
     assert on_cpu["TORCHDYNAMO_DISABLE"] == "1" and on_cpu["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert not {"TORCHDYNAMO_DISABLE", "VLLM_CPU_OMP_THREADS_BIND"} & set(on_cuda)
+
+
+def stages(stage: Stage, environment: Mapping[str, str]) -> Iterator[tuple[Stage, Mapping[str, str]]]:
+    """Those that fork processes, each with the variables in which it imports."""
+    environment = {**environment, **(stage.environment or {})}
+    if stage.kinds:
+        yield stage, environment
+    for above in stage.above:
+        yield from stages(above, environment)
+
+
+@given(configs, st.sampled_from(["vllm", "simulated"]), st.booleans())
+def test_every_process_can_be_forked_from_the_one_stage_of_its_kind(config, engine, deterministic):
+    parallel = config.generator.tensor_parallel if engine == "vllm" else 1
+    generator = replace(config.generator, engine=engine, tensor_parallel=parallel)
+    config = replace(config, generator=generator, deterministic=deterministic)
+    host = HostFacts(cpus=8, cuda_devices=tuple(range(devices_needed(config))))
+    found = list(stages(fork_stages(config, host), {}))
+    assert sorted(kind for stage, _ in found for kind in stage.kinds) == sorted(Kind)
+    of = {kind: (stage, environment) for stage, environment in found for kind in stage.kinds}
+    assert of[Kind.TRAINER][0].imports != of[Kind.ROUTER][0].imports
+    assert (of[Kind.GENERATOR][0] is of[Kind.ROUTER][0]) == (engine == "simulated")
+    for mesh in plan(config, host).meshes:
+        stage, environment = of[mesh.kind]
+        for variables in mesh.env:
+            read = {name for name in variables if name.startswith(READ_AT_START) or name in (stage.environment or {})}
+            assert {name: variables[name] for name in read} == {name: environment.get(name) for name in read}
 
 
 @given(configs, st.integers(1, 3), st.sampled_from(["cpu", "cuda"]), st.booleans())

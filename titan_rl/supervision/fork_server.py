@@ -35,6 +35,7 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -128,6 +129,7 @@ class ForkServer:
             _log.warning("%s: processes start Python anew, because %s", self._stage.name, reason)
         gc.freeze()
         gc.enable()
+        sys.stdout.flush()  # or each process prints it again
         for end in (self._wake, self._waker):
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written to the socket
@@ -197,6 +199,7 @@ class ForkServer:
         os.sched_setaffinity(0, request["cores"])
         if request["scheduling"] != os.sched_getscheduler(0):
             os.sched_setscheduler(0, request["scheduling"], os.sched_param(0))
+        _forget()
         if self._anew or _read_at_start(request["environment"]) != _read_at_start(self._environment):
             os.set_inheritable(proxy.fileno(), True)
             words = [sys.executable, "-m", __spec__.name, "--proxy", str(proxy.fileno()), *request["words"]]
@@ -276,6 +279,15 @@ def _import(what: str, device: str) -> None:
             getattr(imported, function)(device)
     except Exception:  # the process that needs it says so, to those who wait for it
         _log.exception("%s cannot be imported", what)
+
+
+def _forget() -> None:
+    """Be as after a start in what Python and numpy keep for a process, and the stage has used."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    logging.basicConfig(level=logging.WARNING, handlers=(), force=True)
+    tempfile.tempdir = None
+    if (random := sys.modules.get("numpy.random")) is not None:
+        random.seed()
 
 
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
