@@ -153,6 +153,10 @@ def bring_up(lock_descriptor: int) -> None:
     pins = dict(re.findall(r"^([\w-]+)==(\S+)", LOCK.read_text(), re.MULTILINE))
     check_this_machine()
     whole = found_stamp()[:1] == wanted_stamp()[:1]
+    if not whole and VENV.is_symlink():
+        raise SetupError(
+            f"{VENV} is a link, and what it points to, {VENV.resolve()}, would be emptied. Remove the link."
+        )
     STAMP.unlink(missing_ok=True)
     if not whole:
         say(f"making {VENV} with Python {platform.python_version()}")

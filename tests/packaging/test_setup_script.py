@@ -165,6 +165,17 @@ def test_without_a_stamp_the_environment_is_made_anew(finished):
     assert not (finished.site_packages / "leftover.py").exists()
 
 
+def test_an_environment_behind_a_link_is_left_alone(tmp_path):
+    clone = Clone(tmp_path / "clone")
+    others = tmp_path / "others"
+    others.mkdir()
+    (others / "titan_rl.stamp").write_text("of another clone")
+    (clone.root / ".venv").symlink_to(others)
+    code, _, err = clone.set_up()
+    assert code == 1 and "is a link" in err
+    assert (others / "titan_rl.stamp").read_text() == "of another clone"
+
+
 def test_what_uv_cannot_find_is_told_and_the_next_start_goes_on(finished):
     finished.write_lock(LOCK + "probe-absent==7\n")
     code, _, err = finished.set_up()
