@@ -90,7 +90,7 @@ class ProcessWatch:
         os.close(reading)
         self._closed = False
         start_thread("births", self._take_births, on_death=on_broken)
-        keep = functools.partial(self._keep_fork_server, directory, stage, log)
+        keep = functools.partial(self._keep_fork_server, directory, stage, log, dict(os.environ))
         start_thread("fork server", keep, on_death=on_broken)
 
     def any_ended(self, spawn: str) -> bool:
@@ -137,16 +137,23 @@ class ProcessWatch:
         with self._lock:
             yield self._spawns.setdefault(spawn, _Spawn())
 
-    def _keep_fork_server(self, directory: Path, stage: Stage, log: str) -> None:
+    def _keep_fork_server(self, directory: Path, stage: Stage, log: str, environment: dict[str, str]) -> None:
+        """`environment`: not this process's own, which another thread may be changing."""
         command = [sys.executable, "-m", "titan_rl.supervision.fork_server", str(directory), json.dumps(asdict(stage))]
         died_early = 0
         while died_early < FORK_SERVERS:
             began = time.monotonic()
-            with open(log or os.devnull, "ab") as file:
-                output = file if log else None
-                server = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0
-                )
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) if log else None
+            server = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                process_group=0,
+            )
+            if output is not None:
+                os.close(output)
             how = ending_in_words(server.wait())
             if self._closed:
                 return

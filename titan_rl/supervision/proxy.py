@@ -56,7 +56,7 @@ def _connect(place: str, directory: str) -> socket.socket:
         except OSError:  # not yet, or not any more: another one is being started
             server.close()
             if time.monotonic() > deadline or not owner_lives(directory):
-                raise
+                sys.exit(f"no fork server answers at {place}")
             time.sleep(0.02)
 
 
