@@ -55,9 +55,13 @@ def _connect(place: str, directory: str) -> socket.socket:
             return server
         except OSError:  # not yet, or not any more: another one is being started
             server.close()
-            if time.monotonic() > deadline or not owner_lives(directory):
-                sys.exit(f"no fork server answers at {place}")
-            time.sleep(0.02)
+        try:
+            waits = owner_lives(directory) and time.monotonic() < deadline
+        except OSError:  # the directory is gone with its owner
+            waits = False
+        if not waits:
+            sys.exit(f"no fork server answers at {place}")
+        time.sleep(0.02)
 
 
 def owner_lives(directory: str) -> bool:
