@@ -1,14 +1,15 @@
 """References to samples, and the samples of one training step as the controller hands them on.
 
-A reference says where a sample is and holds every number that a decision needs.
+A reference says where a sample is and holds every number that a decision needs. References travel as columns, of which
+those that say the same of all samples hold it once: a message has half of the bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,7 +28,7 @@ class SampleRef(NamedTuple):
     """One sample in one store.
 
     It names that sample for ever: `(store, sample_id)` is never used again, neither after a release nor for another
-    attempt at the same group. A tuple, because it pickles to about 100 bytes, whatever the sample's length.
+    attempt at the same group.
     """
 
     store: str
@@ -57,23 +58,54 @@ class SampleRef(NamedTuple):
         return encoded_size(self.length)
 
 
-def reference_to(sample: TrainingSample) -> SampleRef:
-    """The reference to a sample that is in no store."""
+def reference_to(
+    sample: TrainingSample,
+    *,
+    store: str = "",
+    sample_id: int = 0,
+    location: str = "",
+    offset: int = 0,
+    checksum: int = 0,
+) -> SampleRef:
+    """The reference to a sample, without more said of one that is in no store."""
     versions = sample.versions[sample.loss_mask]
     return SampleRef(
-        store="",
-        sample_id=0,
+        store=store,
+        sample_id=sample_id,
         group_id=sample.group_id,
         sample=sample.sample,
         length=len(sample.token_ids),
         trained_tokens=len(versions),
         reward=sample.reward,
         oldest_version=int(np.minimum.reduce(versions)) if len(versions) else NO_VERSION,
-        location="",
-        offset=0,
-        checksum=0,
+        location=location,
+        offset=offset,
+        checksum=checksum,
         advantage=sample.advantage,
     )
+
+
+Columns = tuple[tuple[Any, ...], ...]
+
+
+def to_columns(rows: Iterable[Sequence[Any]]) -> Columns:
+    """Rows of one length, for a message. A column that has the same in all rows holds it once."""
+    return tuple(map(_once, zip(*rows, strict=True)))
+
+
+def from_columns(columns: Columns, count: int) -> Iterator[tuple[Any, ...]]:
+    """The `count` rows, as they were."""
+    if not columns:
+        return iter([()] * count)
+    return zip(*(column if len(column) == count else column * count for column in columns), strict=True)
+
+
+def _once(column: tuple[Any, ...]) -> tuple[Any, ...]:
+    first = column[0]
+    differs = first == 0.0 and isinstance(first, float)  # -0.0 is equal to it
+    if differs or column.count(first) < len(column) or len(set(map(type, column))) > 1:
+        return column
+    return column[:1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +119,11 @@ class SampleBatch:
     refs: tuple[SampleRef, ...]
     samples: tuple[TrainingSample, ...] | None = None
     """Of a batch that was made of samples, one per reference. None: they are in stores."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.samples is not None:
+            return SampleBatch, (self.refs, self.samples)
+        return _of_columns, (to_columns(self.refs), len(self.refs))
 
     @staticmethod
     def of(items: Iterable[TrainingSample] | Iterable[SampleRef]) -> SampleBatch:
@@ -145,3 +182,7 @@ class SampleBatch:
     def oldest_versions(self) -> list[int]:
         """Of each sample, the smallest encoded version among its trained tokens; NO_VERSION where none is trained."""
         return [ref.oldest_version for ref in self.refs]
+
+
+def _of_columns(columns: Columns, count: int) -> SampleBatch:
+    return SampleBatch(tuple(map(SampleRef._make, from_columns(columns, count))))

@@ -20,18 +20,13 @@ from titan_rl.errors import CheckpointError
 from titan_rl.loop.records import RunSummary
 from titan_rl.loop.stages import Evaluation
 from titan_rl.metrics.json_lines import json_object
-from titan_rl.metrics.rollout_record import RolloutRecord
+from titan_rl.metrics.rollout_record import NUMBERS, RolloutRecord
 from titan_rl.rollout.report import GroupReport
 from titan_rl.scheduling.group_buffer import GroupBuffer
 from titan_rl.scheduling.schedule import Schedule, Untrainable, UntrainableStreak
 from titan_rl.types import PolicyVersion, Purpose
 
 LEDGER = "ledger.msgpack"
-_NUMBERS = (
-    *("sample", "reward", "reward_parts", "error", "stop_reason", "truncated"),
-    *("turn_count", "sampled_tokens", "metrics", "branch_count", "rendered_anew"),
-)
-"""What is stored of a rollout, in this order."""
 PACKAGES = "packages.json"
 """Of a checkpoint; the second holds the versions of the packages that wrote it."""
 
@@ -148,7 +143,7 @@ def _fields(of: Any) -> dict[str, Any]:
 
 
 def _report_state(report: GroupReport) -> dict[str, Any]:
-    rollouts = [[getattr(rollout, name) for name in _NUMBERS] for rollout in report.rollouts]
+    rollouts = [[getattr(rollout, name) for name in NUMBERS] for rollout in report.rollouts]
     return {**_fields(report), "rollouts": rollouts, "samples": report.samples.refs}
 
 
@@ -159,7 +154,7 @@ def _report(state: dict[str, Any]) -> GroupReport:
             **state,
             "purpose": Purpose(state["purpose"]),
             "rollouts": tuple(
-                msgspec.convert({**group, **dict(zip(_NUMBERS, numbers, strict=True))}, RolloutRecord)
+                msgspec.convert({**group, **dict(zip(NUMBERS, numbers, strict=True))}, RolloutRecord)
                 for numbers in state["rollouts"]
             ),
             "samples": SampleBatch.of(msgspec.convert(state["samples"], tuple[SampleRef, ...])),

@@ -36,6 +36,12 @@ ROLLOUTS = "rollouts.jsonl"
 
 _log = logging.getLogger(__name__)
 
+NUMBERS = (
+    *("sample", "reward", "reward_parts", "error", "stop_reason", "truncated"),
+    *("turn_count", "sampled_tokens", "metrics", "branch_count", "rendered_anew"),
+)
+"""What a report says of one rollout of its group, in the order in which it travels and a checkpoint keeps it."""
+
 PlainMessage = dict[str, Any]
 """Role and content, and as far as there are any: reasoning, name, tool_calls (name, arguments, raw)."""
 

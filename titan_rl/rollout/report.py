@@ -1,26 +1,28 @@
 """The result of a group, its report to the controller, and the texts and tokens of the few rollouts that are recorded.
 
 - `GroupResult` stays in the worker that played the group: conversations, tokens, samples.
-- `GroupReport` holds numbers and references, never tokens: its size does not depend on how much was sampled. Its holder
-  owns the `samples` and releases them exactly once.
+- `GroupReport` holds numbers and references, never tokens: its size does not depend on how much was sampled. It travels
+  as columns. Its holder owns the `samples` and releases them exactly once.
 - `texts` of a recorded branch joined are its decoded text. A character of several tokens is the text of its last one.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
+from titan_rl.data_plane.sample_batch import Columns, SampleBatch, SampleRef, from_columns, to_columns
 from titan_rl.errors import TitanError
 from titan_rl.isolation.wire import ExamplePrompt
-from titan_rl.metrics.rollout_record import BranchRecord, PlainMessage, RolloutRecord, TurnRecord
+from titan_rl.metrics.rollout_record import NUMBERS, BranchRecord, PlainMessage, RolloutRecord, TurnRecord
 from titan_rl.policy.token_score_recorder import SampleName, TokenScores
 from titan_rl.rollout.samples import training_samples
 from titan_rl.rollout.trajectory import Trajectory
@@ -108,6 +110,15 @@ class GroupReport:
     restarts: int = 0
     """Processes of user code that died in the worker since its last report."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        parts, metrics = (_names_of(getattr(each, name) for each in self.rollouts) for name in _NAMED)
+        rows = (
+            (*_numbers(each), *map(each.reward_parts.get, parts), *map(each.metrics.get, metrics))
+            for each in self.rollouts
+        )
+        group = (self.group_id, self.purpose.value, self.attempt, self.restarts)
+        return _of_columns, (group, len(self.rollouts), to_columns(rows), parts, metrics, self.samples)
+
     @property
     def oldest_version(self) -> int | None:
         """Smallest encoded version among the group's trained tokens; None when it has none."""
@@ -138,6 +149,50 @@ class GroupReport:
     def solved(self) -> bool:
         """Whether the group cannot be improved: every rollout is an exact match, with the same reward."""
         return len(self.rewards) == 1 and all(r.exact_match >= 1.0 and not r.error for r in self.rollouts)
+
+
+_NAMED = ("reward_parts", "metrics")
+_ALONE = tuple(name for name in NUMBERS if name not in _NAMED)
+_numbers = attrgetter(*_ALONE)
+
+
+def _names_of(rows: Iterable[Mapping[str, float]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(rows)))
+
+
+def _of_columns(
+    group: tuple[int, str, int, int],
+    count: int,
+    columns: Columns,
+    parts: Sequence[str],
+    metrics: Sequence[str],
+    samples: SampleBatch,
+) -> GroupReport:
+    """The report that `GroupReport.__reduce__` took apart; None stands where a rollout has no number of a name."""
+    group_id, purpose, attempt, restarts = group
+    of_group: dict[str, Any] = {"purpose": Purpose(purpose), "group": group_id, "attempt": attempt}
+    alone, named = len(_ALONE), len(_ALONE) + len(parts)
+    rollouts = tuple(
+        RolloutRecord(
+            **of_group,
+            **dict(zip(_ALONE, row, strict=False)),
+            reward_parts=_present(parts, row[alone:named]),
+            metrics=_present(metrics, row[named:]),
+        )
+        for row in from_columns(columns, count)
+    )
+    return GroupReport(
+        group_id=group_id,
+        purpose=of_group["purpose"],
+        attempt=attempt,
+        rollouts=rollouts,
+        samples=samples,
+        restarts=restarts,
+    )
+
+
+def _present(names: Sequence[str], values: Sequence[float | None]) -> dict[str, float]:
+    return {name: value for name, value in zip(names, values, strict=True) if value is not None}
 
 
 def report_of(request: GroupRequest, result: GroupResult, refs: Sequence[SampleRef]) -> GroupReport:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -75,6 +75,8 @@ class Prompt:
     """Of a chat's messages, as `_digests` counts; empty: not computed."""
     rendered_anew: bool = False
     """As `Turn.rendered_anew`, for the first of its choices."""
+    token_digests: dict[SamplingParams, str] = field(default_factory=dict)
+    """`prompt_digest` by the sampling with which engines can serve it. Rollouts of a group share their first prompt."""
 
 
 def first_prompt(renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Prompt:
@@ -157,8 +159,10 @@ class Trajectory:
     @property
     def finish_reasons(self) -> list[FinishReason]:
         """Of the turns, in their order, but that of the turn with which the graded conversation ends is the last."""
-        ordered = sorted(self.turns, key=lambda turn: turn is self._graded)
-        return [turn.finish_reason for turn in ordered]
+        turns = self.turns
+        if len(turns) > 1:
+            turns = sorted(turns, key=lambda turn: turn is self._graded)
+        return [turn.finish_reason for turn in turns]
 
     def prompt_of_chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Prompt:
         """The prompt of a conversation. It extends the tokens sampled before if that can be proven; if not, it is
@@ -210,7 +214,8 @@ class Trajectory:
         for prompt, wanted in prompts:
             room = max(1, self._max_model_len - len(prompt.token_ids))
             sampling = _sampling(group.sampling, wanted, min(room, share))
-            digest = prompt_digest(prompt.token_ids)
+            known = prompt.token_digests.get(sampling)
+            digest = known or prompt_digest(prompt.token_ids)
             for number in range(choices):
                 repeat = equal_prompts.get(digest, 0)
                 request = GenerationRequest(
@@ -224,8 +229,9 @@ class Trajectory:
                     exact_version=group.exact_version,
                     session_id=self.request.session_id,
                 )
-                if not number:  # the others differ by id and seed only
+                if not (known or number):  # the others differ by id and seed only
                     validate_request(request, max_model_len=self._max_model_len, vocab_size=self._renderer.vocab_size)
+                    prompt.token_digests[sampling] = digest
                 requests.append(request)
                 equal_prompts[digest] = repeat + 1
                 open_choices[request.request_id] = _Open(prompt, number, sampling.max_new_tokens, request.seed)
