@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample_examples import bits, group_of, sample_of
 
-from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.data_plane.sample_batch import SampleBatch, from_columns, to_columns
 from titan_rl.data_plane.store import SampleStore
 from titan_rl.types import NO_VERSION, PolicyVersion
+
+VALUES = st.sampled_from([0, 0.0, -0.0, False, 1, 1.0, True, float("nan"), None, "", "a"])
 
 
 @pytest.fixture
@@ -64,3 +66,11 @@ def test_a_batch_comes_through_a_message_bit_for_bit(both):
     assert pickle.loads(pickle.dumps(stored)) == stored
     copy = pickle.loads(pickle.dumps(made))
     assert [bits(sample) for sample in copy.samples] == [bits(sample) for sample in made.samples]
+
+
+@given(st.integers(0, 3).flatmap(lambda width: st.lists(st.tuples(*[VALUES] * width), max_size=4)))
+def test_rows_come_back_from_columns_with_the_types_and_signs_that_they_had(rows):
+    columns = to_columns(rows)
+    assert repr([*from_columns(columns, len(rows))]) == repr(rows)
+    if len(rows) > 1:
+        assert all(len(column) == 1 for column in to_columns([rows[0]] * len(rows)))

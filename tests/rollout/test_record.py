@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import re
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from test_samples import completion, turn_of
 
+from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.loop.recording import choose
 from titan_rl.metrics.rollout_record import RolloutRecord, read_record, to_line
 from titan_rl.policy.token_score_recorder import TokenScores
@@ -34,6 +36,7 @@ from titan_rl.types import (
     PolicyVersion,
     Purpose,
     SamplingParams,
+    StopReason,
     ToolCall,
 )
 from titan_rl.view.conversation import draw_rollout, transcript
@@ -91,6 +94,35 @@ def result_of(
         trajectories=trajectories,
         samples=training_samples(group.group_id, each, rollouts=group.samples) if trained else (),
     )
+
+
+NUMBERED = st.builds(
+    RolloutRecord,
+    purpose=st.just(Purpose.EVALUATE),
+    group=st.just(7),
+    attempt=st.just(2),
+    sample=st.integers(0, 9),
+    reward=FLOATS,
+    reward_parts=st.dictionaries(st.sampled_from(["a", "exact_match"]), FLOATS),
+    stop_reason=st.sampled_from(StopReason),
+    error=st.text(max_size=3),
+    truncated=st.booleans(),
+    turn_count=st.integers(0, 2**40),
+    metrics=st.dictionaries(st.sampled_from(["generation/preemptions", "generation/kv_use", "of a user"]), FLOATS),
+)
+
+
+@given(st.lists(NUMBERED, max_size=4))
+def test_a_report_comes_through_a_message_as_it_was(rollouts: list[RolloutRecord]) -> None:
+    report = GroupReport(
+        group_id=7,
+        purpose=Purpose.EVALUATE,
+        attempt=2,
+        rollouts=tuple(rollouts),
+        samples=SampleBatch.of([]),
+        restarts=3,
+    )
+    assert pickle.loads(pickle.dumps(report)) == report
 
 
 @given(REWARDS, st.integers(0, 3), st.integers(1, 50))

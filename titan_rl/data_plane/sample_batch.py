@@ -102,10 +102,10 @@ def from_columns(columns: Columns, count: int) -> Iterator[tuple[Any, ...]]:
 
 def _once(column: tuple[Any, ...]) -> tuple[Any, ...]:
     first = column[0]
-    differs = first == 0.0 and isinstance(first, float)  # -0.0 is equal to it
-    if differs or column.count(first) < len(column) or len(set(map(type, column))) > 1:
+    if column.count(first) < len(column):
         return column
-    return column[:1]
+    # 1 equals 1.0, and 0.0 equals -0.0
+    return column[:1] if len(set(map(repr, column) if first == 0 else map(type, column))) == 1 else column
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ import numpy as np
 from titan_rl.data_plane.sample_batch import Columns, SampleBatch, SampleRef, from_columns, to_columns
 from titan_rl.errors import TitanError
 from titan_rl.isolation.wire import ExamplePrompt
+from titan_rl.metrics.metric_table import METRICS
 from titan_rl.metrics.rollout_record import NUMBERS, BranchRecord, PlainMessage, RolloutRecord, TurnRecord
 from titan_rl.policy.token_score_recorder import SampleName, TokenScores
 from titan_rl.rollout.samples import training_samples
@@ -117,7 +118,8 @@ class GroupReport:
             for each in self.rollouts
         )
         group = (self.group_id, self.purpose.value, self.attempt, self.restarts)
-        return _of_columns, (group, len(self.rollouts), to_columns(rows), parts, metrics, self.samples)
+        known = tuple(_KNOWN.get(name, name) for name in metrics)
+        return _of_columns, (group, len(self.rollouts), to_columns(rows), parts, known, self.samples)
 
     @property
     def oldest_version(self) -> int | None:
@@ -152,6 +154,8 @@ class GroupReport:
 
 
 _NAMED = ("reward_parts", "metrics")
+_KNOWN = {metric.name: number for number, metric in enumerate(METRICS)}
+"""Names that travel as numbers: those of metrics would be a third of a report."""
 _ALONE = tuple(name for name in NUMBERS if name not in _NAMED)
 _numbers = attrgetter(*_ALONE)
 
@@ -165,12 +169,13 @@ def _of_columns(
     count: int,
     columns: Columns,
     parts: Sequence[str],
-    metrics: Sequence[str],
+    known: Sequence[int | str],
     samples: SampleBatch,
 ) -> GroupReport:
     """The report that `GroupReport.__reduce__` took apart; None stands where a rollout has no number of a name."""
     group_id, purpose, attempt, restarts = group
     of_group: dict[str, Any] = {"purpose": Purpose(purpose), "group": group_id, "attempt": attempt}
+    metrics = [METRICS[name].name if isinstance(name, int) else name for name in known]
     alone, named = len(_ALONE), len(_ALONE) + len(parts)
     rollouts = tuple(
         RolloutRecord(
