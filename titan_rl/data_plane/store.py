@@ -307,7 +307,11 @@ def prefetched(
     source: SampleSource, batches: Sequence[SampleBatch]
 ) -> Generator[tuple[TrainingSample, ...], None, None]:
     """What `source.fetch` gives for each batch, in order, fetched by one thread while the caller works on the last one.
-    An error comes where its batch's samples would have come. The thread ends with the iterator."""
+    An error comes where its batch's samples would have come. The thread ends with the iterator; a single batch needs
+    none."""
+    if len(batches) == 1:
+        yield source.fetch(batches[0])
+        return
     with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as thread:
         ahead: Future[tuple[TrainingSample, ...]] | None = None
         for batch in batches:

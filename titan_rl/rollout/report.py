@@ -197,8 +197,7 @@ def _of_columns(
 
 
 def _present(names: Sequence[str], values: Sequence[float | None]) -> dict[str, float]:
-    numbers = dict(zip(names, values, strict=True))
-    return {name: value for name, value in numbers.items() if value is not None} if None in values else numbers
+    return {name: value for name, value in zip(names, values, strict=True) if value is not None}
 
 
 def report_of(request: GroupRequest, result: GroupResult, refs: Sequence[SampleRef]) -> GroupReport:
