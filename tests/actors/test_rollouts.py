@@ -174,7 +174,7 @@ async def test_a_report_is_as_small_for_16000_tokens_as_for_16(up: Workers) -> N
         sizes.append(len(pickle.dumps(report)) / SAMPLES)
         await up.rollouts.release(report.samples)
     assert max(sizes) < KIBIBYTE
-    assert abs(sizes[1] - sizes[0]) <= 16  # numbers of more digits, at most
+    assert abs(sizes[1] - sizes[0]) <= 72  # numbers that happen to be alike in a group travel once
 
 
 async def test_stopping_ends_every_play_and_leaves_nothing(up: Workers) -> None:
