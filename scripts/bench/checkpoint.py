@@ -23,10 +23,8 @@ config, of real runs of a tiny policy, imports included.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -38,6 +36,7 @@ from typing import Any
 import numpy as np
 from parts.policies import POLICY_100M
 from parts.table import print_report
+from parts.watched import watch
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.loop.checkpoint_files import commit, new_draft, prune
@@ -224,6 +223,7 @@ def measure_resume(rounds: int, directory: Path) -> dict[str, float]:
     resumed: list[float] = []
     for number in range(rounds):
         runs = directory / f"runs{number}"
+        runs.mkdir()
         settings = {
             "loop.groups-per-step": 4,
             "generator.count": 1,
@@ -233,36 +233,17 @@ def measure_resume(rounds: int, directory: Path) -> dict[str, float]:
             "logging.directory": runs,
         }
         options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-        cold.append(to_first_step(["--recipe", "copy4", *options, "--loop.steps", "2"], runs, after=0))
-        (run,) = runs.iterdir()
-        resumed.append(to_first_step(["--resume", str(run), "--loop.steps", "4"], runs, after=2))
+        train = [sys.executable, "-m", "titan_rl.train"]
+        cold.append(watch([*train, "--recipe", "copy4", *options, "--loop.steps", "2"], runs, os.environ).steps[0])
+        (run,) = runs.glob("*/")
+        # the steps of the first run are there at once
+        resumed.append(watch([*train, "--resume", str(run), "--loop.steps", "4"], runs, os.environ, steps=4).steps[2])
         print(f"run {number + 1} of {rounds}: {cold[-1]:.1f} s, resumed {resumed[-1]:.1f} s", flush=True)
     return {
         "seconds_cold_to_first_step": statistics.median(cold),
         "seconds_resume_to_first_step": statistics.median(resumed),
         "resume_to_cold": statistics.median(one / other for one, other in zip(resumed, cold, strict=True)),
     }
-
-
-def to_first_step(arguments: list[str], runs: Path, *, after: int) -> float:
-    """Seconds from the start of `titan-rl train` until its first step after this one is in `metrics.jsonl`."""
-    started = time.perf_counter()
-    command = [sys.executable, "-m", "titan_rl.train", *arguments]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    found = 0.0
-    try:
-        while not found and run.poll() is None:
-            time.sleep(0.02)  # the clock's grain
-            for metrics in runs.glob("*/metrics.jsonl"):
-                lines = map(json.loads, metrics.read_text().splitlines())
-                if any(line["step"] > after and "train/loss" in line for line in lines):
-                    found = time.perf_counter() - started
-        output, _ = run.communicate()
-    finally:
-        run.kill()
-    if not found or run.returncode:
-        raise RuntimeError(f"the run failed:\n{output}")
-    return found
 
 
 ROWS = {
@@ -296,7 +277,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="on the disk to measure; default: the temporary directory")
     parser.add_argument("--only", choices=("state", "resume"))
     options = parser.parse_args()
-    figures: dict[str, float] = {"cpus": len(os.sched_getaffinity(0)), "load_average_before": os.getloadavg()[0]}
+    figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(dir=options.directory) as temporary:
         if options.only != "resume":
             figures |= measure_state(options.layers, options.repetitions, Path(temporary))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import os
 import statistics
 import time
 from typing import Any
@@ -124,9 +123,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=7, help="measured rounds (at least 5 for a figure to quote)")
     pairs = parser.parse_args().pairs
-    cpus, busy = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     speeds = asyncio.run(measure(pairs))
-    figures: dict[str, Any] = {"pairs": pairs, "cpus": cpus, "load_average_before": round(busy, 2)}
+    figures: dict[str, Any] = {"pairs": pairs}
     rows: list[list[str | float]] = []
     for load in LOADS:
         for dtype in DTYPES:

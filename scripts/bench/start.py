@@ -1,14 +1,19 @@
-"""How long a run over several hosts takes to start, against the same meshes on one host.
+"""How long a start takes, a replacement, and a start over several hosts.
 
-    sudo python scripts/bench/start.py [--hosts 8] [--times 3]
+    sudo python scripts/bench/start.py [--only quickstart kills hosts] [--hosts 8] [--times 3]
 
-A start begins with the controller's program, and ends when every mesh has answered. A trainer, as many generators and
-rollout workers as hosts, and a router are started on one host and over all, in turn; the table has the medians. The
-hosts are network namespaces of this machine (`tests/hosts/namespaces.py`) whose workers wait, and engines are
-simulated, so what takes the time is to start processes. Several hosts have an agent and a relay each more than one.
+quickstart: the recipe of `scripts/quickstart.sh`, from its launch to its end, and a bare import of vLLM's engine beside
+    it (`quickstart_to_imports`): what every process that samples took for itself before it could begin.
+kills: a run of `copy4_async` with real engines loses a generator and its trainer to SIGKILL. `generator_back_seconds`
+    is until the generator serves again, `trainer_back_seconds` until the next step is written.
+hosts: a start begins with the controller's program, and ends when every mesh has answered. A trainer, as many
+    generators and rollout workers as hosts, and a router are started on one host and over all, in turn. The hosts are
+    network namespaces of this machine (`tests/hosts/namespaces.py`) whose workers wait, and engines are simulated, so
+    what takes the time is to start processes. Several hosts have an agent and a relay each more than one. Needs root.
+    `start_ratio_8_hosts`: seconds over all hosts ÷ seconds on one; `*_placed`, until everything has its place, and
+    `*_seconds`, until everything is up.
 
-The last line is one JSON object: `start_ratio_8_hosts`, seconds over all hosts ÷ seconds on one, and of both the parts:
-`*_placed`, until the hosts are attached and everything has its place, and `*_seconds`, until everything is up.
+Figures are medians over the times.
 """
 
 from __future__ import annotations
@@ -16,7 +21,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,7 +37,9 @@ from statistics import median
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
-from parts.table import print_report  # noqa: E402
+from parts.long_run import long_run  # noqa: E402
+from parts.table import print_report, print_table  # noqa: E402
+from parts.watched import watch  # noqa: E402
 
 from titan_rl.config import RunConfig  # noqa: E402
 from titan_rl.config_registry import copy4  # noqa: E402
@@ -83,8 +93,49 @@ def measured(count: int, times: int) -> dict[str, dict[str, float]]:
     return {way: {what: median(seconds) for what, seconds in parts.items()} for way, parts in found.items()}
 
 
+def quickstart(times: int) -> tuple[dict[str, float], list[tuple[str, float]]]:
+    """Figures and rows."""
+    recipe = re.findall(r"--recipe (\w+)", (ROOT / "scripts" / "quickstart.sh").read_text())[-1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    seconds: list[tuple[float, float, float]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        for number in range(times):
+            began = time.monotonic()
+            subprocess.run([sys.executable, "-c", "from vllm import LLMEngine"], env=environment, check=True)
+            imports = time.monotonic() - began
+            (directory := Path(temporary) / str(number)).mkdir()
+            command = [sys.executable, "-m", "titan_rl.train", "--recipe", recipe]
+            run = watch([*command, "--logging.directory", str(directory)], directory, environment)
+            seconds.append((run.wall, run.steps[0], imports))
+    wall, first, imports = map(median, zip(*seconds, strict=True))
+    figures = {"quickstart_seconds": wall, "quickstart_first_step_seconds": first, "import_seconds": imports}
+    figures["quickstart_to_imports"] = median(wall / imports for wall, _, imports in seconds)
+    return figures, [("the quick start", wall), ("its first step", first), ("import of vLLM's engine", imports)]
+
+
+def kills(times: int) -> tuple[dict[str, float], list[tuple[str, float]]]:
+    """Figures and rows."""
+    found: dict[str, list[float]] = {"generator0": [], "trainer": []}
+    with long_run({"loop.steps": 1_000_000}) as run:
+        for _ in range(times):
+            for mesh, seconds in found.items():
+                step, said = run.step(), len(run.output())
+                run.wait(lambda step=step: run.step() > step + 3)  # it goes its usual pace
+                os.kill(run.processes()[mesh], signal.SIGKILL)
+                lost = run.wait(lambda said=said, mesh=mesh: f"lost {mesh}: " in run.output()[said:])
+                step = run.step()
+                seconds.append(run.wait(lambda step=step: run.step() > step) + lost if mesh == "trainer" else lost)
+                back = run.wait(lambda said=said, mesh=mesh: f"{mesh} is back after " in run.output()[said:])
+                seconds[-1] += back if mesh != "trainer" else 0.0
+    generator, trainer = map(median, found.values())
+    figures = {"generator_back_seconds": generator, "trainer_back_seconds": trainer}
+    return figures, [("a killed generator serves again", generator), ("training without its trainer", trainer)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = ["quickstart", "kills", "hosts"]
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--hosts", type=int, default=8)
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--drive", nargs="+", help=argparse.SUPPRESS)
@@ -93,8 +144,16 @@ def main() -> None:
         meshes, *workers = arguments.drive
         asyncio.run(drive(int(meshes), workers))
         os._exit(0)
+    figures: dict[str, float] = {}
+    for part, measure in (("quickstart", quickstart), ("kills", kills)):
+        if part in arguments.only:
+            found_here, rows = measure(arguments.times)
+            print_table(part, ("", "seconds"), rows)
+            figures |= found_here
+    if "hosts" not in arguments.only:
+        return print(json.dumps(figures))
     found = measured(arguments.hosts, arguments.times)
-    figures = {f"start_ratio_{arguments.hosts}_hosts": found["hosts"]["up"] / found["one"]["up"]}
+    figures |= {f"start_ratio_{arguments.hosts}_hosts": found["hosts"]["up"] / found["one"]["up"]}
     figures |= {
         f"{way}_{name}": found[way][what] for way in found for name, what in (("placed", "placed"), ("seconds", "up"))
     }

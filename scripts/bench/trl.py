@@ -216,10 +216,10 @@ def run_trl(python: Path, config: RunConfig, directory: Path, threads: int) -> W
 
 
 def compare_training(
-    python: Path, recipes: Sequence[str], rounds: int, every: int, directory: Path
+    python: Path, recipes: Sequence[str], rounds: int, every: int, directory: Path, *, plain: bool
 ) -> tuple[dict[str, Any], list[list[str | float]]]:
     """Figures for the JSON, and rows of the table."""
-    contenders = [Ours(recipes[0]), Ours(recipes[0], deterministic=True), *map(Ours, recipes[1:])]
+    contenders = [*map(Ours, recipes)] + ([] if plain else [Ours(recipes[0], deterministic=True)])
     places = (Path(tempfile.mkdtemp(dir=directory)) for _ in itertools.count())
     pairs: dict[Ours, list[tuple[dict[str, float], dict[str, float]]]] = {ours: [] for ours in contenders}
 
@@ -362,16 +362,19 @@ def main() -> None:
     parser.add_argument(
         "--environment", type=Path, help="where TRL is, or is to be installed; default: a temporary one"
     )
+    parser.add_argument("--plain", action="store_true", help="leave out the run in deterministic mode")
     parser.add_argument("--only", choices=("train", "tokens"))
     options = parser.parse_args()
     recipes = options.recipe or [QUICKSTART]
-    figures: dict[str, Any] = {"cpus": CORES, "load_average_before": round(os.getloadavg()[0], 2)}
+    figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
         began = time.monotonic()
         python = make_environment((options.environment or Path(temporary) / "environment").absolute())
         print(f"the environment of TRL is there after {time.monotonic() - began:.0f} s", flush=True)
         if options.only != "tokens":
-            found, rows = compare_training(python, recipes, options.rounds, options.every, Path(temporary))
+            found, rows = compare_training(
+                python, recipes, options.rounds, options.every, Path(temporary), plain=options.plain
+            )
             print_table("training: seconds, and GB of memory", ["run", *FIGURES], rows)
             figures |= found
         if options.only != "train":
