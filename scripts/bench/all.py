@@ -3,6 +3,7 @@
     python scripts/bench/all.py [NAME …] [--rounds 3]     against RECORD.json; NAME: a part of a program's name
     python scripts/bench/all.py --against ../old          against another checkout, both in turns; before an issue ends
     python scripts/bench/all.py --rounds 3 --record       writes RECORD.json and the tables of the README
+    python scripts/bench/all.py --rounds 0 --record       only makes the tables anew, after a change of programs.toml
     scripts/acceptance.sh [NAME …]                        whole runs, all other jobs too, against what is asked for
 
 A figure fell if its median is worse than the one before by more than the larger spread of the two. A spread is half of
@@ -62,7 +63,7 @@ def measure(
         for side in (list(roots) if number % 2 else reversed(roots))
     ]
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=3600) as progress:
+    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=3600, transient=True) as progress:
         task = progress.add_task("", total=sum(expected.get(program.name, USUAL_SECONDS) for _, program, _ in turns))
         try:
             for number, program, side in turns:
@@ -189,6 +190,7 @@ def main() -> int:
     title = f"{time.strftime('%Y-%m-%d')}, commit {commit()}, rounds: {options.rounds}, logs in {directory}"
     header = ["figure", str(options.against or "recorded"), "now", "asked", "verdict"]
     print_table(title, header, rows)
+    directory.mkdir(parents=True, exist_ok=True)
     with (directory / "table.txt").open("w") as file:
         print_table(title, header, rows, file=file)
     others = {entry["machine"] for name, entry in record.items() if (NOW, name) in found} - {machine()}

@@ -13,8 +13,8 @@ checkpoint has its name, with checksums and everything on disk, while nothing el
 checkpoint costs training, standing still included. The writing shares the cores of training.
 
 `copy_to_memcpy`: the copy in shared memory that follows every step, with its checksum, ÷ the warm memory copy.
-`copy_to_step`: the same ÷ a step of 64 tokens, which is little more than the optimizer; `tiny_copy_to_step` is that of
-copy4's policy ÷ a step on 256 samples. `read_to_memcpy`: until a rank has checked and read a copy.
+`copy_to_step`: the same ÷ a step of 64 tokens, which is little more than the optimizer. `read_to_memcpy`: until a rank
+has checked and read a copy.
 
 `resume_to_cold`: seconds from `--resume` to the end of the first optimizer step ÷ those of a new run of the same
 config, of real runs of a tiny policy, imports included.
@@ -40,7 +40,7 @@ from parts.watched import watch
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.loop.checkpoint_files import commit, new_draft, prune
-from titan_rl.policy.config import TinyPolicyConfig, TrainerConfig
+from titan_rl.policy.config import TrainerConfig
 from titan_rl.types import NO_VERSION, TrainingSample
 
 SAMPLES, TOKENS = 4, 16
@@ -172,45 +172,21 @@ def measure_state(layers: int, repetitions: int, directory: Path) -> dict[str, f
     }
 
 
-def measure_tiny(steps: int, directory: Path) -> dict[str, float]:
-    """In the process whose ranks `measure_state` has joined."""
-    from titan_rl.policy.models.tiny import make_tiny_policy
-    from titan_rl.policy.state_copies import StateCopies
-    from titan_rl.policy.updater import PolicyUpdater
-    from titan_rl.weights.segment_files import remove_segments_of
-
-    model = make_tiny_policy(TinyPolicyConfig(), directory / "tiny")
-    policy = PolicyUpdater(TrainerConfig(), model_path=model, temperature=1.0, total_steps=10_000, device="cpu", seed=0)
-    copies = StateCopies(owner_pid=os.getpid(), rank=0, ranks=1)
-    batch = make_batch(samples=256, vocabulary=13)
-    plan = policy.plan(batch)
-    timed = [
-        (seconds(lambda: policy.train_step(batch, plan)), seconds(lambda: policy.copy_state(copies)))
-        for _ in range(steps)
-    ][2:]
-    remove_segments_of(os.getpid())
-    return {
-        "tiny_seconds_step": statistics.median(step for step, _ in timed),
-        "tiny_seconds_copy": statistics.median(copy for _, copy in timed),
-        "tiny_copy_to_step": statistics.median(copy / step for step, copy in timed),
-    }
-
-
-def make_batch(samples: int = SAMPLES, vocabulary: int = 1000) -> SampleBatch:
+def make_batch() -> SampleBatch:
     random = np.random.default_rng(0)
     mask = np.arange(TOKENS) >= TOKENS // 2
     return SampleBatch.of(
         TrainingSample(
             group_id=0,
             sample=sample,
-            token_ids=random.integers(2, vocabulary, TOKENS).astype(np.int32),
+            token_ids=random.integers(2, 1000, TOKENS).astype(np.int32),
             loss_mask=mask,
             logprobs=np.where(mask, -np.log(20_482), 0).astype(np.float32),
             versions=np.where(mask, 0, NO_VERSION).astype(np.int64),
             advantage=1.0 - 2 * (sample % 2),
             reward=0.0,
         )
-        for sample in range(samples)
+        for sample in range(SAMPLES)
     )
 
 
@@ -246,29 +222,6 @@ def measure_resume(rounds: int, directory: Path) -> dict[str, float]:
     }
 
 
-ROWS = {
-    "seconds_memcpy": "one warm copy of the state",
-    "seconds_begin": "begin: the copy in memory, training waits",
-    "seconds_write": "a plain write and fsync of as many bytes",
-    "seconds_committed": "written, with checksums, on disk and named",
-    "seconds_step": "a step of training",
-    "seconds_copy": "the copy in shared memory after it",
-    "seconds_read": "a successor checks and reads that copy",
-    "tiny_seconds_step": "a step of copy4's policy, 256 samples",
-    "tiny_seconds_copy": "the copy in shared memory after it, of copy4's policy",
-    "seconds_step_meanwhile": "a step while checkpoints are being written",
-    "seconds_cold_to_first_step": "a new run, to the end of its first step",
-    "seconds_resume_to_first_step": "--resume, to the end of its first step",
-}
-UNITS = {
-    "seconds_copy": "copy_to_step",
-    "tiny_seconds_copy": "tiny_copy_to_step",
-    "seconds_begin": "begin_to_memcpy",
-    "seconds_committed": "committed_to_write",
-    "seconds_resume_to_first_step": "resume_to_cold",
-}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=5)
@@ -281,16 +234,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.directory) as temporary:
         if options.only != "resume":
             figures |= measure_state(options.layers, options.repetitions, Path(temporary))
-            figures |= measure_tiny(10 * options.repetitions, Path(temporary))
         if options.only != "state":
             figures |= measure_resume(options.rounds, Path(temporary))
-    rows = [
-        [title, figures[name], f"{figures[UNITS[name]]:.2f}" if name in UNITS else ""]
-        for name, title in ROWS.items()
-        if name in figures
-    ]
     rounded = {name: value if isinstance(value, int) else round(value, 4) for name, value in figures.items()}
-    print_report("a checkpoint of one trainer rank, float32", ["part", "seconds", "÷ the line above"], rows, rounded)
+    print_report("a checkpoint of one trainer rank, float32", ["", "measured"], list(rounded.items()), rounded)
 
 
 if __name__ == "__main__":

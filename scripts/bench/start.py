@@ -10,8 +10,7 @@ hosts: a start begins with the controller's program, and ends when every mesh ha
     generators and rollout workers as hosts, and a router are started on one host and over all, in turn. The hosts are
     network namespaces of this machine (`tests/hosts/namespaces.py`) whose workers wait, and engines are simulated, so
     what takes the time is to start processes. Several hosts have an agent and a relay each more than one. Needs root.
-    `start_ratio_8_hosts`: seconds over all hosts ÷ seconds on one; `*_placed`, until everything has its place, and
-    `*_seconds`, until everything is up.
+    `start_ratio_8_hosts`: seconds over all hosts ÷ seconds on one.
 
 Figures are medians over the times.
 """
@@ -21,7 +20,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import json
 import os
 import re
 import signal
@@ -29,8 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -38,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
 from parts.long_run import long_run  # noqa: E402
-from parts.table import print_report, print_table  # noqa: E402
+from parts.table import print_report  # noqa: E402
 from parts.watched import watch  # noqa: E402
 
 from titan_rl.config import RunConfig  # noqa: E402
@@ -56,45 +53,38 @@ def config_for(meshes: int, workers: Sequence[str]) -> RunConfig:
 
 
 async def drive(meshes: int, workers: Sequence[str]) -> None:
-    """The controller: says when it has placed the meshes, and when they are up."""
+    """The controller: says when everything is up."""
     from titan_rl.run.start import start
 
-    said: list[str] = []
-
-    def on_mesh(mesh: str, doing: str) -> None:
-        if not said:
-            said.append("placed")
-            print("placed", flush=True)
-
     with tempfile.TemporaryDirectory() as logs:
-        async with start(config_for(meshes, workers), log_directory=Path(logs), on_mesh=on_mesh):
+        async with start(config_for(meshes, workers), log_directory=Path(logs)):
             print("up", flush=True)
 
 
-def measured(count: int, times: int) -> dict[str, dict[str, float]]:
-    """Median seconds until "placed" and until "up", on one host and over all."""
+def over_hosts(count: int, times: int) -> dict[str, float]:
+    """Figures."""
     from tests.hosts.namespaces import Hosts
     from tests.hosts.workers import workers
     from titan_rl.policy.models.tiny import model_directory
 
     model_directory(config_for(count, ()))  # it is made once for all
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    seconds: tuple[list[float], list[float]] = ([], [])  # on one host and over all
     with Hosts(count) as hosts, workers(hosts[1:]) as others:
         for turn in range(2 * times):
-            way = "hosts" if turn % 2 else "one"
             command = [sys.executable, __file__, "--drive", str(count), *(others if turn % 2 else ())]
             began = time.monotonic()
             driver = hosts[0].run(command, env=environment, stdout=subprocess.PIPE, text=True)
-            for line in driver.stdout:
-                found[way][line.strip()].append(time.monotonic() - began)
+            for _ in driver.stdout:  # one line
+                seconds[turn % 2].append(time.monotonic() - began)
             if driver.wait():
                 sys.exit(f"the controller ended with {driver.returncode}")
-    return {way: {what: median(seconds) for what, seconds in parts.items()} for way, parts in found.items()}
+    one, over_all = map(median, seconds)
+    return {f"start_ratio_{count}_hosts": over_all / one, "start_seconds_one_host": one, "start_seconds": over_all}
 
 
-def quickstart(times: int) -> tuple[dict[str, float], list[tuple[str, float]]]:
-    """Figures and rows."""
+def quickstart(times: int) -> dict[str, float]:
+    """Figures."""
     recipe = re.findall(r"--recipe (\w+)", (ROOT / "scripts" / "quickstart.sh").read_text())[-1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     seconds: list[tuple[float, float, float]] = []
@@ -110,26 +100,31 @@ def quickstart(times: int) -> tuple[dict[str, float], list[tuple[str, float]]]:
     wall, first, imports = map(median, zip(*seconds, strict=True))
     figures = {"quickstart_seconds": wall, "quickstart_first_step_seconds": first, "import_seconds": imports}
     figures["quickstart_to_imports"] = median(wall / imports for wall, _, imports in seconds)
-    return figures, [("the quick start", wall), ("its first step", first), ("import of vLLM's engine", imports)]
+    return figures
 
 
-def kills(times: int) -> tuple[dict[str, float], list[tuple[str, float]]]:
-    """Figures and rows."""
-    found: dict[str, list[float]] = {"generator0": [], "trainer": []}
+def kills(times: int) -> dict[str, float]:
+    """Figures."""
+    found: dict[str, list[float]] = {"generator": [], "trainer": []}
     with long_run({"loop.steps": 1_000_000}) as run:
+
+        def kill(mesh: str) -> tuple[float, Callable[[str], bool]]:
+            """Seconds until the run knows of it, and whether it has said something since."""
+            step = run.step()
+            run.wait(lambda: run.step() > step + 3)  # it goes its usual pace
+            before = len(run.output())
+            os.kill(run.processes()[mesh], signal.SIGKILL)
+            return run.wait(
+                lambda: f"lost {mesh}: " in run.output()[before:]
+            ), lambda text: text in run.output()[before:]
+
         for _ in range(times):
-            for mesh, seconds in found.items():
-                step, said = run.step(), len(run.output())
-                run.wait(lambda step=step: run.step() > step + 3)  # it goes its usual pace
-                os.kill(run.processes()[mesh], signal.SIGKILL)
-                lost = run.wait(lambda said=said, mesh=mesh: f"lost {mesh}: " in run.output()[said:])
-                step = run.step()
-                seconds.append(run.wait(lambda step=step: run.step() > step) + lost if mesh == "trainer" else lost)
-                back = run.wait(lambda said=said, mesh=mesh: f"{mesh} is back after " in run.output()[said:])
-                seconds[-1] += back if mesh != "trainer" else 0.0
-    generator, trainer = map(median, found.values())
-    figures = {"generator_back_seconds": generator, "trainer_back_seconds": trainer}
-    return figures, [("a killed generator serves again", generator), ("training without its trainer", trainer)]
+            seconds, said = kill("generator0")
+            found["generator"].append(seconds + run.wait(lambda said=said: said("generator0 is back after ")))
+            (seconds, said), step = kill("trainer"), run.step()
+            found["trainer"].append(seconds + run.wait(lambda step=step: run.step() > step))
+            run.wait(lambda said=said: said("trainer is back after "))
+    return {f"{name}_back_seconds": median(seconds) for name, seconds in found.items()}
 
 
 def main() -> None:
@@ -145,20 +140,13 @@ def main() -> None:
         asyncio.run(drive(int(meshes), workers))
         os._exit(0)
     figures: dict[str, float] = {}
-    for part, measure in (("quickstart", quickstart), ("kills", kills)):
-        if part in arguments.only:
-            found_here, rows = measure(arguments.times)
-            print_table(part, ("", "seconds"), rows)
-            figures |= found_here
-    if "hosts" not in arguments.only:
-        return print(json.dumps(figures))
-    found = measured(arguments.hosts, arguments.times)
-    figures |= {f"start_ratio_{arguments.hosts}_hosts": found["hosts"]["up"] / found["one"]["up"]}
-    figures |= {
-        f"{way}_{name}": found[way][what] for way in found for name, what in (("placed", "placed"), ("seconds", "up"))
-    }
-    rows = [(way, parts["placed"], parts["up"]) for way, parts in found.items()]
-    print_report(f"start of {2 * arguments.hosts + 2} meshes, seconds", ("hosts", "placed", "up"), rows, figures)
+    if "quickstart" in arguments.only:
+        figures |= quickstart(arguments.times)
+    if "kills" in arguments.only:
+        figures |= kills(arguments.times)
+    if "hosts" in arguments.only:
+        figures |= over_hosts(arguments.hosts, arguments.times)
+    print_report("start", ("", "measured"), list(figures.items()), figures)
 
 
 if __name__ == "__main__":

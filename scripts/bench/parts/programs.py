@@ -17,6 +17,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -171,19 +172,19 @@ def run_command(command: Sequence[str], log: Path, root: Path = ROOT) -> tuple[i
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        code: int | None = None
         try:
-            code: int | None = process.wait(MOST_SECONDS)
+            code = process.wait(MOST_SECONDS)
         except subprocess.TimeoutExpired:
-            code = None
+            pass
         except KeyboardInterrupt:
             os.killpg(process.pid, signal.SIGINT)
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(PATIENCE_SECONDS)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
             raise
-        if code is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     return code, log.read_text(errors="replace")
 
