@@ -21,6 +21,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -54,8 +55,10 @@ def measure(
     brief: bool,
     expected: Mapping[str, float],
 ) -> Found:
-    """Run everything; checkouts take turns, and change who is first. Ctrl-C ends it."""
+    """Run everything; checkouts take turns, and change who is first. Ctrl-C or SIGTERM ends it."""
     found: Found = {}
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs ignore the first
+        signal.signal(number, signal.default_int_handler)
     turns = [
         (number, program, side)
         for number in range(rounds)

@@ -5,7 +5,7 @@
 The state is that of one trainer rank on the CPU: float32 weights and AdamW's two moments, 1.2 GB. Every repetition
 times a warm memory copy and a plain file write with fsync of as many bytes, then the checkpoint, then training with and
 without one being written, so that a change of the machine's speed hits all of them; figures are medians over the
-repetitions. The first repetition is not counted: it is the first checkpoint of a run, and has its own figure.
+repetitions. The first repetition is not counted: it is the first checkpoint of a run.
 
 `begin_to_memcpy`: how long training stands still, ÷ the copy. `committed_to_write`: from the end of that until the
 checkpoint has its name, with checksums and everything on disk, while nothing else runs, ÷ the plain write.
@@ -161,7 +161,6 @@ def measure_state(layers: int, repetitions: int, directory: Path) -> dict[str, f
             for name in ("memcpy", "begin", "write", "committed", "step", "copy", "read")
         },
         "seconds_step_meanwhile": median(lambda row: row["meanwhile"] / STEPS),
-        "first_begin_to_memcpy": timed["begin"][0] / timed["memcpy"][0],
         "begin_to_memcpy": median(lambda row: row["begin"] / row["memcpy"]),
         "committed_to_write": median(lambda row: row["committed"] / row["write"]),
         "copy_to_memcpy": median(lambda row: row["copy"] / row["memcpy"]),

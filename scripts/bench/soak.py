@@ -21,7 +21,6 @@ from parts.watched import memory_of_children
 
 GROUPS_PER_STEP = 8
 LOOK_SECONDS = 2.0
-RUN = "run"
 
 
 def watch(run: LongRun, steps: int) -> dict[str, list[tuple[int, int]]]:
@@ -33,7 +32,7 @@ def watch(run: LongRun, steps: int) -> dict[str, list[tuple[int, int]]]:
         if run.process.poll() is not None:
             raise RuntimeError(f"the run ended after step {step}:\n{run.output()[-3000:]}")
         memory = memory_of_children()
-        seen[RUN].append((step, sum(memory.values())))
+        seen["run"].append((step, sum(memory.values())))
         for name, pid in named.items():
             if pid in memory:
                 seen[name].append((step, memory[pid]))
