@@ -186,7 +186,7 @@ def main() -> int:
         chosen = [program for program in chosen if not program.root]
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     expected = {} if options.whole else {name: entry["seconds"] for name, entry in record.items()}
-    directory = RUNS / time.strftime(f"{'acceptance' if options.whole else 'bench'}-%Y%m%d-%H%M%S")
+    directory = RUNS / time.strftime(f"{'acceptance' if options.whole else 'bench'}-%Y%m%d-%H%M%S-{os.getpid()}")
     roots = {OTHER: options.against.resolve(), NOW: ROOT} if options.against else {NOW: ROOT}
     found = measure(chosen, roots, directory, rounds=options.rounds, brief=not options.whole, expected=expected)
     rows, findings = rows_of(chosen, found, record, brief=not options.whole)

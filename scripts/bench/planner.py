@@ -2,9 +2,8 @@
 
     python scripts/bench/planner.py [--requests 1000000] [--generators 50 1000]
 
-A 7B policy with long-tailed answers of up to 27,000 tokens, 32 completions per generator and step. All else is what a
-real run decides by, so this is also what its routing and scheduling cost. CPU time; `planner_seconds_per_million` is of
-the most generators. Few steps are far from the bound, because the first and the last one do not overlap with others.
+A 7B policy with long answers, 32 completions per generator and step. Routing and scheduling are those of a real run.
+`planner_seconds_per_million` is CPU time with the most generators. The first and the last step overlap with no others.
 """
 
 from __future__ import annotations

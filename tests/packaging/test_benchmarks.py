@@ -92,7 +92,7 @@ def test_whole_runs_are_held_against_what_is_asked_whatever_was_recorded(tmp_pat
     assert verdicts == {"a": "", "b": "MISSED", "c.d": "", "e": "MISSING"} and len(findings) == 2
 
 
-@pytest.mark.parametrize("text", ["pass", "print('done')", "print([1])", SAYS + "; sys.exit(3)"])
+@pytest.mark.parametrize("text", ["pass", "print('done')", "print([1])", SAYS + "; sys.exit(3)", "raise ValueError"])
 def test_a_program_that_fails_or_says_nothing_is_a_finding(tmp_path: Path, text: str) -> None:
     findings = run(program(text), tmp_path)[1]
     assert len(findings) == 1 and str(tmp_path) in findings[0]
@@ -194,13 +194,13 @@ def test_a_record_is_what_later_runs_are_held_against_and_keeps_what_was_not_run
     assert code == 0 and record.keys() == {"one", "two"}, output
     assert record["one"]["figures"] == {"speed": [2.0, 0.2]} and record["one"]["rounds"] == 2
     readme = (checkouts / "new" / "scripts" / "bench" / "README.md").read_text()
-    assert "| speed of two | 2 ± 0.2 |  | `two.py` |" in readme
+    assert "| speed of two | 2.0 ± 0.2 |  | `two.py` |" in readme
     toml = checkouts / "new" / "scripts" / "bench" / "programs.toml"
     toml.write_text(toml.read_text().replace("--speed 2", "--speed 1.9"))
     assert all_py(checkouts)[0] == 0
     toml.write_text(toml.read_text().replace("--speed 1.9", "--speed 1"))
     code, output, _ = all_py(checkouts, "one")
-    assert code == 1 and "one.speed: fell, 1 ± 0.1; before 2 ± 0.2" in output and "two" not in output
+    assert code == 1 and "one.speed: fell, 1.0 ± 0.1; before 2.0 ± 0.2" in output and "two" not in output
     _, _, record = all_py(checkouts, "one", "--record")
     assert record["one"]["figures"]["speed"][0] == 1.0 and record["two"]["figures"]["speed"][0] == 2.0
 
@@ -209,7 +209,7 @@ def test_against_another_checkout_its_own_programs_run_in_turns_without_options_
     checkouts: Path,
 ) -> None:
     code, output, record = all_py(checkouts, "one", "--rounds", "2", "--against", str(checkouts / "old"))
-    assert code == 1 and "one.speed: fell, 2 ± 0.2; before 3 ± 0.3" in output and record == {}
+    assert code == 1 and "one.speed: fell, 2.0 ± 0.2; before 3.0 ± 0.3" in output and record == {}
     turns = re.findall(r"^one, round (\d) of 2, (.*): \d", output, re.MULTILINE)
     assert turns == [("1", "now"), ("1", "the other checkout"), ("2", "the other checkout"), ("2", "now")]
 

@@ -26,8 +26,7 @@ ROOT = Path(__file__).resolve().parents[3]
 RUNS = ROOT / "runs"
 MOST_SECONDS = 5400.0
 """A program that takes longer is stopped with all its processes."""
-PATIENCE_SECONDS = 30.0
-"""After Ctrl-C, until what is left of a program is killed."""
+PATIENCE_SECONDS = 30.0  # after Ctrl-C, until what is left of a program is killed
 
 
 class Value(NamedTuple):
@@ -38,7 +37,8 @@ class Value(NamedTuple):
     """Half of the distance between best and worst round, or what is stated for the figure if that is more."""
 
     def __str__(self) -> str:
-        return f"{shown(self.median)} ± {shown(float(f'{self.spread:.1g}'))}"
+        digits = max(0, -math.floor(math.log10(self.spread or 1)))
+        return f"{self.median:,.{digits}f} ± {self.spread:,.{digits}f}"
 
 
 def shown(number: float) -> str:
@@ -137,14 +137,15 @@ class Measured:
         began = time.monotonic()
         code, output = run_command(command, directory / "output.log", root)
         self.seconds.append(time.monotonic() - began)
+        ended = "" if code == 0 else "took too long" if code is None else f"exit {code}"
         try:
-            if code != 0:
-                self.problems.append(f"{'took too long' if code is None else f'exit {code}'}, {directory}/output.log")
             for key, number in flatten(READERS[program.reads](directory, output)).items():
                 if isinstance(number, (int, float)) and math.isfinite(number):
                     self.reported.setdefault(key, []).append(float(number))
         except NoFigures as error:
-            self.problems.append(f"{error}, {directory}/output.log")
+            ended = ended or str(error)
+        if ended:
+            self.problems.append(f"{ended}, {directory}/output.log")
 
 
 def _known(words: list[str], command: Sequence[str], directory: Path, root: Path) -> list[str]:
