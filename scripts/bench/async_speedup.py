@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="of each simulated run")
     parser.add_argument("--real-steps", type=int, default=40, help="of each run of copy4")
     names = [way.name for way in WAYS]
-    parser.add_argument("--ways", nargs="+", choices=names, default=names, help="compared with the first")
+    parser.add_argument("--ways", nargs="+", choices=names, default=names, help="at least those of the brief run")
     options = parser.parse_args()
     ways = [way for way in WAYS if way.name in options.ways]
     figures: dict[str, Any] = {}
