@@ -16,8 +16,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import os
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +123,12 @@ def bound_seconds(trainer: SimulatedTrainer, scenario: Scenario) -> float:
     return max(seconds_needed(scenario, work).values())
 
 
-async def measure_simulated(steps: int) -> tuple[list[list[Any]], dict[str, Any]]:
+async def measure_simulated(ways: Sequence[Way], steps: int) -> tuple[list[list[Any]], dict[str, Any]]:
     config = simulated_config(steps)
     rows: list[list[Any]] = []
     figures: dict[str, Any] = {}
     sync_speed = 0.0
-    for way in WAYS:
+    for way in ways:
         plan = planned(way, steps)
         print(f"{way.name}: {steps} steps, {plan.seconds:.0f} s planned …", flush=True)
         trainers: list[SimulatedTrainer] = []
@@ -155,14 +155,14 @@ async def measure_simulated(steps: int) -> tuple[list[list[Any]], dict[str, Any]
             f"mean_age_{way.name}": age,
             f"max_age_{way.name}": max(summary.ages),
         }
-    ratios = [figures[f"ratio_to_planner_{way.name}"] for way in WAYS if not way.deterministic]
+    ratios = [figures[f"ratio_to_planner_{way.name}"] for way in ways if not way.deterministic]
     figures |= {
         "speedup_vs_sync": figures[f"speedup_vs_sync_{FULLY_ASYNC}"],
         "ratio_to_planner": figures[f"ratio_to_planner_{FULLY_ASYNC}"],
         "ratio_to_planner_least": min(ratios),
         "ratio_to_planner_most": max(ratios),
         "deterministic_to_drain": figures["tokens_per_second_s2_deterministic"] / figures["tokens_per_second_s2_drain"],
-        "share_of_bound_most": max(figures[f"share_of_bound_{way.name}"] for way in WAYS),
+        "share_of_bound_most": max(figures[f"share_of_bound_{way.name}"] for way in ways),
     }
     return rows, figures
 
@@ -170,7 +170,7 @@ async def measure_simulated(steps: int) -> tuple[list[list[Any]], dict[str, Any]
 # --- (ii) ------------------------------------------------------------------------------------------------------------
 
 
-async def measure_real(steps: int) -> tuple[list[list[Any]], dict[str, Any]]:
+async def measure_real(ways: Sequence[Way], steps: int) -> tuple[list[list[Any]], dict[str, Any]]:
     """Medians over the steps of each way's second half: the first steps warm everything up."""
     recipe = copy4()
     config = dataclasses.replace(
@@ -181,7 +181,7 @@ async def measure_real(steps: int) -> tuple[list[list[Any]], dict[str, Any]]:
     rows: list[list[Any]] = []
     figures: dict[str, Any] = {}
     sync_seconds = 0.0
-    for way in WAYS:
+    for way in ways:
         window = 2 * config.loop.groups_per_step if way.staleness and not way.deterministic else 1
         print(f"{way.name}: {steps} steps of copy4 …", flush=True)
         summary, numbers, _ = await train(with_way(config, way, window))
@@ -205,13 +205,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=["simulated", "real"], default=["simulated", "real"])
     parser.add_argument("--steps", type=int, default=12, help="of each simulated run")
     parser.add_argument("--real-steps", type=int, default=40, help="of each run of copy4")
+    names = [way.name for way in WAYS]
+    parser.add_argument("--ways", nargs="+", choices=names, default=names, help="at least those of the brief run")
     options = parser.parse_args()
-    figures: dict[str, Any] = {
-        "cpus": len(os.sched_getaffinity(0)),
-        "load_average_before": round(os.getloadavg()[0], 2),
-    }
+    ways = [way for way in WAYS if way.name in options.ways]
+    figures: dict[str, Any] = {}
     if "simulated" in options.only:
-        rows, found = asyncio.run(measure_simulated(options.steps))
+        rows, found = asyncio.run(measure_simulated(ways, options.steps))
         title = (
             f"(i) SIMULATED engines and trainer, the rest real; {GENERATORS} generators, {GROUPS} × {SAMPLES} rollouts "
             f"per step, lengths log-normal (mean {MEAN:g}, spread {SPREAD:g}, at most {MOST})"
@@ -221,7 +221,7 @@ def main() -> None:
         if "real" not in options.only:
             return print_report(title, header, rows, figures)
         print_table(title, header, rows)
-    rows, found = asyncio.run(measure_real(options.real_steps))
+    rows, found = asyncio.run(measure_real(ways, options.real_steps))
     header = ["way", "ms per step", "tokens/s", "÷ sync", "mean age"]
     figures |= {name: round(value, 4) for name, value in found.items()}
     print_report("(ii) copy4, real vLLM and trainer", header, rows, figures)

@@ -5,7 +5,7 @@
 The state is that of one trainer rank on the CPU: float32 weights and AdamW's two moments, 1.2 GB. Every repetition
 times a warm memory copy and a plain file write with fsync of as many bytes, then the checkpoint, then training with and
 without one being written, so that a change of the machine's speed hits all of them; figures are medians over the
-repetitions. The first repetition is not counted: it is the first checkpoint of a run, and has its own figure.
+repetitions. The first repetition is not counted: it is the first checkpoint of a run.
 
 `begin_to_memcpy`: how long training stands still, ÷ the copy. `committed_to_write`: from the end of that until the
 checkpoint has its name, with checksums and everything on disk, while nothing else runs, ÷ the plain write.
@@ -13,8 +13,8 @@ checkpoint has its name, with checksums and everything on disk, while nothing el
 checkpoint costs training, standing still included. The writing shares the cores of training.
 
 `copy_to_memcpy`: the copy in shared memory that follows every step, with its checksum, ÷ the warm memory copy.
-`copy_to_step`: the same ÷ a step of 64 tokens, which is little more than the optimizer; `tiny_copy_to_step` is that of
-copy4's policy ÷ a step on 256 samples. `read_to_memcpy`: until a rank has checked and read a copy.
+`copy_to_step`: the same ÷ a step of 64 tokens, which is little more than the optimizer. `read_to_memcpy`: until a rank
+has checked and read a copy.
 
 `resume_to_cold`: seconds from `--resume` to the end of the first optimizer step ÷ those of a new run of the same
 config, of real runs of a tiny policy, imports included.
@@ -23,10 +23,8 @@ config, of real runs of a tiny policy, imports included.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -38,10 +36,11 @@ from typing import Any
 import numpy as np
 from parts.policies import POLICY_100M
 from parts.table import print_report
+from parts.watched import watch
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.loop.checkpoint_files import commit, new_draft, prune
-from titan_rl.policy.config import TinyPolicyConfig, TrainerConfig
+from titan_rl.policy.config import TrainerConfig
 from titan_rl.types import NO_VERSION, TrainingSample
 
 SAMPLES, TOKENS = 4, 16
@@ -162,7 +161,6 @@ def measure_state(layers: int, repetitions: int, directory: Path) -> dict[str, f
             for name in ("memcpy", "begin", "write", "committed", "step", "copy", "read")
         },
         "seconds_step_meanwhile": median(lambda row: row["meanwhile"] / STEPS),
-        "first_begin_to_memcpy": timed["begin"][0] / timed["memcpy"][0],
         "begin_to_memcpy": median(lambda row: row["begin"] / row["memcpy"]),
         "committed_to_write": median(lambda row: row["committed"] / row["write"]),
         "copy_to_memcpy": median(lambda row: row["copy"] / row["memcpy"]),
@@ -173,45 +171,21 @@ def measure_state(layers: int, repetitions: int, directory: Path) -> dict[str, f
     }
 
 
-def measure_tiny(steps: int, directory: Path) -> dict[str, float]:
-    """In the process whose ranks `measure_state` has joined."""
-    from titan_rl.policy.models.tiny import make_tiny_policy
-    from titan_rl.policy.state_copies import StateCopies
-    from titan_rl.policy.updater import PolicyUpdater
-    from titan_rl.weights.segment_files import remove_segments_of
-
-    model = make_tiny_policy(TinyPolicyConfig(), directory / "tiny")
-    policy = PolicyUpdater(TrainerConfig(), model_path=model, temperature=1.0, total_steps=10_000, device="cpu", seed=0)
-    copies = StateCopies(owner_pid=os.getpid(), rank=0, ranks=1)
-    batch = make_batch(samples=256, vocabulary=13)
-    plan = policy.plan(batch)
-    timed = [
-        (seconds(lambda: policy.train_step(batch, plan)), seconds(lambda: policy.copy_state(copies)))
-        for _ in range(steps)
-    ][2:]
-    remove_segments_of(os.getpid())
-    return {
-        "tiny_seconds_step": statistics.median(step for step, _ in timed),
-        "tiny_seconds_copy": statistics.median(copy for _, copy in timed),
-        "tiny_copy_to_step": statistics.median(copy / step for step, copy in timed),
-    }
-
-
-def make_batch(samples: int = SAMPLES, vocabulary: int = 1000) -> SampleBatch:
+def make_batch() -> SampleBatch:
     random = np.random.default_rng(0)
     mask = np.arange(TOKENS) >= TOKENS // 2
     return SampleBatch.of(
         TrainingSample(
             group_id=0,
             sample=sample,
-            token_ids=random.integers(2, vocabulary, TOKENS).astype(np.int32),
+            token_ids=random.integers(2, 1000, TOKENS).astype(np.int32),
             loss_mask=mask,
             logprobs=np.where(mask, -np.log(20_482), 0).astype(np.float32),
             versions=np.where(mask, 0, NO_VERSION).astype(np.int64),
             advantage=1.0 - 2 * (sample % 2),
             reward=0.0,
         )
-        for sample in range(samples)
+        for sample in range(SAMPLES)
     )
 
 
@@ -224,6 +198,7 @@ def measure_resume(rounds: int, directory: Path) -> dict[str, float]:
     resumed: list[float] = []
     for number in range(rounds):
         runs = directory / f"runs{number}"
+        runs.mkdir()
         settings = {
             "loop.groups-per-step": 4,
             "generator.count": 1,
@@ -233,59 +208,17 @@ def measure_resume(rounds: int, directory: Path) -> dict[str, float]:
             "logging.directory": runs,
         }
         options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-        cold.append(to_first_step(["--recipe", "copy4", *options, "--loop.steps", "2"], runs, after=0))
-        (run,) = runs.iterdir()
-        resumed.append(to_first_step(["--resume", str(run), "--loop.steps", "4"], runs, after=2))
+        train = [sys.executable, "-m", "titan_rl.train"]
+        cold.append(watch([*train, "--recipe", "copy4", *options, "--loop.steps", "2"], runs, os.environ).steps[0])
+        (run,) = runs.glob("*/")
+        # the steps of the first run are there at once
+        resumed.append(watch([*train, "--resume", str(run), "--loop.steps", "4"], runs, os.environ, steps=4).steps[2])
         print(f"run {number + 1} of {rounds}: {cold[-1]:.1f} s, resumed {resumed[-1]:.1f} s", flush=True)
     return {
         "seconds_cold_to_first_step": statistics.median(cold),
         "seconds_resume_to_first_step": statistics.median(resumed),
         "resume_to_cold": statistics.median(one / other for one, other in zip(resumed, cold, strict=True)),
     }
-
-
-def to_first_step(arguments: list[str], runs: Path, *, after: int) -> float:
-    """Seconds from the start of `titan-rl train` until its first step after this one is in `metrics.jsonl`."""
-    started = time.perf_counter()
-    command = [sys.executable, "-m", "titan_rl.train", *arguments]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    found = 0.0
-    try:
-        while not found and run.poll() is None:
-            time.sleep(0.02)  # the clock's grain
-            for metrics in runs.glob("*/metrics.jsonl"):
-                lines = map(json.loads, metrics.read_text().splitlines())
-                if any(line["step"] > after and "train/loss" in line for line in lines):
-                    found = time.perf_counter() - started
-        output, _ = run.communicate()
-    finally:
-        run.kill()
-    if not found or run.returncode:
-        raise RuntimeError(f"the run failed:\n{output}")
-    return found
-
-
-ROWS = {
-    "seconds_memcpy": "one warm copy of the state",
-    "seconds_begin": "begin: the copy in memory, training waits",
-    "seconds_write": "a plain write and fsync of as many bytes",
-    "seconds_committed": "written, with checksums, on disk and named",
-    "seconds_step": "a step of training",
-    "seconds_copy": "the copy in shared memory after it",
-    "seconds_read": "a successor checks and reads that copy",
-    "tiny_seconds_step": "a step of copy4's policy, 256 samples",
-    "tiny_seconds_copy": "the copy in shared memory after it, of copy4's policy",
-    "seconds_step_meanwhile": "a step while checkpoints are being written",
-    "seconds_cold_to_first_step": "a new run, to the end of its first step",
-    "seconds_resume_to_first_step": "--resume, to the end of its first step",
-}
-UNITS = {
-    "seconds_copy": "copy_to_step",
-    "tiny_seconds_copy": "tiny_copy_to_step",
-    "seconds_begin": "begin_to_memcpy",
-    "seconds_committed": "committed_to_write",
-    "seconds_resume_to_first_step": "resume_to_cold",
-}
 
 
 def main() -> None:
@@ -296,20 +229,14 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="on the disk to measure; default: the temporary directory")
     parser.add_argument("--only", choices=("state", "resume"))
     options = parser.parse_args()
-    figures: dict[str, float] = {"cpus": len(os.sched_getaffinity(0)), "load_average_before": os.getloadavg()[0]}
+    figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(dir=options.directory) as temporary:
         if options.only != "resume":
             figures |= measure_state(options.layers, options.repetitions, Path(temporary))
-            figures |= measure_tiny(10 * options.repetitions, Path(temporary))
         if options.only != "state":
             figures |= measure_resume(options.rounds, Path(temporary))
-    rows = [
-        [title, figures[name], f"{figures[UNITS[name]]:.2f}" if name in UNITS else ""]
-        for name, title in ROWS.items()
-        if name in figures
-    ]
     rounded = {name: value if isinstance(value, int) else round(value, 4) for name, value in figures.items()}
-    print_report("a checkpoint of one trainer rank, float32", ["part", "seconds", "÷ the line above"], rows, rounded)
+    print_report("a checkpoint of one trainer rank, float32", ["", "measured"], list(rounded.items()), rounded)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What samples by reference cost the controller: bytes in its messages per sample, by the sample's length.
 
-    python scripts/bench/data_plane.py
+    python scripts/bench/data_plane.py [--longest 16000]
 
 `controller_bytes_per_sample_<tokens>`: every argument and result that is serialised in the controller's process during
 whole steps (groups played, samples trained and released, weights published and pulled), by the tokens that were sampled
@@ -133,11 +133,12 @@ SYSTEMS = (
 """Engine, lengths, trainer ranks, and what their figures end with."""
 
 
-async def measure_systems() -> tuple[list[list[Any]], dict[str, Any]]:
+async def measure_systems(longest: int) -> tuple[list[list[Any]], dict[str, Any]]:
     """Rows for people, and figures."""
     rows: list[list[Any]] = []
     figures: dict[str, Any] = {}
     for engine, lengths, ranks, suffix in SYSTEMS:
+        lengths = tuple(length for length in lengths if length <= longest)
         for length, measured in (await measure_bytes(engine, lengths, ranks)).items():
             rows.append([f"{length:,}", engine, ranks, measured.controller])
             figures[f"controller_bytes_per_sample_{length}{suffix}"] = round(measured.controller, 1)
@@ -146,8 +147,9 @@ async def measure_systems() -> tuple[list[list[Any]], dict[str, Any]]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    rows, figures = asyncio.run(measure_systems())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--longest", type=int, default=16_000, help="tokens; longer samples are left out")
+    rows, figures = asyncio.run(measure_systems(parser.parse_args().longest))
     header = ["tokens sampled", "engine", "trainer ranks", "controller"]
     print_report("bytes per sample in messages of the controller", header, rows, figures)
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import os
+import itertools
 import statistics
 import time
 from typing import Any
 
+from generation import LOADS, Load, requests_of
 from monarch.actor import Actor
-from parts.fleet import POLICY, SECONDS, make_request
+from parts.fleet import POLICY, SECONDS
 from parts.table import print_report
 
 from titan_rl.config import RunConfig
@@ -31,25 +32,9 @@ from titan_rl.supervision.placement import plan
 from titan_rl.supervision.provisioner import Provisioner
 from titan_rl.types import GenerationRequest
 
-DTYPES = ("float32", "bfloat16")
+LOADS = (*LOADS, Load("2 × 128 tokens", 2, 128))
 LENGTH = 512
-
-
-@dataclasses.dataclass(frozen=True)
-class Load:
-    """One set of requests, and the word for it in the figures."""
-
-    name: str
-    word: str
-    requests: int
-    new_tokens: int
-
-
-LOADS = (
-    Load("64 × 128 tokens", "64x128", 64, 128),
-    Load("256 × 6 tokens", "256x6", 256, 6),
-    Load("2 × 128 tokens", "2x128", 2, 128),
-)
+CONTENDERS = [(dtype, deterministic) for dtype in ("float32", "bfloat16") for deterministic in (False, True)]
 
 
 class OneEngine(Actor):
@@ -78,42 +63,31 @@ class OneEngine(Actor):
         return time.perf_counter() - started, tokens
 
 
-async def measure(pairs: int) -> dict[tuple[str, str, bool], list[float]]:
+async def measure(pairs: int) -> dict[tuple[Load, str, bool], list[float]]:
     """Tokens per second by (load, dtype, deterministic), one entry per round."""
     provisioner = Provisioner(log_directory="", imports=(), on_fault=lambda fault: print(fault, flush=True))
-    contenders = [(dtype, deterministic) for dtype in DTYPES for deterministic in (False, True)]
     engines: dict[tuple[str, bool], Any] = {}
-    speeds: dict[tuple[str, str, bool], list[float]] = {}
+    speeds: dict[tuple[Load, str, bool], list[float]] = {}
     print("building four engines …", flush=True)
     try:
-        for dtype, deterministic in contenders:
-            settings = GeneratorConfig(count=1, max_model_len=LENGTH, dtype=dtype, deterministic=deterministic)  # type: ignore[arg-type]
-            tiny = dataclasses.replace(POLICY, max_length=LENGTH)
-            config = RunConfig(policy=PolicyConfig(tiny=tiny), generator=settings)
-            name = f"{dtype}-{deterministic}"
-            place = dataclasses.replace(plan(config, detect_host()).mesh("generator0"), name=name)
-            mesh = provisioner.spawn(place).spawn(name, OneEngine, settings, str(model_directory(config)))
+        for dtype, deterministic in CONTENDERS:
+            settings = GeneratorConfig(count=1, max_model_len=LENGTH, dtype=dtype, deterministic=deterministic)
+            policy = PolicyConfig(tiny=dataclasses.replace(POLICY, max_length=LENGTH))
+            config = RunConfig(policy=policy, generator=settings)
+            place = plan(config, detect_host()).mesh("generator0")
+            place = dataclasses.replace(place, name=f"{dtype}-{deterministic}")
+            mesh = provisioner.spawn(place).spawn(place.name, OneEngine, settings, str(model_directory(config)))
             engines[dtype, deterministic] = mesh[0]
-        await asyncio.gather(
-            *(bounded(each.setup.call_one(), what="setup", seconds=SECONDS) for each in engines.values())
-        )
+        setups = (bounded(each.setup.call_one(), what="setup", seconds=SECONDS) for each in engines.values())
+        await asyncio.gather(*setups)
         for number in range(pairs + 1):  # the first round warms everything up
-            for load in LOADS:
-                requests = [
-                    make_request(
-                        f"{load.word}-{number}-{index}",
-                        new_tokens=load.new_tokens,
-                        seed=(number, load.requests, load.new_tokens, index),
-                    )
-                    for index in range(load.requests)
-                ]
-                for contender in contenders:
-                    call = engines[contender].run.call_one(requests)
-                    seconds, tokens = await bounded(call, what="run", seconds=SECONDS)
-                    if tokens != load.requests * load.new_tokens:
-                        raise RuntimeError(f"{contender} sampled {tokens} tokens on {load.name}")
-                    if number:
-                        speeds.setdefault((load.word, *contender), []).append(tokens / seconds)
+            for load, contender in itertools.product(LOADS, CONTENDERS):
+                call = engines[contender].run.call_one(requests_of(load, number, ""))
+                seconds, tokens = await bounded(call, what="run", seconds=SECONDS)
+                if tokens != load.requests * load.new_tokens:
+                    raise RuntimeError(f"{contender} sampled {tokens} tokens on {load.name}")
+                if number:
+                    speeds.setdefault((load, *contender), []).append(tokens / seconds)
             print(f"round {number} of {pairs} done", flush=True)
     finally:
         await provisioner.stop_all()
@@ -124,19 +98,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=7, help="measured rounds (at least 5 for a figure to quote)")
     pairs = parser.parse_args().pairs
-    cpus, busy = len(os.sched_getaffinity(0)), os.getloadavg()[0]
     speeds = asyncio.run(measure(pairs))
-    figures: dict[str, Any] = {"pairs": pairs, "cpus": cpus, "load_average_before": round(busy, 2)}
+    figures: dict[str, Any] = {"pairs": pairs}
     rows: list[list[str | float]] = []
-    for load in LOADS:
-        for dtype in DTYPES:
-            plain, deterministic = speeds[load.word, dtype, False], speeds[load.word, dtype, True]
-            ratios = [a / b for a, b in zip(deterministic, plain, strict=True)]
-            ratio = statistics.median(ratios)
-            figures[f"deterministic_to_plain_{dtype}_{load.word}"] = round(ratio, 3)
-            figures[f"tokens_per_second_plain_{dtype}_{load.word}"] = round(statistics.median(plain))
-            medians = statistics.median(plain), statistics.median(deterministic)
-            rows.append([load.name, dtype, *medians, ratio, f"{min(ratios):.3f}–{max(ratios):.3f}"])
+    for load, dtype in itertools.product(LOADS, dict(CONTENDERS)):
+        plain, deterministic = speeds[load, dtype, False], speeds[load, dtype, True]
+        ratios = [a / b for a, b in zip(deterministic, plain, strict=True)]
+        word = f"{dtype}_{load.requests}x{load.new_tokens}"
+        figures[f"deterministic_to_plain_{word}"] = round(statistics.median(ratios), 3)
+        figures[f"tokens_per_second_plain_{word}"] = round(statistics.median(plain))
+        medians = statistics.median(plain), statistics.median(deterministic), statistics.median(ratios)
+        rows.append([load.name, dtype, *medians, f"{min(ratios):.3f}–{max(ratios):.3f}"])
     header = ["requests", "dtype", "plain tokens/s", "deterministic tokens/s", "ratio", "of single rounds"]
     print_report("deterministic = true", header, rows, figures)
 

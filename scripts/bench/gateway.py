@@ -234,8 +234,6 @@ async def measure(rounds: int, generators: int) -> None:
         "generators": generators,
         "new_tokens": NEW_TOKENS,
         "rounds": rounds,
-        "cpus": len(os.sched_getaffinity(0)),
-        "load_average_before": LOAD_BEFORE,
         "ratio_to_router": round(ratio(ROUTER), 3),
         "ratio_to_api_server": round(ratio(API_SERVER), 3),
         **{f"tokens_per_second_{name}": round(statistics.median(each)) for name, each in speeds.items()},
@@ -256,9 +254,6 @@ async def measure(rounds: int, generators: int) -> None:
     ]
     header = ["", "tokens/s", "gateway ÷ it", "first event, ms", "streaming, tokens/s"]
     print_report(f"{CLIENTS} clients × {NEW_TOKENS} tokens", header, rows, figures)
-
-
-LOAD_BEFORE = round(os.getloadavg()[0], 2)
 
 
 if __name__ == "__main__":

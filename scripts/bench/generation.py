@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import os
 import statistics
 import time
 from pathlib import Path
@@ -158,10 +157,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=7, help="measured rounds (at least 5 for a figure to quote)")
     pairs = parser.parse_args().pairs
-    cpus, busy = len(os.sched_getaffinity(0)), os.getloadavg()[0]
-    print(f"{cpus} CPUs for client, router and engines; load average before the start {busy:.1f}", flush=True)
     speeds = asyncio.run(measure(pairs))
-    figures: dict[str, Any] = {"pairs": pairs, "cpus": cpus, "load_average_before": round(busy, 2)}
+    figures: dict[str, Any] = {"pairs": pairs}
     rows = []
     for load, suffix in zip(LOADS, ("", "_short"), strict=True):
         by_name = speeds[load.name]

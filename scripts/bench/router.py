@@ -2,25 +2,17 @@
 
     python scripts/bench/router.py [--only overhead weight_sync prefix_cache replacement]
 
-(a) latency and throughput through the router against calling the generator actor itself, engine of service time 0;
-(b) throughput under regular changes of weights, by hot swap, drain and rolling drain, with two real vLLM generators;
+(a) latency and throughput through the router against calling the generator actor itself. Its engine is simulated and
+    takes no time, so that messages are all there is; the same clients, with the same batching of a tick's requests,
+    talk to its rank 0 and to a router in front of it;
+(b) throughput under regular changes of weights, by hot swap, drain and rolling drain. Two real vLLM generators (TP 1, a
+    policy of 3.2M parameters) have one router per mode. In each turn the same clients work off the same requests of 64
+    to 128 tokens, while every `SYNC_EVERY_SECONDS` new weights are published and pulled, but in the mode "no sync";
 (c) what sticky sessions are worth to the prefix cache of two real vLLM generators;
 (d) throughput of four simulated generators while one of them is killed and replaced.
 
 Contenders take turns, so that a change of the machine's speed hits all of them; ratios are medians over rounds. Read
 them as ratios only: client, router and generators share the machine's cores, with whatever else runs there.
-
-Part (a): what the router costs a request, against calling the generator actor itself.
-
-One real `Generator` actor whose engine is simulated and takes no time, so that messages are all there is. The same
-clients, with the same batching of a tick's requests, talk to its rank 0 and to a router in front of it, in turns.
-
-Part (b): throughput that a change of weights costs under load, by the way the weights change.
-
-Two real vLLM generators (TP 1, a policy of 3.2M parameters) and one router per mode in front of the same two, used in
-turns. In each turn the same clients work off the same requests while every `SYNC_EVERY_SECONDS` new weights are
-published and pulled; in the mode "no sync" they are not. Requests have 64 to 128 new tokens, so that they do not end
-all at once.
 """
 
 from __future__ import annotations
@@ -28,7 +20,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -282,10 +273,9 @@ def main() -> None:
     parser.add_argument("--overhead-rounds", type=int, default=9)
     parser.add_argument("--sync-rounds", type=int, default=4)
     parser.add_argument("--cache-rounds", type=int, default=4)
+    parser.add_argument("--window", type=float, default=15.0, help="seconds of each part of the replacement")
     options = parser.parse_args()
-    cpus, busy = len(os.sched_getaffinity(0)), os.getloadavg()[0]
-    print(f"{cpus} CPUs for client, router and generators; load average before the start {busy:.1f}", flush=True)
-    figures: dict[str, Any] = {"cpus": cpus, "load_average_before": round(busy, 2)}
+    figures: dict[str, Any] = {}
     tables: list[tuple[str, list[list[Any]]]] = []
     for part in options.only:
         match part:
@@ -294,7 +284,7 @@ def main() -> None:
             case "weight_sync":
                 rows, found = asyncio.run(measure_weight_sync(options.sync_rounds))
             case "replacement":
-                rows, found = asyncio.run(measure_replacement())
+                rows, found = asyncio.run(measure_replacement(options.window))
             case _:
                 rows, found = asyncio.run(measure_prefix_cache(options.cache_rounds))
         tables.append((part, rows))

@@ -1,6 +1,6 @@
 """Our run beside what a user would pick instead on a laptop: TRL's `GRPOTrainer` with transformers' `generate`.
 
-    python scripts/bench/trl.py [--rounds 3] [--recipe copy4_async …] [--environment DIR] [--only train|tokens]
+    python scripts/bench/trl.py [--rounds 3] [--recipe copy4_async] [--environment DIR] [--only train|tokens]
 
 TRL is installed with pinned versions into an environment of its own, which has torch, transformers and all else as
 `scripts/requirements.lock` says. The two programs take turns. Ratios are ours ÷ TRL's of the same round, medians over
@@ -18,13 +18,13 @@ and it writes neither checkpoints nor a report.
 Figures of each run, measured from outside by what it has written: `step`, the median seconds between two of the later
 optimizer steps; `first_step` and `learned`, seconds from the launch until the first optimizer step and until a held-out
 exact match of 0.95 are done; `wall`; `cpu`, user and system seconds of all its processes; `memory`, the most that they
-take together, in GB (PSS). `deterministic` is the first recipe in that mode.
+take together, in GB (PSS).
 
 `tokens`: tokens per second of 64 requests with prompts of 16 tokens, through router and engine loop ÷ `generate` in
 TRL's setting, for the recipe's tiny policy (64 tokens each), one of 3M (64) and one of 100M parameters (16). Each side
 as it is fastest: one generator or one per core, one thread or one per core.
 
-The last line is one JSON object: `*_ratio_to_trl` of the first recipe; others have the recipe's name before it.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -109,18 +109,6 @@ def make_environment(directory: Path) -> Path:
 # --- training --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Ours:
-    """One of our runs, by its name in the figures."""
-
-    recipe: str
-    deterministic: bool = False
-
-    @property
-    def name(self) -> str:
-        return "deterministic" if self.deterministic else self.recipe
-
-
 def our_config(recipe: str, *, seed: int, every: int) -> RunConfig:
     config = replace(load_recipe(recipe), seed=seed)
     if config.environment.name != "copy" or config.policy.tiny is None or config.trainer.warmup.steps:
@@ -128,11 +116,10 @@ def our_config(recipe: str, *, seed: int, every: int) -> RunConfig:
     return replace(config, evaluation=replace(config.evaluation, every=every or config.evaluation.every))
 
 
-def run_ours(ours: Ours, config: RunConfig, directory: Path) -> WatchedRun:
-    command = [sys.executable, "-m", "titan_rl.train", "--recipe", ours.recipe, "--seed", str(config.seed)]
+def run_ours(recipe: str, config: RunConfig, directory: Path) -> WatchedRun:
+    command = [sys.executable, "-m", "titan_rl.train", "--recipe", recipe, "--seed", str(config.seed)]
     command += ["--evaluation.every", str(config.evaluation.every), "--logging.directory", str(directory)]
     command += ["--evaluation.target-exact-match", "0", "--loop.steps", str(config.loop.steps)]
-    command += ["--deterministic"] if ours.deterministic else []
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return watch(command, directory, environment, steps=config.loop.steps)
@@ -216,53 +203,35 @@ def run_trl(python: Path, config: RunConfig, directory: Path, threads: int) -> W
 
 
 def compare_training(
-    python: Path, recipes: Sequence[str], rounds: int, every: int, directory: Path
+    python: Path, recipe: str, rounds: int, every: int, directory: Path
 ) -> tuple[dict[str, Any], list[list[str | float]]]:
     """Figures for the JSON, and rows of the table."""
-    contenders = [Ours(recipes[0]), Ours(recipes[0], deterministic=True), *map(Ours, recipes[1:])]
     places = (Path(tempfile.mkdtemp(dir=directory)) for _ in itertools.count())
-    pairs: dict[Ours, list[tuple[dict[str, float], dict[str, float]]]] = {ours: [] for ours in contenders}
+    runs: list[tuple[dict[str, float], dict[str, float]]] = []
 
     def shown(name: str, run: WatchedRun) -> dict[str, float]:
         figures = run.figures(TARGET)
         print(f"{name}: " + ", ".join(f"{figure} {value:.3g}" for figure, value in figures.items()), flush=True)
         return figures
 
-    def trl(config: RunConfig) -> dict[str, float]:
-        runs = [
+    first = our_config(recipe, seed=0, every=every)
+    first = replace(first, loop=replace(first.loop, steps=2 * LATER))
+    shown("ours, not counted: its files are read into memory", run_ours(recipe, first, next(places)))
+    for number in range(rounds):
+        config = our_config(recipe, seed=number, every=every)
+        ours = shown(f"round {number}, {recipe}", run_ours(recipe, config, next(places)))
+        theirs = [
             shown(f"  TRL, threads: {threads}", run_trl(python, config, next(places), threads))
             for threads in sorted({1, CORES})
         ]
-        return {name: min(run[name] for run in runs) for name in FIGURES}
-
-    first = our_config(recipes[0], seed=0, every=every)
-    first = replace(first, loop=replace(first.loop, steps=2 * LATER))
-    shown("ours, not counted: its files are read into memory", run_ours(contenders[0], first, next(places)))
-    for number in range(rounds):
-        theirs: dict[str, dict[str, float]] = {}  # by what decides them: recipes may share them
-        for ours in contenders:
-            config = our_config(ours.recipe, seed=number, every=every)
-            figures = shown(f"round {number}, {ours.name}", run_ours(ours, config, next(places)))
-            settings = json.dumps([trl_settings(config), config.evaluation.every])
-            if settings not in theirs:
-                theirs[settings] = trl(config)
-            pairs[ours].append((figures, theirs[settings]))
-    found: dict[str, Any] = {"rounds": rounds}
-    rows: list[list[str | float]] = []
-    for ours, runs in pairs.items():
-        prefix = "" if ours is contenders[0] else f"{ours.name}_"
-        values = {
-            "ours": {name: statistics.median(one[name] for one, _ in runs) for name in FIGURES},
-            "trl": {name: statistics.median(other[name] for _, other in runs) for name in FIGURES},
-            "ratio_to_trl": {
-                name: statistics.median(one[name] / other[name] for one, other in runs) for name in FIGURES
-            },
-        }
-        rows += [[f"{ours.name}, {what}", *medians.values()] for what, medians in values.items()]
-        found |= {
-            f"{prefix}{name}_{what}": finite(medians[name]) for what, medians in values.items() for name in FIGURES
-        }
-    return found, rows
+        runs.append((ours, {name: min(run[name] for run in theirs) for name in FIGURES}))
+    values = {
+        "ours": {name: statistics.median(one[name] for one, _ in runs) for name in FIGURES},
+        "trl": {name: statistics.median(other[name] for _, other in runs) for name in FIGURES},
+        "ratio_to_trl": {name: statistics.median(one[name] / other[name] for one, other in runs) for name in FIGURES},
+    }
+    found = {f"{name}_{what}": finite(medians[name]) for what, medians in values.items() for name in FIGURES}
+    return {"rounds": rounds, **found}, [[what, *medians.values()] for what, medians in values.items()]
 
 
 def finite(value: float) -> float | None:
@@ -357,25 +326,24 @@ def compare_tokens(python: Path, recipe: str, rounds: int) -> tuple[dict[str, An
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--recipe", action="append", help="of ours, may be given again; default: the quick start's")
+    parser.add_argument("--recipe", default=QUICKSTART, help="of ours; default: the quick start's")
     parser.add_argument("--every", type=int, default=0, help="steps between evaluations; default: as the recipe says")
     parser.add_argument(
         "--environment", type=Path, help="where TRL is, or is to be installed; default: a temporary one"
     )
     parser.add_argument("--only", choices=("train", "tokens"))
     options = parser.parse_args()
-    recipes = options.recipe or [QUICKSTART]
-    figures: dict[str, Any] = {"cpus": CORES, "load_average_before": round(os.getloadavg()[0], 2)}
+    figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
         began = time.monotonic()
         python = make_environment((options.environment or Path(temporary) / "environment").absolute())
         print(f"the environment of TRL is there after {time.monotonic() - began:.0f} s", flush=True)
         if options.only != "tokens":
-            found, rows = compare_training(python, recipes, options.rounds, options.every, Path(temporary))
+            found, rows = compare_training(python, options.recipe, options.rounds, options.every, Path(temporary))
             print_table("training: seconds, and GB of memory", ["run", *FIGURES], rows)
             figures |= found
         if options.only != "train":
-            found, rows = compare_tokens(python, recipes[0], options.rounds)
+            found, rows = compare_tokens(python, options.recipe, options.rounds)
             print_report("64 requests", ["contender", "tokens/s", "÷ TRL's best"], rows, figures | found)
         else:
             print(json.dumps(figures))

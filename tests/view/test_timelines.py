@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import mmap
+import os
+import socket
 from collections import Counter
 from unittest.mock import patch
 
@@ -11,7 +14,7 @@ from hypothesis import strategies as st
 from synthetic import make_run
 
 from titan_rl.loop.records import idle_shares, memory_of
-from titan_rl.metrics.timeline import MAIN, Memory, Pulse, Uptime, memory
+from titan_rl.metrics.timeline import MAIN, Memory, MemoryGauge, Pulse, Uptime
 from titan_rl.view.timelines import (
     Account,
     Process,
@@ -111,9 +114,27 @@ def test_the_memory_of_a_mesh_is_that_of_all_its_processes():
         **{"memory/trainer/resident": 30, "memory/trainer/device": 7},
         "memory/router/resident": 0,
     }
-    held = memory()
-    kept = bytearray(b"x") * (64 << 20)
-    assert memory().resident - held.resident > len(kept) // 2 and held.device == 0
+
+
+def test_what_processes_share_is_a_part_of_each_and_a_look_at_memory_takes_little_of_the_time():
+    times = iter([0.0, 0.01, 9.9, 10.0, 10.01, 30.0, 30.01])  # a look takes 10 ms
+    gauge = MemoryGauge(lambda: next(times))
+    before = gauge().resident
+    shared = mmap.mmap(-1, size := 64 << 20)
+    shared.write(b"x" * size)
+    assert gauge().resident == before, "9.9 s later it was not looked again"
+    alone = gauge().resident
+    assert alone - before > size * 3 // 4
+    ours, childs = socket.socketpair()
+    if (child := os.fork()) == 0:
+        ours.close()
+        childs.send(shared[::4096][:1])  # it has read every page
+        os._exit(len(childs.recv(1)))  # the parent has looked
+    childs.close()
+    ours.recv(1)
+    assert alone - gauge().resident > size // 4
+    ours.close()
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_timelines_are_read_as_far_as_they_are_whole_and_those_of_earlier_versions_are_left_out(tmp_path):

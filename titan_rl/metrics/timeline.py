@@ -45,6 +45,7 @@ WRITE_SECONDS = 1.0
 GRAIN_SECONDS, GRAIN_SHARE = 0.005, 1e-5
 """Shorter pieces of the main lane are added up, by name, until they last so long together. Sums stay exact; only the
 order inside of a grain is lost. It grows with the age of the process, so a file grows with the logarithm of it."""
+LOOK_SHARE = 0.001
 
 _log = logging.getLogger(__name__)
 
@@ -76,17 +77,30 @@ class Memory(NamedTuple):
     """Of one process, in bytes."""
 
     resident: int = 0
-    """In RAM; what it shares with other processes is counted in each of them (RSS)."""
+    """In RAM; a page that several processes share is a part of each, so that they add up (PSS)."""
     device: int = 0
     """That torch holds on this process's device."""
 
 
-def memory() -> Memory:
-    """Of this process: two small reads, no waiting for the device."""
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    is_initialized = getattr(sys.modules.get("torch.cuda"), "is_initialized", None)  # torch may be half imported
-    device = sys.modules["torch.cuda"].memory_reserved() if is_initialized is not None and is_initialized() else 0
-    return Memory(resident, device)
+class MemoryGauge:
+    """Memory of this process. The kernel goes over every page, which takes 10 ms and more where torch is: the answer is
+    that of the last look, and looks take at most `LOOK_SHARE` of the time."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._resident, self._next = 0, 0.0
+
+    def __call__(self) -> Memory:
+        if (began := self._clock()) >= self._next:
+            rollup = Path("/proc/self/smaps_rollup").read_text()
+            self._resident = int(rollup.partition("\nPss:")[2].split()[0]) << 10
+            self._next = began + (self._clock() - began) / LOOK_SHARE
+        is_initialized = getattr(sys.modules.get("torch.cuda"), "is_initialized", None)  # torch may be half imported
+        device = sys.modules["torch.cuda"].memory_reserved() if is_initialized is not None and is_initialized() else 0
+        return Memory(self._resident, device)
+
+
+memory = MemoryGauge()
 
 
 class Pulse(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,31 +16,24 @@ from titan_rl.types import PolicyVersion
 from titan_rl.weights.manifest import Manifest, Publication, TensorEntry
 from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_segment, segment_at, segment_location
 
+CHANNEL = "fanout"
+
 
 class Node(WeightRelay):
     def __init__(self, host: str) -> None:
         os.environ.pop(OWNER, None)  # several may share a host, each with files of its own
-        relay.PATIENCE_SECONDS = 120  # the ways that are compared with the chain are slower than any bound
+        relay.PATIENCE_SECONDS = 120  # slow links
         super().__init__(host)
         self._published = 0
-        self._flat = False
 
     @endpoint
-    async def set_up(self, relays: Mapping[str, tuple[int, Any]], flat: bool) -> None:
-        """
-        Args:
-            flat: everything comes from the source.
-        """
-        self._flat = flat
+    async def set_up(self, relays: Mapping[str, tuple[int, Any]]) -> None:
         await WeightRelay.set_peers.answer(self, relays)
 
-    def _parent(self, sources: Sequence[str]) -> str:
-        return sources[0] if self._flat else super()._parent(sources)
-
     @endpoint
-    async def publish(self, way: str, turn: int, nbytes: int) -> Publication:
+    async def publish(self, turn: int, nbytes: int) -> Publication:
         """Random bytes, without torch; nobody loads them."""
-        location = segment_location(DIRECTORY, way, 0)
+        location = segment_location(DIRECTORY, CHANNEL, 0)
         if turn == 1:
             create_segment(segment_at(location), nbytes)
         memory, _ = map_segment(segment_at(location))
@@ -48,7 +41,7 @@ class Node(WeightRelay):
         self._published += 1
         entry = TensorEntry(name="t", shape=(nbytes // 4,), dtype="float32", offset=0, nbytes=nbytes, fingerprint=0)
         publication = Publication(
-            channel=way,
+            channel=CHANNEL,
             version=PolicyVersion(0, turn),
             manifest=Manifest(entries=(entry,), nbytes=nbytes),
             location=location,

@@ -25,7 +25,6 @@ from titan_rl.routing.health import GeneratorStatus
 GENERATORS, BATCH = 4, 16
 FEWEST_TOKENS, MOST_TOKENS = 8, 40
 CLIENTS = GENERATORS * BATCH * 3 // 2
-WINDOW_SECONDS = 15.0
 VICTIM = "generator1"
 
 
@@ -49,8 +48,9 @@ class Load:
             self.answers += 1
 
 
-async def measure_replacement() -> tuple[list[list[Any]], dict[str, Any]]:
-    """Rows for people (generators, tokens/s, seconds, ratio to what they should do) and figures."""
+async def measure_replacement(window: float) -> tuple[list[list[Any]], dict[str, Any]]:
+    """Rows for people (generators, tokens/s, seconds, ratio to what they should do) and figures; a window has so many
+    seconds."""
     config = GeneratorConfig(
         count=GENERATORS,
         engine=f"{Path(__file__).parent / 'simulated.py'}:steady",
@@ -63,7 +63,7 @@ async def measure_replacement() -> tuple[list[list[Any]], dict[str, Any]]:
         load = Load(router)
         async with asyncio.TaskGroup() as tasks:  # the first request that fails ends it
             clients = [tasks.create_task(load.client()) for _ in range(CLIENTS)]
-            found = await _windows(up, router, load)
+            found = await _windows(up, router, load, window)
             for client in clients:
                 client.cancel()
         rows, figures = found
@@ -92,7 +92,9 @@ async def _kill(up: Fleet, router: RouterClient) -> float:
     return killed
 
 
-async def _windows(up: Fleet, router: RouterClient, load: Load) -> tuple[list[list[Any]], dict[str, Any]]:
+async def _windows(
+    up: Fleet, router: RouterClient, load: Load, window: float
+) -> tuple[list[list[Any]], dict[str, Any]]:
     rows: list[list[Any]] = []
     began, tokens = time.monotonic(), 0
 
@@ -108,15 +110,15 @@ async def _windows(up: Fleet, router: RouterClient, load: Load) -> tuple[list[li
         begin()
         return speed / expected
 
-    await asyncio.sleep(WINDOW_SECONDS / 4)  # until every engine is full
+    await asyncio.sleep(window / 4)  # until every engine is full
     begin()
-    await asyncio.sleep(WINDOW_SECONDS)
+    await asyncio.sleep(window)
     end(GENERATORS, "")
 
     killed = await _kill(up, router)
     noticed = time.monotonic() - killed
     before = await _status(router)
-    await asyncio.sleep(WINDOW_SECONDS)
+    await asyncio.sleep(window)
     with_three = end(GENERATORS - 1, "")
     starts = time.monotonic()
     await up.start(VICTIM)
@@ -127,7 +129,7 @@ async def _windows(up: Fleet, router: RouterClient, load: Load) -> tuple[list[li
         pass  # each look is a round trip
     serves_again = time.monotonic() - starts
     starting = end(GENERATORS - 1, ", one starts")
-    await asyncio.sleep(WINDOW_SECONDS)
+    await asyncio.sleep(window)
     again = end(GENERATORS, " again")
     return rows, {
         "tokens_per_second_before": round(rows[0][1], 1),

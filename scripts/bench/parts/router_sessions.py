@@ -113,14 +113,7 @@ async def measure_prefix_cache(rounds: int) -> tuple[list[list[Any]], dict[str, 
             f"prefix_cache_tokens_per_second_{strategy}": round(median(strategy, "tokens_per_second")),
         }
     figures["prefix_cache_sticky_to_round_robin"] = round(worth, 3)
-    rows: list[list[Any]] = [
-        [
-            strategy,
-            f"{median(strategy, 'hit_rate'):.3f}",
-            f"{median(strategy, 'tokens_per_second'):,.0f}",
-            f"{median(strategy, 'seconds'):.1f}",
-            f"{worth:.2f}" if strategy == "sticky_session" else "1",
-        ]
-        for strategy in STRATEGIES
-    ]
+    ratios = {"sticky_session": worth, "round_robin": 1.0}
+    parts = ("hit_rate", "tokens_per_second", "seconds")
+    rows = [[strategy, *(median(strategy, part) for part in parts), ratio] for strategy, ratio in ratios.items()]
     return rows, figures

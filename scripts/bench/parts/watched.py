@@ -52,9 +52,14 @@ class WatchedRun:
         }
 
 
-def watch(command: Sequence[str], directory: Path, environment: Mapping[str, str], *, steps: int) -> WatchedRun:
+def watch(
+    command: Sequence[str], directory: Path, environment: Mapping[str, str], *, steps: int | None = None
+) -> WatchedRun:
     """Run a program to its end that writes `metrics.jsonl` into a directory of its own below `directory`. This process
     must have no other children: those that are left when the program has ended are waited for and counted.
+
+    Args:
+        steps: that it must make.
 
     Raises:
         RuntimeError: it failed, or made another number of steps.
@@ -76,16 +81,16 @@ def watch(command: Sequence[str], directory: Path, environment: Mapping[str, str
             now = time.monotonic() - launched
             read += _take_lines(run, directory, read, now)
             if now >= memory_at:
-                run.memory, memory_at = max(run.memory, _memory_of_children()), now + MEMORY_SECONDS
+                run.memory, memory_at = max(run.memory, sum(memory_of_children().values()) / 1e9), now + MEMORY_SECONDS
         run.wall = now
     finally:
         program.kill()
         _wait_for_children()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     run.cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    if program.returncode or len(run.steps) != steps:
+    if program.returncode or len(run.steps) != (steps or len(run.steps)):
         raise RuntimeError(
-            f"{' '.join(command)}\nended with {program.returncode} after {len(run.steps)} of {steps} steps:\n"
+            f"{' '.join(command)}\nended with {program.returncode} after {len(run.steps)} of {steps or 'all'} steps:\n"
             f"{log.read_text(errors='replace')[-3000:]}"
         )
     return run
@@ -107,13 +112,13 @@ def _take_lines(run: WatchedRun, directory: Path, read: int, now: float) -> int:
     return 0
 
 
-def _memory_of_children() -> float:
-    """GB of all processes below this one."""
-    total = 0
+def memory_of_children() -> dict[int, int]:
+    """Bytes of every process below this one, by its id. A page that several share is a part of each (PSS)."""
+    memory = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has just ended
-            total += process.memory_full_info().pss
-    return total / 1e9
+            memory[process.pid] = process.memory_full_info().pss
+    return memory
 
 
 def _wait_for_children(seconds: float = 30.0) -> None:

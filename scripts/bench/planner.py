@@ -1,0 +1,64 @@
+"""What the planner costs per simulated request, by the number of generators, and how near to the bound its runs are.
+
+    python scripts/bench/planner.py [--requests 1000000] [--generators 50 1000]
+
+A 7B policy with long answers, 32 completions per generator and step. Routing and scheduling are those of a real run.
+`planner_seconds_per_million` is CPU time with the most generators. The first and the last step overlap with no others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from parts.table import print_report
+
+from titan_rl.planner.scenario import EngineSpeed, Scenario, TrainerSpeed, log_normal
+from titan_rl.planner.simulation import simulate
+
+SAMPLES, GROUPS_EACH = 16, 2
+"""Of a group; groups of a step for each generator."""
+
+
+def scenario(generators: int, requests: int) -> Scenario:
+    groups = generators * GROUPS_EACH
+    return Scenario(
+        lengths=log_normal(4000, 1.0, most=27_000, seed=1),
+        prompt_tokens=512,
+        engine=EngineSpeed(
+            seconds_per_step=0.010, seconds_per_sequence=7e-5, seconds_per_prompt_token=5e-5, seconds_per_load=2.0
+        ),
+        trainer=TrainerSpeed(seconds_per_step=2.0, seconds_per_token=2.8e-4 / generators, seconds_per_publication=2.0),
+        generators=generators,
+        groups_per_step=groups,
+        samples_per_group=SAMPLES,
+        max_staleness=1,
+        window=2 * groups,
+        steps=max(1, requests // (groups * SAMPLES)),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=1_000_000, help="of each run")
+    parser.add_argument("--generators", type=int, nargs="+", default=[50, 1000])
+    options = parser.parse_args()
+    figures: dict[str, Any] = {"requests": options.requests}
+    rows, costs = [], []
+    for generators in options.generators:
+        planned = scenario(generators, options.requests)
+        began = time.process_time()
+        result = simulate(planned)
+        seconds = time.process_time() - began
+        costs.append(seconds / (planned.steps * planned.groups_per_step * SAMPLES) * 1e6)
+        figures[f"planner_share_of_bound_{generators}"] = round(result.share_of_bound, 4)
+        rows.append([str(generators), planned.steps, seconds, costs[-1], result.share_of_bound])
+    figures["planner_seconds_per_million"] = round(costs[-1], 2)
+    figures[f"planner_cost_{options.generators[-1]}_to_{options.generators[0]}"] = round(costs[-1] / costs[0], 3)
+    header = ["generators", "steps", "CPU seconds", "µs per request", "of bound"]
+    print_report(f"the planner, {options.requests:,} requests", header, rows, figures)
+
+
+if __name__ == "__main__":
+    main()
