@@ -24,7 +24,7 @@ from titan_rl.errors import ActorFailed, ActorGone, GeneratorFailed, RequestErro
 from titan_rl.metrics.timeline import timeline
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Assignment, Dispatcher
-from titan_rl.routing.health import Fleet, GeneratorState, GeneratorStatus, Phase
+from titan_rl.routing.health import Fleet, GeneratorState, GeneratorStatus
 from titan_rl.routing.strategies import build_strategy
 from titan_rl.rpc.connection import endpoint
 from titan_rl.rpc.requests import Failures, Packed, RequestServer, is_gone
@@ -56,10 +56,10 @@ class GeneratorRouter(RequestServer):
         self.fleet = Fleet(self._strategy, serving=serving)
         self.dispatcher = Dispatcher(
             self._strategy,
+            self.fleet,
             resume=config.resume,
             seconds=config.request_seconds,
             retries=config.request_retries,
-            is_swapping=lambda name: self.fleet[name].phase is Phase.SWAPPING,
         )
         self.generators: dict[str, RoutedGenerator] = {}
         self._sync = WeightSync(self)
