@@ -203,7 +203,8 @@ class Dispatcher:
         request = self._attempts.get(attempt_id)
         if request is None or request.attempts > 1 or reason is FinishReason.ABORT:
             return False
-        self.ended(attempt_id)
+        self._release(attempt_id)
+        del self._requests[attempt_id]
         return True
 
     def completed(self, attempt_id: str, completion: Completion, now: float) -> Completion | None:

@@ -71,10 +71,10 @@ _Key = tuple[int, int, str]
 class _Ordered:
     """Chooses, among generators whose version is allowed, the one with the smallest key.
 
-    The generators of a version are in a heap. One of a generator's entries is never above its key: a key that grows
-    changes nothing until that entry comes to the top, where it is replaced, so that a request costs the heap nothing
-    as long as its generator is not the next in line. Only a key that falls below the entry is pushed once more. Other
-    entries are dropped at the top, or when they are the most.
+    The generators of a version are in a heap. One of a generator's entries is never above its key. At the top it is
+    replaced by the key, so a key that grows changes nothing before. When a key falls below the entry, the lowest one
+    possible is pushed, so the next that fall change nothing. Other entries are dropped at the top, or when they are the
+    most.
     """
 
     def __init__(self) -> None:
@@ -113,9 +113,6 @@ class _Ordered:
         self._chosen_at[name] = self._clock
         return name
 
-    def _key(self, name: str) -> _Key:
-        return self._load.get(name, 0), self._chosen_at.get(name, 0), name
-
     def _first(self, version: PolicyVersion) -> _Key:
         heap = self._heaps[version]
         while True:
@@ -123,9 +120,10 @@ class _Ordered:
             name = entry[2]
             if not self._holds(entry, version):
                 heapq.heappop(heap)
-            elif (key := self._key(name)) == entry:
-                return key
             else:
+                key = self._load.get(name, 0), self._chosen_at.get(name, 0), name
+                if key == entry:
+                    return key
                 self._entries[name] = key
                 heapq.heapreplace(heap, key)
 
@@ -134,11 +132,11 @@ class _Ordered:
         return self._entries.get(entry[2]) == entry and self.serving[entry[2]] == version
 
     def _push(self, name: str) -> None:
-        """The generator's key is below its entry, or it has none."""
-        self._entries[name] = key = self._key(name)
+        """The generator's key may be below its entry, or it has none."""
+        self._entries[name] = entry = (0, 0, name)
         version = self.serving[name]
         heap = self._heaps.setdefault(version, [])
-        heapq.heappush(heap, key)
+        heapq.heappush(heap, entry)
         if len(heap) > 4 * len(self.serving) + 16:
             heap[:] = {entry for entry in heap if self._holds(entry, version)}
             heapq.heapify(heap)
@@ -162,7 +160,8 @@ class LeastLoaded(_Ordered):
 
     def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
         self._load[name] = load
-        if name in self._entries and self._key(name) < self._entries[name]:
+        entry = self._entries.get(name)
+        if entry is not None and load < entry[0]:
             self._push(name)
 
     released = assigned
