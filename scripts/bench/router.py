@@ -1,6 +1,6 @@
 """What the router costs, what a change of weights costs under load, and how well requests are spread.
 
-    python scripts/bench/router.py [--only overhead weight_sync prefix_cache replacement]
+    python scripts/bench/router.py [--only overhead weight_sync prefix_cache replacement scale]
 
 (a) latency and throughput through the router against calling the generator actor itself. Its engine is simulated and
     takes no time, so that messages are all there is; the same clients, with the same batching of a tick's requests,
@@ -9,7 +9,8 @@
     policy of 3.2M parameters) have one router per mode. In each turn the same clients work off the same requests of 64
     to 128 tokens, while every `SYNC_EVERY_SECONDS` new weights are published and pulled, but in the mode "no sync";
 (c) what sticky sessions are worth to the prefix cache of two real vLLM generators;
-(d) throughput of four simulated generators while one of them is killed and replaced.
+(d) throughput of four simulated generators while one of them is killed and replaced;
+(e) CPU of the router per request and per publication in front of up to 256 generators.
 
 Contenders take turns, so that a change of the machine's speed hits all of them; ratios are medians over rounds. Read
 them as ratios only: client, router and generators share the machine's cores, with whatever else runs there.
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from parts.fleet import POLICY, SECONDS, Checkpoint, fleet, make_request
 from parts.replacement import measure_replacement
+from parts.router_scale import measure_scale
 from parts.router_sessions import CONVERSATIONS, TURNS, measure_prefix_cache
 from parts.table import print_report, print_table
 
@@ -264,6 +266,10 @@ HEADERS: dict[str, tuple[str, Sequence[str]]] = {
         "(d) one of four simulated generators is killed under load, and replaced",
         ["generators", "tokens/s", "seconds", "÷ expected"],
     ),
+    "scale": (
+        "(e) the router's CPU by the number of generators, which answer at once",
+        ["generators", "requests per message", "µs per request", "ms per publication", "÷ generators", "wall ms"],
+    ),
 }
 
 
@@ -285,6 +291,8 @@ def main() -> None:
                 rows, found = asyncio.run(measure_weight_sync(options.sync_rounds))
             case "replacement":
                 rows, found = asyncio.run(measure_replacement(options.window))
+            case "scale":
+                rows, found = asyncio.run(measure_scale())
             case _:
                 rows, found = asyncio.run(measure_prefix_cache(options.cache_rounds))
         tables.append((part, rows))

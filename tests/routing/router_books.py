@@ -71,10 +71,10 @@ class RouterBooks:
         self.plan = VersionPlan(self.fleet, mode=mode, max_syncing=max_syncing, retries=retries)
         self.dispatcher = Dispatcher(
             strategy,
+            self.fleet,
             resume=resume,
             seconds=request_seconds,
             retries=request_retries,
-            is_swapping=lambda name: self.fleet[name].phase is Phase.SWAPPING,
         )
         self.serving = serving
         self.names = [f"g{index}" for index in range(generators)]

@@ -184,7 +184,9 @@ class RouterDriver(RouterBooks):
         """Exactly these are wanted, and those that open requests ask for."""
         exact = {caller.asked.exact_version for caller in self.callers.values() if caller.place != LEFT}
         self.plan.want({*versions, *(exact - {None})})
-        self.failures = {name: n for name, n in self.failures.items() if self.fleet[name].pulls in self.plan.wanted}
+        self.failures = {
+            name: n for name, n in self.failures.items() if self.fleet[name].kind.pulls in self.plan.wanted
+        }
         self.pulls.append(Pull(max(versions)))
         self.advance()
 

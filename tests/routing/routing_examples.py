@@ -71,4 +71,4 @@ def serving(strategy: RoutingStrategy, count: int, *, resume: bool = True) -> tu
     for index in range(count):
         fleet.join(f"g{index}")
         comes_to_serve(fleet, f"g{index}")
-    return fleet, Dispatcher(strategy, resume=resume)
+    return fleet, Dispatcher(strategy, fleet, resume=resume)

@@ -241,8 +241,7 @@ def test_options_that_depend_on_past_output_are_refused_where_completions_are_re
 
 def test_only_the_time_with_generators_counts_over_all_attempts() -> None:
     strategy = RoundRobin()
-    strategy.serves("g0", V0)
-    router = Dispatcher(strategy, seconds=10.0)
+    router = Dispatcher(strategy, serving(strategy, 1)[0], seconds=10.0)
     (first,) = router.submit([request("r")], 0.0)
     assert router.wake_at == 10.0 and router.overdue(9.0) == []
     router.completed("r", completion(first.request, 1), 9.0)

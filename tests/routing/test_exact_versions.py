@@ -35,7 +35,7 @@ class World:
         self.rng = rng
         self.fleet = Fleet(strategy, serving=serving)
         self.plan = VersionPlan(self.fleet)
-        self.dispatcher = Dispatcher(strategy, retries=1000)
+        self.dispatcher = Dispatcher(strategy, self.fleet, retries=1000)
         for index in range(generators):
             self.fleet.join(f"g{index}")
         self.groups: dict[str, tuple[PolicyVersion, int]] = {}  # version, turns that are left

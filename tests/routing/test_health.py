@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from routing_examples import V0, V1, V2, comes_to_serve
 
 from titan_rl.errors import GeneratorNotServing
-from titan_rl.routing.health import Fleet, GeneratorHealth, GeneratorState, Phase
+from titan_rl.routing.health import Fleet, GeneratorHealth, GeneratorState, Kind, Phase
 from titan_rl.types import PolicyVersion
 
 EVENTS: dict[str, Callable[[GeneratorHealth], None]] = {
@@ -82,7 +82,7 @@ def test_the_table_speaks_of_every_phase_and_every_phase_has_a_state() -> None:
 @given(start=st.sampled_from([Phase.RECOVERING, Phase.SPARE]), events=st.lists(st.sampled_from(list(EVENTS))))
 def test_every_event_leads_where_the_table_says_and_the_strategy_hears_of_it(start: Phase, events: list[str]) -> None:
     candidates = Candidates()
-    health = GeneratorHealth("g0", candidates, start)
+    health = GeneratorHealth("g0", candidates, Kind(start))
     for event in events:
         before = health.phase
         expected = TABLE[before][list(EVENTS).index(event)]
@@ -93,7 +93,7 @@ def test_every_event_leads_where_the_table_says_and_the_strategy_hears_of_it(sta
         else:
             EVENTS[event](health)
         assert health.phase is expected
-        assert health.is_syncing == (expected in (P.DRAINING, P.PULLING, P.SWAPPING, P.LATE))
+        assert health.kind.is_syncing == (expected in (P.DRAINING, P.PULLING, P.SWAPPING, P.LATE))
         serves = health.state is GeneratorState.SERVING
         assert list(candidates.serving) == (["g0"] if serves else [])
         assert not (candidates.may_return and health.state in (GeneratorState.STALE, GeneratorState.DEAD))
@@ -128,7 +128,7 @@ def test_a_woken_generator_must_be_woken_until_a_pull_is_verified() -> None:
 )
 def test_who_is_not_asleep_cannot_be_woken_and_says_why(phase: str, doing: str) -> None:
     with pytest.raises(GeneratorNotServing, match=f"g0 cannot be woken: it is {doing}"):
-        GeneratorHealth("g0", Candidates(), Phase(phase)).wake()
+        GeneratorHealth("g0", Candidates(), Kind(Phase(phase))).wake()
 
 
 def test_who_changes_its_weights_cannot_be_put_to_sleep() -> None:
@@ -168,7 +168,8 @@ def test_a_replacement_has_nothing_of_the_dead_one() -> None:
     with pytest.raises(ValueError, match="g0 is already in the fleet"):
         fleet.join("g0")
     comes_to_serve(fleet, "g0", V1)
-    fleet["g0"].failures = 2
+    fleet["g0"].sync(V2)
+    fleet["g0"].failed("bad bytes")
     fleet.died("g0", "killed")
     fleet.join("g0")
     assert fleet["g0"] == GeneratorHealth("g0", Candidates())

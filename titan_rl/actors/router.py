@@ -24,7 +24,7 @@ from titan_rl.errors import ActorFailed, ActorGone, GeneratorFailed, RequestErro
 from titan_rl.metrics.timeline import timeline
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Assignment, Dispatcher
-from titan_rl.routing.health import Fleet, GeneratorState, GeneratorStatus, Phase
+from titan_rl.routing.health import Fleet, GeneratorState, GeneratorStatus
 from titan_rl.routing.strategies import build_strategy
 from titan_rl.rpc.connection import endpoint
 from titan_rl.rpc.requests import Failures, Packed, RequestServer, is_gone
@@ -56,10 +56,10 @@ class GeneratorRouter(RequestServer):
         self.fleet = Fleet(self._strategy, serving=serving)
         self.dispatcher = Dispatcher(
             self._strategy,
+            self.fleet,
             resume=config.resume,
             seconds=config.request_seconds,
             retries=config.request_retries,
-            is_swapping=lambda name: self.fleet[name].phase is Phase.SWAPPING,
         )
         self.generators: dict[str, RoutedGenerator] = {}
         self._sync = WeightSync(self)
@@ -99,20 +99,29 @@ class GeneratorRouter(RequestServer):
             self._strategy.end_session(session_id)
 
     def _accept(self, requests: Sequence[GenerationRequest]) -> None:
-        refusals = {request.request_id: self.dispatcher.refusal(request) for request in requests}
-        self.answer([], [(request_id, why) for request_id, why in refusals.items() if why is not None])
-        accepted = [request for request in requests if refusals[request.request_id] is None]
+        accepted: list[GenerationRequest] = []
+        refused: list[tuple[str, TitanError]] = []
+        for request in requests:
+            if (why := self.dispatcher.refusal(request)) is None:
+                accepted.append(request)
+            else:
+                refused.append((request.request_id, why))
+        self.answer([], refused)
         self._send(self.dispatcher.submit(accepted, self._now()))
         if self.dispatcher.waiting and len(self._sync.plan.wanted) > 1:
             self.advance()  # a generator that has nothing to do may serve another one
 
     def _send(self, assignments: list[Assignment]) -> None:
-        for each in assignments:
-            self.generators[each.generator].send((each.request,))
-        if self._timer is not None:
+        to: dict[str, list[GenerationRequest]] = {}
+        for generator, attempt in assignments:
+            to.setdefault(generator, []).append(attempt)
+        for generator, attempts in to.items():
+            self.generators[generator].send(attempts)
+        at = self.dispatcher.wake_at
+        if self._timer is not None and self._timer.when() != at:
             self._timer.cancel()
             self._timer = None
-        if (at := self.dispatcher.wake_at) is not None:
+        if at is not None and self._timer is None:
             self._timer = asyncio.get_running_loop().call_at(at, self.run, self._on_timer)
         failures = self.dispatcher.failures()
         if self.fleet.is_given_up:
@@ -163,10 +172,11 @@ class GeneratorRouter(RequestServer):
         generator.served += self.answer(answers, errors + self.dispatcher.failures())
         if (fatal := next((error for _, error in failures if is_gone(error)), None)) is not None:
             self.died(generator, fatal)
-        if parts or failures or (self.dispatcher.waiting and not self.dispatcher.in_flight(generator.name)):
+        idle = not self.dispatcher.in_flight(generator.name)
+        if idle:
+            generator.idle.set()  # its drain waits for that
+        if parts or failures or (idle and self.dispatcher.waiting):
             self.advance()  # requests may wait for another attempt, or for a version that an idle generator may serve
-        else:
-            self._notify()  # a drain may be waiting for the last request
 
     # Weights.
 

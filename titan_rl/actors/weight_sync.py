@@ -60,6 +60,7 @@ class RoutedGenerator(RequestClient):
         self.aborted_tokens = 0
         self.outcome: PullReport | TitanError | None = None  # of its last pull
         self.sync: asyncio.Task[None] | None = None  # the last one
+        self.idle = asyncio.Event()  # set whenever it has answered all it had; whoever waits for that clears it
 
     def answered(self, completions: Packed[Completion], failures: Failures) -> None:
         self._router.run(self._router.route, self, completions, failures)
@@ -193,12 +194,18 @@ class WeightSync:
         name = generator.name
         try:
             async with asyncio.timeout(seconds):
-                await self._router.until(lambda: not self._dispatcher.in_flight(name))
+                await self._idle(generator)
         except TimeoutError:
             stragglers = self._dispatcher.live_on(name)
             _log.info("%s did not drain in %g s: %d go on elsewhere", name, seconds, len(stragglers))
             generator.abort(stragglers)
-            await self._router.until(lambda: not self._dispatcher.in_flight(name))
+            await self._idle(generator)
+
+    async def _idle(self, generator: RoutedGenerator) -> None:
+        """Wait for this generator alone: to look at all that drain whenever one answers would be quadratic."""
+        while self._dispatcher.in_flight(generator.name):
+            generator.idle.clear()
+            await generator.idle.wait()
 
     def _mark_late(self, generator: RoutedGenerator) -> None:
         name = generator.name

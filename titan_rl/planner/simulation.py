@@ -148,8 +148,8 @@ class _Simulation:
         self._scenario = scenario
         self._buffer = GroupBuffer(scenario.limits)
         strategy = build_strategy(RouterConfig(strategy=scenario.strategy))
-        self._dispatcher = Dispatcher(strategy)
         self._fleet = Fleet(strategy)
+        self._dispatcher = Dispatcher(strategy, self._fleet)
         self._plan = VersionPlan(self._fleet, mode=scenario.weight_sync, max_syncing=scenario.max_syncing)
         self._engines = {
             f"generator{index}": PlannedEngine(scenario.engine, INITIAL_VERSION) for index in range(scenario.generators)

@@ -8,7 +8,7 @@ caller's id.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -95,16 +95,17 @@ class OpenRequest:
     """One caller's request on its way."""
 
     original: GenerationRequest  # as the caller sent it
-    segments: list[Completion] = field(default_factory=list)  # what earlier attempts sampled
-    shown: Shown = field(default_factory=Shown)  # of the live attempt, if an attempt can go on from it
+    waiting_since: float = 0.0
+    segments: tuple[Completion, ...] = ()  # what earlier attempts sampled
+    shown: Shown | None = None  # of the live attempt, if it streams
     attempts: int = 0
     attempt: GenerationRequest | None = None  # live now; None while waiting
     generator: str = ""
     cost: int = 0
-    waiting_since: float = 0.0
+    turn: int = 0  # its place among those that wait
     started: float = 0.0  # when the live attempt started
     seconds: float = 0.0  # spent in earlier attempts
-    deaths: list[str] = field(default_factory=list)  # causes of death of generators that ran it
+    deaths: tuple[str, ...] = ()  # causes of death of generators that ran it
     given_up: bool = False  # aborted by the caller or out of time: the next answer is the last
 
     @property

@@ -6,6 +6,7 @@ Always true, after every method:
   answer, with an error, or withdrawn by its caller;
 - a generator's load is the sum of the estimated costs of its live attempts, so it is 0 when none is live;
 - an attempt goes only to a generator whose version the request allows, and its id is never reused;
+- what happens to one request costs nothing per generator or per other request, but the logarithm in the strategy;
 - a request for an exact version is never live on a generator that takes new weights while it serves;
 - at most `retries` + 1 generators die under one request, and it spends at most `seconds` with generators, however
   often it is interrupted;
@@ -26,18 +27,22 @@ Pure: methods return what to send, and the actor sends it. Requests that get an 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from operator import attrgetter
+from typing import NamedTuple
 
 from titan_rl.errors import RequestError, RequestLost, RequestTimeout, TitanError
 from titan_rl.routing.attempts import ATTEMPT_MARK, OpenRequest, Shown, ending, interrupted, next_attempt, stitch
+from titan_rl.routing.health import Fleet, Phase
 from titan_rl.routing.strategies import RoutingStrategy, Wait
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
+class Assignment(NamedTuple):
     """Send `request` (an attempt with its own id) to `generator`."""
 
     generator: str
@@ -49,21 +54,35 @@ def estimated_cost(request: GenerationRequest) -> int:
     return len(request.prompt_token_ids) + request.sampling.max_new_tokens
 
 
+class _Need(NamedTuple):
+    """The versions that a request allows: exactly one, or all from one on."""
+
+    exact: PolicyVersion | None
+    least: PolicyVersion
+
+    def allows(self, version: PolicyVersion) -> bool:
+        return version == self.exact if self.exact is not None else version >= self.least
+
+
+def _need(request: OpenRequest) -> _Need:
+    return _Need(request.original.exact_version, request.original.min_version)
+
+
 class Dispatcher:
     """Bookkeeping of one router."""
 
     def __init__(
         self,
         strategy: RoutingStrategy,
+        fleet: Fleet,
         *,
         resume: bool = True,
         seconds: float = 0.0,
         retries: int = 1,
-        is_swapping: Callable[[str], bool] = lambda generator: False,
     ) -> None:
         """
         Args:
-            is_swapping: whether a generator takes new weights while it serves.
+            fleet: tells the strategy who serves.
             resume: continue interrupted completions from their own tokens; off: they start over.
             seconds: `router.request_seconds`.
             retries: `router.request_retries`.
@@ -72,28 +91,25 @@ class Dispatcher:
         self._resume = resume
         self._seconds = seconds or math.inf
         self._retries = retries
-        self._is_swapping = is_swapping
+        self._fleet = fleet
         self._requests: dict[str, OpenRequest] = {}  # by the caller's id
-        self._waiting: dict[str, OpenRequest] = {}  # requests without a live attempt, in order of arrival
+        self._waiting: dict[_Need, dict[str, OpenRequest]] = {}  # requests without a live attempt, in their turn
+        self._turns = itertools.count()
         self._attempts: dict[str, OpenRequest] = {}  # live, by attempt id
         self._on: dict[str, dict[str, None]] = {}  # generator → its live attempt ids, oldest first
-        self._load: dict[str, int] = {}
+        self._load: Counter[str] = Counter()
+        self._exact: Counter[str] = Counter()  # generator → its live attempts for an exact version
         self._wait_until = math.inf  # the earliest `Wait` of the strategy
         self._overdue_at = math.inf  # no live attempt runs out of time before this
         self._failures: list[tuple[str, TitanError]] = []
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return sum(map(len, self._waiting.values()))
 
     def demanded(self, versions: Collection[PolicyVersion]) -> set[PolicyVersion]:
         """Those of the versions that some waiting request allows."""
-        missing = {*versions}
-        for each in self._waiting.values():
-            if not missing:
-                break
-            missing -= {version for version in missing if each.original.allows(version)}
-        return {*versions} - missing
+        return {version for version in versions if any(need.allows(version) for need in self._waiting)}
 
     @property
     def wake_at(self) -> float | None:
@@ -103,7 +119,7 @@ class Dispatcher:
 
     def load(self, generator: str) -> int:
         """Estimated tokens in flight."""
-        return self._load.get(generator, 0)
+        return self._load[generator]
 
     def in_flight(self, generator: str) -> int:
         """Live attempts."""
@@ -115,7 +131,7 @@ class Dispatcher:
 
     def runs_exact(self, generator: str) -> bool:
         """Whether a request for an exact version is live there."""
-        return any(self._attempts[each].original.exact_version is not None for each in self._on.get(generator, ()))
+        return self._exact[generator] > 0
 
     def refusal(self, request: GenerationRequest) -> RequestError | None:
         """Why this request is refused; None: it is accepted."""
@@ -139,17 +155,23 @@ class Dispatcher:
         """Accept requests, whose `refusal` must be None. A request that no generator can serve now waits."""
         assignments: list[Assignment] = []
         for original in requests:
-            request = self._requests[original.request_id] = OpenRequest(original, waiting_since=now)
-            self._waiting[original.request_id] = request
-            self._assign(request, now, assignments)
+            request = self._requests[original.request_id] = OpenRequest(original, now)
+            if (assignment := self._assign(request, now)) is not None:
+                assignments.append(assignment)
+            elif original.request_id in self._requests:
+                self._wait(request)
         return assignments
 
     def reconsider(self, now: float) -> list[Assignment]:
         """Assign waiting requests that can be served now. Call it when a generator begins to serve and at `wake_at`."""
         self._wait_until = math.inf
+        served = self._fleet.served
+        able = [waiting for need, waiting in self._waiting.items() if any(need.allows(version) for version in served)]
         assignments: list[Assignment] = []
-        for request in list(self._waiting.values()):
-            self._assign(request, now, assignments)
+        for request in sorted((request for waiting in able for request in waiting.values()), key=attrgetter("turn")):
+            if (assignment := self._assign(request, now)) is not None:
+                self._stop_waiting(request)
+                assignments.append(assignment)
         return assignments
 
     def overdue(self, now: float) -> list[Assignment]:
@@ -181,7 +203,8 @@ class Dispatcher:
         request = self._attempts.get(attempt_id)
         if request is None or request.attempts > 1 or reason is FinishReason.ABORT:
             return False
-        self.ended(attempt_id)
+        self._release(attempt_id)
+        del self._requests[attempt_id]
         return True
 
     def completed(self, attempt_id: str, completion: Completion, now: float) -> Completion | None:
@@ -200,7 +223,7 @@ class Dispatcher:
             del self._requests[request.original.request_id]
             return stitch(request, completion)
         if self._resume and len(completion.token_ids):
-            request.segments.append(completion)
+            request.segments += (completion,)
         self._queue(request, now)
         return None
 
@@ -214,7 +237,7 @@ class Dispatcher:
         request = self._attempts.get(piece.request_id)
         if request is None:
             return None
-        if self._resume:
+        if self._resume and request.shown is not None:
             new = request.shown.add(piece)
             if new is None:
                 return None
@@ -244,7 +267,7 @@ class Dispatcher:
         request = self._attempts.get(attempt_id)
         if request is None:
             return None
-        if (shown := request.shown.whole) is not None:
+        if request.shown is not None and (shown := request.shown.whole) is not None:
             whole = self.completed(attempt_id, interrupted(attempt_id, request, shown), now)
             if whole is not None:
                 return whole
@@ -255,7 +278,7 @@ class Dispatcher:
                 return stitch(request, None)
             self._queue(request, now)
         if died:
-            request.deaths.append(died)
+            request.deaths += (died,)
             if len(request.deaths) > self._retries:
                 deaths = f"{len(request.deaths)} generators died under it ({'; '.join(request.deaths)})"
                 limit = f"no other one gets it (router.request_retries = {self._retries})"
@@ -275,65 +298,82 @@ class Dispatcher:
         request.given_up = True
         if request.attempt is not None:
             return Assignment(request.generator, request.attempt)
-        del self._waiting[request_id]
+        self._stop_waiting(request)
         del self._requests[request_id]
         return stitch(request, None)
 
     def drop_waiting(self) -> list[str]:
         """Remove all waiting requests; returns the callers' request ids."""
-        dropped = list(self._waiting)
+        dropped = [request_id for waiting in self._waiting.values() for request_id in waiting]
         for request_id in dropped:
             del self._requests[request_id]
         self._waiting.clear()
         return dropped
 
     def _queue(self, request: OpenRequest, now: float) -> None:
+        """An attempt is over, and the request waits for the next one."""
         request.seconds += now - request.started
         request.waiting_since = now
-        self._waiting[request.original.request_id] = request
+        self._wait(request)
+
+    def _wait(self, request: OpenRequest) -> None:
+        request.turn = next(self._turns)
+        self._waiting.setdefault(_need(request), {})[request.original.request_id] = request
+
+    def _stop_waiting(self, request: OpenRequest) -> None:
+        need = _need(request)
+        if (waiting := self._waiting.get(need)) is not None:
+            waiting.pop(request.original.request_id, None)
+            if not waiting:
+                del self._waiting[need]
 
     def _fail(self, request: OpenRequest, error: TitanError) -> None:
-        """Fail a waiting request."""
-        request_id = request.original.request_id
-        del self._waiting[request_id]
-        del self._requests[request_id]
-        self._failures.append((request_id, error))
+        """Fail a request that is not live."""
+        self._stop_waiting(request)
+        del self._requests[request.original.request_id]
+        self._failures.append((request.original.request_id, error))
 
-    def _assign(self, request: OpenRequest, now: float, assignments: list[Assignment]) -> None:
-        """Assign a waiting request to a generator that can serve it now, if there is one."""
-        request_id = request.original.request_id
+    def _assign(self, request: OpenRequest, now: float) -> Assignment | None:
+        """Assign a request to a generator that can serve it now, if there is one. It fails if the strategy raises."""
+        original = request.original
         try:
-            choice = self._strategy.choose(request.original, now=now, waiting_since=request.waiting_since)
+            choice = self._strategy.choose(original, now=now, waiting_since=request.waiting_since)
         except Exception as why:
             reason = f"the routing strategy raised {type(why).__name__}: {why}"
-            return self._fail(request, RequestError(f"request {request_id}: {reason}"))
+            self._fail(request, RequestError(f"request {original.request_id}: {reason}"))
+            return None
         if isinstance(choice, Wait):
             self._wait_until = min(self._wait_until, choice.until)
             return None
-        if choice is None or (request.original.exact_version is not None and self._is_swapping(choice)):
+        if choice is None:
             return None
-        del self._waiting[request_id]
+        if original.exact_version is not None:
+            if self._fleet[choice].phase is Phase.SWAPPING:
+                return None
+            self._exact[choice] += 1
         attempt = next_attempt(request)
         request.attempts += 1
-        request.attempt, request.generator, request.cost = attempt, choice, estimated_cost(attempt)
-        request.started = now
-        if attempt.streams:
+        request.attempt, request.generator, request.started = attempt, choice, now
+        request.cost = estimated_cost(attempt)
+        if attempt.stream_from >= 0:
             request.shown = Shown(attempt.stream_from)
-        self._overdue_at = min(self._overdue_at, now + self._seconds - request.seconds)
+        if (at := now + self._seconds - request.seconds) < self._overdue_at:
+            self._overdue_at = at
         self._attempts[attempt.request_id] = request
         self._on.setdefault(choice, {})[attempt.request_id] = None
-        self._load[choice] = self._load.get(choice, 0) + request.cost
-        self._strategy.assigned(request.original, choice, self._load[choice])
-        assignments.append(Assignment(choice, attempt))
-        return None
+        load = self._load[choice] = self._load[choice] + request.cost
+        self._strategy.assigned(original, choice, load)
+        return Assignment(choice, attempt)
 
     def _release(self, attempt_id: str) -> OpenRequest | None:
         request = self._attempts.pop(attempt_id, None)
         if request is None:
             return None
-        generator = request.generator
+        original, generator = request.original, request.generator
         del self._on[generator][attempt_id]
-        self._load[generator] -= request.cost
+        if original.exact_version is not None:
+            self._exact[generator] -= 1
+        load = self._load[generator] = self._load[generator] - request.cost
         request.attempt, request.generator, request.cost = None, "", 0
-        self._strategy.released(request.original, generator, self._load[generator])
+        self._strategy.released(original, generator, load)
         return request

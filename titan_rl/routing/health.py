@@ -18,10 +18,11 @@ Pure.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from titan_rl.errors import GeneratorNotServing
 from titan_rl.types import PolicyVersion
@@ -115,12 +116,10 @@ class ServingListener(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class GeneratorHealth:
-    """The state machine of one generator. A method that the table does not allow raises ValueError."""
+class Kind(NamedTuple):
+    """What decides over a generator's next change of weights. Generators of one kind are alike to the version plan, so
+    that it looks at kinds, which are a few, and not at every generator."""
 
-    name: str
-    listener: ServingListener = field(repr=False, compare=False)
     phase: Phase = Phase.RECOVERING
     version: PolicyVersion | None = None
     """Last verified version; None before the first."""
@@ -128,19 +127,45 @@ class GeneratorHealth:
     """The version that the running change of weights brings; None: none is running."""
     failures: int = 0
     """Failed pulls of wanted versions since the last success, or since the wanted versions changed."""
-    must_wake: bool = False
-    """It gave up its memory in sleep, so it takes weights only by a wake-up."""
-    reason: str = ""
-    """Why it is stale or dead."""
 
     @property
-    def state(self) -> GeneratorState:
-        return self.phase.state
+    def serves(self) -> bool:
+        return self.phase is Phase.SERVING or self.phase is Phase.SWAPPING
 
     @property
     def is_syncing(self) -> bool:
         """Whether a change of weights is running, late or not."""
         return self.pulls is not None
+
+
+@dataclass(slots=True)
+class GeneratorHealth:
+    """The state machine of one generator. A method that the table does not allow raises ValueError."""
+
+    name: str
+    listener: ServingListener = field(repr=False, compare=False)
+    kind: Kind = Kind()
+    must_wake: bool = False
+    """It gave up its memory in sleep, so it takes weights only by a wake-up."""
+    reason: str = ""
+    """Why it is stale or dead."""
+    kinds: Counter[Kind] = field(default_factory=Counter, repr=False, compare=False)
+    """How many there are of each kind in its fleet."""
+
+    def __post_init__(self) -> None:
+        self.kinds[self.kind] += 1
+
+    @property
+    def phase(self) -> Phase:
+        return self.kind.phase
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        return self.kind.version
+
+    @property
+    def state(self) -> GeneratorState:
+        return self.phase.state
 
     def sync(self, version: PolicyVersion, *, swap: bool = False) -> None:
         """A change of weights begins.
@@ -149,22 +174,29 @@ class GeneratorHealth:
             swap: it goes on serving meanwhile.
         """
         closed = Phase.DRAINING if self.phase is Phase.SERVING else Phase.PULLING
-        self._move(Phase.SWAPPING if swap else closed)
-        self.pulls = version
+        self._move(Phase.SWAPPING if swap else closed, pulls=version)
+
+    def pulls_instead(self, version: PolicyVersion) -> None:
+        """The change of weights that is running brings this version."""
+        self._become(pulls=version)
 
     def verified(self, version: PolicyVersion) -> None:
         """The pull succeeded, and the generator serves."""
-        self._move(Phase.SERVING, version=version)
-        self.pulls, self.failures, self.must_wake = None, 0, False
+        self._move(Phase.SERVING, version=version, pulls=None, failures=0)
+        self.must_wake = False
 
-    def failed(self, reason: str) -> None:
+    def failed(self, reason: str, *, counts: bool = True) -> None:
         """The pull ended without verified weights; the generator serves nothing."""
-        self._move(Phase.STALE, reason)
-        self.pulls = None
+        self._move(Phase.STALE, reason, pulls=None, failures=self.kind.failures + counts)
+
+    def forgive(self) -> None:
+        """Failed pulls do not count any more."""
+        if self.kind.failures:
+            self._become(failures=0)
 
     def late(self, reason: str) -> None:
         """The change of weights exceeds its time limit and goes on. Does nothing if it has ended."""
-        if self.is_syncing and self.phase is not Phase.LATE:
+        if self.kind.is_syncing and self.phase is not Phase.LATE:
             self._move(Phase.LATE, reason)
 
     def sleep(self) -> None:
@@ -174,7 +206,7 @@ class GeneratorHealth:
             GeneratorNotServing: it changes its weights, sleeps already, or is dead.
         """
         if Phase.ASLEEP not in TRANSITIONS[self.phase]:
-            doing = "in a change of weights" if self.is_syncing else self.state
+            doing = "in a change of weights" if self.kind.is_syncing else self.state
             raise GeneratorNotServing(f"{self.name} cannot be put to sleep: it is {doing}")
         self._move(Phase.ASLEEP)
         self.must_wake = True
@@ -188,8 +220,7 @@ class GeneratorHealth:
         if self.phase is not Phase.ASLEEP:
             doing = "a spare" if self.phase is Phase.SPARE else self.state
             raise GeneratorNotServing(f"{self.name} cannot be woken: it is {doing}")
-        self._move(Phase.RECOVERING)
-        self.failures = 0
+        self._move(Phase.RECOVERING, failures=0)
 
     def join_service(self) -> None:
         """A spare takes the place of a generator that died."""
@@ -198,24 +229,33 @@ class GeneratorHealth:
     def died(self, reason: str) -> None:
         """Idempotent: the first reason is kept."""
         if self.phase not in _GONE:
-            self._move(Phase.DEAD, reason)
-            self.pulls = None
+            self._move(Phase.DEAD, reason, pulls=None)
 
     def give_up(self, reason: str) -> None:
         """It is dead, and nothing will replace it."""
         if self.phase is not Phase.GIVEN_UP:
-            self._move(Phase.GIVEN_UP, reason)
-            self.pulls = None
+            self._move(Phase.GIVEN_UP, reason, pulls=None)
 
-    def _move(self, phase: Phase, reason: str = "", *, version: PolicyVersion | None = None) -> None:
+    def leave(self) -> None:
+        """Its fleet has another generator of its name."""
+        self.kinds[self.kind] -= 1
+        if not self.kinds[self.kind]:
+            del self.kinds[self.kind]
+
+    def _become(self, **changes: Any) -> None:
+        self.leave()
+        self.kind = self.kind._replace(**changes)
+        self.kinds[self.kind] += 1
+
+    def _move(self, phase: Phase, reason: str = "", **changes: Any) -> None:
         if phase not in TRANSITIONS[self.phase]:
             raise ValueError(f"generator {self.name} cannot go from {self.phase} to {phase}")
-        self.phase, self.reason = phase, reason
+        self._become(phase=phase, **changes)
+        self.reason = reason
         match phase:
             case Phase.SERVING:
-                assert version is not None
-                self.version = version
-                self.listener.serves(self.name, version)
+                assert self.version is not None
+                self.listener.serves(self.name, self.version)
             case Phase.SWAPPING:
                 pass
             case Phase.STALE | Phase.LATE | Phase.DEAD | Phase.GIVEN_UP:
@@ -238,6 +278,8 @@ class Fleet:
         self._listener = listener
         self._serving = serving
         self._generators: dict[str, GeneratorHealth] = {}
+        self.kinds: Counter[Kind] = Counter()
+        """How many generators there are of each kind."""
 
     def __getitem__(self, name: str) -> GeneratorHealth:
         return self._generators[name]
@@ -251,7 +293,16 @@ class Fleet:
     @property
     def is_given_up(self) -> bool:
         """Whether no generator lives or is to be replaced."""
-        return bool(self._generators) and all(health.phase is Phase.GIVEN_UP for health in self)
+        return bool(self.kinds) and all(kind.phase is Phase.GIVEN_UP for kind in self.kinds)
+
+    @property
+    def served(self) -> set[PolicyVersion]:
+        """Versions that requests may be served with now."""
+        return {kind.version for kind in self.kinds if kind.serves and kind.version is not None}
+
+    def count(self, *phases: Phase) -> int:
+        """Generators in these phases."""
+        return sum(count for kind, count in self.kinds.items() if kind.phase in phases)
 
     def describe(self) -> str:
         """Every generator's state, or why it is stale or dead."""
@@ -266,12 +317,11 @@ class Fleet:
         if name in self and self[name].phase not in _GONE:
             raise ValueError(f"generator {name} is already in the fleet")
         phase = Phase.SPARE if self._is_full else Phase.RECOVERING
-        self._generators[name] = GeneratorHealth(name, self._listener, phase)
+        self._put(name, phase)
 
     def expect(self, name: str) -> None:
         """A generator that is dead, or not up yet, will join: nothing that it could serve is given up before."""
-        health = GeneratorHealth(name, self._listener, Phase.DEAD, reason="it is being replaced")
-        self._generators[name] = health
+        self._put(name, Phase.DEAD, "it is being replaced")
 
     def died(self, name: str, reason: str) -> None:
         """The generator is dead. Idempotent."""
@@ -290,6 +340,11 @@ class Fleet:
         self._serving = serving
         self._wake_spares()
 
+    def _put(self, name: str, phase: Phase, reason: str = "") -> None:
+        if name in self:
+            self[name].leave()
+        self._generators[name] = GeneratorHealth(name, self._listener, Kind(phase), reason=reason, kinds=self.kinds)
+
     def _wake_spares(self) -> None:
         for health in self:
             if health.phase is Phase.SPARE and not self._is_full:
@@ -297,7 +352,7 @@ class Fleet:
 
     @property
     def _is_full(self) -> bool:
-        in_service = sum(health.phase not in _OUT_OF_SERVICE for health in self)
+        in_service = len(self._generators) - self.count(*_OUT_OF_SERVICE)
         return self._serving is not None and in_service >= self._serving
 
 

@@ -14,7 +14,7 @@ Your own strategy is a class with these methods in any file, named in the config
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,8 +71,10 @@ _Key = tuple[int, int, str]
 class _Ordered:
     """Chooses, among generators whose version is allowed, the one with the smallest key.
 
-    The generators of a version are in a heap. A generator whose key changes is pushed once more; its other entries are
-    dropped when they come to the top, or when they are the most.
+    The generators of a version are in a heap. One of a generator's entries is never above its key. At the top it is
+    replaced by the key, so a key that grows changes nothing before. When a key falls below the entry, the lowest one
+    possible is pushed, so the next that fall change nothing. Other entries are dropped at the top, or when they are the
+    most.
     """
 
     def __init__(self) -> None:
@@ -82,16 +84,23 @@ class _Ordered:
         self.serving: dict[str, PolicyVersion] = {}
         """Version of every generator that takes requests now."""
         self._heaps: dict[PolicyVersion, list[_Key]] = {}
+        self._entries: dict[str, _Key] = {}  # of each that serves: the entry that is not above its key
+        self._serving: Counter[PolicyVersion] = Counter()
 
     def serves(self, name: str, version: PolicyVersion) -> None:
-        self.pauses(name)
-        self.serving[name] = version
-        self._push(name)
+        if self.serving.get(name) != version:
+            self.pauses(name)
+            self.serving[name] = version
+            self._serving[version] += 1
+            self._push(name)
 
     def pauses(self, name: str) -> None:
         version = self.serving.pop(name, None)
-        if version is not None and version not in self.serving.values():
-            del self._heaps[version]
+        if version is not None:
+            del self._entries[name]
+            self._serving[version] -= 1
+            if not self._serving[version]:
+                del self._serving[version], self._heaps[version]
 
     leaves = pauses
 
@@ -102,26 +111,35 @@ class _Ordered:
         name = min(map(self._first, allowed))[2]
         self._clock += 1
         self._chosen_at[name] = self._clock
-        self._push(name)
         return name
-
-    def _key(self, name: str) -> _Key:
-        return self._load.get(name, 0), self._chosen_at.get(name, 0), name
 
     def _first(self, version: PolicyVersion) -> _Key:
         heap = self._heaps[version]
-        while self.serving.get(heap[0][2]) != version or heap[0] != self._key(heap[0][2]):
-            heapq.heappop(heap)
-        return heap[0]
+        while True:
+            entry = heap[0]
+            name = entry[2]
+            if not self._holds(entry, version):
+                heapq.heappop(heap)
+            else:
+                key = self._load.get(name, 0), self._chosen_at.get(name, 0), name
+                if key == entry:
+                    return key
+                self._entries[name] = key
+                heapq.heapreplace(heap, key)
+
+    def _holds(self, entry: _Key, version: PolicyVersion) -> bool:
+        """Whether an entry in the heap of this version is its generator's."""
+        return self._entries.get(entry[2]) == entry and self.serving[entry[2]] == version
 
     def _push(self, name: str) -> None:
-        """The generator's key has changed, or it serves a version from now on."""
-        if (version := self.serving.get(name)) is not None:
-            heap = self._heaps.setdefault(version, [])
-            heapq.heappush(heap, self._key(name))
-            if len(heap) > 4 * len(self.serving) + 16:
-                heap[:] = (self._key(each) for each, its in self.serving.items() if its == version)
-                heapq.heapify(heap)
+        """The generator's key may be below its entry, or it has none."""
+        self._entries[name] = entry = (0, 0, name)
+        version = self.serving[name]
+        heap = self._heaps.setdefault(version, [])
+        heapq.heappush(heap, entry)
+        if len(heap) > 4 * len(self.serving) + 16:
+            heap[:] = {entry for entry in heap if self._holds(entry, version)}
+            heapq.heapify(heap)
 
     def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
         """Ignored: this strategy does not use the load."""
@@ -142,7 +160,9 @@ class LeastLoaded(_Ordered):
 
     def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
         self._load[name] = load
-        self._push(name)
+        entry = self._entries.get(name)
+        if entry is not None and load < entry[0]:
+            self._push(name)
 
     released = assigned
 

@@ -22,11 +22,11 @@ Pure: no asyncio, no clock. The caller waits for idleness, pulls, and says what 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Literal
 
 from titan_rl.routing.dispatcher import Dispatcher
-from titan_rl.routing.health import Fleet, GeneratorHealth, GeneratorState, Phase
+from titan_rl.routing.health import Fleet, Kind, Phase
 from titan_rl.types import PolicyVersion
 
 SyncMode = Literal["drain", "hot_swap"]
@@ -53,8 +53,8 @@ class VersionPlan:
         self.wanted = sorted({*versions})
         self.served &= {*self.wanted}
         for health in self._fleet:
-            if health.pulls not in self.wanted:
-                health.failures = 0
+            if health.kind.pulls not in self.wanted:
+                health.forgive()
 
     def begin(self, dispatcher: Dispatcher) -> list[str]:
         """Generators whose change of weights begins now. Each ends with `verified`, `failed` or its death.
@@ -66,27 +66,28 @@ class VersionPlan:
         if not self.wanted:
             return started
         self._demanded = dispatcher.demanded(self.wanted)
-        providers = self._providers()
+        if not self._may_begin():
+            return started
         for health in sorted(self._fleet, key=lambda health: (health.version or _NEVER, dispatcher.load(health.name))):
-            goal = self._goal(health, providers, idle=not dispatcher.load(health.name))
+            goal = self._goal(health.kind, idle=not dispatcher.load(health.name))
             if goal is None:
                 continue
             serves = health.phase is Phase.SERVING
-            exact = health.version in self.wanted or dispatcher.runs_exact(health.name)
-            drains = serves and (self._mode == "drain" or exact)
-            if drains and 0 < self._max_syncing <= sum(each.phase is Phase.DRAINING for each in self._fleet):
+            drains = serves and (self._drains(health.kind) or dispatcher.runs_exact(health.name))
+            if drains and self._is_draining_enough:
                 continue
-            providers[_provides(health)] -= 1
             health.sync(goal, swap=serves and not drains)
-            providers[goal] += 1
             started.append(health.name)
+            if not self._may_begin():
+                break
         return started
 
     def pulling(self, name: str) -> PolicyVersion:
         """The pull itself begins now. Returns the version to pull."""
         health = self._fleet[name]
-        health.pulls = self._best(health, self._providers())
-        return health.pulls
+        best = self._best(health.kind)
+        health.pulls_instead(best)
+        return best
 
     def verified(self, name: str, version: PolicyVersion) -> None:
         """The pull succeeded, and the generator serves."""
@@ -96,85 +97,96 @@ class VersionPlan:
     def failed(self, name: str, reason: str) -> None:
         """The pull ended without verified weights; the generator serves nothing."""
         health = self._fleet[name]
-        health.failures += health.pulls in self.wanted  # a failed pull of an overtaken version does not count
-        health.failed(reason)
+        health.failed(reason, counts=health.kind.pulls in self.wanted)  # not a pull of an overtaken version
 
     def is_served(self, version: PolicyVersion) -> bool:
-        return any(health.state is GeneratorState.SERVING and health.version == version for health in self._fleet)
+        return version in self._fleet.served
 
     def is_lost(self, version: PolicyVersion) -> bool:
         """Whether nobody serves the version, and nobody will: every generator is given up, asleep, a spare, or has
         failed to pull too often."""
         return not self.is_served(version) and not any(
-            health.failures <= self._retries and health.phase not in (Phase.GIVEN_UP, Phase.ASLEEP, Phase.SPARE)
-            for health in self._fleet
+            kind.failures <= self._retries and kind.phase not in (Phase.GIVEN_UP, Phase.ASLEEP, Phase.SPARE)
+            for kind in self._fleet.kinds
         )
 
     @property
     def unavailable(self) -> PolicyVersion | None:
         """A wanted version that was served, and that no generator can load again: its publication is damaged."""
-        if all(health.failures <= self._retries for health in self._fleet):
+        if all(kind.failures <= self._retries for kind in self._fleet.kinds):
             return None
         return next((version for version in self.wanted if version in self.served and self.is_lost(version)), None)
 
     def is_coming(self, name: str) -> bool:
         """Whether the generator changes its weights, or will as soon as it may. A late one does not count."""
-        return self._coming(self._fleet[name], self._providers()) is not None
+        return self._coming(self._fleet[name].kind) is not None
 
     def settled(self, version: PolicyVersion) -> bool:
         """Whether no generator is on its way to the version, and one serves it or it is lost. While nobody serves it,
         late generators and replacements of dead ones are waited for too."""
-        providers = self._providers()
-        if any(self._coming(health, providers) == version for health in self._fleet):
+        if any(self._coming(kind) == version for kind in self._fleet.kinds):
             return False
         return self.is_served(version) or self.is_lost(version)
 
-    # How.
+    # How: by kind, so that no decision about one generator looks at all of them.
 
-    def _coming(self, health: GeneratorHealth, providers: Mapping[PolicyVersion | None, int]) -> PolicyVersion | None:
-        """The version to which the generator is on its way."""
-        if health.is_syncing:
-            return None if health.phase is Phase.LATE else health.pulls
-        return self._goal(health, providers)
+    def _may_begin(self) -> bool:
+        """Whether a generator of some kind may begin a change of weights now."""
+        return any(
+            self._goal(kind, idle=True) is not None
+            and not (kind.phase is Phase.SERVING and self._drains(kind) and self._is_draining_enough)
+            for kind in self._fleet.kinds
+        )
 
-    def _goal(
-        self, health: GeneratorHealth, providers: Mapping[PolicyVersion | None, int], *, idle: bool = False
-    ) -> PolicyVersion | None:
-        """The version for which the generator should begin a change of weights; None: it stays as it is."""
-        if not self.wanted or health.is_syncing or health.failures > self._retries:
+    def _drains(self, kind: Kind) -> bool:
+        """Whether those of this kind that serve drain in any case."""
+        return self._mode == "drain" or kind.version in self.wanted
+
+    @property
+    def _is_draining_enough(self) -> bool:
+        return 0 < self._max_syncing <= self._fleet.count(Phase.DRAINING)
+
+    def _coming(self, kind: Kind) -> PolicyVersion | None:
+        """The version to which a generator is on its way."""
+        if kind.is_syncing:
+            return None if kind.phase is Phase.LATE else kind.pulls
+        return self._goal(kind)
+
+    def _goal(self, kind: Kind, *, idle: bool = False) -> PolicyVersion | None:
+        """The version for which a generator should begin a change of weights; None: it stays as it is."""
+        if not self.wanted or kind.is_syncing or kind.failures > self._retries:
             return None
-        if health.phase in (Phase.RECOVERING, Phase.STALE):
-            return self._best(health, providers)
-        if health.phase is not Phase.SERVING:
+        if kind.phase in (Phase.RECOVERING, Phase.STALE):
+            return self._best(kind)
+        if kind.phase is not Phase.SERVING:
             return None
-        missing = [version for version in self._missing(health, providers) if version != health.version]
+        missing = [version for version in self._missing(kind) if version != kind.version]
         best = missing[0] if missing else self.wanted[-1]
-        if best == health.version:
+        if best == kind.version:
             return None
-        others = [each for each in self._fleet if each is not health]
-        if health.version not in self.wanted or any(
-            each.phase is Phase.SERVING and each.version == health.version for each in others
-        ):
+        kinds = self._fleet.kinds
+        same = sum(kinds[other] for other in kinds if other.phase is Phase.SERVING and other.version == kind.version)
+        if kind.version not in self.wanted or same > 1:
             return best
-        alone = not any(each.is_syncing or each.phase in (Phase.RECOVERING, Phase.DEAD) for each in others)
+        alone = not any(other.is_syncing or other.phase in (Phase.RECOVERING, Phase.DEAD) for other in kinds)
         return best if idle and missing and best in self._demanded and alone else None
 
-    def _best(self, health: GeneratorHealth, providers: Mapping[PolicyVersion | None, int]) -> PolicyVersion:
-        """What a change of weights of this generator should bring."""
-        return next(iter(self._missing(health, providers)), self.wanted[-1])
+    def _best(self, kind: Kind) -> PolicyVersion:
+        """What a change of weights of a generator should bring."""
+        return next(iter(self._missing(kind)), self.wanted[-1])
 
-    def _missing(self, health: GeneratorHealth, providers: Mapping[PolicyVersion | None, int]) -> list[PolicyVersion]:
+    def _missing(self, kind: Kind) -> list[PolicyVersion]:
         """Wanted versions that no other generator serves or is about to, demanded ones first."""
-        own = _provides(health)
+        own = _provides(kind)
+        providers: Counter[PolicyVersion | None] = Counter()
+        for other, count in self._fleet.kinds.items():
+            providers[_provides(other)] += count
         missing = [version for version in self.wanted if providers[version] == (version == own)]
         return sorted(missing, key=lambda version: version not in self._demanded)
 
-    def _providers(self) -> Counter[PolicyVersion | None]:
-        """Version → generators that serve it, or are about to."""
-        return Counter(map(_provides, self._fleet))
 
-
-def _provides(health: GeneratorHealth) -> PolicyVersion | None:
-    if health.phase is Phase.SERVING:
-        return health.version
-    return None if health.phase is Phase.LATE else health.pulls
+def _provides(kind: Kind) -> PolicyVersion | None:
+    """The version that a generator serves, or is about to."""
+    if kind.phase is Phase.SERVING:
+        return kind.version
+    return None if kind.phase is Phase.LATE else kind.pulls

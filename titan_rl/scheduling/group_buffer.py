@@ -56,6 +56,8 @@ class GroupBuffer:
         # The line. Ids grow with every admission, so theirs is its order; those not active overtook the anchor.
         self._line: OrderedDict[int, None] = OrderedDict()
         self._batch: list[int] = []  # TAKEN
+        self._short = 0  # at least so many more must finish before a batch is ready,
+        self._anchor: int | None = None  # or this one, behind which the window begins
         self._unpublished: deque[tuple[int, int]] = deque()  # (step, groups trained in it)
         self._admitted = 0  # so it is the next id
         self._ended = dict.fromkeys(Outcome, 0)
@@ -215,6 +217,7 @@ class GroupBuffer:
         if oldest is not None and oldest < group.min_version:
             raise InvariantError(f"{group} has a token of {oldest}, which its requests did not allow")
         self._end(group_id, trainable=True)
+        self._short = 0 if group_id == self._anchor else max(0, self._short - 1)
         return self._move(group_id, GroupState.FINISHED, GroupState.RUNNING, oldest=oldest)
 
     def lost(self, group_id: int) -> Group:
@@ -264,7 +267,11 @@ class GroupBuffer:
         Raises:
             InvariantError: a group is older than the proven bound.
         """
+        if self._batch or self._short:  # to look at the whole window whenever a group ends would be quadratic in it
+            return None
         if len(picked := self._pick()) < self.limits.groups_per_step:
+            self._short = self.limits.groups_per_step - len(picked)
+            self._anchor = next((group.group_id for group in self._unfinished()), None)
             return None
         for group_id in picked:
             self._check_age(self._groups[group_id])
@@ -367,6 +374,8 @@ class GroupBuffer:
         group = self._active(group_id, *states)
         if group.state is GroupState.WAITING:
             del self._waiting[group_id]
+        if group.state is not GroupState.WAITING and to is not GroupState.FINISHED:
+            self._short = 0
         self._groups[group_id] = moved = replace(group, state=to, **changes)
         return moved
 
@@ -378,6 +387,7 @@ class GroupBuffer:
 
     def _leave(self, group_id: int, outcome: Outcome) -> None:
         del self._groups[group_id]
+        self._short = 0
         self._waiting.pop(group_id, None)
         self._ended[outcome] += 1
         if outcome is not Outcome.TRAINED:
