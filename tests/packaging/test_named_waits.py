@@ -71,6 +71,7 @@ ENDED_BY = {
 """`file:function` → what ends the wait, also when its other side is gone."""
 
 EXCEPTIONS = {
+    "generation/engine_loop.py:_settle": "half a millisecond in which another thread sends first tokens",
     "view/watch.py:_looks": "a file tells nobody that it has grown",
     "supervision/supervisor.py:start": "the pause before a mesh that keeps failing is started again",
     "hosts/elastic.py:_rejoin": "the pause before a lost host is tried again",
