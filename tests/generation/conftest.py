@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from itertools import count
 
 import pytest
 from loop_harness import BOUND, MADE, VOCAB, Collector, Turnstile, make_loop, make_publication, sharper_policy
@@ -49,8 +50,12 @@ def turnstile() -> Turnstile:
 
 @pytest.fixture
 def loop(collector: Collector, turnstile: Turnstile) -> Iterator[EngineLoop]:
-    """Started and serving v0; every engine step waits at the turnstile."""
-    loop = make_loop(collector, engine=lambda: SimulatedEngine(vocab_size=VOCAB, seconds_per_step=1.0, sleep=turnstile))
+    """Started and serving v0; every engine step waits at the turnstile, and takes a second."""
+
+    def engine() -> SimulatedEngine:
+        return SimulatedEngine(vocab_size=VOCAB, seconds_per_step=1.0, sleep=turnstile, clock=count().__next__)
+
+    loop = make_loop(collector, engine=engine)
     loop.start().result(timeout=BOUND)
     loop.pull(make_publication(0)).result(timeout=BOUND)
     yield loop

@@ -8,6 +8,7 @@ import queue
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,10 @@ def make_request(
         seed=seed,
         min_version=PolicyVersion(*min_version),
     )
+
+
+def streaming(name: str, *, start: int = 0, new: int = 8, seed: int = 0) -> GenerationRequest:
+    return replace(make_request(name, new=new, seed=seed), stream_from=start)
 
 
 def simulated_tokens(seed: int, count: int, vocab_size: int) -> list[int]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from loop_harness import make_request, simulated_tokens
+from loop_harness import make_request, simulated_tokens, streaming
 
 from titan_rl.errors import ConfigError, RequestError
 from titan_rl.generation.config import GeneratorConfig, check_environment, generator_environment
-from titan_rl.generation.engine import validate_request
+from titan_rl.generation.engine import MOST_PIECE_SECONDS, PIECE_SECONDS, validate_request
 from titan_rl.generation.simulated_engine import SimulatedEngine, simulated_engine
 from titan_rl.processes import RENDEZVOUS
 from titan_rl.types import FinishReason, GenerationRequest
@@ -130,6 +130,45 @@ def test_a_stop_token_and_a_short_answer_end_a_completion() -> None:
     assert done["cut"].finish_reason is FinishReason.LENGTH
     stop_at = first_three.index(first_three[1]) + 1
     assert (done["stopped"].finish_reason, len(done["stopped"].token_ids)) == (FinishReason.STOP, stop_at)
+
+
+def test_each_stream_gets_its_first_token_at_once_and_all_together_a_piece_in_so_many_seconds() -> None:
+    now = 0.0
+    engine = SimulatedEngine(vocab_size=VOCAB, clock=lambda: now)
+
+    def pieces_after_a_step() -> dict[str, tuple[int, list[int]]]:
+        engine.step()
+        return {each.request_id: (each.offset, each.token_ids.tolist()) for each in engine.new_pieces()}
+
+    def tokens(name: str, start: int, end: int) -> tuple[int, list[int]]:
+        return start, simulated_tokens(ord(name), end, VOCAB)[start:]
+
+    for name in "ab":
+        engine.add(streaming(name, new=20, seed=ord(name)))
+    assert pieces_after_a_step() == {"a": tokens("a", 0, 1), "b": tokens("b", 0, 1)}
+    now = 1.9 * PIECE_SECONDS
+    engine.add(streaming("c", new=20, seed=ord("c")))
+    assert pieces_after_a_step() == {"c": tokens("c", 0, 1)}
+    assert pieces_after_a_step() == {}
+    now = 2 * PIECE_SECONDS
+    assert pieces_after_a_step() == {"a": tokens("a", 1, 4), "b": tokens("b", 1, 4), "c": tokens("c", 1, 3)}
+    now = 4.9 * PIECE_SECONDS
+    assert pieces_after_a_step() == {}
+    now = 5 * PIECE_SECONDS
+    assert pieces_after_a_step() == {"a": tokens("a", 4, 6), "b": tokens("b", 4, 6), "c": tokens("c", 3, 5)}
+
+
+def test_many_streams_do_not_wait_longer_than_the_bound() -> None:
+    now = 0.0
+    engine = SimulatedEngine(vocab_size=VOCAB, clock=lambda: now)
+    for name in range(200):
+        engine.add(streaming(str(name), new=20))
+    lengths = []
+    for moment in (0.0, 0.9, 1.0, 1.9, 2.0):
+        now = moment * MOST_PIECE_SECONDS
+        engine.step()
+        lengths.append([len(each.token_ids) for each in engine.new_pieces()])
+    assert lengths == [[1] * 200, [], [2] * 200, [], [2] * 200]
 
 
 def test_a_configured_one_has_the_models_vocabulary_and_the_configs_limits(tmp_path: Path) -> None:

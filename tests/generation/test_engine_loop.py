@@ -4,7 +4,7 @@ one. About 3 s."""
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from loop_harness import (
     make_ranks,
     make_request,
     simulated_tokens,
+    streaming,
 )
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from titan_rl.generation.engine import Engine, StepOutput
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.lockstep import RunningDigest
 from titan_rl.generation.simulated_engine import SimulatedEngine
-from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
+from titan_rl.types import Completion, FinishReason, Piece, PolicyVersion
 from titan_rl.weights.ranks import Ranks
 
 
@@ -274,10 +275,6 @@ def test_a_follower_takes_no_calls(collector: Collector) -> None:
     assert not collector.completions
 
 
-def streaming(name: str, *, start: int = 0, new: int = 8, seed: int = 0) -> GenerationRequest:
-    return replace(make_request(name, new=new, seed=seed), stream_from=start)
-
-
 def are_the_beginning(pieces: list[Piece], completion: Completion, *, start: int = 0) -> int:
     """Asserts it; returns the position after the last piece, in the completion."""
     position = 0
@@ -296,11 +293,11 @@ def test_tokens_come_while_the_engine_samples_the_next(
 ) -> None:
     loop.submit([streaming("s", new=4, seed=3), make_request("whole", new=4)])
     turnstile.wait_for_step()
-    for count in range(1, 4):
+    for length in range(1, 4):
         turnstile.let_through()
         turnstile.wait_for_step()
-        pieces = collector.wait_for_pieces("s", count)
-        assert [piece.token_ids.tolist() for piece in pieces] == [[each] for each in simulated_tokens(3, count, VOCAB)]
+        pieces = collector.wait_for_pieces("s", length)
+        assert [piece.token_ids.tolist() for piece in pieces] == [[each] for each in simulated_tokens(3, length, VOCAB)]
     assert not collector.completions
     turnstile.let_through()
     completion, _ = collector.wait_for("s", "whole")
@@ -309,7 +306,7 @@ def test_tokens_come_while_the_engine_samples_the_next(
 
 
 def test_a_resumed_request_counts_on_from_what_it_has(collector: Collector) -> None:
-    loop = make_loop(collector, engine=lambda: SimulatedEngine(vocab_size=VOCAB))
+    loop = make_loop(collector, engine=lambda: SimulatedEngine(vocab_size=VOCAB, clock=count().__next__))
     loop.start().result(timeout=BOUND)
     loop.pull(make_publication(0)).result(timeout=BOUND)
     loop.submit([streaming("s", start=17)])
@@ -338,15 +335,16 @@ def test_positions_go_on_through_a_swap_and_an_abort(
     assert are_the_beginning(collector.pieces["s"], completion) == 5
 
 
-def test_each_burst_hands_out_once_and_followers_nothing() -> None:
+def test_a_first_token_waits_for_no_burst_and_each_burst_hands_out_once_and_followers_nothing() -> None:
     collectors = [Collector(), Collector()]
-    leader, follower = make_ranks(collectors, [lambda: SimulatedEngine(vocab_size=VOCAB)] * 2, burst_steps=4)
+    engines = [lambda: SimulatedEngine(vocab_size=VOCAB, clock=count().__next__)] * 2
+    leader, follower = make_ranks(collectors, engines, burst_steps=4)
     leader.pull(make_publication(0)).result(timeout=BOUND)
     leader.submit([streaming("s", new=10), streaming("short", new=3)])
     completion, short = collectors[0].wait_for("s", "short")
-    assert [len(piece.token_ids) for piece in collectors[0].pieces["s"]] == [4, 4]
-    assert are_the_beginning(collectors[0].pieces["s"], completion) == 8
-    assert len(short.token_ids) == 3 and "short" not in collectors[0].pieces, "it ended within the burst"
+    assert [len(piece.token_ids) for piece in collectors[0].pieces["s"]] == [1, 4, 4]
+    assert are_the_beginning(collectors[0].pieces["s"], completion) == 9
+    assert len(short.token_ids) == 3 and len(collectors[0].pieces["short"]) == 1, "it ended within the burst"
     leader.close().result(timeout=BOUND)
     follower.close().result(timeout=BOUND)
     assert not collectors[1].pieces

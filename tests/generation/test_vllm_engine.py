@@ -17,10 +17,13 @@ import torch
 from loop_harness import SWAPS, SWAPS_OF_CI
 from rank_processes import run_on_ranks
 from torch import Tensor
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.custom_op import CustomOp
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.platforms import current_platform
 
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.generation.vllm.adaptation import linear_of
+from titan_rl.generation.vllm.adaptation import kernel_norm, linear_of
 from titan_rl.generation.vllm.steps import SeededSampling, exponential_noise, noise_keys, sample
 from titan_rl.types import NO_VERSION, FinishReason
 
@@ -132,6 +135,31 @@ def test_vllm_still_names_the_shared_memory_of_all_groups_alike(facts: Facts, en
     assert engine["identity"] == "//", "the rendezvous port names the group: _group_name_of_process is no longer needed"
     assert facts["upstream"]["group_name"] == "//-tp:0-[0-1]-cpushm"
     assert engine["adapted_group_name"] != facts["upstream"]["group_name"]
+
+
+def test_norms_are_computed_by_vllms_kernel_which_vllm_still_leaves_unused(engine: Facts) -> None:
+    assert engine["norms"] == {"kernel_norm"}
+    assert RMSNorm.forward_cpu is CustomOp.forward_cpu, "adapt_norms is no longer needed"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_norm_by_the_kernel_is_vllms_and_a_row_does_not_depend_on_others(dtype: torch.dtype, strided: bool) -> None:
+    with set_current_vllm_config(VllmConfig()):
+        norm = RMSNorm(48, dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    norm.weight.data = torch.randn(48, generator=generator).to(dtype)
+    x, residual = torch.randn(2, 37, 4, 96, generator=generator).to(dtype).unbind()
+    x, residual = (each[..., :48] if strided else each[..., :48].contiguous() for each in (x, residual))
+    tolerance = 1e-5 if dtype is torch.float32 else 0
+    expected = norm.forward_native(x.clone(), residual.clone())
+    alone = torch.stack([kernel_norm(norm, x[row].clone(), residual[row].clone())[0] for row in range(len(x))])
+    plain = kernel_norm(norm, x)
+    assert torch.allclose(plain, norm.forward_native(x), rtol=0, atol=tolerance)
+    assert torch.equal(plain[3:4], kernel_norm(norm, x[3:4]))
+    normed, added = kernel_norm(norm, x, residual)
+    assert torch.allclose(normed, expected[0], rtol=0, atol=tolerance) and torch.equal(added, expected[1])
+    assert strided or torch.equal(normed, alone)
 
 
 @pytest.mark.parametrize(("hidden_size", "auto"), [(191, "plain"), (192, "packed")])

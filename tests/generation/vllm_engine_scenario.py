@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.triton_utils.dispatcher import _rebind_kernels
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -177,6 +178,9 @@ def one_engine(model: Path, other: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {"identity": os.environ["VLLM_DIST_IDENT"]}
     communicator = SimpleNamespace(unique_name="tp:0", ranks=[0, 1])
     facts["adapted_group_name"] = _CPUSHMDistributed.make_group_name(communicator)
+
+    norms = [module for module in engine.model.modules() if isinstance(module, RMSNorm)]
+    facts["norms"] = {norm._forward_method.__func__.__name__ for norm in norms}
 
     facts["served_by_vllm_alone"] = served_by_vllm_alone(engine)
 

@@ -88,8 +88,9 @@ class Sampler:
         call.check_length(self.policy)
         requests: list[GenerationRequest] = []
         try:
-            prompts = [await self._thread.run(functools.partial(caller.prompt, each)) for each in call.prompts]
-            stops = await self._thread.run(functools.partial(call.stop_tokens, self.policy.renderer))
+            prompts, stops = await self._thread.run(
+                lambda: ([*map(caller.prompt, call.prompts)], call.stop_tokens(self.policy.renderer))
+            )
             requests = caller.requests(call, prompts, stops)
             for option in caller.ignored_options(call):
                 self._metrics.ignored_options.labels(option).inc()

@@ -160,7 +160,8 @@ class DecisionMaker:
                 for request in admit:
                     del self._waiting[request.request_id]
                     self._admitted.add(request.request_id)
-                return replace(decision, admit=admit, abort=abort, burst_steps=self._burst_steps)
+                steps = 1 if any(request.streams for request in admit) else self._burst_steps  # the first token leaves
+                return replace(decision, admit=admit, abort=abort, burst_steps=steps)
             case LoopAction.PULL_MODEL_STATE_DICT | LoopAction.WAKE:
                 decision = replace(decision, publication=self._publication)
                 self._change = self._publication = None

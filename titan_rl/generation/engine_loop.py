@@ -40,6 +40,10 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 """Followers wait in one collective for as long as rank 0 takes for a decision (a burst of steps, a pull) or, when idle,
 for a heartbeat. A dead rank is noticed at once."""
 
+HANDOVER_SECONDS = 0.0005
+"""The engine thread sleeps so long when it has passed on first tokens. Otherwise the thread that sends them would wait
+for Python's lock through most of the next step."""
+
 
 class _Call(NamedTuple):
     """A pull, wake-up or sleep that waits for its outcome. The engine thread resolves the future exactly once."""
@@ -278,6 +282,8 @@ class EngineLoop:
                 completions += [self._unstarted(request) for request in self._inbox.interrupt()]
         if outcome.pieces:
             self._on_pieces(outcome.pieces)
+            if decision.admit:
+                time.sleep(HANDOVER_SECONDS)
         if completions:
             self._on_completions(completions)
         for sleeps, called_at, future in self._applying:

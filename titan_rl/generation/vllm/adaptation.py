@@ -10,6 +10,9 @@ adaptation fails when vLLM no longer needs it.
   here forks, so a lock between threads is enough.
 - **Names of shared memory.** All tensor-parallel groups of a host would open segments of one fixed name, so a second
   generator, or the segments of a crashed one, break the start. A name per process makes vLLM use gloo instead.
+- **Norms.** vLLM has a kernel for RMS norms on CPU but uses it on other devices only. Here each norm would take six
+  operations of torch, a fifth of a small policy's step. Engines in float32 use the kernel. It computes every row
+  alike, so this holds in deterministic mode too.
 - **Linear layers.** vLLM packs their weights after loading and drops the originals, so later weights would not reach
   the packed copies (with tied embeddings without any error). Here the originals stay: "plain" computes `F.linear` on
   the live weight; "packed" keeps vLLM's packed copies too and packs them again after every load; "deterministic" is
@@ -53,6 +56,7 @@ from torch.nn.functional import linear, pad
 from tqdm import tqdm
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 from vllm.model_executor.layers import utils as vllm_linear
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.triton_utils import dispatcher as vllm_kernels
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata, CPUAttentionMetadataBuilder
@@ -113,6 +117,25 @@ def _rebind_own_kernels(overrides: list[tuple[Any, Any]]) -> None:
 
 def _group_name_of_process(communicator: CpuCommunicator) -> str:
     return f"{_stock_group_name(communicator)}-{os.getpid()}"
+
+
+def adapt_norms() -> None:
+    """Let RMS norms of engines built from now on be computed by vLLM's kernel."""
+    setattr(RMSNorm, RMSNorm.forward_cpu.__name__, kernel_norm)
+
+
+def kernel_norm(norm: RMSNorm, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    """`RMSNorm.forward`: norm(x), or (norm(x + residual), x + residual) in their memory."""
+    residual_fits = residual is None or residual.is_contiguous() and x.is_contiguous()
+    if x.dtype != torch.float32 or norm.variance_size_override is not None or not residual_fits:
+        return norm.forward_native(x, residual)  # the kernel's bfloat16 is rounded otherwise
+    weight = norm.weight.data if norm.has_weight else None
+    if residual is not None:
+        torch.ops._C.fused_add_rms_norm.default(x, residual, weight, norm.variance_epsilon)
+        return x, residual
+    out = torch.empty(x.shape, dtype=x.dtype)
+    torch.ops._C.rms_norm.default(out, x.contiguous(), weight, norm.variance_epsilon)  # it takes no strides
+    return out
 
 
 def linear_of(config: GeneratorConfig, model_path: Path) -> str:

@@ -106,6 +106,7 @@ class VllmEngine(Engine):
                 refuse_more_ranks(config.tensor_parallel)
             self._linears = adaptation.adapt_linear(adaptation.linear_of(config, Path(model_path)))
             adaptation.adapt_attention(config.deterministic)
+            adaptation.adapt_norms()
             adaptation.adapt_process()
         adaptation.adapt_progress_bars()
         join_world("gloo" if device == "cpu" else "nccl")  # vLLM would listen on a port
