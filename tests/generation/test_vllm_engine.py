@@ -72,7 +72,8 @@ class TestNewWeights:
 def test_every_fault_in_packed_memory_of_a_rank_is_seen(tiny_models: dict[str, str]) -> None:
     models = Path(tiny_models["tied_a"]), Path(tiny_models["tied_b"])
     for of in run_on_ranks("vllm_engine_scenario:faults_of_two_ranks", 2, model=models[0], other=models[1]):
-        assert (of["refused_without_fault"], of["unseen_faults"], of["not_computed_with"]) == ("", [], [])
+        assert (of["refused_without_fault"], of["unseen_faults"]) == ("", [])
+        assert of["not_computed_with"] == ["model.norm.weight"], "the second rank's head is all padding"
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.self_attn.k_proj.weight"])

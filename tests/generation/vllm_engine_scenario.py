@@ -35,6 +35,7 @@ from titan_rl.weights.fingerprint import BITS
 from titan_rl.weights.manifest import EMBEDDING, LM_HEAD, PANELS, TIED, TensorShard
 from titan_rl.weights.publisher import SharedMemoryPublisher
 from titan_rl.weights.puller import SharedMemoryReader, verify
+from titan_rl.weights.ranks import Ranks
 
 LONG_PROMPT = tuple(2 + index * 7 % 11 for index in range(40))
 """Longer than a KV block, so that the prefix cache has something to keep."""
@@ -167,30 +168,36 @@ def faults(engine: VllmEngine, tensors: dict[str, torch.Tensor]) -> dict[str, An
                 return str(error)
             return ""
 
+        def damage(shard: TensorShard, fault: str) -> None:
+            data, bits = shard.data, shard.data.view(BITS[shard.data.dtype])
+            if fault == "one bit":
+                bits[(-1,) * bits.dim()] ^= 1
+            elif fault == "exchanged":  # rows, or elements of a vector
+                rows = bits[0] if bits.dim() == PANELS else bits
+                rows[[0, -1]] = rows[[-1, 0]]
+            elif fault == "stale":
+                name = EMBEDDING if shard.name == LM_HEAD and tied else shard.name
+                data.copy_(old[name][shard.slices].reshape(data.shape))
+            else:
+                data.neg_()
+
         right, unseen, unused = refused(), [], []
         expected = prompt_logprobs(engine, PROMPT)
-        for shard in list(engine.served_shards()):
-            data, bits = shard.data, shard.data.view(BITS[shard.data.dtype])
-            saved = bits.clone()
-            for fault in ("one bit", "swapped", "stale", "negative"):
-                if rank == ranks - 1:
-                    if fault == "one bit":
-                        bits[(-1,) * bits.dim()] ^= 1
-                    elif fault == "swapped":  # rows, or elements of a vector
-                        rows = bits[0] if bits.dim() == PANELS else bits
-                        rows[[0, -1]] = rows[[-1, 0]]
-                    elif fault == "stale":
-                        name = EMBEDDING if shard.name == LM_HEAD and tied else shard.name
-                        data.copy_(old[name][shard.slices].reshape(data.shape))
-                    else:
-                        data.neg_()
-                if f"{shard.name} is not what was published" not in refused().replace("the replica of ", ""):
-                    unseen.append((shard.name, shard.offset, fault))
+        shards = list(engine.served_shards())
+        names = Ranks(group).gather([shard.name for shard in shards])[-1]  # the last rank's memory is damaged
+        for index, name in enumerate(names):
+            for fault in ("one bit", "exchanged", "stale", "negative"):
+                saved = shards[index].data.clone() if rank == ranks - 1 else None
+                if saved is not None:
+                    damage(shards[index], fault)
+                if f"{name} is not what was published" not in refused().replace("the replica of ", ""):
+                    unseen.append((name, index, fault))
                 if fault == "negative":
                     engine.drop_cache()
                     if prompt_logprobs(engine, PROMPT) == expected:
-                        unused.append(shard.name)
-                bits.copy_(saved)
+                        unused.append(name)
+                if saved is not None:
+                    shards[index].data.copy_(saved)
         publisher.close()
         left = refused()
     return {"refused_without_fault": right + left, "unseen_faults": unseen, "not_computed_with": unused}
