@@ -11,7 +11,8 @@ from titan_rl.weights.panels import store
 @settings(deadline=None)
 @given(
     count=st.integers(1, 3), rows=st.sampled_from([5, 8, 16, 24, 64]), groups=st.sampled_from([1, 7, 8, 16, 24]),
-    width=st.sampled_from([1, 1, 2]), start=st.sampled_from([0, 0, 8, 3]), padding=st.integers(0, 9), left=st.integers(0, 3), seed=st.integers(0, 99),
+    width=st.sampled_from([1, 1, 2]), start=st.sampled_from([0, 0, 8, 3]), padding=st.integers(0, 9),
+    left=st.integers(0, 3), seed=st.integers(0, 99),
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
 def test_panels_hold_the_matrix_and_nothing_beside_them_changes(
