@@ -9,8 +9,8 @@ medians over the repetitions. Every pull is a hot swap with requests in flight, 
 than the one before it.
 
 `ratio_to_memcpy`: the copies alone, from the trainer's tensors to where readers find them and from there into memory
-of the engine's size. `ratio_total`: publish with fingerprints, load where vLLM computes, drop the KV cache, verify what the engine computes
-with. `units_pause`: the part of it in which the generator stands still. `gb_per_s`: published bytes by the time of
+of the engine's size. `ratio_total`: publish with fingerprints, load where vLLM computes, drop the KV cache, verify
+what the engine computes with. `units_pause`: the part of it in which the generator stands still. `gb_per_s`: published bytes by the time of
 publish and load. `pause_steps`: the time between the last engine step before the pull and the first one after it, by a
 decode step; what the requests in flight then recompute of their KV is `recompute_steps`. Figures without a size are of
 100M parameters.
