@@ -8,15 +8,16 @@ times one warm copy, and then everything else, so that a change of the machine's
 medians over the repetitions. Every pull is a hot swap with requests in flight, is verified, and brings other weights
 than the one before it.
 
-`ratio_to_memcpy`: the copies alone, from the trainer's tensors to where readers find them and from there into memory
-of the engine's size. `ratio_total`: publish with fingerprints, load through vLLM's own loader, drop the KV cache,
-verify what the engine computes with. `gb_per_s`: published bytes by the time of publish and load. `pause_steps`: the
-time between the last engine step before the pull and the first one after it, by a decode step; what the requests in
-flight then recompute of their KV is `recompute_steps`. Figures without a size are of
-100M parameters.
+`ratio_to_memcpy`: the copies alone, from the trainer's tensors to where readers find them and from there into memory of
+the engine's size. `ratio_total`: publish with fingerprints, load where vLLM computes, drop the KV cache, verify what
+the engine computes with. `units_pause`: the part of it in which the generator stands still. `gb_per_s`: published bytes
+by the time of publish and load. `pause_steps`: the time between the last engine step before the pull and the first one
+after it, by a decode step; what the requests in flight then recompute of their KV is `recompute_steps`. Figures without
+a size are of 100M parameters.
 
 Memory bounds it. A segment is recycled, so nothing is allocated; what is above the two copies is two passes over the
-bytes for fingerprints, the publisher's on bytes that are still in the cache, and vLLM's loader.
+bytes for fingerprints, the publisher's on bytes that are still in the cache. The recomputed KV is not in it: that step
+also samples, and is bound by arithmetic.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ ROWS = {
     "copy_in": "copy to where readers find it",
     "copy_out": "copy from there",
     "publish": "publish: copy + fingerprint",
-    "load": "load into vLLM",
+    "load": "load where vLLM computes with it",
     "drop_cache": "drop the KV cache",
     "verify": "verify what vLLM computes with",
     "decode": "a decode step",

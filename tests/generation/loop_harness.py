@@ -41,7 +41,7 @@ SWAPS = (
     ("untied", "bfloat16", "packed"),
 )
 """Engines that take new weights: whether the head is tied, dtype, linear layers."""
-SWAPS_OF_CI = (SWAPS[0], SWAPS[-1])
+SWAPS_OF_CI = (SWAPS[0], SWAPS[-2])
 
 
 def sharper_policy(config: TinyPolicyConfig, directory: Path) -> str:

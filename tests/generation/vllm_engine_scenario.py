@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import tempfile
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ from typing import Any
 
 import llvmlite.binding  # noqa: F401 (under numba; vLLM's search for kernels stumbles over it)
 import torch
+import torch.distributed as dist
 from loop_harness import PROMPT, SWAPS, SWAPS_OF_CI, make_request
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -27,6 +30,11 @@ from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.vllm.engine import VllmEngine
 from titan_rl.generation.vllm.steps import DecodePlan, StepTokens, decoder_of
 from titan_rl.types import Completion, GenerationRequest, PolicyVersion
+from titan_rl.weights.fingerprint import BITS
+from titan_rl.weights.manifest import EMBEDDING, LM_HEAD, PANELS, TIED, TensorShard
+from titan_rl.weights.publisher import SharedMemoryPublisher
+from titan_rl.weights.puller import SharedMemoryReader, verify
+from titan_rl.weights.ranks import Ranks
 
 LONG_PROMPT = tuple(2 + index * 7 % 11 for index in range(40))
 """Longer than a KV block, so that the prefix cache has something to keep."""
@@ -92,11 +100,14 @@ def scores(engine: VllmEngine) -> dict[str, Any]:
 
 def served(engine: VllmEngine) -> dict[str, torch.Tensor]:
     """Whole tensors, from one rank that holds everything."""
-    whole = {}
+    whole: dict[str, torch.Tensor] = {}
+    elements: Counter[str] = Counter()
     for shard in engine.served_shards():
-        assert shard.name not in whole and shard.counted
-        assert shard.global_shape == tuple(shard.data.shape) and set(shard.offset) == {0}
-        whole[shard.name] = shard.data
+        assert shard.counted
+        elements[shard.name] += shard.data.numel()
+        tensor = whole.setdefault(shard.name, torch.empty(shard.global_shape, dtype=shard.data.dtype))
+        tensor[shard.slices] = shard.data.reshape(shard.shape)
+    assert elements == {name: tensor.numel() for name, tensor in whole.items()}
     return whole
 
 
@@ -113,15 +124,82 @@ def swap_equals_fresh(before: Path, after: Path, dtype: str, linear: str) -> dic
     tensors = tensors_of(after, getattr(torch, dtype))
     engine = VllmEngine(config(dtype=dtype, linear=linear), before)
     first = scores(engine)
-    engine.load_weights(tensors.items(), PolicyVersion(0, 1))
+    for step in (1, 2):  # the first load is vLLM's
+        engine.load_weights(tensors.items(), PolicyVersion(0, step))
     engine.drop_cache()
     swapped = scores(engine)
     facts = {"before": first, "swapped": swapped, "wrong_after_load": disagreements(engine, tensors)}
+    facts |= faults(engine, tensors)
     engine.close()
     engine = VllmEngine(config(dtype=dtype, linear=linear), after)
     facts["fresh"] = scores(engine)
     engine.close()
     return facts
+
+
+def faults(engine: VllmEngine, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Damage each shard that a real pull has loaded, and look whether verification and the engine see it."""
+    ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    group = dist.new_group(backend="gloo") if ranks > 1 else None
+    random = torch.Generator().manual_seed(1)
+    old = {name: torch.randn(each.shape, generator=random).to(each.dtype) for name, each in tensors.items()}
+    new = {name: each + old[name] / 8 if each.ndim == 1 else each for name, each in tensors.items()}  # norms are ones
+    tied = TIED if LM_HEAD not in new else ()
+    with tempfile.TemporaryDirectory() as directory:
+        publisher = SharedMemoryPublisher(channel="faults", rank=0, group=None, max_live=2, directory=Path(directory))
+        publications = [
+            publisher.publish(
+                PolicyVersion(1, step),
+                [TensorShard.whole(name, each) for name, each in weights.items()],
+                dtype=next(iter(weights.values())).dtype,
+                aliases=tied,
+            )
+            for step, weights in enumerate((old, new))
+        ]
+        reader = SharedMemoryReader()
+        for publication in publications:
+            engine.load_weights(reader.tensors(publication), publication.version)
+
+        def refused() -> str:
+            try:
+                verify(publications[1], engine.served_shards(), group)
+            except TitanError as error:
+                return str(error)
+            return ""
+
+        def damage(shard: TensorShard, fault: str) -> None:
+            data, bits = shard.data, shard.data.view(BITS[shard.data.dtype])
+            if fault == "one bit":
+                bits[(-1,) * bits.dim()] ^= 1
+            elif fault == "exchanged":  # rows, or elements of a vector
+                rows = bits[0] if bits.dim() == PANELS else bits
+                rows[[0, -1]] = rows[[-1, 0]]
+            elif fault == "stale":
+                name = EMBEDDING if shard.name == LM_HEAD and tied else shard.name
+                data.copy_(old[name][shard.slices].reshape(data.shape))
+            else:
+                data.neg_()
+
+        right, unseen, unused = refused(), [], []
+        expected = prompt_logprobs(engine, PROMPT)
+        shards = list(engine.served_shards())
+        names = Ranks(group).gather([shard.name for shard in shards])[-1]  # the last rank's memory is damaged
+        for index, name in enumerate(names):
+            for fault in ("one bit", "exchanged", "stale", "negative"):
+                saved = shards[index].data.clone() if rank == ranks - 1 else None
+                if saved is not None:
+                    damage(shards[index], fault)
+                if f"{name} is not what was published" not in refused().replace("the replica of ", ""):
+                    unseen.append((name, index, fault))
+                if fault == "negative":
+                    engine.drop_cache()
+                    if prompt_logprobs(engine, PROMPT) == expected:
+                        unused.append(name)
+                if saved is not None:
+                    shards[index].data.copy_(saved)
+        publisher.close()
+        left = refused()
+    return {"refused_without_fault": right + left, "unseen_faults": unseen, "not_computed_with": unused}
 
 
 def reference_logprobs(model: Path, request: GenerationRequest, completion: Completion) -> torch.Tensor:
@@ -221,11 +299,13 @@ def one_engine(model: Path, other: Path) -> dict[str, Any]:
     facts["slept"] = engine.sleep()
     engine.wake()
 
-    # A head that no longer shares the embedding's memory, and a load that leaves it out.
+    # A head that no longer shares the embedding's memory, so that vLLM's loader does not reach it.
     tensors = tensors_of(other)
-    engine.model.lm_head.weight = torch.nn.Parameter(engine.model.lm_head.weight.clone(), requires_grad=False)
-    engine.load_weights(tensors.items(), PolicyVersion(0, 1))
-    facts["stale_head"] = disagreements(engine, tensors)
+    tie = engine.model.lm_head.weight
+    engine.model.lm_head.weight = torch.nn.Parameter(tie.clone(), requires_grad=False)
+    facts["untied_head"] = load_error(engine, tensors)
+    engine.model.lm_head.weight = tie
+    assert load_error(engine, tensors) == ""
     engine.model.lm_head.cpu_linear = lambda x, weight, bias: x
     try:
         served(engine)
@@ -250,28 +330,20 @@ def skipped_tensor(model: Path, other: Path) -> dict[str, Any]:
     return facts
 
 
-def stale_copy(model: Path, other: Path) -> tuple[str, int]:
-    """New weights that did not reach a packed copy; and how many checks pass before one flipped bit is found."""
-    engine = VllmEngine(config(linear="packed"), model)
-    head = engine.model.lm_head
-    old = head.cpu_linear
-    engine.load_weights(tensors_of(other).items(), PolicyVersion(0, 1))
-    head.cpu_linear = old
+def load_error(engine: VllmEngine, tensors: dict[str, torch.Tensor]) -> str:
     try:
-        error = refused(engine)
-        engine.load_weights(tensors_of(other).items(), PolicyVersion(0, 2))
-        head.weight.data.view(torch.int32)[5, 7] ^= 1  # of the original, which the copy was made from
-        return error, next(passed for passed in range(1000) if refused(engine))
-    finally:
-        engine.close()
-
-
-def refused(engine: VllmEngine) -> str:
-    try:
-        served(engine)
+        engine.load_weights(tensors.items(), PolicyVersion(0, 1))
     except TitanError as error:
         return str(error)
     return ""
+
+
+def faults_of_two_ranks(model: Path, other: Path) -> dict[str, Any]:
+    engine = VllmEngine(config(tensor_parallel=2, linear="packed"), model)
+    try:
+        return faults(engine, tensors_of(other))
+    finally:
+        engine.close()
 
 
 WAYS_OF_SAMPLING: tuple[dict[str, Any], ...] = (
@@ -445,7 +517,6 @@ def everything(models: dict[str, str]) -> dict[str, Any]:
     facts: dict[str, Any] = {"upstream": upstream()}
     facts["one_engine"] = one_engine(paths["tied_a"], paths["tied_b"])
     facts["skipped"] = skipped_tensor(paths["untied_a"], paths["untied_b"])
-    facts["stale_copy"] = stale_copy(paths["tied_a"], paths["tied_b"])
     facts["decode"] = without_vllms_runner(paths["tied_a"], paths["tied_b"])
     return facts | swaps(models, SWAPS_OF_CI)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from titan_rl.errors import WeightsError
@@ -45,11 +45,15 @@ def whole(tensor: torch.Tensor) -> int:
 
 
 def by_definition(tensor: torch.Tensor) -> int:
-    bits = tensor.contiguous().view(-1).view(BITS[tensor.dtype]).tolist()
+    width = 8 * tensor.itemsize
+    columns = tensor.shape[-1] if tensor.dim() else 1
+    blocks = -(-columns // BLOCK)
     total = 0
-    for position, element in enumerate(bits):
-        keys = key_by_definition(position % BLOCK) * key_by_definition(BLOCK + position // BLOCK)
-        total += (element + (element >> 16)) * keys
+    for position, element in enumerate(tensor.contiguous().view(-1).view(BITS[tensor.dtype]).tolist()):
+        row, column = divmod(position, columns)
+        element %= 1 << width
+        key = key_by_definition(column % BLOCK) * key_by_definition(BLOCK + row * blocks + column // BLOCK)
+        total += (element ^ (element >> 16)) * key
     return total % MODULUS
 
 
@@ -78,6 +82,7 @@ def covers(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
 
 
 @ANY_TIME
+@example(shape=(2, 2 * BLOCK + 5), dtype=torch.bfloat16, seed=1)
 @given(shape=SHAPES, dtype=DTYPES, seed=st.integers(0, 2**32))
 def test_it_is_the_sum_of_folded_bits_times_keys(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> None:
     tensor = random_bits(shape, dtype, seed)
@@ -157,19 +162,50 @@ def test_negative_zero_and_nan_payloads_are_bits() -> None:
     assert whole(quiet) != whole(other)
 
 
+@st.composite
+def panels_of(draw: st.DrawFn, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix, and the same elements as a packed layout may hold them, padding between the panels."""
+    panels, rows, groups, width, padding = (draw(st.integers(1, top)) for top in (3, 9, 70, 3, 5))
+    matrix = random_bits((panels * rows, groups * width), dtype, seed=draw(st.integers(0, 99)))
+    memory = random_bits((panels, groups * rows * width + padding), dtype, seed=100)
+    packed = memory.as_strided((panels, rows, groups, width), (memory.shape[1], width, rows * width, 1))
+    packed.view(BITS[dtype]).copy_(matrix.view(BITS[dtype]).view(packed.shape))
+    return matrix, packed
+
+
+@ANY_TIME
+@given(data=st.data(), dtype=DTYPES, columns=st.integers(0, 2 * BLOCK), row=st.integers(0, 2**20))
+def test_a_packed_matrix_counts_as_the_matrix(data: st.DataObject, dtype: torch.dtype, columns: int, row: int) -> None:
+    matrix, packed = data.draw(panels_of(dtype))
+    offset = (row, data.draw(st.integers(0, columns)))
+    whole_shape = (row + 2 * len(matrix), columns + matrix.shape[1])
+    expected = shard_fingerprint(matrix, whole_shape, offset)
+    assert shard_fingerprint(packed, whole_shape, offset) == expected
+    bits = packed.view(BITS[dtype])
+    place = data.draw(st.tuples(*(st.integers(0, size - 1) for size in bits.shape)))
+    bits[place] ^= 1 << data.draw(st.integers(0, 8 * dtype.itemsize - 2))
+    assert shard_fingerprint(packed, whole_shape, offset) != expected
+
+
 @ANY_TIME
 @given(
-    rows=st.integers(1, 40), columns=st.integers(1, 40), dtype=DTYPES, first=st.integers(0, 2**40),
-    pitch=st.integers(0, 2**20), chunk=st.integers(1, 200),
+    data=st.data(), shape=st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple), dtype=DTYPES,
+    chunk=st.integers(1, 200),
 )  # fmt: skip
 def test_the_sum_for_accelerators_is_the_sum_for_hosts(
-    rows: int, columns: int, dtype: torch.dtype, first: int, pitch: int, chunk: int
+    data: st.DataObject, shape: tuple[int, ...], dtype: torch.dtype, chunk: int
 ) -> None:
-    plane = random_bits((rows, columns), dtype, seed=rows * columns)
+    if data.draw(st.booleans()):
+        _, bits = data.draw(panels_of(dtype))
+        whole_shape: tuple[int, ...] = (bits.shape[0] * bits.shape[1], bits.shape[2] * bits.shape[3])
+    else:
+        bits, whole_shape = random_bits(shape, dtype, seed=7), shape
+    offset = tuple(data.draw(st.integers(0, 2**12)) for _ in whole_shape)
+    whole_shape = tuple(size + at for size, at in zip(whole_shape, offset, strict=True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_DEVICE_CHUNK", chunk)
-        device = module._sum_on_device(plane, first, pitch)
-    assert unsigned(device) == unsigned(module._sum_on_host(plane, first, pitch))
+        for part in module._parts(bits.view(BITS[dtype]), whole_shape, offset):
+            assert unsigned(module._sum_on_device(*part)) == unsigned(module._sum_on_host(*part))
 
 
 def test_a_transposed_view_counts_as_what_it_shows() -> None:

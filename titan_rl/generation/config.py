@@ -89,10 +89,9 @@ class GeneratorConfig:
     """"vllm", "simulated" (takes no time and makes its tokens up; for what stands above an engine), or
     `pkg.mod:function` of `(config, model_path, device)` that returns an `Engine`."""
     linear: str = "auto"
-    """How linear layers are computed on CPU: "plain" (`F.linear` on the live weight), "packed" (vLLM's packed copies,
-    made anew from every weights that are loaded: products two to three times as fast for twice the memory), "auto"
-    (packed from a hidden size of 192 on; below, loading costs more than it gives), or `pkg.mod:function` of
-    `(x, weight, bias)`."""
+    """How linear layers are computed on CPU: "plain" (`F.linear` on the live weight), "packed" (oneDNN's layout, which
+    new weights are stored in: faster products; plain where the CPU cannot pack the dtype), "auto" (packed from a hidden
+    size of 192 on), or `pkg.mod:function` of `(x, weight, bias)`."""
     deterministic: bool = False
     """The engine's part of the run's `deterministic`, which turns it on. Then tokens and logprobs of a request depend
     on nothing but the request and the weights: not on the batch, the order of arrival, which generator serves it,

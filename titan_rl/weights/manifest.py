@@ -6,6 +6,7 @@ A publication is immutable: one version, one manifest, one place. The fingerprin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,9 @@ class TensorShard:
 
     name: str
     """Hugging Face name."""
-    data: Tensor  # the local box; a view of live weights, not a copy
+    data: Tensor
+    """The local box, a view of live weights. Of a packed matrix: panels [P, R, G, W], where the box has P·R rows and
+    G·W columns."""
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     """Global index of the box's first element, one entry per dimension."""
@@ -48,7 +51,23 @@ class TensorShard:
     @property
     def slices(self) -> tuple[slice, ...]:
         """The box as an index into the global tensor."""
-        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.data.shape, strict=True))
+        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the box."""
+        return box_shape(self.data.shape, self.global_shape)
+
+
+PANELS, MATRIX = 4, 2
+"""Dimensions of a packed matrix in memory, and of the matrix that it is."""
+
+
+def box_shape(shape: Sequence[int], global_shape: Sequence[int]) -> tuple[int, ...]:
+    """Of the box that data of this shape holds (`TensorShard.data`)."""
+    if len(shape) == PANELS and len(global_shape) == MATRIX:
+        return shape[0] * shape[1], shape[2] * shape[3]
+    return tuple(shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

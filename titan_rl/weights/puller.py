@@ -164,13 +164,13 @@ def _look(expected: dict[str, TensorEntry], served: Iterable[TensorShard]) -> _F
             findings.problems.append(f"{shard.name} is {dtype} {shape}, published as {entry.dtype} {entry.shape}")
             continue
         fingerprint = shard_fingerprint(shard.data, shape, shard.offset)
-        box = (shard.name, tuple(shard.offset), tuple(shard.data.shape))
+        box = (shard.name, tuple(shard.offset), shard.shape)
         if shard.counted:
             index = indices[shard.name]
             findings.fingerprints[index] += fingerprint
             findings.elements[index] += shard.data.numel()
             findings.counted[box] = fingerprint
-        elif tuple(shard.data.shape) != shape:
+        elif shard.shape != shape:
             findings.partial_replicas[box] = fingerprint
         elif fingerprint != entry.fingerprint:
             findings.problems.append(f"the replica of {shard.name} is not what was published")

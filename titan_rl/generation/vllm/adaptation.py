@@ -13,11 +13,10 @@ adaptation fails when vLLM no longer needs it.
 - **Norms.** vLLM has a kernel for RMS norms on CPU but uses it on other devices only. Here each norm would take six
   operations of torch, a fifth of a small policy's step. Engines in float32 use the kernel. It computes every row
   alike, so this holds in deterministic mode too.
-- **Linear layers.** vLLM packs their weights after loading and drops the originals, so later weights would not reach
-  the packed copies (with tied embeddings without any error). Here the originals stay: "plain" computes `F.linear` on
-  the live weight; "packed" keeps vLLM's packed copies too and packs them again after every load; "deterministic" is
-  described below. Before an engine serves, `Linears.check` compares every copy with its live weight: a packed one in a
-  part of its input channels, in others each time.
+- **Linear layers.** vLLM packs their weights after loading and drops the originals, and nobody can read or write what
+  it has packed: later weights would not reach it (with tied embeddings without any error). Here "plain" computes
+  `F.linear` on the live weight; "packed" computes with the same oneDNN products on memory that is known (`packed.py`);
+  "deterministic" is described below.
 
 With `deterministic = true` a request's tokens and logprobs are functions of the request alone. They do not depend, bit
 for bit, on the other requests of a batch, on their order or number, on the prefix cache, on preemption, or on one
@@ -58,11 +57,13 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 from vllm.model_executor.layers import utils as vllm_linear
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.triton_utils import dispatcher as vllm_kernels
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata, CPUAttentionMetadataBuilder
 
 from titan_rl.errors import ConfigError, WeightsError
 from titan_rl.generation.config import GeneratorConfig
+from titan_rl.generation.vllm.packed import PackedMatrix, packed
 from titan_rl.importing import import_name
 
 LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -74,12 +75,7 @@ AUTO, PACKED, PLAIN = "auto", "packed", "plain"
 _FUNCTIONS = {PLAIN: "torch.nn.functional:linear"}
 
 PACKED_FROM = 192
-"""Hidden size from which "auto" is packed. Products of larger layers are two to three times as fast then; those of
-smaller ones gain less than packing and checking every pull costs."""
-
-CHECKS = 16
-"""Checks after which every element of a packed copy was compared. A check costs a product with a matrix of K / CHECKS
-rows: with all K, that of 100M parameters takes as long as 75 copies of them."""
+"""Hidden size from which "auto" is packed; smaller products gain nothing."""
 
 TILE = 16
 """Rows from which on float32 products give every row alike, and rows of each bfloat16 product."""
@@ -151,13 +147,11 @@ def linear_of(config: GeneratorConfig, model_path: Path) -> str:
 def adapt_linear(name: str) -> Linears:
     """Choose how linear layers of engines built from now on are computed on CPU: by `linear_of`'s name. Raises
     ConfigError if it cannot be imported."""
-    if name == PACKED:
-        linears: Linears = PackedLinears()
-    elif name == DETERMINISTIC:
+    if name == DETERMINISTIC:
         linears = Linears(deterministic_linear_of)
     else:
-        function: LinearFunction = import_name(name, _FUNCTIONS)
-        linears = Linears(lambda layer: function)
+        function: LinearFunction = import_name(PLAIN if name == PACKED else name, _FUNCTIONS)
+        linears = Linears(lambda layer: function, packs=name == PACKED)
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
         if layer.weight.ndim != 2:
@@ -171,54 +165,34 @@ def adapt_linear(name: str) -> Linears:
 
 class Linears:
     """How the linear layers of the engines built since `adapt_linear` compute: a function that gets the live weight at
-    every call."""
+    every call, or a packed matrix where `packs` and the CPU can."""
 
-    def __init__(self, function_of: Callable[[Any], LinearFunction]) -> None:
+    def __init__(self, function_of: Callable[[Any], LinearFunction], *, packs: bool = False) -> None:
         self._function_of = function_of
+        self._packs = packs
 
     def set_up(self, layer: Any) -> None:
         """Called by vLLM after the first load."""
-        layer.cpu_linear = self._function_of(layer)
+        embeds = type(layer) is VocabParallelEmbedding  # looks up rows; vLLM would pack it too
+        matrix = packed(layer.weight.data) if self._packs and not embeds else None
+        layer.cpu_linear = self._function_of(layer) if matrix is None else matrix
 
-    def renew(self, model: torch.nn.Module) -> None:
-        """New weights were loaded; here no copy of them exists."""
-
-    def check(self, model: torch.nn.Module) -> None:
-        """Raises WeightsError, which names it, for a layer that does not compute with its live weight."""
-        for path, layer in _linear_layers(model):
-            if layer.cpu_linear is not self._function_of(layer):
-                raise WeightsError(f"{path} computes with a copy of its weight, which new weights would not reach")
-
-
-class PackedLinears(Linears):
-    """vLLM's packed copies, renewed with the weights: faster products for twice the memory.
-
-    A copy that was not renewed, or has rows at the wrong place, is found by the next check, a single damaged element
-    within `CHECKS` of them.
-    """
-
-    def __init__(self) -> None:
-        self._checked = 0  # how often
-
-    def set_up(self, layer: Any) -> None:
-        _stock_dispatch(layer, remove_weight=False)
-
-    def renew(self, model: torch.nn.Module) -> None:
+    def drop_originals(self, model: torch.nn.Module) -> None:
+        """Of packed matrices, which vLLM's loader needs. The embedding keeps a weight that it shares."""
         for _, layer in _linear_layers(model):
-            self.set_up(layer)
+            if isinstance(layer.cpu_linear, PackedMatrix):
+                layer.weight = torch.nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
 
     def check(self, model: torch.nn.Module) -> None:
-        first, self._checked = self._checked % CHECKS, self._checked + 1
+        """Raises WeightsError, which names it, for a layer that computes with memory that is not known."""
         for path, layer in _linear_layers(model):
-            # The product with rows of the unit matrix is exactly the columns: each sum has one term that is not zero.
-            rows = torch.eye(layer.weight.shape[1], dtype=layer.weight.dtype)[first::CHECKS]
-            if not torch.equal(layer.cpu_linear(rows, layer.weight, None), layer.weight.t()[first::CHECKS]):
-                raise WeightsError(f"{path} computes with a packed copy of other weights than its own")
+            if not isinstance(layer.cpu_linear, PackedMatrix) and layer.cpu_linear is not self._function_of(layer):
+                raise WeightsError(f"{path} computes with a copy of its weight, which new weights would not reach")
 
 
 def _linear_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for path, module in model.named_modules():
-        if hasattr(module, "cpu_linear") and module.weight.ndim == 2:
+        if hasattr(module, "cpu_linear"):
             yield path, module
 
 

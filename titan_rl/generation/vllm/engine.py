@@ -36,7 +36,7 @@ from titan_rl.generation.vllm import adaptation, weights
 from titan_rl.generation.vllm.steps import SeededSampling, StepScheduler, decoder_of
 from titan_rl.processes import RENDEZVOUS, join_world
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion, SamplingParams
-from titan_rl.weights.manifest import TensorShard
+from titan_rl.weights.manifest import EMBEDDING, LM_HEAD, TensorShard
 
 _FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _CACHED_SAMPLINGS = 1024
@@ -125,6 +125,8 @@ class VllmEngine(Engine):
         self._params = lru_cache(_CACHED_SAMPLINGS)(self._vllm_params)
         vocab_size = self._engine.model_config.get_vocab_size()
         super().__init__(max_model_len=config.max_model_len, vocab_size=vocab_size)
+        self._tied: bool = self._engine.model_config.hf_text_config.tie_word_embeddings
+        self._places_known = False  # that of every tensor, from vLLM's own loader
         self._asleep = False
         self._kv_drops: Counter[str] = Counter()  # by request: how often a new version took its KV
         self._kv_use = 0.0  # share of the KV cache, after the last step
@@ -196,9 +198,15 @@ class VllmEngine(Engine):
         return StepOutput(finished, np.array(tokens, dtype=np.int32))
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> None:
-        self.model.load_weights(tensors)
-        if self._linears is not None:
-            self._linears.renew(self.model)
+        whole = dict(tensors)
+        named = {LM_HEAD: whole[EMBEDDING], **whole} if EMBEDDING in whole and self._tied else whole
+        if not self._places_known:
+            self.model.load_weights(whole.items())
+            weights.check_places(named, weights.served_shards(self.model, self._rank, packed=False))
+            if self._linears is not None:
+                self._linears.drop_originals(self.model)
+            self._places_known = True
+        weights.load(named, weights.served_shards(self.model, self._rank))
         self._serve(version)
 
     def served_shards(self) -> Iterator[TensorShard]:

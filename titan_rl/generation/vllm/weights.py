@@ -2,12 +2,15 @@
 
 Every parameter of the model is reported, or an error names it, so that no layer of unknown layout goes unverified. The
 logits projection is read from the model's own `lm_head` even where it shares the embedding's memory: with tied
-embeddings a stale copy would otherwise not be seen.
+embeddings a stale copy would otherwise not be seen. Where a layer computes with a packed matrix, that one is read.
+
+New weights are stored in these views. If the views were wrong, so would be what verification reads; therefore the first
+weights of an engine come through vLLM's own loader, and are looked for in the views (`check_places`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -23,6 +26,8 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from titan_rl.errors import WeightsError
+from titan_rl.generation.vllm.packed import PackedMatrix
+from titan_rl.weights.fingerprint import BITS
 from titan_rl.weights.manifest import TensorShard
 
 
@@ -38,15 +43,17 @@ class _Part(NamedTuple):
     counted: bool = True
 
 
-def served_shards(model: torch.nn.Module, tp_rank: int) -> Iterator[TensorShard]:
+def served_shards(model: torch.nn.Module, tp_rank: int, *, packed: bool = True) -> Iterator[TensorShard]:
     """This rank's shards of every weight of a vLLM language model. Raises WeightsError for parameters in an unknown
-    layout."""
+    layout. With `packed` false those that packed matrices were made from, instead of these."""
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     for path, module in model.named_modules(remove_duplicate=False):
         parameters = list(module.named_parameters(recurse=False, remove_duplicate=False))
         kind = type(module)
         for name, parameter in parameters:
-            data = parameter.data
+            data: Tensor | PackedMatrix = parameter.data
+            if packed and name == "weight" and isinstance(compute := getattr(module, "cpu_linear", None), PackedMatrix):
+                data = compute
             if kind is VocabParallelEmbedding or kind is ParallelLMHead:
                 yield from _rows(data, name, [_vocabulary(path, module)])
             elif kind is QKVParallelLinear:
@@ -57,34 +64,70 @@ def served_shards(model: torch.nn.Module, tp_rank: int) -> Iterator[TensorShard]
                 rows = module.output_size_per_partition
                 yield from _rows(data, name, [_Part(path, rows, module.output_size, module.tp_rank * rows)])
             elif kind is RowParallelLinear and name == "weight":
-                columns = module.input_size_per_partition
-                yield TensorShard(
-                    name=f"{path}.{name}",
-                    data=data,
-                    global_shape=(data.shape[0], module.input_size),
-                    offset=(0, module.tp_rank * columns),
-                )
+                rows, columns = data.shape
+                yield from _rows(data, name, [_Part(path, rows, rows, 0)], module.input_size, module.tp_rank * columns)
             elif kind in (RowParallelLinear, ReplicatedLinear, RMSNorm):
-                yield TensorShard.whole(f"{path}.{name}", data, counted=tp_rank == 0)
+                yield from _rows(data, name, [_Part(path, data.shape[0], data.shape[0], 0, tp_rank == 0)])
             else:
                 raise WeightsError(
                     f"{path}.{name}: the layout of {kind.__name__} is unknown, so its weights cannot be verified"
                 )
 
 
-def _rows(data: Tensor, name: str, parts: list[_Part]) -> Iterator[TensorShard]:
-    """Consecutive parts of a weight [rows, K] or bias [rows]; the rest is padding."""
+def load(tensors: Mapping[str, Tensor], served: Iterable[TensorShard]) -> None:
+    """Store whole tensors in these shards; a shard of another name stays as it is."""
+    from titan_rl.weights.panels import store  # here: it loads numba
+
+    stored = set()
+    for shard in served:
+        place = shard.data.data_ptr(), shard.shape
+        if shard.name not in tensors or place in stored:  # a tied head that is the embedding
+            continue
+        stored.add(place)
+        part = tensors[shard.name][shard.slices]
+        if shard.data.shape == part.shape:
+            shard.data.copy_(part)
+        else:
+            store(part, shard.data)
+
+
+def check_places(tensors: Mapping[str, Tensor], parameters: Iterable[TensorShard]) -> None:
+    """Raises WeightsError, which names it, for a tensor that is not where it would be stored. vLLM has loaded them."""
+    for shard in parameters:
+        if shard.name in tensors:
+            bits = BITS[shard.data.dtype]
+            expected = tensors[shard.name][shard.slices].to(shard.data.device, shard.data.dtype)
+            if not torch.equal(shard.data.view(bits), expected.view(bits)):
+                raise WeightsError(f"vLLM's own loader puts {shard.name} elsewhere than here is known")
+
+
+def _rows(
+    data: Tensor | PackedMatrix, name: str, parts: list[_Part], columns: int = 0, first_column: int = 0
+) -> Iterator[TensorShard]:
+    """Consecutive parts of a weight [rows, K] or bias [rows]; the rest is padding. `columns` of the global tensor, K
+    if 0."""
     start = 0
     for part in parts:
-        if part.rows:
+        done = 0
+        for rows, box in _boxes(data, start, part.rows):
+            offset = (part.first + done, first_column)
             yield TensorShard(
                 name=f"{part.name}.{name}",
-                data=data[start : start + part.rows],
-                global_shape=(part.global_rows, *data.shape[1:]),
-                offset=(part.first, *(0,) * (data.dim() - 1)),
+                data=box,
+                global_shape=(part.global_rows, columns or data.shape[-1])[: len(data.shape)],
+                offset=offset[: len(data.shape)],
                 counted=part.counted,
             )
+            done += rows
         start += part.rows
+
+
+def _boxes(data: Tensor | PackedMatrix, first: int, rows: int) -> Iterator[tuple[int, Tensor]]:
+    """How many rows, and the rows."""
+    if isinstance(data, PackedMatrix):
+        yield from data.boxes(first, rows)
+    elif rows:
+        yield rows, data[first : first + rows]
 
 
 def _vocabulary(path: str, module: VocabParallelEmbedding) -> _Part:
