@@ -5,7 +5,6 @@ one mesh. Standard library only; `join_world` imports torch when it is called.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import fcntl
 import gc
@@ -61,9 +60,13 @@ def die_with_owner(life: str) -> None:
 def die_with_peer(connection: int) -> None:
     """The same for the process at the other end of a connection, which is to send nothing more."""
     _die_at_event(connection)
-    with contextlib.suppress(BlockingIOError, ConnectionError):
+    try:
         socket.socket(fileno=os.dup(connection)).recv(1)
-        sys.exit("whoever asked for this process died while it started")
+    except BlockingIOError:
+        return
+    except ConnectionError:  # it died before it had read all that it was sent
+        pass
+    sys.exit("whoever asked for this process died while it started")
 
 
 def _die_at_event(descriptor: int) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import importlib
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -45,7 +47,7 @@ class Forked(Actor):
             "variables": dict(os.environ),
             "cores": os.sched_getaffinity(0),
             "scheduling": os.sched_getscheduler(0),
-            "directory": os.getcwd(),
+            "directory": os.readlink("/proc/self/cwd"),
             "group": os.getpgid(0),
         }
 
@@ -144,6 +146,24 @@ async def test_processes_start_anew_where_a_fork_would_lose_something(tmp_path: 
         os.kill(proxy_of("other"), signal.SIGKILL)
         said = str(await asyncio.wait_for(there.news.get(), SECONDS))
         assert said == f"other rank 0 (pid {other['pid']}) was killed by signal 9 (SIGKILL)"
+
+
+async def test_a_process_is_forked_in_a_directory_that_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed = tmp_path / "removed"
+    removed.mkdir()
+    monkeypatch.chdir(removed)
+    removed.rmdir()
+    async with meshes(tmp_path) as there:
+        assert (await there.born("one", Kind.ROLLOUT))["directory"] == f"{removed} (deleted)"
+
+
+async def test_threads_that_openblas_has_started_do_not_hinder_a_fork() -> None:
+    program = "import numpy; from titan_rl.supervision.fork_server import why_not_fork; print(why_not_fork())"
+    run = [sys.executable, "-c", program]
+    said = subprocess.run(run, env=os.environ | {"OMP_NUM_THREADS": "2"}, capture_output=True, text=True, check=True)
+    assert said.stdout == "\n"
 
 
 @pytest.mark.acceptance

@@ -4,6 +4,7 @@ import errno
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,18 @@ def test_a_process_dies_with_its_watch_and_one_that_comes_later_does_not_start(t
     assert process.wait(SECONDS) == -signal.SIGKILL
     late = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     assert late.returncode == 1 and "the owner died" in late.stderr
+
+
+@pytest.mark.parametrize("unread", [b"", b"12"], ids=["nothing unread", "unread"])
+def test_a_process_ends_whose_proxy_died_before(unread: bytes) -> None:
+    proxy, connection = socket.socketpair()
+    with connection:
+        connection.sendall(unread)
+        proxy.close()
+        program = "import sys; from titan_rl.processes import die_with_peer; die_with_peer(int(sys.argv[1])); print(1)"
+        command = [sys.executable, "-c", program, str(connection.fileno())]
+        process = subprocess.run(command, pass_fds=[connection.fileno()], capture_output=True, text=True)
+    assert process.returncode == 1 and not process.stdout and "died while it started" in process.stderr
 
 
 def test_ends_are_heard_after_a_torn_line_and_where_no_descriptor_is_left(

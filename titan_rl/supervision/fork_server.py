@@ -91,6 +91,11 @@ class Stage:
 
 def why_not_fork() -> str:
     """What of this process would not survive a fork; empty: nothing."""
+    if (
+        pid := os.fork()
+    ) == 0:  # OpenBLAS, which is numpy's, ends its threads at a fork, and starts them when it has work
+        os._exit(0)
+    os.waitpid(pid, 0)
     if len(tasks := os.listdir("/proc/self/task")) > 1:
         names = sorted({Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in tasks})
         return f"there are {len(tasks)} threads ({', '.join(names)})"
@@ -163,21 +168,22 @@ class ForkServer:
 
     def _answer(self, listener: socket.socket) -> None:
         proxy, _ = listener.accept()
+        descriptors: list[int] = []  # its streams and its directory
         with proxy:
             try:
                 proxy.settimeout(REQUEST_SECONDS)
-                head, streams, *_ = socket.recv_fds(proxy, LENGTH.size, 3)
+                head, descriptors, *_ = socket.recv_fds(proxy, LENGTH.size, 4)
                 request = marshal.loads(_receive(proxy, *LENGTH.unpack(head)))
-            except (OSError, ValueError, EOFError, struct.error) as error:  # it was killed, perhaps
-                _log.warning("a process was not asked for as it should be: %s: %s", type(error).__name__, error)
-                return
-            if (pid := os.fork()) == 0:
-                with _ending_in_exit():
-                    self._leave_behind()
-                    self._be_process(proxy, request, streams)
+                if (pid := os.fork()) == 0:
+                    with _ending_in_exit():
+                        self._leave_behind()
+                        self._be_process(proxy, request, descriptors)
+            except (OSError, ValueError, EOFError, struct.error) as error:  # the proxy was killed, perhaps
+                return _log.warning("a process was not forked: %s: %s", type(error).__name__, error)
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
             self._processes[pid] = 0.0
-            for stream in streams:
-                os.close(stream)
             with contextlib.suppress(OSError):  # it is gone: the process ends too
                 proxy.sendall(f"{pid}".encode())
 
@@ -188,14 +194,16 @@ class ForkServer:
         for each in (self._wake, self._waker, *self._sockets.values()):
             each.close()
 
-    def _be_process(self, proxy: socket.socket, request: dict[str, Any], streams: Sequence[int]) -> NoReturn:
+    def _be_process(self, proxy: socket.socket, request: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
         os.setpgid(0, 0)
-        for descriptor, stream in enumerate(streams):
-            os.dup2(stream, descriptor)
+        *streams, directory = descriptors
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
             os.close(stream)
+        os.fchdir(directory)  # which may have been removed
+        os.close(directory)
         os.environ.clear()
         os.environ.update(request["environment"] | self._set)
-        os.chdir(request["directory"])
         os.sched_setaffinity(0, request["cores"])
         if request["scheduling"] != os.sched_getscheduler(0):
             os.sched_setscheduler(0, request["scheduling"], os.sched_param(0))

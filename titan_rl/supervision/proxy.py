@@ -29,13 +29,12 @@ def main() -> int:
         {
             "words": words,
             "environment": dict(os.environ),
-            "directory": os.getcwd(),
             "cores": tuple(os.sched_getaffinity(0)),
             "scheduling": os.sched_getscheduler(0),
         }
     )
     with _connect(place, directory) as server:
-        socket.send_fds(server, [LENGTH.pack(len(request))], [0, 1, 2])
+        socket.send_fds(server, [LENGTH.pack(len(request))], [0, 1, 2, os.open(".", os.O_PATH)])
         server.sendall(request)
         if not (pid := server.recv(32)):
             print("the fork server ended while it was to fork a process", file=sys.stderr)
