@@ -75,15 +75,19 @@ def until(process: subprocess.Popen[str], what: str) -> list[str]:
     raise AssertionError("".join(said))
 
 
+def lend() -> tuple[subprocess.Popen[str], str]:
+    """A worker that listens, and where."""
+    worker = program("-m", "titan_rl.cli", "worker", "--listen", "127.0.0.1:0")
+    listens = next(line for line in worker.stdout if "listens on" in line)
+    return worker, listens.partition("listens on ")[2].split()[0]
+
+
 @pytest.fixture(scope="module")
 def worker() -> Iterator[str]:
-    lent = program("-m", "titan_rl.cli", "worker", "--listen", "127.0.0.1:0")
-    try:
-        listens = next(line for line in lent.stdout if "listens on" in line)
-        yield listens.partition("listens on ")[2].split()[0]
-    finally:
-        lent.terminate()
-        lent.wait()
+    lent, address = lend()
+    yield address
+    lent.terminate()
+    lent.wait()
 
 
 def controller(*arguments: str) -> subprocess.Popen[str]:
@@ -114,6 +118,18 @@ def test_a_host_whose_agent_has_died_can_be_attached_again(worker: str) -> None:
     run.stdin.write("attach\n")
     assert int(until(run, "attached")[-1].split()[1]) != agent
     assert not left.exists()
+    run.stdin.write("leave\n")
+    assert run.wait(60) == 0
+
+
+def test_an_agent_dies_with_its_worker() -> None:
+    """Nothing can be started there any more, so the host must not seem to be alive."""
+    lent, address = lend()
+    run = controller(address)
+    until(run, "attached")
+    lent.kill()
+    lent.wait()
+    until(run, "lost host1")
     run.stdin.write("leave\n")
     assert run.wait(60) == 0
 

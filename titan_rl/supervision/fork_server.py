@@ -91,11 +91,9 @@ class Stage:
 
 def why_not_fork() -> str:
     """What of this process would not survive a fork; empty: nothing."""
-    if (
-        pid := os.fork()
-    ) == 0:  # OpenBLAS, which is numpy's, ends its threads at a fork, and starts them when it has work
+    if not (pid := os.fork()):
         os._exit(0)
-    os.waitpid(pid, 0)
+    os.waitpid(pid, 0)  # numpy's OpenBLAS ends its threads at a fork, and starts them again when it has work
     if len(tasks := os.listdir("/proc/self/task")) > 1:
         names = sorted({Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in tasks})
         return f"there are {len(tasks)} threads ({', '.join(names)})"
@@ -245,6 +243,7 @@ def be_process(proxy: socket.socket, directory: str, spawn: str, mesh: str, rank
 
     answer_signals(f"{mesh} rank {rank}")
     _announce(f"{directory}/births", spawn, mesh, rank)  # from now on it may be asked
+    os.environ["HYPERACTOR_MESH_BOOTSTRAP_ENABLE_PDEATHSIG"] = "false"  # of a stage
     sys.argv = [MONARCH_MAIN]
     # without the teardown of the interpreter: with torch it takes 1 to 10 s, and the controller waits for it
     run_and_exit(functools.partial(runpy.run_module, MONARCH_MAIN, run_name="__main__", alter_sys=True))

@@ -8,7 +8,7 @@ Always true of a `Placement`:
 - Only the trainer spans hosts, with equal shares of its ranks in the order of the hosts.
 - On CUDA every rank of the trainer and of the generators sees exactly one device, and no two ranks see the same one.
   No other process sees a device, and on CPU none does: a stray `.cuda()` fails instead of taking memory from a rank.
-- The environment of a rank is complete before its Python starts. Variables that torchrun left in the controller's
+- The environment of a rank is complete before Monarch starts. Variables that torchrun left in the controller's
   environment never reach a rank, because they describe another process group.
 
 Imports neither Monarch nor torch, so that a dry run on any machine can show the plan of a run on another one.
@@ -97,7 +97,7 @@ class MeshPlan:
     hosts: tuple[str, ...]
     """Per rank, the name of its host; ranks of one host follow each other."""
     env: tuple[dict[str, str], ...]
-    """Per rank, what to set before Python starts. The rendezvous (RANK, WORLD_SIZE, …) is not in it: it is known
+    """Per rank, what to set before Monarch starts. The rendezvous (RANK, WORLD_SIZE, …) is not in it: it is known
     when the mesh is spawned."""
     devices: tuple[int | None, ...]
     """Per rank, the CUDA device; None: CPU."""

@@ -49,7 +49,6 @@ SUPERVISION_ENVIRONMENT = {
     "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "3d",
     "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "1d",
     "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "1d",
-    "HYPERACTOR_MESH_BOOTSTRAP_ENABLE_PDEATHSIG": "false",
 }
 """Set in every process, the controller too, before Monarch is imported.
 
@@ -58,8 +57,7 @@ SUPERVISION_ENVIRONMENT = {
   or its laptop sleep. The kernel reports the end of a process instead (`supervision.process_watch`), and every call
   has its own time limit. The watchdog must be longer than both idle times together.
 - No process ends because it cannot return an answer to a dead sender, as it would after 30 s, even if nobody waits for
-  that answer.
-- A process does not end with its parent, which is a stage of the fork server."""
+  that answer."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

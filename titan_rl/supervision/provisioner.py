@@ -1,9 +1,9 @@
 """Spawns and stops meshes of processes on the hosts of a run.
 
-Every mesh has its own environment, set before Python starts, its own rendezvous file and its own log files, new at each
+Every mesh has its own environment, set before Monarch starts, its own rendezvous file and its own log files, new at each
 spawn.
 
-The kernel reports the end of a process (`child`); Monarch reports actors that fail in a living process. A fault
+The kernel reports the end of a process (`process_watch`); Monarch reports actors that fail in a living process. A fault
 goes to the provisioner that spawned the mesh. Once a mesh is being stopped, its faults are dropped: Monarch may notice
 the end of a mesh much later, when another mesh, or another run in this process, has taken its place. Monarch's own
 actors (loggers, managers of RDMA) are no mesh's: they fail with their process, whose end is reported anyway.
