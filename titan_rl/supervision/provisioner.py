@@ -1,7 +1,7 @@
 """Spawns and stops meshes of processes on the hosts of a run.
 
-Every mesh has its own environment, set before Monarch starts, its own rendezvous file and its own log files, new at each
-spawn.
+Every mesh has its own environment, set before Monarch starts, its own rendezvous file and its own log files, new at
+each spawn.
 
 The kernel reports the end of a process (`process_watch`); Monarch reports actors that fail in a living process. A fault
 goes to the provisioner that spawned the mesh. Once a mesh is being stopped, its faults are dropped: Monarch may notice
