@@ -1,8 +1,8 @@
 """The agent of another host: does there, in a process of its own, what the controller does on its own host.
 
 - Its life is the life of all processes that the run has on its host: the kernel kills them when it ends
-  (`process_watch`). It ends by itself when the controller's process is gone, or has been silent for a bound: a host that is cut off fences
-  itself.
+  (`process_watch`). It ends by itself when the controller's process is gone, or has been silent for a bound: a host
+  that is cut off fences itself.
 - It owns the run's files in its host's shared memory. Those of dead agents are removed when the next one begins.
 - It has its worker for itself. An earlier one of the same run is killed.
 - What processes print, and their timelines, go into files of this host; each pulse sends what is new in them to the
