@@ -10,20 +10,20 @@ SplitMix64's finalizer, made odd. It holds:
 
 - **Additive**: over any disjoint boxes that cover a tensor, the fingerprints sum to the whole's, modulo 2**64.
 - **Any change of one element is seen**: folding is one to one, and an odd key has an inverse modulo 2**64.
-- **Any other change is missed with a probability below (64 - v) * 2**(v-62)**, if it was not made with the keys in mind
-  and they are as good as drawn at random. 2**v is the largest power of two that divides all differences of folded bits.
-  Where the lowest bit of an element changes, v is 0, which makes 2**-56. It is 15 at most, which makes 2**-41, unless
-  in every float32 that changes the same bits of the low half flip as of the high half; then it may be 31 (2**-25).
+- **Any other change is missed with a probability of (64 - v) * 2**(v-62) at most**, if it was not made with the keys in
+  mind and they are as good as drawn at random. 2**v is the largest power of two that divides all differences of folded
+  bits: v is 0 if the lowest bit of a folded element changes (2**-56), and 15 at most (2**-41) unless every float32 that
+  changes flips the same bits in both of its halves (31, 2**-25).
 
-  Proof: the sum over one block (its own key left out) is 0 modulo 2**k with probability 2**(v+1-k) at most, because
-  the odd keys of its places leave 63 bits to chance. If only one block differs, that is it: 2**(v-63). If several do,
-  and 2**w divides their sums, the blocks' keys cancel them with probability 2**(w-63); all w together make the bound.
+  Proof: take a block with an element whose difference 2**(v+1) does not divide. Its key is 2x + 1, so the block's sum
+  (the block's own key left out) may be any of the numbers that are 2**(v+1) apart, with one probability: 2**w with
+  w > v divides it with 2**(v+1-w). If 2**w is the largest that divides every block's sum, the blocks' keys make these
+  cancel with 2**(w-63) at most, for the same reason. Together: 2**(v-63) for w = v, 2**(v-62) for each w from v+1 to
+  63, and 2**(v-63) for sums that are all 0.
 
 Keys that are linear in the position would not do: element 10 and 20 one up, 12 and 18 one down, and nothing is seen.
-This is no cryptographic hash: who knows the keys can make changes that it does not see.
-
-The keys of a block's places are a table that stays in the first-level cache. Whichever way the memory runs, along rows
-or, in a packed matrix, along columns, one of the two keys enters once per run: one pass at memory speed, in one thread.
+This is no cryptographic hash: who knows the keys can make changes that it does not see. Keys of places stay in the
+first-level cache, and each run in memory, of a row or of a packed matrix's column, takes one other: one pass.
 """
 
 from __future__ import annotations
@@ -109,26 +109,21 @@ def check_box(shape: Sequence[int], global_shape: Sequence[int], offset: Sequenc
         )
 
 
-def _parts(
-    bits: Tensor, global_shape: Sequence[int], offset: Sequence[int]
-) -> Iterator[tuple[Tensor, int, int, int, int]]:
+def _parts(bits: Tensor, global_shape: Sequence[int], offset: Sequence[int]) -> Iterator[tuple[Tensor, int, int, int]]:
     """The box as panels [P, R, G, W], and in the global matrix of rows: the row and the column of their first element,
-    rows from panel to panel, and blocks in a row. Panels of a tensor that is not packed are its rows."""
+    and blocks in a row. Panels of a tensor that is not packed are its rows."""
     blocks = -(-math.prod(global_shape[-1:]) // BLOCK)
     if bits.dim() == PANELS and len(global_shape) == MATRIX:
-        yield bits, offset[0], offset[1], bits.shape[1], blocks
+        yield bits, offset[0], offset[1], blocks
         return
     missing = (1,) * (2 - bits.dim())
-    box, shape, first = (
-        bits.view(missing + bits.shape),
-        missing + tuple(global_shape),
-        (0,) * len(missing) + tuple(offset),
-    )
+    box, shape = bits.view(missing + bits.shape), missing + tuple(global_shape)
+    first = (0,) * len(missing) + tuple(offset)
     steps = [math.prod(shape[dim + 1 : -1]) for dim in range(len(shape) - 1)]
     start = sum(map(operator.mul, first, steps))
     for index in itertools.product(*map(range, box.shape[:-2])):
         row = start + sum(map(operator.mul, index, steps))
-        yield box[index][:, None, :, None], row, first[-1], 1, blocks
+        yield box[index][:, None, :, None], row, first[-1], blocks
 
 
 _STEP, _FIRST, _SECOND = map(signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -145,7 +140,7 @@ def odd_key(number):  # type: ignore[no-untyped-def]
     return (mixed ^ ((mixed >> 31) & 0x1FFFFFFFF)) | 1
 
 
-def _sum_on_host(panels: Tensor, row: int, column: int, panel_rows: int, blocks: int) -> int:
+def _sum_on_host(panels: Tensor, row: int, column: int, blocks: int) -> int:
     total, width = 0, panels.shape[3]
     for each, part in enumerate(panels.unbind(3)):
         if 1 not in part.stride()[1:]:
@@ -153,7 +148,7 @@ def _sum_on_host(panels: Tensor, row: int, column: int, panel_rows: int, blocks:
         span = 1 + sum((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True))
         memory = part.as_strided((span,), (1,)).numpy()
         memory = memory.view(f"u{memory.itemsize}")
-        total += compiled_sum()(memory, *part.shape, *part.stride(), row, panel_rows, column + each, width, blocks)
+        total += compiled_sum()(memory, *part.shape, *part.stride(), row, column + each, width, blocks)
     return total
 
 
@@ -178,7 +173,7 @@ def compiled_sum() -> Callable[..., int]:
 
 
 def _sum(  # type: ignore[no-untyped-def]
-    memory, panels, rows, groups, panel_step, row_step, group_step, row, panel_rows, column, width, blocks
+    memory, panels, rows, groups, panel_step, row_step, group_step, row, column, width, blocks
 ):
     """Groups are `width` columns apart. `row_step` is 1, or `group_step` and `width` are."""
     total = np.int64(0)
@@ -191,7 +186,7 @@ def _sum(  # type: ignore[no-untyped-def]
             block, place = divmod(column + group * width, BLOCK)
             size = min(groups - group, -((place - BLOCK) // width))
             for each in range(rows):
-                row_keys[each] = odd_key(BLOCK + (row + panel * panel_rows + each) * blocks + block)
+                row_keys[each] = odd_key(BLOCK + (row + panel * rows + each) * blocks + block)
             start = panel * panel_step + group * group_step
             if row_step == 1:
                 total += _weighted(memory, start, size, group_step, place_keys[place::width], rows, row_keys, 0)
@@ -213,18 +208,16 @@ def _weighted(memory, start, runs, step, run_keys, size, keys, first_key):  # ty
     return total
 
 
-def _sum_on_device(panels: Tensor, row: int, column: int, panel_rows: int, blocks: int) -> int:
+def _sum_on_device(panels: Tensor, row: int, column: int, blocks: int) -> int:
     """The same sum by torch, for accelerators. Tested on CPU tensors; never run on an accelerator."""
-    count, height, groups, width = panels.shape
-    device = panels.device
+    matrix, device = panels.reshape(panels.shape[0] * panels.shape[1], -1), panels.device
     total = torch.zeros((), dtype=torch.int64, device=device)
-    mask = (1 << (8 * panels.itemsize)) - 1
-    columns = (column + torch.arange(groups * width, device=device)).view(groups, width)
-    column_keys = odd_key(columns % BLOCK)
-    at_a_time = max(1, _DEVICE_CHUNK // columns.numel())
-    for panel, top in itertools.product(range(count), range(0, height, at_a_time)):
-        bits = panels[panel, top : top + at_a_time].to(torch.int64) & mask
-        rows = (row + panel * panel_rows + top + torch.arange(len(bits), device=device))[:, None, None]
-        keys = column_keys * odd_key(BLOCK + rows * blocks + columns // BLOCK)
+    rows = row + torch.arange(len(matrix), device=device)[:, None]
+    columns = column + torch.arange(matrix.shape[1], device=device)
+    column_keys, mask = odd_key(columns % BLOCK), (1 << (8 * panels.itemsize)) - 1
+    at_a_time = max(1, _DEVICE_CHUNK // len(columns))
+    for part, numbers in zip(matrix.split(at_a_time), rows.split(at_a_time), strict=True):
+        bits = part.to(torch.int64) & mask
+        keys = column_keys * odd_key(BLOCK + numbers * blocks + columns // BLOCK)
         total += ((bits ^ (bits >> 16)) * keys).sum()
     return int(total.item())

@@ -1,10 +1,8 @@
-"""Copies a matrix into panels: the layout of packed matrices, in which memory runs along the columns.
+"""Copies a matrix into panels, in which memory runs along its columns (`TensorShard.data`).
 
-`TensorShard.data` says what panels are. Tiles of 8 × 8 elements of 4 bytes are transposed in vector registers and
-written past the caches, a line of two tiles at a time, which takes about one copy of the bytes. Through the caches it
-takes 1.7, element by element 2.5 to 5. What does not fit in aligned tiles is left to torch.
-
-Importing this module loads numba: do it where weights are loaded (see `fingerprint.compiled_sum`).
+Tiles of 8 × 8 elements of 4 bytes are transposed in vector registers and written past the caches, a line of two tiles
+at a time: about one copy of the bytes. Through the caches it takes 1.7, element by element 2.5 to 5. What does not fit
+in aligned tiles is left to torch. Importing this module loads numba (see `fingerprint.compiled_sum`).
 """
 
 from __future__ import annotations
@@ -25,24 +23,24 @@ _ROW = _TILE * _BYTES
 """Bytes of a tile's row; what is written past the caches must lie at a multiple of it."""
 
 
-def store(source: Tensor, panels: Tensor) -> None:
-    """Copy a matrix [P·R, G·W], whose rows need not be contiguous, into panels [P, R, G, W] of its dtype."""
-    count, rows, groups, width = panels.shape
-    tiles = (
-        panels.dtype == source.dtype
-        and (panels.itemsize, width, panels.stride(1), source.stride(1)) == (_BYTES, 1, 1, 1)
-        and rows % (2 * _TILE) == groups % _TILE == 0
-    )
-    steps = [step * _BYTES for step in (panels.stride(0), panels.stride(2), source.stride(0))]
-    if not tiles or any(at % _ROW for at in (panels.data_ptr(), *steps[:2])):
-        panels.copy_(source.view(panels.shape))
+def store(source: Tensor, target: Tensor) -> None:
+    """Copy a box, whose rows need not be contiguous, to where it is held (`TensorShard.data`)."""
+    if source.dim() == target.dim():
+        target.copy_(source)
         return
-    _store_tiles(panels.data_ptr(), source.data_ptr(), count, rows, groups, *steps)
+    count, rows, groups, width = target.shape
+    steps = [step * _BYTES for step in (target.stride(0), target.stride(2), source.stride(0))]
+    tiles = rows % (2 * _TILE) == groups % _TILE == 0 and (width, target.stride(1), source.stride(1)) == (1, 1, 1)
+    aligned = not any(at % _ROW for at in (target.data_ptr(), *steps[:2]))
+    if tiles and aligned and target.dtype == source.dtype and target.itemsize == _BYTES:
+        _store_tiles(target.data_ptr(), source.data_ptr(), count, rows, groups, *steps)
+    else:
+        target.copy_(source.view(target.shape))
 
 
 @intrinsic
 def _transpose_tile(typing: Any, target: Any, target_step: Any, source: Any, source_step: Any) -> Any:
-    """Addresses and steps from row to row in bytes. Three perfect shuffles of all elements are a transposition."""
+    """Addresses and steps from row to row in bytes. Blocks of 4, 2 and 1 off the diagonal change places."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         target, target_step, source, source_step = arguments
