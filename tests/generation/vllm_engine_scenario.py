@@ -173,7 +173,8 @@ def faults(engine: VllmEngine, tensors: dict[str, torch.Tensor]) -> dict[str, An
                 bits[(-1,) * bits.dim()] ^= 1
             elif fault == "exchanged":  # rows, or elements of a vector
                 rows = bits[0] if bits.dim() == PANELS else bits
-                rows[[0, -1]] = rows[[-1, 0]]
+                other = next(at for at, each in enumerate(rows) if not torch.equal(each, rows[-1]))
+                rows[[other, -1]] = rows[[-1, other]]
             elif fault == "stale":
                 name = EMBEDDING if shard.name == LM_HEAD and tied else shard.name
                 data.copy_(old[name][shard.slices].reshape(data.shape))

@@ -156,7 +156,7 @@ class PolicyTrainer(ConnectedActor):
 
         from titan_rl.policy.state_copies import StateCopies
         from titan_rl.policy.updater import PolicyUpdater
-        from titan_rl.weights.fingerprint import compiled_sums
+        from titan_rl.weights.fingerprint import compiled_sum
         from titan_rl.weights.publisher import SharedMemoryPublisher
 
         started = time.monotonic()
@@ -178,7 +178,7 @@ class PolicyTrainer(ConnectedActor):
         )
         self._publisher.adopt(published)
         if self._device == "cpu":
-            compiled_sums()  # now, and not when generators wait for weights
+            compiled_sum()  # now, and not when generators wait for weights
         _log.info("trainer rank %d is ready after %.1f s", self._rank, time.monotonic() - started)
         return os.getpid()
 

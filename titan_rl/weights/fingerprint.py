@@ -10,20 +10,20 @@ SplitMix64's finalizer, made odd. It holds:
 
 - **Additive**: over any disjoint boxes that cover a tensor, the fingerprints sum to the whole's, modulo 2**64.
 - **Any change of one element is seen**: folding is one to one, and an odd key has an inverse modulo 2**64.
-- **Any other change is missed with a probability below (64 - v) * 2**(v-62)**, if it was not made with the keys in mind
-  and they are as good as drawn at random. 2**v is the largest power of two that divides all differences of folded bits.
-  Where the lowest bit of an element changes, v is 0, which makes 2**-56. It is 15 at most, which makes 2**-41, unless
-  in every float32 that changes the same bits of the low half flip as of the high half; then it may be 31 (2**-25).
+- **Any other change is missed with a probability of (64 - v) * 2**(v-62) at most**, if it was not made with the keys in
+  mind and they are as good as drawn at random. 2**v is the largest power of two that divides all differences of folded
+  bits: v is 0 if the lowest bit of a folded element changes (2**-56), and 15 at most (2**-41) unless every float32 that
+  changes flips the same bits in both of its halves (31, 2**-25).
 
-  Proof: the sum over one block (its own key left out) is 0 modulo 2**k with probability 2**(v+1-k) at most, because
-  the odd keys of its places leave 63 bits to chance. If only one block differs, that is it: 2**(v-63). If several do,
-  and 2**w divides their sums, the blocks' keys cancel them with probability 2**(w-63); all w together make the bound.
+  Proof: take a block with an element whose difference 2**(v+1) does not divide. Its key is 2x + 1, so the block's sum
+  (the block's own key left out) may be any of the numbers that are 2**(v+1) apart, with one probability: 2**w with
+  w > v divides it with 2**(v+1-w). If 2**w is the largest that divides every block's sum, the blocks' keys make these
+  cancel with 2**(w-63) at most, for the same reason. Together: 2**(v-63) for w = v, 2**(v-62) for each w from v+1 to
+  63, and 2**(v-63) for sums that are all 0.
 
 Keys that are linear in the position would not do: element 10 and 20 one up, 12 and 18 one down, and nothing is seen.
-This is no cryptographic hash: who knows the keys can make changes that it does not see.
-
-The keys of a block's places are a table that stays in the first-level cache. Whichever way the memory runs, along rows
-or, in a packed matrix, along columns, one of the two keys enters once per run: one pass at memory speed, in one thread.
+This is no cryptographic hash: who knows the keys can make changes that it does not see. Keys of places stay in the
+first-level cache, and each run in memory, of a row or of a packed matrix's column, takes one other: one pass.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ import functools
 import hashlib
 import itertools
 import math
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -109,32 +109,21 @@ def check_box(shape: Sequence[int], global_shape: Sequence[int], offset: Sequenc
         )
 
 
-class _Place(NamedTuple):
-    """Where panels [P, R, G, W] lie in a global tensor of rows."""
-
-    row: int
-    """Of the first element."""
-    panel_rows: int
-    """From panel to panel."""
-    column: int
-    columns: int
-    """Of the global tensor."""
-
-
-def _parts(bits: Tensor, global_shape: Sequence[int], offset: Sequence[int]) -> Iterator[tuple[Tensor, _Place]]:
-    """The box as panels [P, R, G, W], and where they lie. Only a box of four or more dimensions comes in parts."""
+def _parts(bits: Tensor, global_shape: Sequence[int], offset: Sequence[int]) -> Iterator[tuple[Tensor, int, int, int]]:
+    """The box as panels [P, R, G, W], and in the global matrix of rows: the row and the column of their first element,
+    and blocks in a row. Panels of a tensor that is not packed are its rows."""
+    blocks = -(-math.prod(global_shape[-1:]) // BLOCK)
     if bits.dim() == PANELS and len(global_shape) == MATRIX:
-        yield bits, _Place(offset[0], bits.shape[1], offset[1], global_shape[1])
+        yield bits, offset[0], offset[1], blocks
         return
-    missing = max(0, 3 - bits.dim())
-    box = bits[(None,) * missing]
-    shape, first = (1,) * missing + tuple(global_shape), (0,) * missing + tuple(offset)
-    *_, panel_rows, columns = shape
+    missing = (1,) * (2 - bits.dim())
+    box, shape = bits.view(missing + bits.shape), missing + tuple(global_shape)
+    first = (0,) * len(missing) + tuple(offset)
     steps = [math.prod(shape[dim + 1 : -1]) for dim in range(len(shape) - 1)]
-    start = sum(at * step for at, step in zip(first[:-1], steps, strict=True))
-    for index in itertools.product(*map(range, box.shape[:-3])):
-        row = start + sum(at * step for at, step in zip(index, steps[:-2], strict=True))
-        yield box[index].unsqueeze(2), _Place(row, panel_rows, first[-1], columns)
+    start = sum(map(operator.mul, first, steps))
+    for index in itertools.product(*map(range, box.shape[:-2])):
+        row = start + sum(map(operator.mul, index, steps))
+        yield box[index][:, None, :, None], row, first[-1], blocks
 
 
 _STEP, _FIRST, _SECOND = map(signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -151,32 +140,21 @@ def odd_key(number):  # type: ignore[no-untyped-def]
     return (mixed ^ ((mixed >> 31) & 0x1FFFFFFFF)) | 1
 
 
-@functools.cache
-def _place_keys(device: torch.device) -> Tensor:
-    """[BLOCK] int64: the keys of the places in a block."""
-    keys: Tensor = odd_key(torch.arange(BLOCK, device=device))
-    return keys
-
-
-def _sum_on_host(panels: Tensor, place: _Place) -> int:
-    if panels.shape[3] > 1 and panels.stride(3) != 1:
-        if panels.shape[2] > 1 or panels.stride(1) != 1:
-            panels = panels.contiguous()
-        else:  # a transposed view: memory runs along its columns
-            panels = panels.transpose(2, 3)
-    along_columns = panels.shape[3] == 1 and panels.stride(1) == 1 and panels.shape[2] > 1
-    span = 1 + sum((size - 1) * step for size, step in zip(panels.shape, panels.stride(), strict=True))
-    memory = panels.as_strided((span,), (1,)).numpy()
-    memory = memory.view(f"u{memory.itemsize}")
-    keys = _place_keys(panels.device).numpy()
-    blocks = -(-place.columns // BLOCK)
-    sum_of = compiled_sums()[along_columns]
-    return sum_of(memory, *panels.shape, *panels.stride()[:3], place.row, place.panel_rows, place.column, blocks, keys)
+def _sum_on_host(panels: Tensor, row: int, column: int, blocks: int) -> int:
+    total, width = 0, panels.shape[3]
+    for each, part in enumerate(panels.unbind(3)):
+        if 1 not in part.stride()[1:]:
+            part = part.transpose(1, 2).contiguous().transpose(1, 2)
+        span = 1 + sum((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True))
+        memory = part.as_strided((span,), (1,)).numpy()
+        memory = memory.view(f"u{memory.itemsize}")
+        total += compiled_sum()(memory, *part.shape, *part.stride(), row, column + each, width, blocks)
+    return total
 
 
 @functools.cache
-def compiled_sums() -> tuple[Callable[..., int], Callable[..., int]]:
-    """`_sum_along_rows` and `_sum_along_columns` as machine code: one pass at memory speed, in one thread.
+def compiled_sum() -> Callable[..., int]:
+    """`_sum` as machine code: one pass at memory speed, in one thread.
 
     Call it only after the engine is built. It imports numba, and vLLM's engine looks into every object of every loaded
     module for kernels to replace; llvmlite has one that does not bear it.
@@ -184,87 +162,62 @@ def compiled_sums() -> tuple[Callable[..., int], Callable[..., int]]:
     from numba import njit
     from numba.extending import register_jitable
 
-    register_jitable(odd_key)
-    register_jitable(_folded)
+    for each in (odd_key, _weighted):
+        register_jitable(each)
     # Machine code is kept beside this file, which spares every process 0.3 s; in a read-only place each compiles anew.
-    compiled = njit(nogil=True, cache=os.access(Path(__file__).parent, os.W_OK))
-    return compiled(_sum_along_rows), compiled(_sum_along_columns)
+    return njit(nogil=True, cache=os.access(Path(__file__).parent, os.W_OK))(_sum)
 
 
-def _folded(bits):  # type: ignore[no-untyped-def]
-    element = np.int64(bits)
-    return element ^ (element >> 16)
+# All integers but the elements are int64 and wrap. Elements are unsigned: the compiler multiplies faster where it knows
+# that the upper half is 0. So are indices of the inner loop: those that might be negative keep it from using vectors.
 
 
-# Memory is one-dimensional and unsigned: the compiler multiplies faster where it knows that the upper half is 0. All
-# other integers are int64 and wrap. Indices of the inner loops are unsigned, because those that might be negative keep
-# it from using vector instructions.
-
-
-def _sum_along_rows(  # type: ignore[no-untyped-def]
-    memory, panels, rows, groups, width, panel_step, row_step, group_step, row, panel_rows, column, blocks, keys
+def _sum(  # type: ignore[no-untyped-def]
+    memory, panels, rows, groups, panel_step, row_step, group_step, row, column, width, blocks
 ):
-    """Runs of `width` elements lie in a row."""
+    """Groups are `width` columns apart. `row_step` is 1, or `group_step` and `width` are."""
     total = np.int64(0)
+    row_keys, place_keys = np.empty(rows, np.int64), np.empty(BLOCK, np.int64)
+    for place in range(BLOCK):
+        place_keys[place] = odd_key(place)
     for panel in range(panels):
-        for each in range(rows):
-            first_block = BLOCK + (row + panel * panel_rows + each) * blocks
-            block, block_sum = np.int64(-1), np.int64(0)
-            for group in range(groups):
-                base = panel * panel_step + each * row_step + group * group_step
-                done = 0
-                while done < width:
-                    at = column + group * width + done
-                    if at // BLOCK != block:
-                        total += block_sum * odd_key(first_block + block)
-                        block, block_sum = at // BLOCK, np.int64(0)
-                    size = min(BLOCK - at % BLOCK, width - done)
-                    start, start_key = np.uint64(base + done), np.uint64(at % BLOCK)
-                    run_sum = np.int64(0)
-                    for index in range(np.uint64(size)):
-                        run_sum += _folded(memory[start + index]) * keys[start_key + index]
-                    block_sum += run_sum
-                    done += size
-            total += block_sum * odd_key(first_block + block)
+        group = 0
+        while group < groups:
+            block, place = divmod(column + group * width, BLOCK)
+            size = min(groups - group, -((place - BLOCK) // width))
+            for each in range(rows):
+                row_keys[each] = odd_key(BLOCK + (row + panel * rows + each) * blocks + block)
+            start = panel * panel_step + group * group_step
+            if row_step == 1:
+                total += _weighted(memory, start, size, group_step, place_keys[place::width], rows, row_keys, 0)
+            else:
+                total += _weighted(memory, start, rows, row_step, row_keys, size, place_keys, place)
+            group += size
     return total
 
 
-def _sum_along_columns(  # type: ignore[no-untyped-def]
-    memory, panels, rows, groups, width, panel_step, row_step, group_step, row, panel_rows, column, blocks, keys
-):
-    """Runs of `rows` elements lie in a column (`width` and `row_step` are 1)."""
+def _weighted(memory, start, runs, step, run_keys, size, keys, first_key):  # type: ignore[no-untyped-def]
+    """Runs of `size` elements lie `step` apart."""
     total = np.int64(0)
-    row_keys = np.empty(rows, np.int64)
-    for panel in range(panels):
-        block = np.int64(-1)
-        for group in range(groups):
-            at = column + group
-            if at // BLOCK != block:
-                block = at // BLOCK
-                for each in range(rows):
-                    row_keys[each] = odd_key(BLOCK + (row + panel * panel_rows + each) * blocks + block)
-            start = np.uint64(panel * panel_step + group * group_step)
-            run_sum = np.int64(0)
-            for index in range(np.uint64(rows)):
-                run_sum += _folded(memory[start + index]) * row_keys[index]
-            total += run_sum * keys[at % BLOCK]
+    for run in range(runs):
+        first, key, run_sum = np.uint64(start + run * step), np.uint64(first_key), np.int64(0)
+        for index in range(np.uint64(size)):
+            element = np.int64(memory[first + index])
+            run_sum += (element ^ (element >> 16)) * keys[key + index]
+        total += run_sum * run_keys[run]
     return total
 
 
-def _sum_on_device(panels: Tensor, place: _Place) -> int:
+def _sum_on_device(panels: Tensor, row: int, column: int, blocks: int) -> int:
     """The same sum by torch, for accelerators. Tested on CPU tensors; never run on an accelerator."""
-    count, height, groups, width = panels.shape
-    place_keys, device = _place_keys(panels.device), panels.device
+    matrix, device = panels.reshape(panels.shape[0] * panels.shape[1], -1), panels.device
     total = torch.zeros((), dtype=torch.int64, device=device)
-    mask, blocks = (1 << (8 * panels.itemsize)) - 1, -(-place.columns // BLOCK)
-    columns = (place.column + torch.arange(groups * width, device=device)).view(groups, width)
-    at_a_time = max(1, _DEVICE_CHUNK // columns.numel())
-    for panel in range(count):
-        for top in range(0, height, at_a_time):
-            part = panels[panel, top : top + at_a_time]
-            bits = part.to(torch.int64) & mask
-            first = place.row + panel * place.panel_rows + top
-            rows = (first + torch.arange(len(part), device=device))[:, None, None]
-            keys = place_keys[columns % BLOCK] * odd_key(BLOCK + rows * blocks + columns // BLOCK)
-            total += ((bits ^ (bits >> 16)) * keys).sum()
+    rows = row + torch.arange(len(matrix), device=device)[:, None]
+    columns = column + torch.arange(matrix.shape[1], device=device)
+    column_keys, mask = odd_key(columns % BLOCK), (1 << (8 * panels.itemsize)) - 1
+    at_a_time = max(1, _DEVICE_CHUNK // len(columns))
+    for part, numbers in zip(matrix.split(at_a_time), rows.split(at_a_time), strict=True):
+        bits = part.to(torch.int64) & mask
+        keys = column_keys * odd_key(BLOCK + numbers * blocks + columns // BLOCK)
+        total += ((bits ^ (bits >> 16)) * keys).sum()
     return int(total.item())

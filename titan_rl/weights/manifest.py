@@ -42,11 +42,9 @@ class TensorShard:
     """False on a replica whose box another rank already counts (it is written once and checked locally)."""
 
     @staticmethod
-    def whole(name: str, data: Tensor, *, counted: bool = True) -> TensorShard:
+    def whole(name: str, data: Tensor) -> TensorShard:
         """A tensor that this rank holds as a whole."""
-        return TensorShard(
-            name=name, data=data, global_shape=tuple(data.shape), offset=(0,) * data.dim(), counted=counted
-        )
+        return TensorShard(name=name, data=data, global_shape=tuple(data.shape), offset=(0,) * data.dim())
 
     @property
     def slices(self) -> tuple[slice, ...]:

@@ -1,10 +1,8 @@
-"""Copies a matrix into panels: the layout of packed matrices, in which memory runs along the columns.
+"""Copies a matrix into panels, in which memory runs along its columns (`TensorShard.data`).
 
-`TensorShard.data` says what panels are. Tiles of 8 × 8 elements of 4 bytes are transposed in vector registers and
-written past the caches, a line of two tiles at a time, which takes about one copy of the bytes. Through the caches it
-takes 1.7, element by element 2.5 to 5. What does not fit in aligned tiles is left to torch.
-
-Importing this module loads numba: do it where weights are loaded (see `fingerprint.compiled_sums`).
+Tiles of 8 × 8 elements of 4 bytes are transposed in vector registers and written past the caches, a line of two tiles
+at a time: about one copy of the bytes. Through the caches it takes 1.7, element by element 2.5 to 5. What does not fit
+in aligned tiles is left to torch. Importing this module loads numba (see `fingerprint.compiled_sum`).
 """
 
 from __future__ import annotations
@@ -25,51 +23,44 @@ _ROW = _TILE * _BYTES
 """Bytes of a tile's row; what is written past the caches must lie at a multiple of it."""
 
 
-def store(source: Tensor, panels: Tensor) -> None:
-    """Copy a matrix [P·R, G·W], whose rows need not be contiguous, into panels [P, R, G, W] of its dtype."""
-    count, rows, groups, width = panels.shape
-    tiles = (
-        panels.dtype == source.dtype
-        and (panels.itemsize, width, panels.stride(1), source.stride(1)) == (_BYTES, 1, 1, 1)
-        and rows % (2 * _TILE) == groups % _TILE == 0
-    )
-    steps = [step * _BYTES for step in (panels.stride(0), panels.stride(2), source.stride(0))]
-    if not tiles or any(at % _ROW for at in (panels.data_ptr(), *steps[:2])):
-        panels.copy_(source.view(panels.shape))
+def store(source: Tensor, target: Tensor) -> None:
+    """Copy a box, whose rows need not be contiguous, to where it is held (`TensorShard.data`)."""
+    if source.dim() == target.dim():
+        target.copy_(source)
         return
-    _store_tiles(panels.data_ptr(), source.data_ptr(), count, rows, groups, *steps)
+    count, rows, groups, width = target.shape
+    steps = [step * _BYTES for step in (target.stride(0), target.stride(2), source.stride(0))]
+    tiles = rows % (2 * _TILE) == groups % _TILE == 0 and (width, target.stride(1), source.stride(1)) == (1, 1, 1)
+    aligned = not any(at % _ROW for at in (target.data_ptr(), *steps[:2]))
+    if tiles and aligned and target.dtype == source.dtype and target.itemsize == _BYTES:
+        _store_tiles(target.data_ptr(), source.data_ptr(), count, rows, groups, *steps)
+    else:
+        target.copy_(source.view(target.shape))
 
 
 @intrinsic
 def _transpose_tile(typing: Any, target: Any, target_step: Any, source: Any, source_step: Any) -> Any:
-    """Addresses and steps from row to row in bytes. Three rounds of shuffles: elements, pairs, quadruples."""
+    """Addresses and steps from row to row in bytes. Blocks of 4, 2 and 1 off the diagonal change places."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         target, target_step, source, source_step = arguments
-        word = ir.IntType(32)
-        vector = ir.VectorType(word, _TILE)
-
-        def shuffled(first: Any, second: Any, order: list[int]) -> Any:
-            return builder.shuffle_vector(first, second, ir.Constant(vector, [ir.Constant(word, at) for at in order]))
-
+        vector = places = ir.VectorType(ir.IntType(32), _TILE)
         rows = []
         for _ in range(_TILE):
             rows.append(builder.load(builder.inttoptr(source, vector.as_pointer()), align=_BYTES))
             source = builder.add(source, source_step)
-        low, high = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]
-        pairs = [[shuffled(rows[at], rows[at + 1], order) for order in (low, high)] for at in range(0, _TILE, 2)]
-        low, high = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
-        quads = [
-            [shuffled(pairs[at][half], pairs[at + 1][half], order) for half in (0, 1) for order in (low, high)]
-            for at in (0, 2)
-        ]
-        past_caches = builder.module.add_metadata([ir.Constant(word, 1)])
-        for order in ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]):
-            for first, second in zip(*quads, strict=True):
-                place = builder.inttoptr(target, vector.as_pointer())
-                stored = builder.store(shuffled(first, second, order), place, align=_ROW)
-                stored.set_metadata("nontemporal", past_caches)
-                target = builder.add(target, target_step)
+        for step in (4, 2, 1):
+            low = [at ^ step | _TILE if at & step else at for at in range(_TILE)]
+            for at in range(_TILE):
+                if not at & step:
+                    pair = rows[at], rows[at | step]
+                    rows[at] = builder.shuffle_vector(*pair, ir.Constant(places, low))
+                    rows[at | step] = builder.shuffle_vector(*pair, ir.Constant(places, [each ^ step for each in low]))
+        past_caches = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        for row in rows:
+            stored = builder.store(row, builder.inttoptr(target, vector.as_pointer()), align=_ROW)
+            stored.set_metadata("nontemporal", past_caches)
+            target = builder.add(target, target_step)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), generate

@@ -126,7 +126,7 @@ class VllmEngine(Engine):
         vocab_size = self._engine.model_config.get_vocab_size()
         super().__init__(max_model_len=config.max_model_len, vocab_size=vocab_size)
         self._tied: bool = self._engine.model_config.hf_text_config.tie_word_embeddings
-        self._places_known = False  # that of every tensor, from vLLM's own loader
+        self._shards: list[TensorShard] = []  # where verification has last looked, and new weights are stored
         self._asleep = False
         self._kv_drops: Counter[str] = Counter()  # by request: how often a new version took its KV
         self._kv_use = 0.0  # share of the KV cache, after the last step
@@ -200,20 +200,22 @@ class VllmEngine(Engine):
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> None:
         whole = dict(tensors)
         named = {LM_HEAD: whole[EMBEDDING], **whole} if EMBEDDING in whole and self._tied else whole
-        if not self._places_known:
+        if not self._shards:
             self.model.load_weights(whole.items())
             weights.check_places(named, weights.served_shards(self.model, self._rank, packed=False))
             if self._linears is not None:
                 self._linears.drop_originals(self.model)
-            self._places_known = True
-        weights.load(named, weights.served_shards(self.model, self._rank))
+            self._shards = list(weights.served_shards(self.model, self._rank))
+        weights.load(named, self._shards)
         self._serve(version)
 
     def served_shards(self) -> Iterator[TensorShard]:
         # A generator function: an error is raised during verification, where all ranks learn of it.
         if self._linears is not None:
             self._linears.check(self.model)
-        yield from weights.served_shards(self.model, self._rank)
+        shards = list(weights.served_shards(self.model, self._rank))
+        self._shards = self._shards and shards  # they come from vLLM's own loader first
+        yield from shards
 
     def drop_cache(self) -> None:
         self._kv_drops.update(request.request_id for request in self._scheduler.running)
@@ -233,7 +235,7 @@ class VllmEngine(Engine):
     def wake(self) -> None:
         if self._asleep:
             self.llm_engine.wake_up()
-            self._asleep = False
+            self._asleep, self._shards = False, []  # vLLM may have moved them
 
     def close(self) -> None:
         """Shut vLLM down, with the process groups that it made."""

@@ -34,16 +34,15 @@ class PackedMatrix:
         self._matrix = matrix  # opaque
         self._panels = panels  # [P, R, G, W], its memory; the last rows may be padding
         self.shape = (rows, panels.shape[2] * panels.shape[3])
-        self.dtype = panels.dtype
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """As `F.linear`; `weight` is not looked at."""
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._matrix, bias, "none", [], "")
         return product
 
-    def boxes(self, first: int, rows: int) -> Iterator[tuple[int, Tensor]]:
-        """Rows `first` to `first + rows`: number of rows, and panels with them."""
-        height, end = self._panels.shape[1], first + rows
+    def boxes(self, first: int, end: int) -> Iterator[tuple[int, Tensor]]:
+        """Rows `first` to `end`: how many, and panels with them."""
+        height = self._panels.shape[1]
         while first < end:
             panel, start = divmod(first, height)
             whole = 0 if start else (end - first) // height
@@ -79,21 +78,16 @@ def _layout(shape: torch.Size, dtype: torch.dtype) -> tuple[int, int] | None:
     """Rows of a panel, and its width."""
     bits = torch.arange(shape.numel(), dtype=torch.int32).mul_(_MIXER)  # of float32: each another
     bits = bits.bitwise_right_shift_(32 - 8 * dtype.itemsize).to(BITS[dtype])
-    probe = bits.view(dtype).view(shape)
     try:
-        matrix, memory = _reordered(probe)  # the memory is the matrix's
+        matrix, memory = _reordered(bits.view(dtype).view(shape))  # the memory is the matrix's
     except RuntimeError:  # not this dtype on this CPU
         return None
     for height, width in itertools.product(_PANEL_ROWS, _WIDTHS):
         if shape[1] % width or memory.numel() % (-(-shape[0] // height) * height * width):
             continue
         panels = _panels(memory, shape, height, width)
-        if panels.shape[2] * width == shape[1] and all(map(_equal, panels, probe.split(height))):
-            return height, width
+        if panels.shape[2] * width == shape[1]:
+            held = panels.reshape(-1, shape[1])[: shape[0]]
+            if torch.equal(held.view(BITS[dtype]), bits.view(shape)):
+                return height, width
     return None
-
-
-def _equal(panel: Tensor, rows: Tensor) -> bool:
-    """Whether the first rows of a panel [R, G, W] have these bits."""
-    held = panel[: len(rows)].reshape(rows.shape)
-    return torch.equal(held.view(BITS[rows.dtype]), rows.view(BITS[rows.dtype]))

@@ -78,17 +78,9 @@ def load(tensors: Mapping[str, Tensor], served: Iterable[TensorShard]) -> None:
     """Store whole tensors in these shards; a shard of another name stays as it is."""
     from titan_rl.weights.panels import store  # here: it loads numba
 
-    stored = set()
     for shard in served:
-        place = shard.data.data_ptr(), shard.shape
-        if shard.name not in tensors or place in stored:  # a tied head that is the embedding
-            continue
-        stored.add(place)
-        part = tensors[shard.name][shard.slices]
-        if shard.data.shape == part.shape:
-            shard.data.copy_(part)
-        else:
-            store(part, shard.data)
+        if shard.name in tensors:
+            store(tensors[shard.name][shard.slices], shard.data)
 
 
 def check_places(tensors: Mapping[str, Tensor], parameters: Iterable[TensorShard]) -> None:
@@ -108,8 +100,10 @@ def _rows(
     if 0."""
     start = 0
     for part in parts:
-        done = 0
-        for rows, box in _boxes(data, start, part.rows):
+        done, end = 0, start + part.rows
+        if not part.rows:  # this rank has nothing but padding
+            continue
+        for rows, box in data.boxes(start, end) if isinstance(data, PackedMatrix) else [(part.rows, data[start:end])]:
             offset = (part.first + done, first_column)
             yield TensorShard(
                 name=f"{part.name}.{name}",
@@ -119,15 +113,7 @@ def _rows(
                 counted=part.counted,
             )
             done += rows
-        start += part.rows
-
-
-def _boxes(data: Tensor | PackedMatrix, first: int, rows: int) -> Iterator[tuple[int, Tensor]]:
-    """How many rows, and the rows."""
-    if isinstance(data, PackedMatrix):
-        yield from data.boxes(first, rows)
-    elif rows:
-        yield rows, data[first : first + rows]
+        start = end
 
 
 def _vocabulary(path: str, module: VocabParallelEmbedding) -> _Part:
