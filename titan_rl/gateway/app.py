@@ -28,7 +28,6 @@ from titan_rl.gateway.config import GatewayConfig, listen
 from titan_rl.gateway.openai_routes import JsonResponse, error_object, routes
 from titan_rl.gateway.sampling import GatewayMetrics, Sampler
 from titan_rl.metrics.activity import activity
-from titan_rl.routing.health import GeneratorState
 
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 BACKLOG = 2048
@@ -81,7 +80,7 @@ def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: A
             if known:
                 raise
             raise ApiError(503, "no generator serves", code="engine_unavailable") from None
-        if any(member.state == GeneratorState.SERVING for member in members):
+        if any(member.state.serves for member in members):
             states = {member.name: {"state": member.state, "version": member.version} for member in members}
             return JsonResponse({"status": "serving", "generators": states})
         reasons = [
