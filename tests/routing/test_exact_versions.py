@@ -55,7 +55,7 @@ class World:
     def advance(self) -> None:
         self.take(self.dispatcher.reconsider(0.0))
         self.draining |= set(self.plan.begin(self.dispatcher))
-        served = [group for group in self.unserved if self.plan.is_served(self.groups[group][0])]
+        served = [group for group in self.unserved if self.groups[group][0] in self.fleet.served]
         self.unserved = [group for group in self.unserved if group not in served]
         self.queue += served
         while self.queue and len(self.holders) < self.places:

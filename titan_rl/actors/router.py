@@ -176,10 +176,7 @@ class GeneratorRouter(RequestServer):
 
     @endpoint
     async def setup(self, wanted: Sequence[Publication] = ()) -> int:
-        """
-        Args:
-            wanted: the versions that a router before this one was asked for. This does not wait until they are served.
-        """
+        """Wants what a router before this one was asked for, and does not wait until it is served."""
         timeline.follow(lambda: "generators" if self._clients else "rollouts")
         self._sync.want(wanted, served=True)
         self.advance()

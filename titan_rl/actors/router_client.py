@@ -37,12 +37,8 @@ class RouterClient(RequestClient):
         who: str = "",
         replaced_within: float | None = 0.0,
     ) -> None:
-        """
-        Args:
-            seconds: time limit of a call that waits for no generator; a request has `router.request_seconds`.
-        """
         super().__init__(actor, name=name, who=who, replaced_within=replaced_within)
-        self._seconds = seconds
+        self._seconds = seconds  # limit of a call that waits for no generator; a request has `router.request_seconds`
         self._completions: dict[str, asyncio.Future[Completion]] = {}
         self._inboxes: dict[str, asyncio.Queue[Piece | None]] = {}  # None: the completion is there, or will never be
         self._wanted: tuple[Publication, ...] = ()  # what this client wants to be served
@@ -171,11 +167,7 @@ class RouterClient(RequestClient):
 
     async def generator_joined(self, generator: str, rank0: Any) -> None:
         """A generator is set up, maybe in the place of a dead one of its name. It pulls, is verified, and serves; this
-        call does not wait for that.
-
-        Args:
-            rank0: handle of its rank 0.
-        """
+        call does not wait for that."""
         await self._call(self._seconds, GeneratorRouter.generator_joined, generator, rank0)
 
     async def generator_left_out(self, generator: str, reason: str) -> None:

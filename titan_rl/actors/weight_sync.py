@@ -80,11 +80,7 @@ class WeightSync:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def want(self, wanted: Sequence[Publication], *, served: bool = False) -> None:
-        """These are to be served, and no others.
-
-        Args:
-            served: they were, by a router before this one.
-        """
+        """These are to be served, and no others. `served`: they were, by a router before this one."""
         self._publications = {publication.version: publication for publication in wanted}
         self.plan.want(self._publications)
         if served:

@@ -228,22 +228,12 @@ class CallMiddleware:
     """What every call passes before the app: its key, the size of its body, and the counters."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        keys: ApiKeys,
-        metrics: GatewayMetrics,
-        paths: frozenset[str],
-        max_body_bytes: int,
+        self, app: ASGIApp, *, keys: ApiKeys, metrics: GatewayMetrics, paths: frozenset[str], max_body_bytes: int
     ) -> None:
-        """
-        Args:
-            paths: those of the app; calls of any other are counted together.
-        """
         self._app = app
         self._keys = keys
         self._metrics = metrics
-        self._paths = paths
+        self._paths = paths  # those of the app; calls of any other are counted together
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -130,11 +130,8 @@ class StreamedText:
         return self.sure[start:end]
 
     def _before_stop(self, searched: int) -> int:
-        """Length of the text before the first stop text, or before what may be the beginning of one.
-
-        Args:
-            searched: length of the text that was searched before.
-        """
+        """Length of the text before the first stop text, or before what may be the beginning of one. `searched`
+        characters were searched before."""
         text, end = self.sure, len(self.sure)
         for stop in self._stops:
             found = text.find(stop, max(0, searched - len(stop)))

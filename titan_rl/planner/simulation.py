@@ -86,7 +86,6 @@ class Result:
     scenario: Scenario
     seconds: float
     """Until the last step was trained."""
-    steps: int
     trained_tokens: int
     """Sampled tokens in trained groups."""
     needed: dict[Resource, float]
@@ -336,7 +335,6 @@ class _Simulation:
         return Result(
             scenario=scenario,
             seconds=self._now,
-            steps=scenario.steps,
             trained_tokens=work.sampled_tokens,
             needed=seconds_needed(scenario, work),
             ages=dict(sorted(self._ages.items())),

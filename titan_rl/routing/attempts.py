@@ -100,16 +100,6 @@ class OpenRequest:
         return sum(len(part.token_ids) for part in self.segments)
 
 
-def interrupted(attempt_id: str, request: OpenRequest, shown: Piece) -> Completion:
-    """The completion of an attempt as if it had been interrupted after what was shown."""
-    return Completion(
-        request_id=attempt_id,
-        finish_reason=FinishReason.ABORT,
-        generator=request.generator,
-        **sampled_arrays(shown),
-    )
-
-
 def ending(request: OpenRequest, completion: Completion) -> FinishReason:
     """Finish reason of an interrupted attempt: it may have sampled its last token already."""
     sampling = request.original.sampling

@@ -36,11 +36,11 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from titan_rl.errors import RequestError, RequestLost, RequestTimeout, TitanError
-from titan_rl.routing.attempts import ATTEMPT_MARK, OpenRequest, Shown, ending, interrupted, next_attempt, stitch
+from titan_rl.routing.attempts import ATTEMPT_MARK, OpenRequest, Shown, ending, next_attempt, stitch
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.health import Fleet, Phase
 from titan_rl.routing.strategies import RoutingStrategy, Wait
-from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
+from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion, sampled_arrays
 
 
 class Assignment(NamedTuple):
@@ -72,10 +72,6 @@ class Dispatcher:
     """Bookkeeping of one router."""
 
     def __init__(self, strategy: RoutingStrategy, fleet: Fleet, config: RouterConfig) -> None:
-        """
-        Args:
-            fleet: tells the strategy who serves.
-        """
         self._strategy = strategy
         self._resume = config.resume
         self._seconds = config.request_seconds or math.inf
@@ -254,8 +250,9 @@ class Dispatcher:
         if request is None:
             return None
         if request.shown is not None and (shown := request.shown.whole) is not None:
-            whole = self.completed(attempt_id, interrupted(attempt_id, request, shown), now)
-            if whole is not None:
+            abort, generator = FinishReason.ABORT, request.generator
+            cut = Completion(request_id=attempt_id, finish_reason=abort, generator=generator, **sampled_arrays(shown))
+            if (whole := self.completed(attempt_id, cut, now)) is not None:
                 return whole
         else:
             self._release(attempt_id)

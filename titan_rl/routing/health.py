@@ -133,11 +133,7 @@ class GeneratorHealth:
         return self.kind.version
 
     def sync(self, version: PolicyVersion, *, swap: bool = False) -> None:
-        """A change of weights begins.
-
-        Args:
-            swap: it goes on serving meanwhile.
-        """
+        """A change of weights begins. `swap`: the generator goes on serving meanwhile."""
         closed = Phase.DRAINING if self.phase is Phase.SERVING else Phase.PULLING
         self._move(Phase.SWAPPING if swap else closed, pulls=version)
 
