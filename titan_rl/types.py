@@ -222,13 +222,15 @@ class Piece:
         """Pieces that follow each other, at least one, as one."""
         if len(pieces) == 1:
             return pieces[0]
-        return Piece(
-            request_id=pieces[0].request_id,
-            offset=pieces[0].offset,
-            token_ids=np.concatenate([piece.token_ids for piece in pieces]),
-            logprobs=np.concatenate([piece.logprobs for piece in pieces]),
-            versions=np.concatenate([piece.versions for piece in pieces]),
-        )
+        return Piece(request_id=pieces[0].request_id, offset=pieces[0].offset, **sampled_arrays(*pieces))
+
+
+def sampled_arrays(*parts: Completion | Piece, start: int = 0, end: int | None = None) -> dict[str, Any]:
+    """Tokens `start` to `end` of these parts together, as the arrays of a completion or a piece."""
+    return {
+        name: np.concatenate([np.zeros(0, dtype), *(getattr(part, name) for part in parts)])[start:end]
+        for name, dtype in SAMPLED_ARRAYS.items()
+    }
 
 
 class ToolSpec(NamedTuple):

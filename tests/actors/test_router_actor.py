@@ -246,7 +246,7 @@ async def test_nothing_that_a_dead_generator_still_says_reaches_its_replacement(
     await before.release_pulls.call_one()
     await before.wait_for_requests.call_one(0)
     assert list(await swapping.live(1, 2)) == ["kept", "lost~1"]
-    assert await swapping.states() == ["syncing", "serving"]
+    assert await swapping.states() == ["pulling", "serving"]
     assert [status.version for status in await swapping.router.fleet_status()] == ["none", "v1"]
     await swapping.on(0, "release_pulls")
     await swapping.until_states("serving", "serving")

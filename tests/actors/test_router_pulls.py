@@ -89,7 +89,7 @@ async def test_a_late_generator_is_not_dead_and_serves_once_its_pull_has_ended()
     fleet = Fleet(RouterConfig(pull_seconds=0.01), count=1)
     await fleet.on(0, "hold_pulls")
     pull = fleet.pull(0)
-    await fleet.until_states("stale")
+    await fleet.until_states("late")
     (late,) = await fleet.router.fleet_status()
     assert "g0 takes new weights for longer than router.pull_seconds (0.01)" in late.last_error
     call = fleet.generate(request("r"))

@@ -22,6 +22,7 @@ from titan_rl.gateway import app
 from titan_rl.gateway.callers import ApiKeys
 from titan_rl.gateway.config import GatewayConfig, listen
 from titan_rl.gateway.openai_protocol import ChatCompletionRequest, CompletionRequest
+from titan_rl.routing.health import Phase
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
 
 
@@ -289,8 +290,8 @@ async def test_health_names_every_generator_and_why_it_does_not_serve(renderer):
     class Dead(PlayedFleet):
         async def fleet_status(self) -> list[SimpleNamespace]:
             return [
-                SimpleNamespace(name="generator0", state="dead", last_error="was killed"),
-                SimpleNamespace(name="generator1", state="recovering", last_error=""),
+                SimpleNamespace(name="generator0", state=Phase.DEAD, last_error="was killed"),
+                SimpleNamespace(name="generator1", state=Phase.RECOVERING, last_error=""),
             ]
 
     async with http(Dead(), renderer) as client:

@@ -6,17 +6,19 @@ The books are kept by `RouterDriver` independently of the parts that they are co
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Assignment, Dispatcher, estimated_cost
-from titan_rl.routing.health import Fleet, GeneratorState, Phase
+from titan_rl.routing.health import GONE, Fleet, Phase
 from titan_rl.routing.strategies import RoutingStrategy, StickySession
-from titan_rl.routing.version_plan import SyncMode, VersionPlan
+from titan_rl.routing.version_plan import VersionPlan
 from titan_rl.types import Completion, GenerationRequest, PolicyVersion
 
 WAITING, LIVE, LEFT = "waiting", "live", "left"
 
-PAUSED = {GeneratorState.SYNCING, GeneratorState.ASLEEP}
-UNMOVED = {GeneratorState.DEAD, GeneratorState.ASLEEP}
+PAUSED = {Phase.DRAINING, Phase.PULLING, Phase.ASLEEP, Phase.SPARE}
+UNMOVED = {Phase.ASLEEP, Phase.SPARE, *GONE}
 
 
 @dataclass(slots=True)
@@ -53,29 +55,17 @@ class RouterBooks:
         strategy: RoutingStrategy,
         *,
         generators: int,
-        mode: SyncMode = "drain",
-        max_syncing: int = 0,
-        retries: int = 1,
-        resume: bool = True,
-        request_seconds: float = 0.0,
-        request_retries: int = 1,
         sync_wait: float = 0.0,
         max_sessions: int = 0,
         serving: int | None = None,
+        **settings: Any,
     ) -> None:
         self.strategy = strategy
-        self.mode, self.max_syncing, self.retries, self.resume = mode, max_syncing, retries, resume
+        self.config = RouterConfig(**settings)
         self.sync_wait, self.max_sessions = sync_wait, max_sessions
-        self.request_seconds, self.request_retries = request_seconds, request_retries
         self.fleet = Fleet(strategy, serving=serving)
-        self.plan = VersionPlan(self.fleet, mode=mode, max_syncing=max_syncing, retries=retries)
-        self.dispatcher = Dispatcher(
-            strategy,
-            self.fleet,
-            resume=resume,
-            seconds=request_seconds,
-            retries=request_retries,
-        )
+        self.plan = VersionPlan(self.fleet, self.config)
+        self.dispatcher = Dispatcher(strategy, self.fleet, self.config)
         self.serving = serving
         self.names = [f"g{index}" for index in range(generators)]
         for name in self.names:
@@ -97,11 +87,11 @@ class RouterBooks:
 
     @property
     def anyone_serves(self) -> bool:
-        return any(health.state is GeneratorState.SERVING for health in self.fleet)
+        return any(health.phase.serves for health in self.fleet)
 
     def can_serve(self, name: str, asked: GenerationRequest) -> bool:
         health = self.fleet[name]
-        if health.state is not GeneratorState.SERVING:
+        if not health.phase.serves:
             return False
         if asked.exact_version is not None and health.phase is Phase.SWAPPING:
             return False
@@ -115,8 +105,8 @@ class RouterBooks:
     @property
     def movable(self) -> list[str]:
         """Those that take weights, sooner or later."""
-        able = [health.name for health in self.fleet if health.state not in UNMOVED]
-        return [name for name in able if self.failures.get(name, 0) <= self.retries]
+        able = [health.name for health in self.fleet if health.phase not in UNMOVED]
+        return [name for name in able if self.failures.get(name, 0) <= self.config.pull_retries]
 
     def homes(self) -> dict[str, str | None]:
         if not isinstance(self.strategy, StickySession):
@@ -133,13 +123,13 @@ class RouterBooks:
             live = self.live_on(name)
             assert self.dispatcher.live_on(name) == live
             assert self.dispatcher.load(name) == sum(estimated_cost(self.live[a][0].request) for a in live)
-        assert all(self.fleet[name].state is GeneratorState.STALE for name in self.late)
+        assert all(self.fleet[name].phase is Phase.LATE for name in self.late)
         assert not self.dispatcher.failures(), "the router has asked for them"
-        assert not self.max_syncing or len(self.closed) <= self.max_syncing
+        assert not self.config.max_syncing or len(self.closed) <= self.config.max_syncing
         for health in self.fleet:
             assert health.version == self.held.get(health.name)
-            assert self.failures.get(health.name, 0) <= self.retries + 1
-        assert all(self.fleet[name].state is not GeneratorState.DEAD for name in self.syncs)
+            assert self.failures.get(health.name, 0) <= self.config.pull_retries + 1
+        assert all(self.fleet[name].phase not in GONE for name in self.syncs)
         for _, caller in self.live.values():
             generator = next(each.generator for each, its in self.live.values() if its is caller)
             exact = caller.asked.exact_version
@@ -149,17 +139,17 @@ class RouterBooks:
             awaited = any(health.phase is Phase.DEAD for health in self.fleet)
             assert self.syncs or awaited, "nobody will move"
         spares = sum(health.phase is Phase.SPARE for health in self.fleet)
-        dead = sum(health.state is GeneratorState.DEAD for health in self.fleet)
+        dead = sum(health.phase in GONE for health in self.fleet)
         in_service = len(self.names) - spares - dead
         assert in_service == min(in_service + spares, self.serving or len(self.names)), (
             "a spare waits beside a free place"
         )
         for caller in self.callers.values():
-            assert caller.deaths <= self.request_retries or caller.place == LEFT
+            assert caller.deaths <= self.config.request_retries or caller.place == LEFT
             if caller.place == LIVE:
                 assert self.dispatcher.refusal(caller.asked) is not None
-                if self.request_seconds and not caller.given_up:
-                    deadline = caller.began + self.request_seconds - caller.seconds
+                if self.config.request_seconds and not caller.given_up:
+                    deadline = caller.began + self.config.request_seconds - caller.seconds
                     assert self.dispatcher.wake_at is not None and self.dispatcher.wake_at <= deadline
             elif caller.place == WAITING and any(self.can_serve(name, caller.asked) for name in self.names):
                 exact = caller.asked.exact_version
@@ -172,7 +162,9 @@ class RouterBooks:
             live_sessions = [caller.asked.session_id for _, caller in self.live.values()]
             sessions = {session for session in live_sessions if session is not None}
             assert all(self.strategy.generator_of(session) for session in sessions)
-            assert self.strategy.sessions <= self.max_sessions + len(sessions)
+            known = {asked for each in self.callers.values() if (asked := each.asked.session_id) is not None}
+            remembered = sum(self.strategy.generator_of(session) is not None for session in known)
+            assert remembered <= self.max_sessions + len(sessions)
 
     def check_quiet(self) -> None:
         """What must hold once nothing is under way and nothing went wrong on the last stretch."""
@@ -193,7 +185,7 @@ class RouterBooks:
     def check_settled(self, version: PolicyVersion) -> None:
         on_their_way = {pulls for name, pulls in self.syncs.items() if name not in self.late}
         assert version not in on_their_way
-        if not any(health.state is GeneratorState.SERVING and health.version == version for health in self.fleet):
+        if not any(health.phase.serves and health.version == version for health in self.fleet):
             assert not self.movable and all(health.phase is not Phase.DEAD for health in self.fleet), (
                 "somebody is to come"
             )
@@ -206,6 +198,6 @@ class RouterBooks:
         if (
             caller.asked.exact_version is None
             and home not in self.left
-            and self.fleet[home].state in PAUSED | {GeneratorState.SERVING}
+            and (self.fleet[home].phase in PAUSED or self.fleet[home].phase.serves)
         ):
             assert self.now >= caller.queued_at + self.sync_wait, "a session waits for its generator"

@@ -13,7 +13,7 @@ from routing_examples import completion
 
 from titan_rl.errors import GeneratorNotServing, RequestLost, RequestTimeout
 from titan_rl.routing.dispatcher import Assignment
-from titan_rl.routing.health import GeneratorState, Phase
+from titan_rl.routing.health import GONE, Phase
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion
 
 NEVER = PolicyVersion(-1, 0)
@@ -58,7 +58,7 @@ class RouterDriver(RouterBooks):
             assert (whole is None) == goes_on
             if whole is None:
                 interrupted = True
-                if self.resume and len(part.token_ids):
+                if self.config.resume and len(part.token_ids):
                     caller.segments.append(part)
                 self._queued(caller)
             elif caller.place == LEFT:  # its time was over before the engine stopped it
@@ -97,7 +97,7 @@ class RouterDriver(RouterBooks):
                 assert rest.finish_reason is FinishReason.ABORT
                 if caller.place != LEFT:
                     self._answered(caller, rest)
-            elif caller.deaths > self.request_retries:
+            elif caller.deaths > self.config.request_retries:
                 ((request_id, error),) = self.dispatcher.failures()
                 assert request_id == caller.asked.request_id and isinstance(error, RequestLost)
                 assert str(error).count("was killed") == caller.deaths
@@ -117,7 +117,7 @@ class RouterDriver(RouterBooks):
 
     def join(self, name: str) -> None:
         """A replacement of a dead generator is up."""
-        if self.fleet[name].state is not GeneratorState.DEAD:
+        if self.fleet[name].phase not in GONE:
             with pytest.raises(ValueError, match="is already in the fleet"):
                 self.fleet.join(name)
             return
@@ -168,7 +168,7 @@ class RouterDriver(RouterBooks):
                 self.closed.add(name)
                 exact = any(self.live[each][1].asked.exact_version for each in self.live_on(name))
                 exact |= self.fleet[name].version in self.plan.wanted
-                assert self.mode == "drain" or exact, "a hot swap closes nobody else"
+                assert self.config.weight_sync == "drain" or exact, "a hot swap closes nobody else"
             left = served.pop(name, None)
             if left in self.plan.wanted and left not in served.values():
                 assert not self.live_on(name) and self.dispatcher.waiting, "the last that serves a wanted version stays"
@@ -211,7 +211,7 @@ class RouterDriver(RouterBooks):
                 self.plan.verified(name, version)
                 self.held[name] = version
                 self.failures.pop(name, None)
-                assert self.fleet[name].state is GeneratorState.SERVING, "what was verified serves"
+                assert self.fleet[name].phase is Phase.SERVING, "what was verified serves"
                 self.closed.discard(name)
                 self.left.discard(name)
             case "failed":
@@ -228,7 +228,7 @@ class RouterDriver(RouterBooks):
     def is_late(self, name: str) -> None:
         """The sync takes too long, and goes on."""
         self.fleet[name].late("too slow")
-        assert self.fleet[name].state is GeneratorState.STALE
+        assert self.fleet[name].phase is Phase.LATE
         self.late.add(name)
         self.left.add(name)
         self.closed.discard(name)
@@ -245,7 +245,7 @@ class RouterDriver(RouterBooks):
             return
         self.fleet[name].sleep()
         self.advance()
-        assert self.fleet[name].state is GeneratorState.ASLEEP
+        assert self.fleet[name].phase is Phase.ASLEEP
 
     def wake(self, name: str) -> None:
         health = self.fleet[name]
@@ -256,7 +256,7 @@ class RouterDriver(RouterBooks):
         health.wake()
         self.failures.pop(name, None)
         self.advance()
-        assert health.must_wake and (not self.plan.wanted or health.state is GeneratorState.SYNCING)
+        assert health.must_wake and (not self.plan.wanted or health.phase is Phase.PULLING)
 
     def _dead(self, name: str) -> None:
         self.closed.discard(name)
@@ -319,7 +319,7 @@ class RouterDriver(RouterBooks):
         aborts = {assignment.request.request_id for assignment in self.dispatcher.overdue(self.now)}
         failures = dict(self.dispatcher.failures())
         for attempt_id, (_, caller) in self.live.items():
-            over = caller.seconds + self.now - caller.began >= self.request_seconds > 0
+            over = caller.seconds + self.now - caller.began >= self.config.request_seconds > 0
             assert (attempt_id in aborts) == (over and not caller.given_up)
             if attempt_id in aborts:
                 assert isinstance(failures.pop(caller.asked.request_id), RequestTimeout)

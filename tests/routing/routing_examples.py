@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 
+from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Dispatcher
 from titan_rl.routing.health import Fleet
 from titan_rl.routing.strategies import RoutingStrategy
@@ -71,4 +72,4 @@ def serving(strategy: RoutingStrategy, count: int, *, resume: bool = True) -> tu
     for index in range(count):
         fleet.join(f"g{index}")
         comes_to_serve(fleet, f"g{index}")
-    return fleet, Dispatcher(strategy, fleet, resume=resume)
+    return fleet, Dispatcher(strategy, fleet, RouterConfig(resume=resume))

@@ -14,6 +14,7 @@ from routing_examples import V0, V1, completion, request, serving
 
 from titan_rl.errors import GeneratorFailed, RequestError, RequestTimeout
 from titan_rl.routing.attempts import Shown
+from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Dispatcher
 from titan_rl.routing.strategies import LeastLoaded, RoundRobin
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, SamplingParams
@@ -241,7 +242,7 @@ def test_options_that_depend_on_past_output_are_refused_where_completions_are_re
 
 def test_only_the_time_with_generators_counts_over_all_attempts() -> None:
     strategy = RoundRobin()
-    router = Dispatcher(strategy, serving(strategy, 1)[0], seconds=10.0)
+    router = Dispatcher(strategy, serving(strategy, 1)[0], RouterConfig(request_seconds=10.0))
     (first,) = router.submit([request("r")], 0.0)
     assert router.wake_at == 10.0 and router.overdue(9.0) == []
     router.completed("r", completion(first.request, 1), 9.0)

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_examples import completion, request
 
+from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Assignment, Dispatcher
-from titan_rl.routing.health import Fleet, GeneratorState, Phase
+from titan_rl.routing.health import Fleet, Phase
 from titan_rl.routing.strategies import LeastLoaded, RoundRobin, StickySession
 from titan_rl.routing.version_plan import VersionPlan
 from titan_rl.types import FinishReason, PolicyVersion
@@ -34,8 +35,8 @@ class World:
     ) -> None:
         self.rng = rng
         self.fleet = Fleet(strategy, serving=serving)
-        self.plan = VersionPlan(self.fleet)
-        self.dispatcher = Dispatcher(strategy, self.fleet, retries=1000)
+        self.plan = VersionPlan(self.fleet, RouterConfig())
+        self.dispatcher = Dispatcher(strategy, self.fleet, RouterConfig(request_retries=1000))
         for index in range(generators):
             self.fleet.join(f"g{index}")
         self.groups: dict[str, tuple[PolicyVersion, int]] = {}  # version, turns that are left
@@ -54,7 +55,7 @@ class World:
     def advance(self) -> None:
         self.take(self.dispatcher.reconsider(0.0))
         self.draining |= set(self.plan.begin(self.dispatcher))
-        served = [group for group in self.unserved if self.plan.is_served(self.groups[group][0])]
+        served = [group for group in self.unserved if self.groups[group][0] in self.fleet.served]
         self.unserved = [group for group in self.unserved if group not in served]
         self.queue += served
         while self.queue and len(self.holders) < self.places:
@@ -65,7 +66,7 @@ class World:
 
     def take(self, assignments: list[Assignment]) -> None:
         for each in assignments:
-            assert self.fleet[each.generator].state is GeneratorState.SERVING
+            assert self.fleet[each.generator].phase.serves
             assert self.fleet[each.generator].version == each.request.exact_version
             self.live[each.request.request_id] = each
 

@@ -42,9 +42,9 @@ class RouterMachine(RuleBasedStateMachine):
         fallback=st.sampled_from(["round_robin", "least_loaded"]),
         sync_wait=st.sampled_from([0.0, 5.0]),
         generators=st.integers(1, 4),
-        mode=st.sampled_from(["drain", "hot_swap"]),
+        weight_sync=st.sampled_from(["drain", "hot_swap"]),
         max_syncing=st.integers(0, 2),
-        retries=st.integers(0, 2),
+        pull_retries=st.integers(0, 2),
         resume=st.booleans(),
         request_seconds=st.sampled_from([0.0, 0.0, 6.0]),
         request_retries=st.integers(0, 2),
@@ -223,14 +223,14 @@ TestRouterSchedules.settings = settings(
 @given(
     generators=st.integers(1, 4),
     max_syncing=st.integers(0, 2),
-    mode=st.sampled_from(["drain", "hot_swap"]),
+    weight_sync=st.sampled_from(["drain", "hot_swap"]),
     ready=st.booleans(),
     choices=st.lists(st.integers(0, 3), min_size=12, max_size=12),
 )
 def test_everybody_is_served_though_every_pull_is_overtaken(
-    generators: int, max_syncing: int, mode: str, ready: bool, choices: list[int]
+    generators: int, max_syncing: int, weight_sync: str, ready: bool, choices: list[int]
 ) -> None:
-    driver = RouterDriver(LeastLoaded(), generators=generators, max_syncing=max_syncing, mode=mode)
+    driver = RouterDriver(LeastLoaded(), generators=generators, max_syncing=max_syncing, weight_sync=weight_sync)
     if ready:
         driver.pull(PolicyVersion(0, 0))
         driver.become_quiet()

@@ -26,7 +26,7 @@ def router(generators: int, *, ready: bool = True, **options: Any) -> RouterDriv
 
 
 def states(driver: RouterDriver) -> list[str]:
-    return [health.state.value for health in driver.fleet]
+    return [health.phase.value for health in driver.fleet]
 
 
 def versions(driver: RouterDriver) -> list[PolicyVersion | None]:
@@ -57,9 +57,9 @@ def test_requests_wait_until_somebody_serves_their_version_and_then_go_through()
 def test_one_serves_while_the_other_syncs() -> None:
     driver = router(2, max_syncing=1)
     driver.pull(V1)
-    assert states(driver) == ["syncing", "serving"]
+    assert states(driver) == ["draining", "serving"]
     one_pull(driver, "g0")
-    assert states(driver) == ["serving", "syncing"] and not driver.pulls[-1].done
+    assert states(driver) == ["serving", "draining"] and not driver.pulls[-1].done
     one_pull(driver, "g1")
     assert versions(driver) == [V1, V1] and driver.pulls[-1].done
 
@@ -75,14 +75,14 @@ def test_an_idle_generator_takes_its_weights_before_a_busy_one() -> None:
     driver.arrive([request("r0"), request("r1")])
     driver.deliver(["r1"])
     driver.pull(V1)
-    assert states(driver) == ["serving", "syncing", "serving"]
+    assert states(driver) == ["serving", "draining", "serving"]
     one_pull(driver, "g1")
     one_pull(driver, "g2")
-    assert states(driver) == ["syncing", "serving", "serving"] and driver.live_on("g0") == ["r0"]
+    assert states(driver) == ["draining", "serving", "serving"] and driver.live_on("g0") == ["r0"]
 
 
 def test_a_hot_swap_drains_a_generator_that_has_requests_for_an_exact_version() -> None:
-    driver = router(2, mode="hot_swap")
+    driver = router(2, weight_sync="hot_swap")
     driver.arrive([request("judged", exact=V0), request("r")])
     driver.plan.want([V1])
     driver.advance()
@@ -101,7 +101,7 @@ def test_a_generator_that_is_overtaken_in_its_pull_serves_who_waits_and_then_pul
     driver.pull(V2)
     driver.end_pull("g0", "verified")
     assert [driver.callers[each].place for each in ("old", "new")] == [LIVE, WAITING]
-    assert states(driver) == ["syncing"] and not driver.can_begin("g0"), "what it has just taken on comes first"
+    assert states(driver) == ["draining"] and not driver.can_begin("g0"), "what it has just taken on comes first"
     assert not any(pull.done for pull in driver.pulls[-2:]), "the newest counts for both"
     driver.deliver(["old"])
     one_pull(driver, "g0")
@@ -109,7 +109,7 @@ def test_a_generator_that_is_overtaken_in_its_pull_serves_who_waits_and_then_pul
 
 
 def test_a_version_is_lost_when_every_generator_failed_to_pull_it_and_that_of_an_overtaken_one_does_not_count() -> None:
-    driver = router(1, retries=0)
+    driver = router(1, pull_retries=0)
     driver.pull(V1)
     driver.begin_pull("g0")
     driver.pull(V2)
@@ -122,7 +122,7 @@ def test_a_version_is_lost_when_every_generator_failed_to_pull_it_and_that_of_an
 
 def test_a_version_that_was_served_is_unavailable_once_nobody_can_load_it_again() -> None:
     """While others may try, it is not; and one that was never served is the business of the pull that waits for it."""
-    driver = router(2, retries=0)
+    driver = router(2, pull_retries=0)
     driver.pull(V1, V0)
     one_pull(driver, "g0")
     driver.arrive([request("judged", exact=V0)])

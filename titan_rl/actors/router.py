@@ -24,7 +24,7 @@ from titan_rl.errors import ActorFailed, ActorGone, GeneratorFailed, RequestErro
 from titan_rl.metrics.timeline import timeline
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Assignment, Dispatcher
-from titan_rl.routing.health import Fleet, GeneratorState, GeneratorStatus
+from titan_rl.routing.health import GONE, Fleet, GeneratorStatus
 from titan_rl.routing.strategies import build_strategy
 from titan_rl.rpc.connection import endpoint
 from titan_rl.rpc.requests import Failures, Packed, RequestServer, is_gone
@@ -54,13 +54,7 @@ class GeneratorRouter(RequestServer):
         self.config = config
         self._strategy = build_strategy(config)
         self.fleet = Fleet(self._strategy, serving=serving)
-        self.dispatcher = Dispatcher(
-            self._strategy,
-            self.fleet,
-            resume=config.resume,
-            seconds=config.request_seconds,
-            retries=config.request_retries,
-        )
+        self.dispatcher = Dispatcher(self._strategy, self.fleet, config)
         self.generators: dict[str, RoutedGenerator] = {}
         self._sync = WeightSync(self)
         for name, rank0 in generators.items():
@@ -145,7 +139,7 @@ class GeneratorRouter(RequestServer):
     def route(self, generator: RoutedGenerator, completions: Packed[Completion], failures: Failures) -> None:
         """Route the answers of one message from a generator, or the failures after its death. A completion that needs
         no other attempt goes on as it is."""
-        now = self._now()
+        now, status = self._now(), generator.status
         whole: list[int] = []
         parts: list[int] = []
         ends = zip(completions.request_ids, completions.column("finish_reason"), strict=True)
@@ -157,7 +151,7 @@ class GeneratorRouter(RequestServer):
             if (answer := self.dispatcher.completed(part.request_id, part, now)) is not None:
                 answers.append(answer)
         for attempt_id, error in failures:
-            generator.failed += 1
+            status.failed += 1
             if isinstance(error, RequestError):
                 if (request_id := self.dispatcher.ended(attempt_id)) is not None:
                     errors.append((request_id, error))
@@ -166,10 +160,10 @@ class GeneratorRouter(RequestServer):
             if (rest := self.dispatcher.lost(attempt_id, now, died=died)) is not None:
                 answers.append(rest)
         aborted = [len(each.token_ids) for each in answers if each.finish_reason is FinishReason.ABORT]
-        generator.aborted += len(aborted)
-        generator.aborted_tokens += sum(aborted)
-        generator.served += self.answer(completions.select(whole))
-        generator.served += self.answer(answers, errors + self.dispatcher.failures())
+        status.aborted += len(aborted)
+        status.aborted_tokens += sum(aborted)
+        status.served += self.answer(completions.select(whole))
+        status.served += self.answer(answers, errors + self.dispatcher.failures())
         if (fatal := next((error for _, error in failures if is_gone(error)), None)) is not None:
             self.died(generator, fatal)
         idle = not self.dispatcher.in_flight(generator.name)
@@ -182,10 +176,7 @@ class GeneratorRouter(RequestServer):
 
     @endpoint
     async def setup(self, wanted: Sequence[Publication] = ()) -> int:
-        """
-        Args:
-            wanted: the versions that a router before this one was asked for. This does not wait until they are served.
-        """
+        """Wants what a router before this one was asked for, and does not wait until it is served."""
         timeline.follow(lambda: "generators" if self._clients else "rollouts")
         self._sync.want(wanted, served=True)
         self.advance()
@@ -268,19 +259,12 @@ class GeneratorRouter(RequestServer):
             await generator.disconnect()
 
     def _status(self, generator: RoutedGenerator) -> GeneratorStatus:
-        name, health = generator.name, self.fleet[generator.name]
-        return GeneratorStatus(
-            name=name,
-            state=health.state.value,
-            version=str(health.version) if health.version is not None else "none",
-            load=self.dispatcher.load(name),
-            in_flight=self.dispatcher.in_flight(name),
-            served=generator.served,
-            failed=generator.failed,
-            aborted=generator.aborted,
-            aborted_tokens=generator.aborted_tokens,
-            last_error=health.reason,
-        )
+        status, health = generator.status, self.fleet[generator.name]
+        status.state, status.last_error = health.phase, health.reason
+        status.version = "none" if health.version is None else str(health.version)
+        status.load = self.dispatcher.load(generator.name)
+        status.in_flight = self.dispatcher.in_flight(generator.name)
+        return status
 
     def _join(self, name: str, rank0: Any) -> None:
         self.fleet.join(name)
@@ -294,7 +278,7 @@ class GeneratorRouter(RequestServer):
         """A generator is dead, whoever noticed it. Its requests continue elsewhere, and nobody waits for its pull. Only
         the first report counts; one that comes after its replacement does not concern that."""
         name = generator.name
-        if self.generators[name] is not generator or self.fleet[name].state is GeneratorState.DEAD:
+        if self.generators[name] is not generator or self.fleet[name].phase in GONE:
             return
         self.fleet.died(name, str(error))
         if generator.sync is not None:

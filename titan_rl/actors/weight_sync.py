@@ -20,7 +20,7 @@ from titan_rl.errors import ActorGone, CallTimeout, GeneratorFailed, GeneratorNo
 from titan_rl.metrics.activity import activity
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Dispatcher
-from titan_rl.routing.health import Fleet, GeneratorState, Phase
+from titan_rl.routing.health import Fleet, GeneratorStatus, Phase
 from titan_rl.routing.version_plan import VersionPlan
 from titan_rl.rpc.requests import Failures, Packed, RequestClient, is_gone
 from titan_rl.types import Completion, Piece, PolicyVersion
@@ -54,10 +54,7 @@ class RoutedGenerator(RequestClient):
     def __init__(self, name: str, rank0: Any, router: Router) -> None:
         super().__init__(rank0, name=name)
         self._router = router
-        self.served = 0
-        self.failed = 0
-        self.aborted = 0
-        self.aborted_tokens = 0
+        self.status = GeneratorStatus(name)
         self.outcome: PullReport | TitanError | None = None  # of its last pull
         self.sync: asyncio.Task[None] | None = None  # the last one
         self.idle = asyncio.Event()  # set whenever it has answered all it had; whoever waits for that clears it
@@ -78,18 +75,12 @@ class WeightSync:
         self._fleet = router.fleet
         self._dispatcher = router.dispatcher
         self._generators = router.generators
-        self.plan = VersionPlan(
-            self._fleet, mode=config.weight_sync, max_syncing=config.max_syncing, retries=config.pull_retries
-        )
+        self.plan = VersionPlan(self._fleet, config)
         self._publications: dict[PolicyVersion, Publication] = {}  # of the wanted versions
         self._tasks: set[asyncio.Task[None]] = set()
 
     def want(self, wanted: Sequence[Publication], *, served: bool = False) -> None:
-        """These are to be served, and no others.
-
-        Args:
-            served: they were, by a router before this one.
-        """
+        """These are to be served, and no others. `served`: they were, by a router before this one."""
         self._publications = {publication.version: publication for publication in wanted}
         self.plan.want(self._publications)
         if served:
@@ -113,8 +104,8 @@ class WeightSync:
         reports, failures = {}, {}
         for health in self._fleet:
             name = health.name
-            if health.state is not GeneratorState.SERVING:
-                failures[name] = health.reason or f"it is {'a spare' if health.phase is Phase.SPARE else health.state}"
+            if not health.phase.serves:
+                failures[name] = health.reason or f"it is {health.phase}"
             elif isinstance(outcome := self._generators[name].outcome, PullReport) and outcome.version == version:
                 reports[name] = outcome
         return FleetPull(version=version, reports=reports, failures=failures)

@@ -28,7 +28,6 @@ from titan_rl.gateway.config import GatewayConfig, listen
 from titan_rl.gateway.openai_routes import JsonResponse, error_object, routes
 from titan_rl.gateway.sampling import GatewayMetrics, Sampler
 from titan_rl.metrics.activity import activity
-from titan_rl.routing.health import GeneratorState
 
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 BACKLOG = 2048
@@ -81,7 +80,7 @@ def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: A
             if known:
                 raise
             raise ApiError(503, "no generator serves", code="engine_unavailable") from None
-        if any(member.state == GeneratorState.SERVING for member in members):
+        if any(member.state.serves for member in members):
             states = {member.name: {"state": member.state, "version": member.version} for member in members}
             return JsonResponse({"status": "serving", "generators": states})
         reasons = [
@@ -229,22 +228,12 @@ class CallMiddleware:
     """What every call passes before the app: its key, the size of its body, and the counters."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        keys: ApiKeys,
-        metrics: GatewayMetrics,
-        paths: frozenset[str],
-        max_body_bytes: int,
+        self, app: ASGIApp, *, keys: ApiKeys, metrics: GatewayMetrics, paths: frozenset[str], max_body_bytes: int
     ) -> None:
-        """
-        Args:
-            paths: those of the app; calls of any other are counted together.
-        """
         self._app = app
         self._keys = keys
         self._metrics = metrics
-        self._paths = paths
+        self._paths = paths  # those of the app; calls of any other are counted together
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

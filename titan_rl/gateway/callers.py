@@ -105,11 +105,7 @@ class ApiKeys:
     """One key for everybody, or none."""
 
     def __init__(self, policy: ServedPolicy, api_key: str = "") -> None:
-        """Must be made within a loop.
-
-        Args:
-            api_key: empty: none is asked for.
-        """
+        """Must be made within a loop. With an empty key none is asked for."""
         self.anybody = Caller(policy)
         """The caller of paths that need no key."""
         self._authorization = f"Bearer {api_key}".encode() if api_key else b""
@@ -128,13 +124,9 @@ class RolloutKeys(ApiKeys):
     """A key per open rollout; a `RolloutGateway` for rollout workers. Belongs to one loop."""
 
     def __init__(self, policy: ServedPolicy, *, base_url: str, run_seed: int) -> None:
-        """
-        Args:
-            base_url: where programs reach the gateway, with `/v1`.
-        """
         super().__init__(policy)
         self._policy = policy
-        self._base_url = base_url
+        self._base_url = base_url  # where programs reach the gateway, with `/v1`
         self._run_seed = run_seed
         self._by_id: dict[str, RolloutCaller] = {}
         self._by_key: dict[bytes, RolloutCaller] = {}

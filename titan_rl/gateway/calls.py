@@ -178,29 +178,31 @@ class Fleet(Protocol):
         """Every generator. Raises TitanError when the router does not answer."""
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """What a client is told instead of an answer."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str | None = None,
-        param: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        """
-        Args:
-            code: a stable name of the problem, for programs.
-            param: the field of the body that is wrong.
-        """
-        super().__init__(status, message)
-        self.status = status
-        self.message = message
-        self.code = code
-        self.param = param
-        self.headers = {"x-should-retry": "false", **(headers or {})}
+    status: int
+    message: str
+    code: str | None = field(default=None, kw_only=True)
+    """A stable name of the problem, for programs."""
+    param: str | None = field(default=None, kw_only=True)
+    """The field of the body that is wrong."""
+    headers: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.headers = {"x-should-retry": "false", **self.headers}
+
+
+_ANSWERS: tuple[tuple[type[Exception], int, str], ...] = (
+    (RolloutOver, 403, "rollout_over"),
+    (RequestTimeout, 504, "request_timeout"),
+    (RequestLost, 503, "engine_unavailable"),
+    (RequestTooLong, 400, "context_length_exceeded"),
+    (RequestError, 400, "invalid_request"),
+    (TaskError, 400, "invalid_request"),
+)
+"""Errors of a call, the first that fits, with their status and code."""
 
 
 def api_error(error: Exception) -> ApiError:
@@ -211,27 +213,19 @@ def api_error(error: Exception) -> ApiError:
         case RequestValidationError():
             return _invalid_body(error.errors(), error.body)
         case HTTPException():  # no such path or method
-            return ApiError(error.status_code, str(error.detail), headers=error.headers)
-        case RolloutOver():
-            return ApiError(403, str(error), code="rollout_over")
-        case RequestTimeout():
-            return ApiError(504, str(error), code="request_timeout")
-        case RequestLost():
-            return ApiError(503, str(error), code="engine_unavailable")
-        case RequestTooLong():
-            return ApiError(400, str(error), code="context_length_exceeded")
+            return ApiError(error.status_code, str(error.detail), headers=error.headers or {})
         case RecursionError():
             return ApiError(400, "the body is nested too deeply", code="invalid_request")
-        case RequestError() | TaskError():
-            return ApiError(400, str(error), code="invalid_request")
         case GatewayClosing():
             return ApiError(503, str(error), code="gateway_closing", headers=RETRY)
-        case ActorGone():  # it may be replaced
-            return ApiError(503, f"{type(error).__name__}: {error}", code="engine_unavailable", headers=RETRY)
-        case TitanError():
-            return ApiError(503, f"{type(error).__name__}: {error}", code="engine_unavailable")
-        case _:
-            return ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
+    for kind, status, code in _ANSWERS:
+        if isinstance(error, kind):
+            return ApiError(status, str(error), code=code)
+    named = f"{type(error).__name__}: {error}"
+    if not isinstance(error, TitanError):
+        return ApiError(500, named, code="internal_error")
+    headers = RETRY if isinstance(error, ActorGone) else {}  # it may be replaced
+    return ApiError(503, named, code="engine_unavailable", headers=headers)
 
 
 def _invalid_body(problems: Sequence[Mapping[str, Any]], body: Any) -> ApiError:

@@ -23,7 +23,7 @@ import numpy as np
 
 from titan_rl.chat.renderer import Renderer
 from titan_rl.gateway.calls import ApiError, Chat, Choice, CompletionCall, Delta
-from titan_rl.types import Completion, FinishReason, GenerationRequest, Message, Piece
+from titan_rl.types import Completion, FinishReason, GenerationRequest, Message, Piece, sampled_arrays
 
 LOWEST_LOGPROB = -9999.0
 """JSON has neither infinity nor NaN; OpenAI's API uses this value for infinity."""
@@ -130,11 +130,8 @@ class StreamedText:
         return self.sure[start:end]
 
     def _before_stop(self, searched: int) -> int:
-        """Length of the text before the first stop text, or before what may be the beginning of one.
-
-        Args:
-            searched: length of the text that was searched before.
-        """
+        """Length of the text before the first stop text, or before what may be the beginning of one. `searched`
+        characters were searched before."""
         text, end = self.sure, len(self.sure)
         for stop in self._stops:
             found = text.find(stop, max(0, searched - len(stop)))
@@ -198,7 +195,8 @@ class ChoiceReader:
         self._pieces.append(what)
         text = self._text.add(what.token_ids.tolist())
         if self._text.ended:
-            return self.finish(self._so_far())
+            sampled = sampled_arrays(*self._pieces)
+            return self.finish(Completion(request_id=self._request_id, finish_reason=FinishReason.LENGTH, **sampled))
         if self._sent and not text:
             return None
         new = Piece.join(self._pieces[self._sent :])
@@ -227,13 +225,8 @@ class ChoiceReader:
         if cut < len(text):
             count = self._tokens_until_stop(turn)
             tokens, turn, text, stopped = tokens[:count], turn[:count], text[:cut], True
-            completion = replace(
-                completion,
-                token_ids=completion.token_ids[:count],
-                logprobs=completion.logprobs[:count],
-                versions=completion.versions[:count],
-                finish_reason=FinishReason.LENGTH,  # its last token is no stop token
-            )
+            # its last token is no stop token
+            completion = replace(completion, finish_reason=FinishReason.LENGTH, **sampled_arrays(completion, end=count))
         message = Message("assistant", text)
         if self._chat is not None:
             # Without its stop token a turn is read as one that was cut, which is what it is after a stop text.
@@ -261,16 +254,6 @@ class ChoiceReader:
             # not `max`, which may return NaN
             logprobs=[each if each > LOWEST_LOGPROB else LOWEST_LOGPROB for each in logprobs.tolist()],
             choice=choice,
-        )
-
-    def _so_far(self) -> Completion:
-        sampled = Piece.join(self._pieces)
-        return Completion(
-            request_id=self._request_id,
-            token_ids=sampled.token_ids,
-            logprobs=sampled.logprobs,
-            versions=sampled.versions,
-            finish_reason=FinishReason.LENGTH,
         )
 
     def _first_stop(self, text: str) -> int:

@@ -24,8 +24,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, RequestError
 from titan_rl.generation.config import ENGINES, GeneratorConfig
 from titan_rl.generation.decisions import DecisionMaker, LoopAction, LoopDecision
@@ -33,7 +31,7 @@ from titan_rl.generation.engine import Engine
 from titan_rl.generation.lockstep import Lockstep, Outcome
 from titan_rl.importing import import_name
 from titan_rl.metrics.timeline import timeline
-from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
+from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, sampled_arrays
 from titan_rl.weights.manifest import Publication, PullReport
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
@@ -334,11 +332,9 @@ class EngineLoop:
         """An aborted completion of a request that no engine has seen."""
         return Completion(
             request_id=request.request_id,
-            token_ids=np.zeros(0, dtype=np.int32),
-            logprobs=np.zeros(0, dtype=np.float32),
-            versions=np.zeros(0, dtype=np.int64),
             finish_reason=FinishReason.ABORT,
             metrics={"generation/seconds_queued": time.monotonic() - self._submitted_at.pop(request.request_id)},
+            **sampled_arrays(),
         )
 
 

@@ -27,6 +27,7 @@ from titan_rl.directories import CONTROL
 from titan_rl.errors import ConfigError, TitanError
 from titan_rl.hosts.facts import transport
 from titan_rl.overrides import Command, Verb, did_you_mean, print_error
+from titan_rl.routing.health import Phase
 from titan_rl.supervision.managed_mesh import ManagedMesh, MeshState, pause_after
 from titan_rl.supervision.placement import Kind
 from titan_rl.supervision.process import scratch_directory
@@ -228,7 +229,9 @@ class HostControl:
             whose = "the controller" if host == "host0" else "ranks of the trainer"
             raise ConfigError(f"{host} stays: it has {whose}. Stop the run, and resume it with other --hosts")
         generators = [mesh.name for mesh in on_it if mesh.kind is Kind.GENERATOR]
-        asleep = [each.name for each in await supervisor.router.fleet_status() if each.state == "asleep"]
+        asleep = [
+            each.name for each in await supervisor.router.fleet_status() if each.state in (Phase.ASLEEP, Phase.SPARE)
+        ]
         spares = [name for name in generators if name in asleep]
         may_go = max(0, table.to_serve() - len(table.left_out()) - self._where.least_generators)
         gone = [name for name in generators if name in (*spares, *table.left_out())]

@@ -23,6 +23,7 @@ from titan_rl.metrics.timeline import Pulse, memory, timeline
 from titan_rl.metrics.writer import MetricsWriter
 from titan_rl.one_line import counted
 from titan_rl.rollout.report import GroupReport
+from titan_rl.routing.health import GONE
 from titan_rl.rpc.mesh_client import MeshClient
 from titan_rl.scheduling.config import StalenessLimits
 from titan_rl.scheduling.group import Batch, Counts
@@ -215,12 +216,12 @@ class StepRecords:
             fleet = await system.router.fleet_status()
         except TitanError:
             return {}
-        metrics = {"fleet/lost": float(sum(status.state == "dead" for status in fleet))}
+        metrics = {"fleet/lost": float(sum(status.state in GONE for status in fleet))}
         for status in fleet:
-            if status.state != "dead":
+            if status.state not in GONE:
                 requests = f"{status.in_flight} request{'s' * (status.in_flight != 1)}"
                 self._display.mesh(status.name, f"{status.state} {status.version}, {requests}")
-            metrics[f"fleet/{status.name}/serving"] = float(status.state == "serving")
+            metrics[f"fleet/{status.name}/serving"] = float(status.state.serves)
             for counter in ("load", "in_flight", "served", "failed", "aborted", "aborted_tokens"):
                 metrics[f"fleet/{status.name}/{counter}"] = float(getattr(status, counter))
         return metrics

@@ -190,11 +190,8 @@ class Timeline:
     # The main lane.
 
     def doing(self, name: str, waits_for: str = "") -> None:
-        """From now on the process does this. Call it in the thread that its main lane is.
-
-        Args:
-            waits_for: the others whose work it needs to go on; empty: it works.
-        """
+        """From now on the process does this: it waits for the work of others, or works. Call it in the thread that its
+        main lane is."""
         if self._lane is not None:
             with self._lock:
                 if self._lane is not None:

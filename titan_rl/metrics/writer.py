@@ -163,10 +163,7 @@ class TensorBoard:
     """Writes TensorBoard's files; a curve says what its numbers mean. A step takes 3 ms."""
 
     def __init__(self, directory: Path, earlier: Sequence[tuple[int, Numbers]]) -> None:
-        """
-        Args:
-            earlier: steps of a run that goes on. All of its files are written anew: they cannot be cut off at a step.
-        """
+        """Writes all files of a run that goes on anew, with its earlier steps: they cannot be cut off at a step."""
         from tensorboard.summary import Writer
 
         for file in directory.glob("events.out.tfevents.*"):
@@ -220,19 +217,11 @@ class Backend(threading.Thread):
     """
 
     def __init__(
-        self,
-        name: str,
-        begin: Callable[[], TensorBoard | WeightsAndBiases],
-        warn: Callable[[str], None],
+        self, name: str, begin: Callable[[], TensorBoard | WeightsAndBiases], warn: Callable[[str], None]
     ) -> None:
-        """
-        Args:
-            begin: called in the thread.
-            warn: called from any thread, at most once.
-        """
         super().__init__(name=name, daemon=True)
-        self._begin = begin
-        self._warn = warn
+        self._begin = begin  # called in the thread
+        self._warn = warn  # called from any thread, at most once
         self._steps: queue.Queue[tuple[int, Numbers] | None] = queue.Queue(MOST_WAITING)
         self._over = False
         self.start()

@@ -35,6 +35,7 @@ COLUMNS = {
     "generators busy": "{generators_busy:.0%}",
 }
 """Of the table, and what each shows of a row."""
+OF_RESULT = ("tokens_per_second", "share_of_bound", "mean_age", "trainer_busy", "generators_busy")
 LEGEND = (
     "÷ sync: against S = 0 on the same split. ÷ colocated: against S = 0 with every device in both roles, in turn.",
     "of bound: against a perfect schedule of the resource in `limited by`. age: staleness in steps at consumption.",
@@ -187,24 +188,17 @@ def _scenario(config: PlanConfig, lengths: Lengths, trainers: int, generator_dev
 def _row(result: Result, synchronous: Result, colocated: Result) -> dict[str, Any]:
     scenario = result.scenario
     return {
-        "generators": scenario.generators,
-        "max_staleness": scenario.max_staleness,
-        "window": scenario.window,
-        "weight_sync": scenario.weight_sync,
+        **{name: getattr(scenario, name) for name in ("generators", "max_staleness", "window", "weight_sync")},
+        **{name: getattr(result, name) for name in OF_RESULT},
         "limits": scenario.limits.describe(),
-        "tokens_per_second": result.tokens_per_second,
-        "seconds_per_step": result.seconds / result.steps,
+        "seconds_per_step": result.seconds / scenario.steps,
         "speedup_vs_sync": result.tokens_per_second / synchronous.tokens_per_second,
         "speedup_vs_colocated": result.tokens_per_second / colocated.tokens_per_second,
-        "share_of_bound": result.share_of_bound,
         "limited_by": result.busiest.value,
         "ages": {str(age): count for age, count in result.ages.items()},
-        "mean_age": result.mean_age,
         "max_age": max(result.ages, default=0),
         "bound": scenario.limits.bound,
         "trained_to_population_length": result.trained_length / result.population_length,
-        "trainer_busy": result.trainer_busy,
-        "generators_busy": result.generators_busy,
     }
 
 

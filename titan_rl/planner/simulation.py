@@ -24,10 +24,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,8 +55,7 @@ class Resource(StrEnum):
     """More staleness helps: too few groups are in flight for their length."""
 
 
-@dataclass(slots=True)
-class Work:
+class Work(NamedTuple):
     """What a run has trained."""
 
     train_seconds: float = 0.0
@@ -62,13 +63,6 @@ class Work:
     sampled_tokens: int = 0
     slot_seconds: float = 0.0
     """Least time that the trained groups held slots."""
-
-    def __iadd__(self, more: Work) -> Work:
-        self.train_seconds += more.train_seconds
-        self.prompt_tokens += more.prompt_tokens
-        self.sampled_tokens += more.sampled_tokens
-        self.slot_seconds += more.slot_seconds
-        return self
 
 
 def seconds_needed(scenario: Scenario, work: Work) -> dict[Resource, float]:
@@ -92,7 +86,6 @@ class Result:
     scenario: Scenario
     seconds: float
     """Until the last step was trained."""
-    steps: int
     trained_tokens: int
     """Sampled tokens in trained groups."""
     needed: dict[Resource, float]
@@ -147,10 +140,13 @@ class _Simulation:
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
         self._buffer = GroupBuffer(scenario.limits)
-        strategy = build_strategy(RouterConfig(strategy=scenario.strategy))
+        router = RouterConfig(
+            strategy=scenario.strategy, weight_sync=scenario.weight_sync, max_syncing=scenario.max_syncing
+        )
+        strategy = build_strategy(router)
         self._fleet = Fleet(strategy)
-        self._dispatcher = Dispatcher(strategy, self._fleet)
-        self._plan = VersionPlan(self._fleet, mode=scenario.weight_sync, max_syncing=scenario.max_syncing)
+        self._dispatcher = Dispatcher(strategy, self._fleet, router)
+        self._plan = VersionPlan(self._fleet, router)
         self._engines = {
             f"generator{index}": PlannedEngine(scenario.engine, INITIAL_VERSION) for index in range(scenario.generators)
         }
@@ -289,7 +285,7 @@ class _Simulation:
         self._training = False
         version = PolicyVersion(0, self._buffer.trainer_version.step + 1)
         self._ages.update(self._buffer.trained(version).ages)
-        self._work += work
+        self._work = Work(*map(operator.add, self._work, work))
         if not self._publishing:
             self._publish(version)
         self._train()
@@ -339,7 +335,6 @@ class _Simulation:
         return Result(
             scenario=scenario,
             seconds=self._now,
-            steps=scenario.steps,
             trained_tokens=work.sampled_tokens,
             needed=seconds_needed(scenario, work),
             ages=dict(sorted(self._ages.items())),

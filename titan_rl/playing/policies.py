@@ -177,11 +177,7 @@ class Player:
     def request(
         self, index: int, purpose: Purpose, *, samples: int = 1, temperature: float | None = None
     ) -> GroupRequest:
-        """Rollouts of one prompt.
-
-        Args:
-            temperature: None: that of training.
-        """
+        """Rollouts of one prompt. Without a temperature, at that of training."""
         sampling = self.config.rollout.sampling
         return GroupRequest(
             group_id=index,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from titan_rl.errors import GeneratorFailed
-from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
+from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, sampled_arrays
 
 ATTEMPT_MARK = "~"
 """Separates the caller's id from the number of a later attempt. Callers' ids may not contain it, so ids stay unique."""
@@ -48,13 +48,7 @@ class Shown:
         if piece.offset > self._end or piece.end <= self._end:
             return None
         if known := self._end - piece.offset:
-            piece = replace(
-                piece,
-                offset=self._end,
-                token_ids=piece.token_ids[known:],
-                logprobs=piece.logprobs[known:],
-                versions=piece.versions[known:],
-            )
+            piece = replace(piece, offset=self._end, **sampled_arrays(piece, start=known))
         self._end = piece.end
         self._pieces.append(piece)
         if len(self._pieces) == MOST_PIECES:
@@ -79,15 +73,7 @@ class Shown:
                 f"request {completion.request_id}: its generator was lost after {self._end} tokens were streamed, and "
                 f"those that were sampled in their place are others"
             )
-        return self.add(
-            Piece(
-                request_id=completion.request_id,
-                offset=0,
-                token_ids=tokens,
-                logprobs=completion.logprobs,
-                versions=completion.versions,
-            )
-        )
+        return self.add(Piece(request_id=completion.request_id, offset=0, **sampled_arrays(completion)))
 
 
 @dataclass(slots=True)
@@ -112,18 +98,6 @@ class OpenRequest:
     def sampled(self) -> int:
         """Tokens of earlier attempts."""
         return sum(len(part.token_ids) for part in self.segments)
-
-
-def interrupted(attempt_id: str, request: OpenRequest, shown: Piece) -> Completion:
-    """The completion of an attempt as if it had been interrupted after what was shown."""
-    return Completion(
-        request_id=attempt_id,
-        token_ids=shown.token_ids,
-        logprobs=shown.logprobs,
-        versions=shown.versions,
-        finish_reason=FinishReason.ABORT,
-        generator=request.generator,
-    )
 
 
 def ending(request: OpenRequest, completion: Completion) -> FinishReason:
@@ -168,10 +142,8 @@ def stitch(request: OpenRequest, last: Completion | None) -> Completion:
             metrics[name] = metrics.get(name, 0.0) + value if name in _SUMMED else metrics.get(name, value)
     return Completion(
         request_id=request.original.request_id,
-        token_ids=np.concatenate([part.token_ids for part in parts] or [np.zeros(0, np.int32)]),
-        logprobs=np.concatenate([part.logprobs for part in parts] or [np.zeros(0, np.float32)]),
-        versions=np.concatenate([part.versions for part in parts] or [np.zeros(0, np.int64)]),
         finish_reason=last.finish_reason if last is not None else FinishReason.ABORT,
         generator=parts[-1].generator if parts else "",
         metrics=metrics,
+        **sampled_arrays(*parts),
     )

@@ -8,8 +8,8 @@ Always true, after every method:
 - an attempt goes only to a generator whose version the request allows, and its id is never reused;
 - what happens to one request costs nothing per generator or per other request, but the logarithm in the strategy;
 - a request for an exact version is never live on a generator that takes new weights while it serves;
-- at most `retries` + 1 generators die under one request, and it spends at most `seconds` with generators, however
-  often it is interrupted;
+- at most `request_retries` + 1 generators die under one request, and it spends at most `request_seconds` with them,
+  however often it is interrupted;
 - with `resume`, a completion begins with the tokens that its caller was shown as pieces, even if the generator that
   sampled them is lost.
 
@@ -36,10 +36,11 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from titan_rl.errors import RequestError, RequestLost, RequestTimeout, TitanError
-from titan_rl.routing.attempts import ATTEMPT_MARK, OpenRequest, Shown, ending, interrupted, next_attempt, stitch
+from titan_rl.routing.attempts import ATTEMPT_MARK, OpenRequest, Shown, ending, next_attempt, stitch
+from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.health import Fleet, Phase
 from titan_rl.routing.strategies import RoutingStrategy, Wait
-from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
+from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion, sampled_arrays
 
 
 class Assignment(NamedTuple):
@@ -54,43 +55,27 @@ def estimated_cost(request: GenerationRequest) -> int:
     return len(request.prompt_token_ids) + request.sampling.max_new_tokens
 
 
-class _Need(NamedTuple):
-    """The versions that a request allows: exactly one, or all from one on."""
-
-    exact: PolicyVersion | None
-    least: PolicyVersion
-
-    def allows(self, version: PolicyVersion) -> bool:
-        return version == self.exact if self.exact is not None else version >= self.least
+_Need = tuple[PolicyVersion | None, PolicyVersion]
+"""What decides which versions a request allows: exactly one, or all from one on."""
 
 
 def _need(request: OpenRequest) -> _Need:
-    return _Need(request.original.exact_version, request.original.min_version)
+    return request.original.exact_version, request.original.min_version
+
+
+def _allow(waiting: dict[str, OpenRequest], version: PolicyVersion) -> bool:
+    """Whether some requests of one need allow this version."""
+    return next(iter(waiting.values())).original.allows(version)
 
 
 class Dispatcher:
     """Bookkeeping of one router."""
 
-    def __init__(
-        self,
-        strategy: RoutingStrategy,
-        fleet: Fleet,
-        *,
-        resume: bool = True,
-        seconds: float = 0.0,
-        retries: int = 1,
-    ) -> None:
-        """
-        Args:
-            fleet: tells the strategy who serves.
-            resume: continue interrupted completions from their own tokens; off: they start over.
-            seconds: `router.request_seconds`.
-            retries: `router.request_retries`.
-        """
+    def __init__(self, strategy: RoutingStrategy, fleet: Fleet, config: RouterConfig) -> None:
         self._strategy = strategy
-        self._resume = resume
-        self._seconds = seconds or math.inf
-        self._retries = retries
+        self._resume = config.resume
+        self._seconds = config.request_seconds or math.inf
+        self._retries = config.request_retries
         self._fleet = fleet
         self._requests: dict[str, OpenRequest] = {}  # by the caller's id
         self._waiting: dict[_Need, dict[str, OpenRequest]] = {}  # requests without a live attempt, in their turn
@@ -109,7 +94,7 @@ class Dispatcher:
 
     def demanded(self, versions: Collection[PolicyVersion]) -> set[PolicyVersion]:
         """Those of the versions that some waiting request allows."""
-        return {version for version in versions if any(need.allows(version) for need in self._waiting)}
+        return {version for version in versions if any(_allow(waiting, version) for waiting in self._waiting.values())}
 
     @property
     def wake_at(self) -> float | None:
@@ -166,7 +151,7 @@ class Dispatcher:
         """Assign waiting requests that can be served now. Call it when a generator begins to serve and at `wake_at`."""
         self._wait_until = math.inf
         served = self._fleet.served
-        able = [waiting for need, waiting in self._waiting.items() if any(need.allows(version) for version in served)]
+        able = [each for each in self._waiting.values() if any(_allow(each, version) for version in served)]
         assignments: list[Assignment] = []
         for request in sorted((request for waiting in able for request in waiting.values()), key=attrgetter("turn")):
             if (assignment := self._assign(request, now)) is not None:
@@ -201,11 +186,8 @@ class Dispatcher:
         """An attempt ended for this reason. Returns whether its completion is the whole answer as it is: the request's
         first attempt, not interrupted. Then the request is over; if not, `completed` follows."""
         request = self._attempts.get(attempt_id)
-        if request is None or request.attempts > 1 or reason is FinishReason.ABORT:
-            return False
-        self._release(attempt_id)
-        del self._requests[attempt_id]
-        return True
+        whole = request is not None and request.attempts == 1 and reason is not FinishReason.ABORT
+        return whole and self.ended(attempt_id) is not None
 
     def completed(self, attempt_id: str, completion: Completion, now: float) -> Completion | None:
         """An attempt ended with these tokens.
@@ -262,14 +244,15 @@ class Dispatcher:
 
         Returns:
             The tokens so far, if the request was given up or its last token was shown. If not, None: the request waits
-            for another attempt, or has failed because more than `retries` generators died under it.
+            for another attempt, or has failed because more than `request_retries` generators died under it.
         """
         request = self._attempts.get(attempt_id)
         if request is None:
             return None
         if request.shown is not None and (shown := request.shown.whole) is not None:
-            whole = self.completed(attempt_id, interrupted(attempt_id, request, shown), now)
-            if whole is not None:
+            abort, generator = FinishReason.ABORT, request.generator
+            cut = Completion(request_id=attempt_id, finish_reason=abort, generator=generator, **sampled_arrays(shown))
+            if (whole := self.completed(attempt_id, cut, now)) is not None:
                 return whole
         else:
             self._release(attempt_id)

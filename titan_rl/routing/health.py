@@ -28,28 +28,13 @@ from titan_rl.errors import GeneratorNotServing
 from titan_rl.types import PolicyVersion
 
 
-class GeneratorState(StrEnum):
-    """Whether a generator can serve requests now, and why not: what a run reports."""
+class Phase(StrEnum):
+    """Where a generator is, as a run reports it."""
 
     RECOVERING = "recovering"
     """Up, without weights, and about to pull them: new, a replacement, or just woken."""
     SERVING = "serving"
     """Holds verified weights and takes requests."""
-    SYNCING = "syncing"
-    """Draining for a pull, or pulling; takes no new requests."""
-    ASLEEP = "asleep"
-    """Gave up its memory, or waits as a spare that has never held weights."""
-    STALE = "stale"
-    """Its last pull failed or is late; serves nothing until a later pull is verified. The reason is kept."""
-    DEAD = "dead"
-    """Its process is gone."""
-
-
-class Phase(StrEnum):
-    """Where a generator is. Finer than `GeneratorState`."""
-
-    RECOVERING = "recovering"
-    SERVING = "serving"
     DRAINING = "draining"
     """It served, takes no new requests, and pulls once it is idle."""
     PULLING = "pulling"
@@ -57,9 +42,9 @@ class Phase(StrEnum):
     SWAPPING = "swapping"
     """It pulls between two steps and serves meanwhile, but no request for an exact version."""
     LATE = "late"
-    """Its change of weights goes on after the time limit; nobody waits for it."""
+    """Its change of weights goes on after the time limit; it serves nothing, and nobody waits for it."""
     STALE = "stale"
-    """Its last pull failed."""
+    """Its last pull failed; serves nothing until a later one is verified."""
     ASLEEP = "asleep"
     """Put to sleep; stays so until it is woken."""
     SPARE = "spare"
@@ -70,31 +55,22 @@ class Phase(StrEnum):
     """Dead, and nothing will replace it."""
 
     @property
-    def state(self) -> GeneratorState:
-        return _STATES.get(self) or GeneratorState(self.value)
+    def serves(self) -> bool:
+        return self is Phase.SERVING or self is Phase.SWAPPING
 
 
-_STATES = {
-    Phase.DRAINING: GeneratorState.SYNCING,
-    Phase.PULLING: GeneratorState.SYNCING,
-    Phase.SWAPPING: GeneratorState.SERVING,
-    Phase.LATE: GeneratorState.STALE,
-    Phase.SPARE: GeneratorState.ASLEEP,
-    Phase.GIVEN_UP: GeneratorState.DEAD,
-}
-
-_GONE = {Phase.DEAD, Phase.GIVEN_UP}
+GONE = {Phase.DEAD, Phase.GIVEN_UP}
 
 TRANSITIONS: dict[Phase, set[Phase]] = {
-    Phase.RECOVERING: {Phase.PULLING, Phase.ASLEEP, *_GONE},
-    Phase.SERVING: {Phase.DRAINING, Phase.SWAPPING, Phase.ASLEEP, *_GONE},
-    Phase.DRAINING: {Phase.SERVING, Phase.STALE, Phase.LATE, *_GONE},
-    Phase.PULLING: {Phase.SERVING, Phase.STALE, Phase.LATE, *_GONE},
-    Phase.SWAPPING: {Phase.SERVING, Phase.STALE, Phase.LATE, *_GONE},
-    Phase.LATE: {Phase.SERVING, Phase.STALE, *_GONE},
-    Phase.STALE: {Phase.PULLING, Phase.ASLEEP, *_GONE},
-    Phase.ASLEEP: {Phase.RECOVERING, *_GONE},
-    Phase.SPARE: {Phase.RECOVERING, *_GONE},
+    Phase.RECOVERING: {Phase.PULLING, Phase.ASLEEP, *GONE},
+    Phase.SERVING: {Phase.DRAINING, Phase.SWAPPING, Phase.ASLEEP, *GONE},
+    Phase.DRAINING: {Phase.SERVING, Phase.STALE, Phase.LATE, *GONE},
+    Phase.PULLING: {Phase.SERVING, Phase.STALE, Phase.LATE, *GONE},
+    Phase.SWAPPING: {Phase.SERVING, Phase.STALE, Phase.LATE, *GONE},
+    Phase.LATE: {Phase.SERVING, Phase.STALE, *GONE},
+    Phase.STALE: {Phase.PULLING, Phase.ASLEEP, *GONE},
+    Phase.ASLEEP: {Phase.RECOVERING, *GONE},
+    Phase.SPARE: {Phase.RECOVERING, *GONE},
     Phase.DEAD: {Phase.GIVEN_UP},
     Phase.GIVEN_UP: set(),
 }
@@ -105,15 +81,12 @@ class ServingListener(Protocol):
 
     def serves(self, name: str, version: PolicyVersion) -> None:
         """The generator takes requests now, at this version (new to the strategy, back, or at another version)."""
-        ...
 
     def pauses(self, name: str) -> None:
         """It takes no requests for now and will be back: syncing or asleep."""
-        ...
 
     def leaves(self, name: str) -> None:
         """It may never be back: stale or dead."""
-        ...
 
 
 class Kind(NamedTuple):
@@ -127,10 +100,6 @@ class Kind(NamedTuple):
     """The version that the running change of weights brings; None: none is running."""
     failures: int = 0
     """Failed pulls of wanted versions since the last success, or since the wanted versions changed."""
-
-    @property
-    def serves(self) -> bool:
-        return self.phase is Phase.SERVING or self.phase is Phase.SWAPPING
 
     @property
     def is_syncing(self) -> bool:
@@ -163,16 +132,8 @@ class GeneratorHealth:
     def version(self) -> PolicyVersion | None:
         return self.kind.version
 
-    @property
-    def state(self) -> GeneratorState:
-        return self.phase.state
-
     def sync(self, version: PolicyVersion, *, swap: bool = False) -> None:
-        """A change of weights begins.
-
-        Args:
-            swap: it goes on serving meanwhile.
-        """
+        """A change of weights begins. `swap`: the generator goes on serving meanwhile."""
         closed = Phase.DRAINING if self.phase is Phase.SERVING else Phase.PULLING
         self._move(Phase.SWAPPING if swap else closed, pulls=version)
 
@@ -206,7 +167,7 @@ class GeneratorHealth:
             GeneratorNotServing: it changes its weights, sleeps already, or is dead.
         """
         if Phase.ASLEEP not in TRANSITIONS[self.phase]:
-            doing = "in a change of weights" if self.kind.is_syncing else self.state
+            doing = "in a change of weights" if self.kind.is_syncing else self.phase
             raise GeneratorNotServing(f"{self.name} cannot be put to sleep: it is {doing}")
         self._move(Phase.ASLEEP)
         self.must_wake = True
@@ -218,8 +179,7 @@ class GeneratorHealth:
             GeneratorNotServing: it is not asleep, or a spare.
         """
         if self.phase is not Phase.ASLEEP:
-            doing = "a spare" if self.phase is Phase.SPARE else self.state
-            raise GeneratorNotServing(f"{self.name} cannot be woken: it is {doing}")
+            raise GeneratorNotServing(f"{self.name} cannot be woken: it is {self.phase}")
         self._move(Phase.RECOVERING, failures=0)
 
     def join_service(self) -> None:
@@ -228,7 +188,7 @@ class GeneratorHealth:
 
     def died(self, reason: str) -> None:
         """Idempotent: the first reason is kept."""
-        if self.phase not in _GONE:
+        if self.phase not in GONE:
             self._move(Phase.DEAD, reason, pulls=None)
 
     def give_up(self, reason: str) -> None:
@@ -264,9 +224,6 @@ class GeneratorHealth:
                 self.listener.pauses(self.name)
 
 
-_OUT_OF_SERVICE = {Phase.SPARE, *_GONE}
-
-
 class Fleet:
     """Generators by name."""
 
@@ -298,7 +255,7 @@ class Fleet:
     @property
     def served(self) -> set[PolicyVersion]:
         """Versions that requests may be served with now."""
-        return {kind.version for kind in self.kinds if kind.serves and kind.version is not None}
+        return {kind.version for kind in self.kinds if kind.phase.serves and kind.version is not None}
 
     def count(self, *phases: Phase) -> int:
         """Generators in these phases."""
@@ -306,7 +263,7 @@ class Fleet:
 
     def describe(self) -> str:
         """Every generator's state, or why it is stale or dead."""
-        return "; ".join(f"{health.name}: {health.reason or health.state}" for health in self)
+        return "; ".join(f"{health.name}: {health.reason or health.phase}" for health in self)
 
     def join(self, name: str) -> None:
         """A generator is up: a new one, or the replacement of a dead one.
@@ -314,10 +271,9 @@ class Fleet:
         Raises:
             ValueError: the generator of that name is not dead.
         """
-        if name in self and self[name].phase not in _GONE:
+        if name in self and self[name].phase not in GONE:
             raise ValueError(f"generator {name} is already in the fleet")
-        phase = Phase.SPARE if self._is_full else Phase.RECOVERING
-        self._put(name, phase)
+        self._put(name, Phase.SPARE if self._is_full else Phase.RECOVERING)
 
     def expect(self, name: str) -> None:
         """A generator that is dead, or not up yet, will join: nothing that it could serve is given up before."""
@@ -352,29 +308,28 @@ class Fleet:
 
     @property
     def _is_full(self) -> bool:
-        in_service = len(self._generators) - self.count(*_OUT_OF_SERVICE)
+        in_service = len(self._generators) - self.count(Phase.SPARE, *GONE)
         return self._serving is not None and in_service >= self._serving
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GeneratorStatus:
     """One generator as the router sees it; plain numbers and words."""
 
     name: str
-    state: str
-    """A `GeneratorState`."""
-    version: str
-    load: int
+    state: Phase = Phase.RECOVERING
+    version: str = "none"
+    load: int = 0
     """Estimated tokens in flight."""
-    in_flight: int
+    in_flight: int = 0
     """Requests that it runs or is about to run."""
-    served: int
+    served: int = 0
     """Completions handed to callers whose last part this generator sampled."""
-    failed: int
+    failed: int = 0
     """Attempts that ended in an error."""
-    aborted: int
+    aborted: int = 0
     """Answers that it was sampling when their callers gave them up, or out of time."""
-    aborted_tokens: int
+    aborted_tokens: int = 0
     """Tokens of these answers."""
-    last_error: str
+    last_error: str = ""
     """Why it is stale or dead."""

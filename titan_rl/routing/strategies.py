@@ -49,19 +49,15 @@ class RoutingStrategy(ServingListener, Protocol):
             now: the caller's clock, in seconds.
             waiting_since: when the request began to wait; `now` if it has not waited.
         """
-        ...
 
     def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
         """The request is live on a generator, whose estimated load is now `load` tokens."""
-        ...
 
     def released(self, request: GenerationRequest, name: str, load: int) -> None:
         """The request is no longer live on the generator, whose estimated load is now `load`."""
-        ...
 
     def end_session(self, session_id: str) -> None:
         """The conversation is over."""
-        ...
 
 
 _Key = tuple[int, int, str]
@@ -144,8 +140,7 @@ class _Ordered:
     def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
         """Ignored: this strategy does not use the load."""
 
-    def released(self, request: GenerationRequest, name: str, load: int) -> None:
-        """Ignored: this strategy does not use the load."""
+    released = assigned
 
     def end_session(self, session_id: str) -> None:
         """Ignored: this strategy does not use sessions."""
@@ -260,11 +255,6 @@ class StickySession:
         """The session's generator, None if it has none."""
         live = self._live.get(session_id)
         return live.generator if live is not None else self._idle.get(session_id)
-
-    @property
-    def sessions(self) -> int:
-        """Number of remembered sessions."""
-        return len(self._live) + len(self._idle)
 
 
 @dataclass(slots=True)

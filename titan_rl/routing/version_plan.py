@@ -10,7 +10,7 @@ deterministic run, ask for exactly them. Of each older wanted version one genera
 - At most `max_syncing` serving generators drain at once (0: any number). Generators that do not serve anyway (new,
   stale, woken) start at once.
 - With `hot_swap` a generator serves while it pulls, unless requests may ask for exactly its version: then it drains.
-- What a generator takes is decided again when its pull begins. A failed pull is tried again `retries` times.
+- What a generator takes is decided again when its pull begins. A failed pull is tried again `pull_retries` times.
 - A verified generator serves even if other versions are wanted by then. So every pull that succeeds serves waiting
   requests, however fast versions follow each other; `min_version` protects requests that need a newer one.
 
@@ -23,13 +23,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Literal
 
+from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Dispatcher
 from titan_rl.routing.health import Fleet, Kind, Phase
 from titan_rl.types import PolicyVersion
-
-SyncMode = Literal["drain", "hot_swap"]
 
 _NEVER = PolicyVersion(-1, 0)
 
@@ -37,11 +35,11 @@ _NEVER = PolicyVersion(-1, 0)
 class VersionPlan:
     """Of one fleet."""
 
-    def __init__(self, fleet: Fleet, *, mode: SyncMode = "drain", max_syncing: int = 0, retries: int = 1) -> None:
+    def __init__(self, fleet: Fleet, config: RouterConfig) -> None:
         self._fleet = fleet
-        self._mode = mode
-        self._max_syncing = max_syncing
-        self._retries = retries
+        self._mode = config.weight_sync
+        self._max_syncing = config.max_syncing
+        self._retries = config.pull_retries
         self.wanted: list[PolicyVersion] = []
         """Versions that are to be served, oldest first. Empty before the first: nobody changes anything."""
         self.served: set[PolicyVersion] = set()
@@ -99,13 +97,10 @@ class VersionPlan:
         health = self._fleet[name]
         health.failed(reason, counts=health.kind.pulls in self.wanted)  # not a pull of an overtaken version
 
-    def is_served(self, version: PolicyVersion) -> bool:
-        return version in self._fleet.served
-
     def is_lost(self, version: PolicyVersion) -> bool:
         """Whether nobody serves the version, and nobody will: every generator is given up, asleep, a spare, or has
         failed to pull too often."""
-        return not self.is_served(version) and not any(
+        return version not in self._fleet.served and not any(
             kind.failures <= self._retries and kind.phase not in (Phase.GIVEN_UP, Phase.ASLEEP, Phase.SPARE)
             for kind in self._fleet.kinds
         )
@@ -126,7 +121,7 @@ class VersionPlan:
         late generators and replacements of dead ones are waited for too."""
         if any(self._coming(kind) == version for kind in self._fleet.kinds):
             return False
-        return self.is_served(version) or self.is_lost(version)
+        return version in self._fleet.served or self.is_lost(version)
 
     # How: by kind, so that no decision about one generator looks at all of them.
 

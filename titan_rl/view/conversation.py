@@ -33,11 +33,8 @@ def draw_rollout(record: RolloutRecord) -> Text:
 
 
 def draw_conversations(record: RolloutRecord, *, seen: int = 0) -> Text:
-    """All conversations of a rollout; the one that was graded is the last.
-
-    Args:
-        seen: messages of the graded one that are left out, if it is the only one.
-    """
+    """All conversations of a rollout; the one that was graded is the last. If it is the only one, so many messages of
+    it that were seen are left out."""
     sides = record.side_conversations
     if not sides:
         return draw_messages(record.messages[seen:])

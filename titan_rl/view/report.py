@@ -158,9 +158,9 @@ def _curve(series: Mapping[int, float | None]) -> dict[str, Any]:
     return {"steps": steps, "values": values, "of": of}
 
 
-def _ages(run: Run) -> list[float]:
+def _ages(run: Run) -> list[float | None]:
     """Share of the trained samples by age in optimizer steps, mean over the steps."""
-    ages: list[float] = []
+    ages: list[float | None] = []
     while values := run.values(f"staleness/share_of_age_{len(ages)}"):
         ages.append(_short(sum(values) / len(values)))
     return ages
@@ -186,7 +186,7 @@ def _window(timeline: Timeline) -> dict[str, Any]:
         {
             "mesh": lane.mesh,
             "ranks": lane.ranks,
-            "idle": None if lane.account is None else _short(lane.account.idle),
+            "idle": _short(lane.account.idle if lane.account else None),
             "kinds": [
                 {
                     "name": name,
@@ -212,9 +212,9 @@ def _settings(runs: Sequence[Run]) -> list[list[Any]]:
     return [[name, *(text(run.config[name]) if name in run.config else None for run in runs)] for name in names]
 
 
-def _short(value: float, digits: int = 5) -> float:
+def _short(value: float | None, digits: int = 5) -> float | None:
     """Significant digits that a reader can use; the run's files have all."""
-    return float(f"{value:.{digits}g}")
+    return None if value is None else float(f"{value:.{digits}g}")
 
 
 # --- rollouts --------------------------------------------------------------------------------------------------------
@@ -255,19 +255,11 @@ def _round_robin(rollouts: Sequence[ListedRollout]) -> list[ListedRollout]:
 def _row(rollout: ListedRollout, run: int, chunk: int, place: int) -> dict[str, Any]:
     """One line of the list of rollouts."""
     return {
-        "step": rollout.step,
-        "group": rollout.group,
-        "attempt": rollout.attempt,
-        "sample": rollout.sample,
+        **{name: getattr(rollout, name) for name in ("step", "group", "attempt", "sample")},
         "stop": rollout.stop_reason,
         "tokens": rollout.sampled_tokens,
-        "error": one_line(rollout.error, PREVIEW),
-        "prompt": one_line(rollout.prompt, PREVIEW),
-        "answer": one_line(rollout.answer, PREVIEW),
-        "wanted": one_line(rollout.wanted, PREVIEW),
-        "reward": _short(rollout.reward),
-        "advantage": None if rollout.advantage is None else _short(rollout.advantage),
-        "gap": None if rollout.gap is None else _short(rollout.gap),
+        **{name: one_line(getattr(rollout, name), PREVIEW) for name in ("error", "prompt", "answer", "wanted")},
+        **{name: _short(getattr(rollout, name)) for name in ("reward", "advantage", "gap")},
         "evaluated": int(rollout.evaluated),
         "kept": " ".join(rollout.kept),
         "run": run,
@@ -345,9 +337,9 @@ def _segment(members: Sequence[BranchRecord], start: int, end: int, parent: int)
         "ids": members[0].token_ids[start:end],
         "texts": [text or "" for text in column("texts")],
         "trained": _run_lengths([int(bool(value)) for value in column("trained")]),
-        "logprobs": [None if value is None else _short(value, 4) for value in generator],
+        "logprobs": [_short(value, 4) for value in generator],
         "gaps": gaps if any(gap is not None for gap in gaps) else None,
-        "weights": _run_lengths([None if value is None else _short(value, 4) for value in column("weights")]),
+        "weights": _run_lengths([_short(value, 4) for value in column("weights")]),
         "versions": _run_lengths([value or "" for value in column("versions")]),
     }
 
