@@ -28,3 +28,8 @@ def one_line(text: str, longest: int) -> str:
 def escaped(text: str, keep: str = "") -> str:
     """`text` with control characters as escapes, but those in `keep`: raw ones would steer the reader's terminal."""
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def sendable(text: str) -> str:
+    """The text without what UTF-8 cannot write, such as half of a surrogate pair."""
+    return text.encode(errors="replace").decode()

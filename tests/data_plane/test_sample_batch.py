@@ -1,17 +1,33 @@
 """A batch answers alike whether its samples are stored or taken along (1 s)."""
 
 import pickle
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sample_examples import bits, group_of, sample_of
 
-from titan_rl.data_plane.sample_batch import SampleBatch, from_columns, to_columns
+from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef, reference_to
 from titan_rl.data_plane.store import SampleStore
 from titan_rl.types import NO_VERSION, PolicyVersion
 
-VALUES = st.sampled_from([0, 0.0, -0.0, False, 1, 1.0, True, float("nan"), None, "", "a"])
+REFS = st.builds(
+    SampleRef,
+    store=st.text(max_size=3),
+    sample_id=st.integers(0, 2**63),
+    group_id=st.integers(0, 2**40),
+    sample=st.integers(0, 2**40),
+    length=st.integers(0, 2**40),
+    trained_tokens=st.integers(0, 2**40),
+    reward=st.floats(),
+    oldest_version=st.integers(-1, 2**63 - 1),
+    location=st.text(max_size=3),
+    offset=st.integers(0, 2**40),
+    checksum=st.integers(0, 2**64 - 1),
+    advantage=st.floats(),
+)
 
 
 @pytest.fixture
@@ -68,9 +84,13 @@ def test_a_batch_comes_through_a_message_bit_for_bit(both):
     assert [bits(sample) for sample in copy.samples] == [bits(sample) for sample in made.samples]
 
 
-@given(st.integers(0, 3).flatmap(lambda width: st.lists(st.tuples(*[VALUES] * width), max_size=4)))
-def test_rows_come_back_from_columns_with_the_types_and_signs_that_they_had(rows):
-    columns = to_columns(rows)
-    assert repr([*from_columns(columns, len(rows))]) == repr(rows)
-    if len(rows) > 1:
-        assert all(len(column) == 1 for column in to_columns([rows[0]] * len(rows)))
+@given(st.lists(REFS, max_size=4))
+def test_references_come_through_a_message_with_every_bit_and_sign(refs):
+    batch = SampleBatch.of(refs)
+    assert repr(pickle.loads(pickle.dumps(batch))) == repr(batch)
+
+
+def test_a_script_may_give_numbers_of_numpy():
+    sample = replace(sample_of(3), advantage=np.float64(0.1), reward=np.float32(0.1))
+    batch = SampleBatch([reference_to(sample)])
+    assert pickle.loads(pickle.dumps(batch)).refs == tuple(batch.refs)

@@ -23,7 +23,6 @@ from titan_rl.config import CheckpointConfig, EvaluationConfig, LoopConfig, RunC
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
 from titan_rl.data_plane.store import HeldReport
 from titan_rl.errors import InvariantError
-from titan_rl.loop.checkpoint_files import newest_sound
 from titan_rl.loop.checkpoints import Checkpoints
 from titan_rl.loop.ledger import new_ledger, read_ledger
 from titan_rl.loop.loop import TrainingLoop
@@ -33,6 +32,7 @@ from titan_rl.loop.system import System
 from titan_rl.metrics.rollout_record import RolloutRecord, RolloutWriter, TurnRecord
 from titan_rl.policy.config import TrainerConfig, WarmupConfig
 from titan_rl.rollout.report import GroupReport
+from titan_rl.run.runs import Resume
 from titan_rl.types import NO_VERSION, GroupRequest, PolicyVersion, Purpose, StopReason
 from titan_rl.view.display import RunDisplay
 from titan_rl.weights.config import WeightsConfig
@@ -260,7 +260,7 @@ class World:
     def begin(self, directory: Path | None, *, restore: bool, incarnation: int = 0) -> None:
         """Make a loop, which may not be the first."""
         writer: Any = self.metrics
-        found = newest_sound(directory, print) if directory is not None and restore else None
+        found = Resume(directory).checkpoint(print) if directory is not None and restore else None
         ledger = read_ledger(found.directory) if found else new_ledger(self.system.config, incarnation)
         recorder, checkpoints = Recorder(self.rollouts), None  # type: ignore[arg-type]
         if directory is not None and self.recorded:

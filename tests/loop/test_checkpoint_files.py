@@ -19,9 +19,9 @@ from titan_rl.loop.checkpoint_files import (
     checkpoints,
     commit,
     new_draft,
-    newest_sound,
     prune,
 )
+from titan_rl.run.runs import Resume
 
 FILES = {
     "ledger.msgpack": b"{}",
@@ -42,7 +42,7 @@ def write(run: Path, step: int) -> Path:
 def test_a_checkpoint_is_found_and_sound(tmp_path: Path) -> None:
     for step in (2, 10, 9):
         write(tmp_path, step)
-    newest = newest_sound(tmp_path, pytest.fail)
+    newest = Resume(tmp_path).checkpoint(pytest.fail)
     assert newest is not None
     assert newest.step == 10
     assert (newest.directory / "ledger.msgpack").read_bytes() == b"{}10"
@@ -90,7 +90,7 @@ def test_the_one_before_a_damaged_checkpoint_is_taken(tmp_path: Path, damage: st
     with pytest.raises(CheckpointError, match=what):
         check(tmp_path / CHECKPOINTS / "step-00000013")
     told: list[str] = []
-    newest = newest_sound(tmp_path, told.append)
+    newest = Resume(tmp_path).checkpoint(told.append)
     assert newest is not None and newest.step == 12
     assert len(told) == 1 and "step-00000013" in told[0]
 

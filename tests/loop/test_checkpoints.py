@@ -10,8 +10,9 @@ import pytest
 from scripted_system import World, holding, settle
 
 from titan_rl.errors import CallTimeout, CheckpointError, SampleError, StorageError, TaskError, TrainingError
-from titan_rl.loop.checkpoint_files import checkpoints, newest_sound
+from titan_rl.loop.checkpoint_files import checkpoints
 from titan_rl.loop.ledger import read_ledger
+from titan_rl.run.runs import Resume
 from titan_rl.types import PolicyVersion
 
 
@@ -100,7 +101,7 @@ async def test_every_prompt_is_trained_once_and_every_step_evaluated_once(tmp_pa
     first.script.holds = lambda name: name == gate
     async with first.running():
         pass  # killed where it is held
-    cut = newest_sound(tmp_path, pytest.fail)
+    cut = Resume(tmp_path).checkpoint(pytest.fail)
     assert cut is not None
     ledger = read_ledger(cut.directory)
     second = World(steps=5, every=2, staleness=staleness, directory=tmp_path, restore=True)

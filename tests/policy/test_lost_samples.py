@@ -59,7 +59,8 @@ def lost_samples(
     result["next metrics"] = train_share(policy, good, dist.get_rank() // tensor_parallel)
     result["next"] = shards_of(policy)
 
-    one_sided = updater(model_path, config, samples=LostOnRank1(lost_on_rank_1))
+    one_sided = updater(model_path, config)
+    one_sided.samples = LostOnRank1(lost_on_rank_1)
     result["on rank 1"] = lost_of(lambda: train(one_sided, good))
     return result
 

@@ -78,6 +78,6 @@ def test_a_broken_config_is_named(tmp_path):
 
 def test_tensor_parallelism_must_divide_heads_and_feed_forward(tmp_path):
     shape = read(tmp_path)
-    shape.check_tensor_parallel(8)
+    shape.check_tensor_parallel("trainer.tensor_parallel", 8)
     with pytest.raises(ConfigError, match="kv heads"):
-        shape.check_tensor_parallel(16)
+        shape.check_tensor_parallel("trainer.tensor_parallel", 16)

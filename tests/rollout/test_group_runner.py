@@ -10,8 +10,6 @@ from support.rollouts import EOS, TASKS, UNRULY, ScriptedPolicy, request, runner
 from titan_rl.chat.renderer import SymbolRenderer
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.loop.recording import choose_evaluated
-from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig
-from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.rollout.report import report_of
 from titan_rl.rollout.rollouter import Rollouter
 from titan_rl.seeding import prompt_digest, request_seed
@@ -242,12 +240,6 @@ async def test_the_runs_seed_reaches_an_environment_that_wants_one(model_path):
             result = await group_runner.run_group(request(0, samples=1), ScriptedPolicy(model_path))
             prompts.add(result.trajectories[0].messages[0])
     assert len(prompts) == 2  # the run's seed is 11
-
-
-async def test_a_runner_that_was_not_started_says_so(model_path):
-    group_runner = GroupRunner(EnvironmentConfig(), RolloutConfig(), model_path=str(model_path), run_seed=0)
-    with pytest.raises(TaskError, match="not started"):
-        await group_runner.run_group(request(0), ScriptedPolicy(model_path))
 
 
 async def test_a_cancelled_group_leaves_no_rollout_behind(model_path):

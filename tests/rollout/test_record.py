@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from test_samples import completion, turn_of
 
-from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
 from titan_rl.loop.recording import choose
 from titan_rl.metrics.rollout_record import RolloutRecord, read_record, to_line
 from titan_rl.policy.token_score_recorder import TokenScores
@@ -114,15 +115,25 @@ NUMBERED = st.builds(
 
 @given(st.lists(NUMBERED, max_size=4))
 def test_a_report_comes_through_a_message_as_it_was(rollouts: list[RolloutRecord]) -> None:
+    numbered = enumerate(rollouts)
     report = GroupReport(
         group_id=7,
         purpose=Purpose.EVALUATE,
         attempt=2,
         rollouts=tuple(rollouts),
-        samples=SampleBatch.of([]),
+        samples=SampleBatch.of(
+            [SampleRef("a", at, 7, at, 9, 4, each.reward, 3, "f", 8, at, 0.5) for at, each in numbered]
+        ),
         restarts=3,
     )
-    assert pickle.loads(pickle.dumps(report)) == report
+    assert repr(pickle.loads(pickle.dumps(report))) == repr(report)
+
+
+def test_a_report_can_be_sent_whatever_its_error_says() -> None:
+    result = result_of(asked(1, 1), played(asked(1, 1), 0, ([1], [2])))
+    failed = replace(result, rollouts=tuple(structs.replace(each, error="\ud83d!") for each in result.rollouts))
+    report = report_of(asked(1, 1), failed, ())
+    assert pickle.loads(pickle.dumps(report)).first_error == "?!"
 
 
 @given(REWARDS, st.integers(0, 3), st.integers(1, 50))

@@ -9,6 +9,7 @@ import numpy as np
 from msgspec import structs
 
 from titan_rl.chat.renderer import SymbolRenderer
+from titan_rl.config import RunConfig
 from titan_rl.errors import RequestError
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
@@ -90,15 +91,11 @@ async def runner(
     **rollout,
 ):
     """A started `GroupRunner`; `name` may be `file.py:Class`."""
-    group_runner = GroupRunner(
-        EnvironmentConfig(name=name, kwargs=kwargs or {}, step_seconds=step_seconds),
-        RolloutConfig(**rollout),
-        model_path=str(model_path),
-        run_seed=11,
-        max_model_len=max_model_len,
-        held_out=held_out,
-        imports=(name.rpartition(":")[0],) if ".py:" in name else (),
-    )
+    environment = EnvironmentConfig(name=name, kwargs=kwargs or {}, step_seconds=step_seconds)
+    config = RunConfig(environment=environment, rollout=RolloutConfig(**rollout), seed=11)
+    config.generator.max_model_len, config.evaluation.prompts = max_model_len, held_out  # as small as no run's may be
+    imports = (name.rpartition(":")[0],) if ".py:" in name else ()
+    group_runner = GroupRunner(config, model_path=str(model_path), imports=imports)
     try:
         await group_runner.start(sessions)
         yield group_runner

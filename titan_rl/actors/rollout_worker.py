@@ -52,16 +52,7 @@ class RolloutWorker(StoreKeeper):
         super().__init__(SampleStore(f"{mesh}.{os.getpid()}", owner_pid=owner_pid(), max_bytes=max_bytes))
         self._config = config
         self._mesh = mesh
-        self._runner = GroupRunner(
-            config.environment,
-            config.rollout,
-            model_path=model_path,
-            run_seed=config.seed,
-            max_model_len=config.generator.max_model_len,
-            held_out=config.evaluation.prompts,
-            prompts=config.loop.prompts,
-            imports=imports,
-        )
+        self._runner = GroupRunner(config, model_path=model_path, imports=imports)
         self._router: RouterClient | None = None
         self._gateway: RolloutGatewayClient | None = None
         self._playing: set[asyncio.Task[GroupResult]] = set()

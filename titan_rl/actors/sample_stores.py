@@ -59,7 +59,7 @@ class StoreKeeper(ConnectedActor):
             return RDMABuffer(content.data), content, time.monotonic() + 2 * _fetch_seconds(len(content))
 
         for left in [token for token, (*_, until) in self._exposed.items() if until < time.monotonic()]:
-            await self._drop(left)
+            await StoreKeeper.withdraw.answer(self, left)
         token = next(self._tokens)
         self._exposed[token] = await asyncio.to_thread(register)  # Monarch refuses it in an event loop
         return self._exposed[token][0], token
@@ -67,9 +67,6 @@ class StoreKeeper(ConnectedActor):
     @endpoint
     async def withdraw(self, token: int) -> None:
         """The reader is done with an exposed buffer."""
-        await self._drop(token)
-
-    async def _drop(self, token: int) -> None:
         if (exposed := self._exposed.pop(token, None)) is not None:
             await asyncio.to_thread(lambda: exposed[0].drop().get(timeout=PATIENCE_SECONDS))
 

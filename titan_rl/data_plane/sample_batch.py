@@ -1,16 +1,18 @@
 """References to samples, and the samples of one training step as the controller hands them on.
 
-A reference says where a sample is and holds every number that a decision needs. References travel as columns, of which
-those that say the same of all samples hold it once: a message has half of the bytes.
+A reference says where a sample is and holds every number that a decision needs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from titan_rl.types import NO_VERSION, TrainingSample
@@ -58,54 +60,32 @@ class SampleRef(NamedTuple):
         return encoded_size(self.length)
 
 
-def reference_to(
-    sample: TrainingSample,
-    *,
-    store: str = "",
-    sample_id: int = 0,
-    location: str = "",
-    offset: int = 0,
-    checksum: int = 0,
-) -> SampleRef:
-    """The reference to a sample, without more said of one that is in no store."""
+def reference_to(sample: TrainingSample) -> SampleRef:
+    """The reference to a sample that is in no store."""
     versions = sample.versions[sample.loss_mask]
     return SampleRef(
-        store=store,
-        sample_id=sample_id,
+        store="",
+        sample_id=0,
         group_id=sample.group_id,
         sample=sample.sample,
         length=len(sample.token_ids),
         trained_tokens=len(versions),
         reward=sample.reward,
         oldest_version=int(np.minimum.reduce(versions)) if len(versions) else NO_VERSION,
-        location=location,
-        offset=offset,
-        checksum=checksum,
+        location="",
+        offset=0,
+        checksum=0,
         advantage=sample.advantage,
     )
 
 
-Columns = tuple[tuple[Any, ...], ...]
+_encode = msgspec.msgpack.Encoder(enc_hook=methodcaller("item")).encode  # a script's numbers may be numpy's
 
 
-def to_columns(rows: Iterable[Sequence[Any]]) -> Columns:
-    """Rows of one length, for a message. A column that has the same in all rows holds it once."""
-    return tuple(map(_once, zip(*rows, strict=True)))
-
-
-def from_columns(columns: Columns, count: int) -> Iterator[tuple[Any, ...]]:
-    """The `count` rows, as they were."""
-    if not columns:
-        return iter([()] * count)
-    return zip(*(column if len(column) == count else column * count for column in columns), strict=True)
-
-
-def _once(column: tuple[Any, ...]) -> tuple[Any, ...]:
-    first = column[0]
-    if column.count(first) < len(column):
-        return column
-    # 1 equals 1.0, and 0.0 equals -0.0
-    return column[:1] if len(set(map(repr, column) if first == 0 else map(type, column))) == 1 else column
+def to_message(plain: Any) -> bytes:
+    """Plain data for a message. Names and numbers that rows have in common are most of it, so it is deflated: a report
+    of 8 rollouts has 1.3 kB then, and 2.9 kB as a pickle."""
+    return zlib.compress(_encode(plain), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +101,7 @@ class SampleBatch:
     """Of a batch that was made of samples, one per reference. None: they are in stores."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.samples is not None:
-            return SampleBatch, (self.refs, self.samples)
-        return _of_columns, (to_columns(self.refs), len(self.refs))
+        return _from_message, (to_message(self.refs), self.samples)
 
     @staticmethod
     def of(items: Iterable[TrainingSample] | Iterable[SampleRef]) -> SampleBatch:
@@ -184,5 +162,8 @@ class SampleBatch:
         return [ref.oldest_version for ref in self.refs]
 
 
-def _of_columns(columns: Columns, count: int) -> SampleBatch:
-    return SampleBatch(tuple(map(SampleRef._make, from_columns(columns, count))))
+_read_refs = msgspec.msgpack.Decoder(tuple[SampleRef, ...]).decode
+
+
+def _from_message(refs: bytes, samples: tuple[TrainingSample, ...] | None) -> SampleBatch:
+    return SampleBatch(_read_refs(zlib.decompress(refs)), samples)

@@ -142,8 +142,8 @@ class SampleStore:
         refs: list[SampleRef] = []
         offset = 0
         for sample_id, (sample, checksum) in enumerate(zip(samples, checksums, strict=True), start=first):
-            ref = reference_to(
-                sample, store=self.name, sample_id=sample_id, location=path, offset=offset, checksum=checksum
+            ref = reference_to(sample)._replace(
+                store=self.name, sample_id=sample_id, location=path, offset=offset, checksum=checksum
             )
             refs.append(ref)
             offset += ref.nbytes

@@ -28,11 +28,7 @@ from titan_rl.environments.dataset import is_held_out
 from titan_rl.errors import AbsentError, ConfigError, TaskError
 from titan_rl.seeding import derive_seed
 
-SOURCE_ONLY = {
-    "cellpylib": ("game_of_life", "game_of_life_halting"),
-    "pycosat": ("zebra_puzzles",),
-    "zss": ("codeio",),
-}
+SOURCE_ONLY = {"cellpylib": ("game_of_life", "game_of_life_halting"), "pycosat": ("zebra_puzzles",), "zss": ("codeio",)}
 """Packages that reasoning-gym imports whatever the task, and the only tasks that use them. No wheels of them are
 published (pycosat takes a C compiler), so an environment made of wheels does without."""
 

@@ -33,8 +33,9 @@ from typing import Any, Literal, NoReturn
 
 from titan_rl.errors import AbsentError, ConfigError
 from titan_rl.importing import describe
-from titan_rl.isolation.user_code import UserCode, sendable
+from titan_rl.isolation.user_code import UserCode
 from titan_rl.isolation.wire import Fork, ForkStatus, Frames, Kill, SetupResult, pack_report
+from titan_rl.one_line import sendable
 from titan_rl.processes import die_with, ending_in_words, process_control
 
 REAPER_SIGNALS = frozenset({signal.SIGTERM, signal.SIGCHLD})

@@ -48,7 +48,7 @@ from titan_rl.isolation.wire import (
     UserCall,
     pack_report,
 )
-from titan_rl.one_line import one_line
+from titan_rl.one_line import one_line, sendable
 from titan_rl.types import Example, Message, Purpose, ToolCall
 
 CANCEL_SECONDS = 2.0
@@ -194,11 +194,6 @@ class UserCode:
 
 async def _awaited(value):
     return await value
-
-
-def sendable(text: str) -> str:
-    """The text without what UTF-8 cannot write, such as half of a surrogate pair."""
-    return text.encode(errors="replace").decode()
 
 
 def _packed(value: object) -> msgspec.Raw:

@@ -19,7 +19,6 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,25 +124,6 @@ def check(directory: Path) -> Checkpoint:
 def checkpoints(run: Path) -> list[Path]:
     """Directories of all checkpoints, oldest first; whether they are sound is not looked at."""
     return sorted((run / CHECKPOINTS).glob(f"{_PREFIX}*"))
-
-
-def newest_sound(
-    run: Path, on_damaged: Callable[[str], None], read: Callable[[Path], object] = lambda directory: None
-) -> Checkpoint | None:
-    """The newest checkpoint that is as it was written; None: there is none.
-
-    Args:
-        on_damaged: told of every newer one, and why it is passed over.
-        read: raises CheckpointError for one that cannot be read though it is as it was written.
-    """
-    for directory in reversed(checkpoints(run)):
-        try:
-            found = check(directory)
-            read(directory)
-            return found
-        except CheckpointError as error:
-            on_damaged(f"{error}; it is passed over")
-    return None
 
 
 def prune(run: Path, *, keep: int, newest: int) -> None:

@@ -89,13 +89,7 @@ class Checkpoints:
     """Writes the checkpoints of one run, one at a time. Belongs to one event loop."""
 
     def __init__(
-        self,
-        run: Path,
-        system: System,
-        *,
-        metrics: MetricsWriter,
-        say: Callable[[str], None],
-        recorder: Recorder,
+        self, run: Path, system: System, *, metrics: MetricsWriter, say: Callable[[str], None], recorder: Recorder
     ) -> None:
         """
         Args:

@@ -10,21 +10,18 @@ import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from titan_rl.config import RunConfig
-from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
 from titan_rl.errors import CheckpointError
 from titan_rl.loop.records import RunSummary
 from titan_rl.loop.stages import Evaluation
 from titan_rl.metrics.json_lines import json_object
-from titan_rl.metrics.rollout_record import NUMBERS, RolloutRecord
 from titan_rl.rollout.report import GroupReport
 from titan_rl.scheduling.group_buffer import GroupBuffer
 from titan_rl.scheduling.schedule import Schedule, Untrainable, UntrainableStreak
-from titan_rl.types import PolicyVersion, Purpose
+from titan_rl.types import PolicyVersion
 
 LEDGER = "ledger.msgpack"
 PACKAGES = "packages.json"
@@ -61,12 +58,13 @@ class Ledger:
 
     def encode(self) -> bytes:
         """As plain data."""
+        summary = {each.name: getattr(self.summary, each.name) for each in dataclasses.fields(self.summary)}
         state = {
             "buffer": self.buffer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "streak": self.streak.state_dict(),
-            "summary": {**_fields(self.summary), "failed": [*map(_report_state, self.summary.failed)]},
-            "reports": [*map(_report_state, self.reports.values())],
+            "summary": {**summary, "failed": [*map(GroupReport.to_plain, self.summary.failed)]},
+            "reports": [*map(GroupReport.to_plain, self.reports.values())],
             "lessons": self.outcomes,
             "older": [[version, sorted(holders)] for version, holders in self.older.items()],
             "metrics_bytes": self.metrics_bytes,
@@ -79,7 +77,7 @@ class Ledger:
         """Raises where something is missing, unknown or of another type."""
         state = msgspec.msgpack.decode(encoded)
         summary = state["summary"]
-        reports = [*map(_report, state["reports"])]
+        reports = [*map(GroupReport.from_plain, state["reports"])]
         return cls(
             buffer=(buffer := GroupBuffer.from_state_dict(state["buffer"])),
             schedule=Schedule.from_state_dict(state["schedule"], buffer),
@@ -89,7 +87,7 @@ class Ledger:
                     **summary,
                     "evaluations": msgspec.convert(summary["evaluations"], list[Evaluation]),
                     "ages": Counter({int(age): count for age, count in summary["ages"].items()}),
-                    "failed": [*map(_report, summary["failed"])],
+                    "failed": [*map(GroupReport.from_plain, summary["failed"])],
                 }
             ),
             reports={report.group_id: report for report in reports},
@@ -135,28 +133,3 @@ def read_ledger(directory: Path) -> Ledger:
         theirs = ", ".join(f"{name} {version}" for name, version in json_object(directory / PACKAGES).items())
         why = f"{type(error).__name__}: {error}; it was written with {theirs or 'nobody knows what'}"
         raise CheckpointError(f"{directory / LEDGER} cannot be read: {why}") from error
-
-
-def _fields(of: Any) -> dict[str, Any]:
-    """Of a dataclass, not copied."""
-    return {each.name: getattr(of, each.name) for each in dataclasses.fields(of)}
-
-
-def _report_state(report: GroupReport) -> dict[str, Any]:
-    rollouts = [[getattr(rollout, name) for name in NUMBERS] for rollout in report.rollouts]
-    return {**_fields(report), "rollouts": rollouts, "samples": report.samples.refs}
-
-
-def _report(state: dict[str, Any]) -> GroupReport:
-    group = {"purpose": state["purpose"], "group": state["group_id"], "attempt": state["attempt"]}
-    return GroupReport(
-        **{
-            **state,
-            "purpose": Purpose(state["purpose"]),
-            "rollouts": tuple(
-                msgspec.convert({**group, **dict(zip(NUMBERS, numbers, strict=True))}, RolloutRecord)
-                for numbers in state["rollouts"]
-            ),
-            "samples": SampleBatch.of(msgspec.convert(state["samples"], tuple[SampleRef, ...])),
-        }
-    )

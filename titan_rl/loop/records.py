@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -22,7 +22,7 @@ from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.metrics.timeline import Pulse, memory, timeline
 from titan_rl.metrics.writer import MetricsWriter
 from titan_rl.one_line import counted
-from titan_rl.rollout.report import GroupReport
+from titan_rl.rollout.report import GroupReport, means
 from titan_rl.routing.health import GONE
 from titan_rl.rpc.mesh_client import MeshClient
 from titan_rl.scheduling.config import StalenessLimits
@@ -169,7 +169,7 @@ class StepRecords:
                 "rollout/turns_mean": float(np.mean([rollout.turn_count for rollout in rollouts])),
                 "rollout/branched": sum(1 for rollout in rollouts if rollout.branch_count > 1),
                 "rollout/rendered_anew": sum(rollout.rendered_anew for rollout in rollouts),
-                **{f"reward/{name}": value for name, value in _means(each.reward_parts for each in rollouts).items()},
+                **{f"reward/{name}": value for name, value in means(each.reward_parts for each in rollouts).items()},
                 **_mean_of_engine_metrics(rollouts),
                 "staleness/age_mean": float(np.mean(ages)) if ages else 0.0,
                 "staleness/age_max": max(ages, default=0),
@@ -246,21 +246,12 @@ def _shares_of_stop_reasons(rollouts: Sequence[RolloutRecord]) -> dict[StopReaso
 def _mean_of_engine_metrics(rollouts: Sequence[RolloutRecord]) -> dict[str, float]:
     """The engines' metrics of each rollout's completions, averaged over the rollouts that have them: engines tell of a
     step in one completion, and of preemptions where there are some."""
-    means = _means(rollout.metrics for rollout in rollouts)
+    averages = means(rollout.metrics for rollout in rollouts)
     preemptions = "generation/preemptions"
-    means[preemptions] = sum(rollout.metrics.get(preemptions, 0.0) for rollout in rollouts) / len(rollouts)
-    if prompt := means.get("generation/prompt_tokens"):
-        means["generation/prefix_cache_hits"] = means["generation/cached_tokens"] / prompt
-    return means
-
-
-def _means(numbers: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Every number, averaged over those that have it."""
-    values: dict[str, list[float]] = {}
-    for each in numbers:
-        for name, value in each.items():
-            values.setdefault(name, []).append(value)
-    return {name: float(np.mean(its)) for name, its in values.items()}
+    averages[preemptions] = sum(rollout.metrics.get(preemptions, 0.0) for rollout in rollouts) / len(rollouts)
+    if prompt := averages.get("generation/prompt_tokens"):
+        averages["generation/prefix_cache_hits"] = averages["generation/cached_tokens"] / prompt
+    return averages
 
 
 # Polls of the meshes.

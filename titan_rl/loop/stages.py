@@ -162,13 +162,10 @@ def make_filter(name: str) -> GroupFilter:
     found = import_name(name, FILTERS)
     if not callable(found):
         raise ConfigError(f"loop.filter {name!r} is not a function")
-    return _of_the_user(name, found)
 
-
-def _of_the_user(name: str, function: GroupFilter) -> GroupFilter:
     def guarded(report: GroupReport) -> str:
         try:
-            return function(report)
+            return found(report)
         except Exception as error:
             raise TaskError(f"loop.filter {name} raised {type(error).__name__}: {error}") from error
 
@@ -177,5 +174,4 @@ def _of_the_user(name: str, function: GroupFilter) -> GroupFilter:
 
 def no_variance(report: GroupReport) -> str:
     """Refuses groups whose graded rollouts all got the same reward: their advantages are 0."""
-    rewards = {rollout.reward for rollout in report.rollouts if not rollout.error}
-    return "" if len(rewards) > 1 else f"all rewards are {next(iter(rewards), 0.0):g}"
+    return "" if len(report.rewards) > 1 else f"all rewards are {next(iter(report.rewards), 0.0):g}"

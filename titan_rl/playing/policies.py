@@ -315,17 +315,7 @@ def run_until_signal(
 
 
 def _runner(task: Task, model_path: str = "") -> GroupRunner:
-    config = task.config
-    return GroupRunner(
-        config.environment,
-        config.rollout,
-        model_path=model_path,
-        run_seed=config.seed,
-        max_model_len=config.generator.max_model_len if model_path else 0,
-        held_out=config.evaluation.prompts,
-        prompts=config.loop.prompts,
-        imports=task.imports,
-    )
+    return GroupRunner(task.config, model_path=model_path, imports=task.imports)
 
 
 @contextmanager

@@ -51,12 +51,7 @@ class PackingPlan:
 
 
 def plan_packing(
-    lengths: Sequence[int],
-    groups: Sequence[int],
-    *,
-    ranks: int,
-    tokens_per_microbatch: int,
-    trained_tokens: int = 0,
+    lengths: Sequence[int], groups: Sequence[int], *, ranks: int, tokens_per_microbatch: int, trained_tokens: int = 0
 ) -> PackingPlan:
     """Spread samples over ranks evenly, then over as few micro-batches as first-fit-decreasing needs, or fewer.
 

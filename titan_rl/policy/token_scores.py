@@ -18,12 +18,7 @@ CHUNK_ELEMENTS = 16 << 20
 
 
 def token_scores(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float,
-    vocab_start: int = 0,
-    group: dist.ProcessGroup | None = None,
+    logits: Tensor, targets: Tensor, *, temperature: float, vocab_start: int = 0, group: dist.ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of `targets` and entropy under softmax(logits / temperature).
 
@@ -45,12 +40,7 @@ def token_scores(
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        temperature: float,
-        vocab_start: int,
-        group: dist.ProcessGroup | None,
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: float, vocab_start: int, group: dist.ProcessGroup | None
     ) -> tuple[Tensor, Tensor]:
         rows, columns = logits.shape
         local = targets - vocab_start

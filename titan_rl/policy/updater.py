@@ -67,6 +67,7 @@ class PolicyUpdater:
         step: finished RL optimizer steps.
         incarnation: with `step`, the version that on-policy tokens carry.
         aliases: `(name, stored name)` of tensors that share another's storage.
+        samples: where batches by reference are fetched from.
     """
 
     def __init__(
@@ -78,7 +79,6 @@ class PolicyUpdater:
         total_steps: int,
         device: str,
         seed: int,
-        samples: SampleSource | None = None,
     ) -> None:
         """Load the policy and shard it. Needs the environment of `join_world`.
 
@@ -87,7 +87,6 @@ class PolicyUpdater:
             temperature: what the engines sample with; logprobs and entropies are taken at it.
             total_steps: length of the learning-rate schedule; after it lr keeps its last value.
             seed: of the process's random numbers (the bundled losses draw none).
-            samples: where batches by reference are fetched from; None: the shared memory of this host.
 
         Raises:
             ConfigError: a checkpoint, loss or parallelism that cannot be.
@@ -96,7 +95,7 @@ class PolicyUpdater:
             raise ConfigError(f"training needs a sampling temperature above 0, got {temperature}")
         self._loss: PolicyLoss = build_loss(config.loss)
         shape = read_shape(model_path)
-        shape.check_tensor_parallel(config.tensor_parallel)
+        shape.check_tensor_parallel("trainer.tensor_parallel", config.tensor_parallel)
         self._device = join_ranks(config.ranks, device)
         import_torchtitan(device)
         from titan_rl.policy.models.model import build_policy
@@ -106,7 +105,7 @@ class PolicyUpdater:
         torch.manual_seed(seed)
         self._config = config
         self._source = model_path
-        self.samples = samples if samples is not None else SharedMemorySource()
+        self.samples: SampleSource = SharedMemorySource()
         self._temperature = temperature
         self._policy = build_policy(shape, config, self._device)
         load_weights(self._policy, model_path)

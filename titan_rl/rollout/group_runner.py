@@ -20,13 +20,13 @@ import numpy as np
 
 from titan_rl.chat import make_renderer
 from titan_rl.chat.renderer import Renderer
+from titan_rl.config import RunConfig
 from titan_rl.environments.rubric import LARGEST_REWARD
 from titan_rl.errors import ConfigError, GeneratorFailed, RequestError, TaskError, TitanError
 from titan_rl.importing import describe, import_name
 from titan_rl.isolation.pool import UserCodePool
 from titan_rl.isolation.wire import CallKind, EnvironmentSetup, ExamplePrompt, TaskInfo, UserCall
 from titan_rl.metrics.rollout_record import RolloutRecord
-from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig
 from titan_rl.rollout.report import GroupResult, unplayed_rollouts, with_numbers
 from titan_rl.rollout.rollouter import Generate, OpenRollout, Programs, Rollouter, RolloutGateway, reason_of
 from titan_rl.rollout.samples import demonstration_sample, group_advantages, training_samples
@@ -40,50 +40,30 @@ class GroupRunner:
     """A rollout worker without its actor.
 
     Args:
-        model_path: Hugging Face directory with the tokenizer.
-        max_model_len: the generators' longest prompt + completion; 0: no bound.
-        held_out: number of held-out prompts that evaluation may request.
-        prompts: distinct training prompts before the stream repeats; 0: the environment's own number.
+        model_path: Hugging Face directory with the tokenizer; empty: `start` is given a renderer.
         imports: modules and files that define user code.
     """
 
-    def __init__(
-        self,
-        environment: EnvironmentConfig,
-        rollout: RolloutConfig,
-        *,
-        model_path: str,
-        run_seed: int,
-        max_model_len: int = 0,
-        held_out: int = 0,
-        prompts: int = 0,
-        imports: tuple[str, ...] = (),
-    ):
-        self._rollout = rollout
+    def __init__(self, config: RunConfig, *, model_path: str, imports: tuple[str, ...] = ()):
+        self._rollout = config.rollout
         self._model_path = model_path
-        self._run_seed = run_seed
-        self._max_model_len = max_model_len
+        self._run_seed = config.seed
+        self._max_model_len = config.generator.max_model_len if model_path else 0  # else nobody has to keep it
         self.setup = EnvironmentSetup(
-            **{each.name: getattr(environment, each.name) for each in fields(environment)},
-            run_seed=run_seed,
+            **{each.name: getattr(config.environment, each.name) for each in fields(config.environment)},
+            run_seed=config.seed,
             imports=imports,
-            held_out=held_out,
-            prompts=prompts,
+            held_out=config.evaluation.prompts,
+            prompts=config.loop.prompts,
         )
         self.pool = UserCodePool(self.setup)
         self.programs: Programs | None = None
         self._free: AbstractAsyncContextManager[None] = nullcontext()  # limits how many programs run at once
-        self._info: TaskInfo | None = None
-        self._restarts_reported = 0
+        self.info: TaskInfo
+        """What the environment says about itself; there after `start`, as the next two."""
         self.renderer: Renderer
         self._rollouter: Rollouter
-
-    @property
-    def info(self) -> TaskInfo:
-        """What the environment says about itself. Raises TaskError before `start`."""
-        if self._info is None:
-            raise TaskError("the group runner was not started")
-        return self._info
+        self._restarts_reported = 0
 
     async def start(
         self, sessions: RolloutGateway | None = None, *, programs: bool = True, renderer: Renderer | None = None
@@ -117,7 +97,7 @@ class GroupRunner:
                 raise ConfigError(f"environment {self.setup.name} plays its rollouts by programs, which need a gateway")
             self.programs = Programs(self.pool, sessions, idle_seconds=self.setup.step_seconds)
             self._free = asyncio.Semaphore(self._rollout.agents.at_once)
-        self._info = info
+        self.info = info
         return info
 
     async def close(self) -> None:
@@ -150,13 +130,7 @@ class GroupRunner:
             return self._result(request, unplayed_rollouts(request, str(error), reason_of(error)))
 
         opened = [
-            OpenRollout(
-                self.pool,
-                info,
-                self._rollouter.begin(request, sample),
-                prompt=prompt,
-                programs=self.programs,
-            )
+            OpenRollout(self.pool, info, self._rollouter.begin(request, sample), prompt=prompt, programs=self.programs)
             for sample in range(request.samples)
         ]
         try:

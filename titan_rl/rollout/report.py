@@ -1,29 +1,29 @@
 """The result of a group, its report to the controller, and the texts and tokens of the few rollouts that are recorded.
 
 - `GroupResult` stays in the worker that played the group: conversations, tokens, samples.
-- `GroupReport` holds numbers and references, never tokens: its size does not depend on how much was sampled. It travels
-  as columns. Its holder owns the `samples` and releases them exactly once.
+- `GroupReport` holds numbers and references, never tokens: its size does not depend on how much was sampled. Its
+  holder owns the `samples` and releases them exactly once.
 - `texts` of a recorded branch joined are its decoded text. A character of several tokens is the text of its last one.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from titan_rl.data_plane.sample_batch import Columns, SampleBatch, SampleRef, from_columns, to_columns
+from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef, to_message
 from titan_rl.errors import TitanError
 from titan_rl.isolation.wire import ExamplePrompt
-from titan_rl.metrics.metric_table import METRICS
 from titan_rl.metrics.rollout_record import NUMBERS, BranchRecord, PlainMessage, RolloutRecord, TurnRecord
+from titan_rl.one_line import sendable
 from titan_rl.policy.token_score_recorder import SampleName, TokenScores
 from titan_rl.rollout.samples import training_samples
 from titan_rl.rollout.trajectory import Trajectory
@@ -111,15 +111,22 @@ class GroupReport:
     restarts: int = 0
     """Processes of user code that died in the worker since its last report."""
 
+    def to_plain(self) -> dict[str, Any]:
+        """As plain data, for messages and checkpoints."""
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        return plain | {"rollouts": [*map(_numbers, self.rollouts)], "samples": self.samples.refs}
+
+    @staticmethod
+    def from_plain(plain: dict[str, Any]) -> GroupReport:
+        """Raises where something is missing, unknown or of another type."""
+        group = {"purpose": plain["purpose"], "group": plain["group_id"], "attempt": plain["attempt"]}
+        rows = [group | dict(zip(NUMBERS, numbers, strict=True)) for numbers in plain["rollouts"]]
+        refs = msgspec.convert(plain["samples"], tuple[SampleRef, ...])
+        rest = {"purpose": Purpose(plain["purpose"]), "samples": SampleBatch(refs)}
+        return GroupReport(**plain | rest | {"rollouts": msgspec.convert(rows, tuple[RolloutRecord, ...])})
+
     def __reduce__(self) -> tuple[Any, ...]:
-        parts, metrics = (_names_of(getattr(each, name) for each in self.rollouts) for name in _NAMED)
-        rows = (
-            (*_numbers(each), *map(each.reward_parts.get, parts), *map(each.metrics.get, metrics))
-            for each in self.rollouts
-        )
-        group = (self.group_id, self.purpose.value, self.attempt, self.restarts)
-        known = tuple(_KNOWN.get(name, name) for name in metrics)
-        return _of_columns, (group, len(self.rollouts), to_columns(rows), parts, known, self.samples)
+        return _from_message, (to_message(self.to_plain()),)
 
     @property
     def oldest_version(self) -> int | None:
@@ -153,51 +160,11 @@ class GroupReport:
         return len(self.rewards) == 1 and all(r.exact_match >= 1.0 and not r.error for r in self.rollouts)
 
 
-_NAMED = ("reward_parts", "metrics")
-_KNOWN = {metric.name: number for number, metric in enumerate(METRICS)}
-"""Names that travel as numbers: those of metrics would be a third of a report."""
-_ALONE = tuple(name for name in NUMBERS if name not in _NAMED)
-_numbers = attrgetter(*_ALONE)
+_numbers = attrgetter(*NUMBERS)
 
 
-def _names_of(rows: Iterable[Mapping[str, float]]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(itertools.chain.from_iterable(rows)))
-
-
-def _of_columns(
-    group: tuple[int, str, int, int],
-    count: int,
-    columns: Columns,
-    parts: Sequence[str],
-    known: Sequence[int | str],
-    samples: SampleBatch,
-) -> GroupReport:
-    """The report that `GroupReport.__reduce__` took apart; None stands where a rollout has no number of a name."""
-    group_id, purpose, attempt, restarts = group
-    of_group: dict[str, Any] = {"purpose": Purpose(purpose), "group": group_id, "attempt": attempt}
-    metrics = [METRICS[name].name if isinstance(name, int) else name for name in known]
-    alone, named = len(_ALONE), len(_ALONE) + len(parts)
-    rollouts = tuple(
-        RolloutRecord(
-            **of_group,
-            **dict(zip(_ALONE, row, strict=False)),
-            reward_parts=_present(parts, row[alone:named]),
-            metrics=_present(metrics, row[named:]),
-        )
-        for row in from_columns(columns, count)
-    )
-    return GroupReport(
-        group_id=group_id,
-        purpose=of_group["purpose"],
-        attempt=attempt,
-        rollouts=rollouts,
-        samples=samples,
-        restarts=restarts,
-    )
-
-
-def _present(names: Sequence[str], values: Sequence[float | None]) -> dict[str, float]:
-    return {name: value for name, value in zip(names, values, strict=True) if value is not None}
+def _from_message(content: bytes) -> GroupReport:
+    return GroupReport.from_plain(msgspec.msgpack.decode(zlib.decompress(content)))
 
 
 def report_of(request: GroupRequest, result: GroupResult, refs: Sequence[SampleRef]) -> GroupReport:
@@ -207,12 +174,18 @@ def report_of(request: GroupRequest, result: GroupResult, refs: Sequence[SampleR
         purpose=result.purpose,
         attempt=request.attempt,
         rollouts=tuple(
-            msgspec.structs.replace(each, error=each.error[:LONGEST_ERROR]) if each.error else each
+            msgspec.structs.replace(each, error=sendable(each.error[:LONGEST_ERROR])) if each.error else each
             for each in result.rollouts
         ),
         samples=SampleBatch.of(refs),
         restarts=result.restarts,
     )
+
+
+def ended(group: GroupRequest, sample: int, reason: StopReason, **more: Any) -> RolloutRecord:
+    """The record of a rollout of a group: how it ended."""
+    of_group: dict[str, Any] = {"purpose": group.purpose, "group": group.group_id, "attempt": group.attempt}
+    return RolloutRecord(**of_group, sample=sample, stop_reason=reason, **more)
 
 
 def with_numbers(record: RolloutRecord, trajectory: Trajectory) -> RolloutRecord:
@@ -225,7 +198,7 @@ def with_numbers(record: RolloutRecord, trajectory: Trajectory) -> RolloutRecord
         sampled_tokens=sum(len(completion.token_ids) for completion in completions),
         branch_count=trajectory.tree.leaves,
         rendered_anew=sum(turn.rendered_anew for turn in trajectory.turns),
-        metrics=_means([completion.metrics for completion in completions]),
+        metrics=means(completion.metrics for completion in completions),
     )
 
 
@@ -233,17 +206,7 @@ def unplayed_rollouts(
     request: GroupRequest, error: str, reason: StopReason = StopReason.ERROR
 ) -> tuple[RolloutRecord, ...]:
     """The rollouts of a group none of which could be played."""
-    return tuple(
-        RolloutRecord(
-            purpose=request.purpose,
-            group=request.group_id,
-            attempt=request.attempt,
-            sample=sample,
-            error=error,
-            stop_reason=reason,
-        )
-        for sample in range(request.samples)
-    )
+    return tuple(ended(request, sample, reason, error=error) for sample in range(request.samples))
 
 
 def unplayed(request: GroupRequest, error: TitanError) -> GroupReport:
@@ -253,10 +216,10 @@ def unplayed(request: GroupRequest, error: TitanError) -> GroupReport:
     return report_of(request, result, ())
 
 
-def _means(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Every metric, averaged over those that have it."""
+def means(numbers: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Every number, averaged over those that have it."""
     values: dict[str, list[float]] = {}
-    for each in metrics:
+    for each in numbers:
         for name, value in each.items():
             values.setdefault(name, []).append(value)
     return {name: sum(its) / len(its) for name, its in values.items()}

@@ -23,17 +23,11 @@ from typing import Any, Protocol
 from titan_rl.chat.renderer import Renderer
 from titan_rl.environments.base import EnvironmentReply
 from titan_rl.environments.rubric import Score
-from titan_rl.errors import (
-    GeneratorFailed,
-    RequestError,
-    RequestTooLong,
-    TaskError,
-    TaskTimeout,
-    TitanError,
-)
+from titan_rl.errors import GeneratorFailed, RequestError, RequestTooLong, TaskError, TaskTimeout, TitanError
 from titan_rl.isolation.pool import UserCodePool
 from titan_rl.isolation.wire import CallKind, Conversation, TaskInfo, UserCall
 from titan_rl.metrics.rollout_record import RolloutRecord
+from titan_rl.rollout.report import ended
 from titan_rl.rollout.samples import Turn, check
 from titan_rl.rollout.trajectory import UNBOUNDED, Prompt, RolloutRequest, Trajectory
 from titan_rl.types import (
@@ -60,13 +54,7 @@ class Rollouter:
     """
 
     def __init__(
-        self,
-        *,
-        renderer: Renderer,
-        run_seed: int,
-        max_turns: int,
-        max_sampled_tokens: int = 0,
-        max_model_len: int = 0,
+        self, *, renderer: Renderer, run_seed: int, max_turns: int, max_sampled_tokens: int = 0, max_model_len: int = 0
     ):
         self.renderer = renderer
         self.run_seed = run_seed
@@ -229,16 +217,7 @@ class OpenRollout:
         """The record of the finished rollout: how it ended."""
         reward, parts = score or Score(0.0, {})
         request = self.trajectory.request
-        return RolloutRecord(
-            purpose=request.group.purpose,
-            group=request.group.group_id,
-            attempt=request.group.attempt,
-            sample=request.sample,
-            reward=reward,
-            reward_parts=parts,
-            stop_reason=reason,
-            error=error,
-        )
+        return ended(request.group, request.sample, reason, error=error, reward=reward, reward_parts=parts)
 
     def _conversation(self) -> Conversation:
         return Conversation(tuple(self.messages), tuple(self.trajectory.finish_reasons), self._state)

@@ -144,10 +144,7 @@ class Trajectory:
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("request", "turns", "messages", "side_conversations", "refused", "failure", "misread", "requested")
-        return {name: getattr(self, name) for name in (*names, "_graded")} | {
-            "over": True,
-            "_tree": TokenTree(),
-        }
+        return {name: getattr(self, name) for name in (*names, "_graded")} | {"over": True, "_tree": TokenTree()}
 
     @property
     def tree(self) -> TokenTree:

@@ -31,7 +31,7 @@ from titan_rl.loop.stages import FILTERS
 from titan_rl.overrides import convert_value, did_you_mean, get_setting
 from titan_rl.policy.losses import SHORT_NAMES as LOSSES
 from titan_rl.policy.losses import PolicyLoss
-from titan_rl.policy.models.qwen3 import Qwen3Shape, read_shape
+from titan_rl.policy.models.qwen3 import read_shape
 from titan_rl.policy.models.tiny import tiny_shape
 from titan_rl.rollout.rollouter import Rollouter
 from titan_rl.routing.strategies import SHORT_NAMES as STRATEGIES
@@ -162,8 +162,8 @@ def _policy(config: RunConfig, host: HostFacts) -> None:
             shape = read_shape(directory)
         except ConfigError as error:
             raise ConfigError(f"policy.path: {error}") from error
-    _check_divides("generator.tensor_parallel", config.generator.tensor_parallel, shape)
-    _check_divides("trainer.tensor_parallel", config.trainer.tensor_parallel, shape)
+    shape.check_tensor_parallel("generator.tensor_parallel", config.generator.tensor_parallel)
+    shape.check_tensor_parallel("trainer.tensor_parallel", config.trainer.tensor_parallel)
     if resolve_device(config, host) == "cpu" and shape.head_dim not in CPU_HEAD_DIMS:
         setting = "policy.tiny.head_dim" if tiny is not None else f"head_dim of {directory}"
         raise ConfigError(
@@ -175,12 +175,6 @@ def _policy(config: RunConfig, host: HostFacts) -> None:
             f"generator.max_model_len ({config.generator.max_model_len}) is more than the {shape.max_length} positions "
             f"of {directory}"
         )
-
-
-def _check_divides(name: str, degree: int, shape: Qwen3Shape) -> None:
-    sizes = {"heads": shape.heads, "kv heads": shape.kv_heads, "feed-forward size": shape.ffn}
-    if uneven := [f"{what} ({size})" for what, size in sizes.items() if size % degree]:
-        raise ConfigError(f"{name} ({degree}) must divide the policy's {' and '.join(uneven)}")
 
 
 def _missing_part(directory: Path) -> str | None:

@@ -34,16 +34,7 @@ from titan_rl.config import LoggingConfig, RunConfig
 from titan_rl.directories import CONFIG, ENDING, METRICS, SUMMARY, is_going_on, write_file
 from titan_rl.errors import CheckpointError, ConfigError
 from titan_rl.generation.config import MAY_DIFFER
-from titan_rl.loop.checkpoint_files import (
-    CHECKPOINTS,
-    MANIFEST,
-    Checkpoint,
-    check,
-    checkpoints,
-    directory_of,
-    newest_sound,
-    prune,
-)
+from titan_rl.loop.checkpoint_files import CHECKPOINTS, MANIFEST, Checkpoint, check, checkpoints, directory_of, prune
 from titan_rl.metrics.json_lines import TAIL, json_lines, json_object
 from titan_rl.overrides import Command, Verb, flat, to_toml
 
@@ -101,13 +92,19 @@ class Resume:
             except CheckpointError as error:
                 raise ConfigError(f"--resume: {error}") from error
             return self.chosen
-        found = newest_sound(self.run, say, read)
-        if found is None and checkpoints(self.run):
+        for directory in reversed(checkpoints(self.run)):
+            try:
+                found = check(directory)
+                read(directory)
+                return found
+            except CheckpointError as error:
+                say(f"{error}; it is passed over")
+        if checkpoints(self.run):
             raise ConfigError(
                 f"{self.run}: none of its checkpoints can be read, so it cannot go on; start a new run, or move "
                 f"{self.run / CHECKPOINTS} away to start this one over"
             )
-        return found
+        return None
 
     def check_steps(self, steps: int) -> None:
         """Raises ConfigError if the run has done more than `steps` steps where it goes on."""

@@ -80,16 +80,7 @@ async def _try(config: RunConfig, imports: tuple[str, ...]) -> str:
     """Returns the environment's warning."""
     files = (Path(config.policy.path) / name for name in ("config.json", "tokenizer.json"))
     tokenizer = config.policy.tiny is not None or all(file.is_file() for file in files)
-    runner = GroupRunner(
-        config.environment,
-        config.rollout,
-        model_path=str(model_directory(config)) if tokenizer else "",
-        run_seed=config.seed,
-        max_model_len=config.generator.max_model_len,
-        held_out=config.evaluation.prompts,
-        prompts=config.loop.prompts,
-        imports=imports,
-    )
+    runner = GroupRunner(config, model_path=str(model_directory(config)) if tokenizer else "", imports=imports)
     other = UserCodePool(replace(runner.setup, run_seed=config.seed + 1))
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -173,8 +173,6 @@ class UntrainableStreak:
             groups_per_step: P.
             batches: k: the run ends after k·P such groups in a row.
         """
-        if batches < 1:
-            raise ValueError(f"batches must be at least 1, got {batches}")
         self._groups_per_step = groups_per_step
         self._batches = batches
         self._reasons: Counter[Untrainable] = Counter()

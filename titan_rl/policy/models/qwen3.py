@@ -59,11 +59,11 @@ class Qwen3Shape:
             shapes[LM_HEAD] = (self.vocab, self.dim)
         return shapes
 
-    def check_tensor_parallel(self, degree: int) -> None:
+    def check_tensor_parallel(self, setting: str, degree: int) -> None:
         """Raises ConfigError unless heads and feed-forward split evenly over `degree` ranks."""
-        for name, size in (("heads", self.heads), ("kv heads", self.kv_heads), ("feed-forward size", self.ffn)):
-            if size % degree:
-                raise ConfigError(f"trainer.tensor_parallel ({degree}) does not divide the policy's {name} ({size})")
+        sizes = {"heads": self.heads, "kv heads": self.kv_heads, "feed-forward size": self.ffn}
+        if uneven := [f"{what} ({size})" for what, size in sizes.items() if size % degree]:
+            raise ConfigError(f"{setting} ({degree}) must divide the policy's {' and '.join(uneven)}")
 
 
 def read_shape(directory: Path) -> Qwen3Shape:
