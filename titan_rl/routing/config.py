@@ -26,7 +26,7 @@ class RouterConfig:
     pull_retries: CountOrZero = 1
     """Further attempts at once after a failed pull; a generator that still fails waits, STALE, for the next version."""
     pull_seconds: Positive = 120.0
-    """Longest pull of one generator, after its drain. A later one is waited for by nobody: the generator is STALE and
+    """Longest pull of one generator, after its drain. A later one is waited for by nobody: the generator is LATE and
     takes no requests until its pull ends. After five times as long it is ended and replaced."""
     request_seconds: NotNegative = 0.0
     """Longest time that a request may spend with generators, all its attempts together; then its engine stops it, and
