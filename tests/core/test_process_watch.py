@@ -105,6 +105,7 @@ def test_the_death_of_a_thread_of_the_watch_is_told(tmp_path: Path, monkeypatch:
 def test_a_fork_server_that_cannot_live_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: queue.Queue[str] = queue.Queue()
     monkeypatch.setattr(process_watch.sys, "executable", "/bin/false")
-    watch = ProcessWatch(tmp_path, Stage(name="none"), on_end=lambda *end: None, on_broken=told.put)
+    log = tmp_path / "of a run" / "logs" / "fork-server.log"
+    watch = ProcessWatch(tmp_path, Stage(name="none"), str(log), on_end=lambda *end: None, on_broken=told.put)
     assert "the fork server exited with code 1 3 times in a row" in told.get(timeout=SECONDS)
     watch.close()

@@ -140,6 +140,8 @@ class ProcessWatch:
     def _keep_fork_server(self, directory: Path, stage: Stage, log: str, environment: dict[str, str]) -> None:
         """`environment`: not this process's own, which another thread may be changing."""
         command = [sys.executable, "-m", "titan_rl.supervision.fork_server", str(directory), json.dumps(asdict(stage))]
+        if log:
+            Path(log).parent.mkdir(parents=True, exist_ok=True)
         died_early = 0
         while died_early < FORK_SERVERS:
             began = time.monotonic()
