@@ -88,7 +88,7 @@ def test_one_signal_after_a_step_saves_the_weights_and_leaves_nothing(tmp_path: 
 def check_what_every_process_answered(told: str, logs: Path) -> None:
     """Who was asked with SIGUSR1: where each task is, and the stacks."""
     assert told.endswith(f"{logs}\n")
-    answers = {log.stem: log.read_text() for log in logs.iterdir()}
+    answers = {log.stem: log.read_text() for log in logs.iterdir() if log.stem != "fork-server"}
     assert set(answers) == {"controller", "trainer", "generator0", "router", "rollout0"}
     for name, answer in answers.items():
         assert f"{name} " in answer and re.search(r"\(pid \d+\) has \d+ tasks; its threads: MainThread", answer)
