@@ -131,8 +131,11 @@ def test_prefill_delays_the_step_that_a_request_joins_in():
     assert [sequence.request_id for sequence in engine.boundary()[0]] == ["b"]
 
 
-def test_after_a_hot_swap_the_kv_of_what_runs_is_computed_again():
-    speed = EngineSpeed(seconds_per_step=1.0, seconds_per_prompt_token=0.5, seconds_per_load=10.0)
+@pytest.mark.parametrize("keep", [False, True])
+def test_after_a_hot_swap_the_kv_of_what_runs_is_computed_again_or_kept(keep):
+    speed = EngineSpeed(
+        seconds_per_step=1.0, seconds_per_prompt_token=0.5, seconds_per_load=10.0, keep_prefix_cache=keep
+    )
     engine = PlannedEngine(speed, PolicyVersion(0, 0))
     engine.add(Sequence("a", 0, 4, 5), 0.0)
     engine.boundary()
@@ -142,4 +145,4 @@ def test_after_a_hot_swap_the_kv_of_what_runs_is_computed_again():
     assert engine.boundary() == ([], None)
     assert engine.due == 14.0
     assert engine.boundary() == ([], PolicyVersion(0, 1))
-    assert engine.due == 14.0 + 6 * 0.5 + 3 * 1.0, "4 prompt tokens and 2 sampled ones; 3 are left"
+    assert engine.due == 14.0 + 6 * 0.5 * (not keep) + 3 * 1.0, "4 prompt tokens and 2 sampled ones; 3 are left"

@@ -91,6 +91,8 @@ class EngineSpeed:
     seconds_per_prompt_token: NotNegative = 0.0
     """Prefill: added to the step that a request joins in, and after a hot swap once for all tokens so far of what is
     running, whose KV is recomputed."""
+    keep_prefix_cache: bool = False
+    """After a hot swap nothing is recomputed (`generator.keep_prefix_cache`)."""
     seconds_per_load: NotNegative = 0.0
     """Loading new weights, between two steps."""
     max_num_seqs: Count = 256
@@ -231,7 +233,7 @@ class PlannedEngine:
     def _run(self, now: float, *, recompute: bool) -> None:
         """Let requests join, and go on until one finishes."""
         tokens = 0
-        if recompute and self._speed.seconds_per_prompt_token:
+        if recompute and not self._speed.keep_prefix_cache:
             tokens += sum(s.prompt_tokens + s.length - (finish - self._step) for finish, _, s in self._batch)
         while self._queue and len(self._batch) < self._speed.max_num_seqs:
             sequence = self._queue.popleft()
