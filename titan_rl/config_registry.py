@@ -88,6 +88,24 @@ def copy4_quick() -> RunConfig:
     )
 
 
+def task() -> RunConfig:
+    """What `titan-rl train task.py` begins with; the rest is chosen for the task (`run.first_settings`)."""
+    return variant(
+        copy4_quick(),
+        {
+            "rollout.samples_per_group": 16,
+            "trainer.optimizer.lr": 2e-3,
+            "trainer.loss.kwargs": {"clip_low": 0.2, "clip_high": 0.2, "entropy_bonus": 0.02},
+            "generator.kv_cache_bytes": 256 << 20,
+            "loop.steps": 600,
+            "loop.groups_per_step": 16,
+            "evaluation.every": 50,
+            "evaluation.prompts": 200,
+            "evaluation.target_exact_match": 0.0,
+        },
+    )
+
+
 def sort5() -> RunConfig:
     """Warm-up, then RL: a tiny policy that learned to sort letters mostly the wrong way is turned."""
     return variant(
@@ -273,6 +291,7 @@ RECIPES: dict[str, Recipe] = {
         copy4_2x2,
         copy4_async,
         copy4_quick,
+        task,
         sort5,
         tool_sum,
         tool_sum_openai,

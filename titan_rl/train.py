@@ -10,6 +10,7 @@ Relative file names start at the file that holds them (TOML, recipe) or at the w
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from collections.abc import Iterator, MutableMapping, Sequence
@@ -20,7 +21,8 @@ from typing import TypeVar
 from titan_rl.config import CLASS_SETTINGS, DATA_FILES, RunConfig
 from titan_rl.config_registry import RECIPES, load_recipe
 from titan_rl.directories import CONFIG, SUMMARY, check_replaceable
-from titan_rl.errors import ConfigError
+from titan_rl.environments.base import find_task
+from titan_rl.errors import ActorGone, ConfigError, TaskError
 from titan_rl.hosts.facts import HostFacts, detect_host
 from titan_rl.hosts.worker import hosts_of, serve_rank, workers
 from titan_rl.loop.checkpoint_files import checkpoints
@@ -32,8 +34,10 @@ from titan_rl.overrides import (
     Verb,
     apply,
     get_setting,
+    option_overrides,
     print_error,
     to_toml,
+    variant,
 )
 from titan_rl.processes import run_and_exit
 from titan_rl.run.checks import Problem, Severity, check_run
@@ -102,6 +106,8 @@ def check_and_run(
 def _what_to_run(command: Command, prog: str) -> tuple[RunConfig, tuple[str, ...], Resume | None]:
     """The config, the user's modules, and the run that goes on."""
     where = command.values.get("--resume")
+    if task := command.word("task", ""):
+        return *_for_task(task, command, prog), None
     if where is None:
         return *resolve(command), None
     if where == "auto":
@@ -127,6 +133,32 @@ def _what_to_run(command: Command, prog: str) -> tuple[RunConfig, tuple[str, ...
         if not any(difference.setting == "loop.steps" for difference in found):
             raise ConfigError(f"{resume.run} is done; to train it further, ask for more steps: --loop.steps")
     return config, imports, resume
+
+
+def _for_task(task: str, command: Command, prog: str) -> tuple[RunConfig, tuple[str, ...]]:
+    """The settings that suit a task, under those of the command; what is chosen is printed."""
+    from titan_rl.run.first_settings import choose, survey
+
+    if command.recipe or "--resume" in command.values:
+        raise ConfigError(f"{task}: leave it out beside --recipe and --resume, which name a task themselves")
+    name = absolute_name(find_task(task) if task.endswith(".py") else task, Path.cwd())
+    command.recipe = "task"
+    named = option_overrides([("TASK", "environment.name", [name])], Path.cwd())
+    command.layers = [named, *command.layers]
+    before = resolve(command)
+    try:
+        found = asyncio.run(survey(*before))
+    except (TaskError, ActorGone) as error:
+        raise ConfigError(f"{task}: {error}") from error
+    chosen = [each for each in choose(found) if each.setting not in command.given]
+    width = max(len(each.setting) for each in chosen)
+    print(f"{prog}: settings for {task}, each of which can be given")
+    for setting, value, reason in chosen:
+        print(f"  --{setting.replace('_', '-').ljust(width)}  {value!r:12}  {reason}")
+    config = variant(load_recipe("task"), {each.setting: each.value for each in chosen})
+    stem = Path(task.partition(":")[0]).stem
+    named_run = replace(config, logging=replace(config.logging, name=stem))
+    return apply_command(named_run, command)
 
 
 def _newest_unfinished(command: Command, prog: str) -> tuple[RunConfig, tuple[str, ...], Resume | None]:
@@ -199,10 +231,12 @@ VERB = Verb(
     act=_act,
     config=lambda command: recipe_of(command) if command.recipe else RunConfig(),
     about="""
-usage: {prog} --recipe NAME [--config FILE.toml] [--section.key VALUE ...] [--name NAME] [--dry-run]
+usage: {prog} TASK [--section.key VALUE ...]
+       {prog} --recipe NAME [--config FILE.toml] [--section.key VALUE ...] [--name NAME] [--dry-run]
        {prog} --resume RUN [--section.key VALUE ...] [--dry-run]
 
-Train a policy. Constructor arguments of a class are set as --environment.kwargs.NAME VALUE.
+Train a policy. TASK is a file of yours with one task in it, or file.py:Class: what it needs is chosen and said.
+Constructor arguments of a class are set as --environment.kwargs.NAME VALUE.
 
 exit codes: 0 done; 1 failed, or below evaluation.target_exact_match; 2 wrong config: nothing was started;
             130, 143, 129 stopped by Ctrl-C, SIGTERM, SIGHUP
@@ -218,6 +252,7 @@ signals:    SIGUSR1 prints the stacks of all threads and tasks of every process 
         "--dry-run": "print the resolved config and the placement, and start nothing; exit code 2 if this host has too "
         "few CUDA devices",
     },
+    takes_words=True,
     aliases={"--name": "logging.name", "--hosts": "placement.hosts", TRUSTED: "placement.trusted_network"},
 )
 

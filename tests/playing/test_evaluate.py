@@ -14,8 +14,9 @@ from titan_rl.errors import GeneratorFailed, TaskError
 from titan_rl.metrics.rollout_record import read_record
 from titan_rl.playing import evaluate
 from titan_rl.playing.evaluate import Scores, estimate, names_of, play, powers_of_two, table
-from titan_rl.playing.policies import Task, bare_recipe, message_player, run_of, run_until_signal
+from titan_rl.playing.policies import bare_recipe, run_of, run_until_signal
 from titan_rl.rollout.config import EnvironmentConfig
+from titan_rl.run.players import message_player
 from titan_rl.types import FinishReason, Message
 from titan_rl.view.conversation import draw_rollout
 from titan_rl.view.read import read_listed
@@ -62,7 +63,7 @@ def config_of(name="copy"):
 
 async def scores_of(say, *, samples=4, name="copy", config=None):
     scores, results = Scores("it"), io.StringIO()
-    async with message_player(Task(config or config_of(name)), say) as player:
+    async with message_player(config or config_of(name), (), say) as player:
         await play(player, scores, samples=samples, temperature=1.0, results=results)
     return scores, [json.loads(line) for line in results.getvalue().splitlines()]
 

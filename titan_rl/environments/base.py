@@ -13,7 +13,9 @@ What must hold, because calls run in several processes, each of which may be kil
 
 from __future__ import annotations
 
+import inspect
 import random
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +26,7 @@ from titan_rl.environments.dataset import HELD_OUT_SHARE, Rows, is_held_out, pro
 from titan_rl.environments.rubric import GroupReward, Reward, RewardFunction, Rubric, Transcript
 from titan_rl.environments.tools import Tool, ToolError, tool
 from titan_rl.errors import ConfigError, TaskError
-from titan_rl.importing import import_name
+from titan_rl.importing import import_file, import_name
 from titan_rl.seeding import derive_seed
 from titan_rl.types import Endpoint, Example, Message, ToolCall
 
@@ -148,6 +150,28 @@ class Environment(ABC):
         """Demonstration number `index` (>= 0): always the same one, and never of a held-out prompt. Asked for only when
         `trainer.warmup.steps` is not 0."""
         raise TaskError(f"{type(self).__name__} has no method `demonstration`, and trainer.warmup asks for it")
+
+
+def find_task(file: str) -> str:
+    """`file.py:Name` of the only task in a file: a class of its own, or what `from_examples` made. Raises ConfigError
+    if there is none, or several."""
+    module = import_file(file)
+    found = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, Environment) and not inspect.isabstract(value)
+        # else it was imported: what `from_examples` makes has the name of nothing
+        if value.__module__ == module.__name__ or getattr(sys.modules[value.__module__], name, None) is not value
+    }
+    found = {name: task for name, task in found.items() if not any(task in each.__mro__[1:] for each in found.values())}
+    if len(found) == 1:
+        return f"{file}:{next(iter(found))}"
+    if found:
+        raise ConfigError(f"{file} has several tasks: say which, as {' or '.join(f'{file}:{name}' for name in found)}")
+    raise ConfigError(
+        f"{file} has no task: a subclass of titan_rl.environments.base.Environment with `example`, `held_out` and "
+        "`rubric`, or what Environment.from_examples(rows, reward) returns"
+    )
 
 
 class DatasetEnvironment(Environment):

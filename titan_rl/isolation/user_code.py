@@ -340,20 +340,21 @@ class Examples:
         held-out ones again."""
         until = time.monotonic() + self._look_seconds
         training: list[tuple[Message, ...]] = []
+        answers: list[str] = []
         for index in range(min(count, self.size or count)):
             try:
-                training.append(plain(self.find(Purpose.TRAIN, index).prompt))
+                example = self.find(Purpose.TRAIN, index)
+                training.append(plain(example.prompt))
+                answers.append(_said(example))
             except (Exception, SystemExit) as error:
                 raise TaskError(f"example({index}): {describe(error)}") from error
             if time.monotonic() > until:
                 break
-        answers = [example.answer for example in (self.find(Purpose.TRAIN, 0), *self._held_out[:1])]
-        said = [str(answer) if isinstance(answer, (str, int, float)) else "" for answer in answers]
         return TaskCheck(
             training=tuple(training),
             held_out=tuple(plain(example.prompt) for example in self._held_out),
             held_out_again=tuple(plain(example.prompt) for example in self._hold_out()),
-            answers=(said[0], said[-1]),
+            answers=(*answers, *map(_said, self._held_out[:1])),
             warning=str(self._environment.warning),
         )
 
@@ -362,6 +363,10 @@ class Examples:
         if not isinstance(examples, Iterable):
             raise TaskError(f"held_out gave {examples!r}, which is no sequence of examples")
         return [_checked("held_out", example) for example in examples]
+
+
+def _said(example: Example) -> str:
+    return str(example.answer) if isinstance(example.answer, (str, int, float)) else ""
 
 
 def _checked(method: str, example: object) -> Example:

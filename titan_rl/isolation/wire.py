@@ -217,8 +217,8 @@ class TaskCheck(NamedTuple):
     held_out: tuple[tuple[Message, ...], ...]
     held_out_again: tuple[tuple[Message, ...], ...]
     """The prompts that a second call returned."""
-    answers: tuple[str, str]
-    """Reference answers of the first training prompt and the first held-out one; "" if not a text or a number."""
+    answers: tuple[str, ...]
+    """Reference answers of these training prompts, then of the first held-out one; "" if not a text or a number."""
     warning: str
     """`Environment.warning`."""
 

@@ -34,9 +34,7 @@ from titan_rl.metrics.rollout_record import RolloutRecord, to_line
 from titan_rl.one_line import counted
 from titan_rl.overrides import EXIT_USAGE, Command, Verb
 from titan_rl.playing.policies import (
-    Player,
     first_run,
-    message_player,
     number_of,
     read_task,
     run_until_signal,
@@ -44,6 +42,7 @@ from titan_rl.playing.policies import (
     weights_player,
 )
 from titan_rl.run.checks import check_environment, problems_of
+from titan_rl.run.players import Player, message_player
 from titan_rl.serve import KEY_VARIABLE
 from titan_rl.types import GroupRequest, Purpose
 
@@ -262,7 +261,10 @@ def _act(command: Command, prog: str) -> int:
         all_scores = [Scores(name) for name in names_of(policies)]
         with open(directory / RESULTS, "w", encoding="utf-8", buffering=1) as results:
             for policy, server, scores in zip(policies, servers, all_scores, strict=True):
-                playing = message_player(task, server.next_message) if server else weights_player(task, policy, options)
+                if server is not None:
+                    playing = message_player(task.config, task.imports, server.next_message)
+                else:
+                    playing = weights_player(task, policy, options)
                 async with playing as player:
                     prompts = counted(player.info.held_out, "held-out prompt")
                     print_line(f"{scores.name}: {prompts}, greedy and {samples} times sampled")

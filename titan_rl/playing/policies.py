@@ -1,27 +1,16 @@
-"""Policies that play a task without a run: weights, a server, or whoever answers in messages.
-
-    Task ─┬ weights ─▶ router, generators (`run.start.bring_up`) ──────┬▶ generate ─▶ GroupRunner ─▶ rewards
-          └ a person, a demonstration, a server ─▶ `MessagePolicy` ────┘
-
-Rollouts are played by the `GroupRunner` of a run's workers, with the run's rollouter, processes and gateway. Only what
-answers a request differs.
-"""
+"""Which task `try` and `eval` play, and its policies: weights behind router and generators, or a server."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from titan_rl import serve, train
-from titan_rl.chat.message_renderer import MessageRenderer
 from titan_rl.config import PlacementConfig, RunConfig
 from titan_rl.directories import CONFIG
 from titan_rl.errors import ActorGone, ConfigError, RequestLost
@@ -29,32 +18,19 @@ from titan_rl.export import export_weights
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.gateway.openai_client import ChatServer
 from titan_rl.hosts.facts import detect_host
-from titan_rl.isolation.wire import TaskInfo
 from titan_rl.loop.checkpoint_files import CHECKPOINTS
-from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.overrides import Command
 from titan_rl.policy.config import PolicyConfig
 from titan_rl.rollout.config import RolloutConfig, SamplingConfig
 from titan_rl.rollout.group_runner import GroupRunner
-from titan_rl.rollout.report import GroupResult, report_of
-from titan_rl.rollout.rollouter import Generate
 from titan_rl.run.checks import Severity, check_serving
+from titan_rl.run.players import Player
 from titan_rl.run.runs import find
-from titan_rl.scheduling.group import MAX_ATTEMPTS
 from titan_rl.serve import KEY_VARIABLE
-from titan_rl.supervision.placement import plays
 from titan_rl.supervision.process import prepare_controller
 from titan_rl.types import (
     Completion,
-    FinishReason,
     GenerationRequest,
-    GroupRequest,
-    Message,
-    Piece,
-    PolicyVersion,
-    Purpose,
-    SamplingParams,
-    ToolSpec,
 )
 
 if TYPE_CHECKING:
@@ -64,11 +40,6 @@ if TYPE_CHECKING:
 BARE = "titan_rl.playing.policies:bare_recipe"
 LONGEST_TURN = 512
 """Tokens of a turn, where neither a recipe nor the user says how many."""
-
-NextMessage = Callable[
-    [Sequence[Message], Sequence[ToolSpec], GenerationRequest], Awaitable[tuple[Message, FinishReason]]
-]
-"""Called with a conversation, the tools and the request: the policy's next message, and why it ended."""
 
 
 def bare_recipe() -> RunConfig:
@@ -138,106 +109,9 @@ def number_of(command: Command, option: str, default: int, *, least: int = 1) ->
     return int(text)
 
 
-class MessagePolicy:
-    """A policy that answers in messages, as the `Fleet` of a gateway and the `generate` of a rollouter."""
-
-    def __init__(self, next_message: NextMessage) -> None:
-        self.renderer = MessageRenderer()
-        self._next_message = next_message
-
-    async def generate(self, request: GenerationRequest) -> Completion:
-        prompt: list[int] = request.prompt_token_ids.tolist()
-        messages, tools = self.renderer.messages(prompt), self.renderer.tools(prompt)
-        message, reason = await self._next_message(messages, tools, request)
-        token_ids = self.renderer.say(message)[: None if reason is FinishReason.STOP else -1]
-        return Completion(
-            request_id=request.request_id,
-            token_ids=np.array(token_ids, dtype=np.int32),
-            logprobs=np.zeros(len(token_ids), dtype=np.float32),
-            versions=np.zeros(len(token_ids), dtype=np.int64),
-            finish_reason=reason,
-        )
-
-    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
-        yield await self.generate(request)
-
-    async def fleet_status(self) -> list[Any]:
-        return []
-
-
-@dataclass(frozen=True, slots=True)
-class Player:
-    """A task and a policy that are ready to play."""
-
-    config: RunConfig
-    runner: GroupRunner
-    info: TaskInfo
-    generate: Generate
-
-    def request(
-        self, index: int, purpose: Purpose, *, samples: int = 1, temperature: float | None = None
-    ) -> GroupRequest:
-        """Rollouts of one prompt. Without a temperature, at that of training."""
-        sampling = self.config.rollout.sampling
-        return GroupRequest(
-            group_id=index,
-            purpose=purpose,
-            samples=samples,
-            sampling=SamplingParams(
-                max_new_tokens=sampling.max_new_tokens,
-                temperature=sampling.temperature if temperature is None else temperature,
-            ),
-            min_version=PolicyVersion(0, 0),
-        )
-
-    async def play(self, request: GroupRequest) -> list[RolloutRecord]:
-        """The rollouts of a group. One whose engines died under it is played again, as in a run."""
-        while True:
-            try:
-                result = await self.runner.play(request, self.generate)
-                return await asyncio.to_thread(self._records, request, result)
-            except ActorGone:
-                if request.attempt + 1 >= MAX_ATTEMPTS:
-                    raise
-                request = replace(request, attempt=request.attempt + 1)
-
-    def _records(self, request: GroupRequest, result: GroupResult) -> list[RolloutRecord]:
-        decode, rollouts = self.runner.renderer.decode, report_of(request, result, ()).rollouts
-        return [result.describe(rollout, decode, count=request.samples) for rollout in rollouts]
-
-
 def server_at(url: str, command: Command) -> ChatServer:
     """A server, which is asked for its model now. Raises ConfigError if none answers."""
     return ChatServer(url, model=command.values.get("--model", ""), api_key=os.environ.get(KEY_VARIABLE, ""))
-
-
-@asynccontextmanager
-async def message_player(task: Task, next_message: NextMessage) -> AsyncIterator[Player]:
-    """The task, played by a policy that answers in messages. Loads neither torch nor Monarch.
-
-    Raises:
-        ConfigError, TaskError: the environment cannot be made.
-    """
-    config = task.config
-    policy = MessagePolicy(next_message)
-    runner = _runner(task)
-    server = None
-    try:
-        if plays(config):
-            from titan_rl.gateway.app import GatewayServer
-            from titan_rl.gateway.calls import ServedPolicy
-
-            agents = config.rollout.agents
-            served_policy = ServedPolicy(name="policy", renderer=policy.renderer, max_model_len=1 << 30)
-            gateway = GatewayConfig(host=agents.host, port=agents.port, rollout_keys=True)
-            server = GatewayServer(gateway, policy, served_policy, run_seed=config.seed)
-        sessions = None if server is None else server.rollout_keys
-        info = await runner.start(sessions, renderer=policy.renderer)
-        yield Player(config, runner, info, policy.generate)
-    finally:
-        await runner.close()
-        if server is not None:
-            await server.close()
 
 
 @asynccontextmanager
@@ -271,7 +145,7 @@ async def weights_player(task: Task, weights: str, options: Options) -> AsyncIte
                 except RequestLost as error:
                     raise ActorGone(str(error)) from error
 
-            runner = _runner(task._replace(config=config), model_path=str(directory))
+            runner = GroupRunner(config, model_path=str(directory), imports=task.imports)
             try:
                 sessions = RolloutGatewayClient(up.gateway.actor)
                 yield Player(config, runner, await runner.start(sessions), generate)
@@ -312,10 +186,6 @@ def run_until_signal(
 
     named = replace(config, recipe=verb, logging=replace(config.logging, name=""))
     return conduct(named, begin, last_lines, say=print_line, stopping="closing")
-
-
-def _runner(task: Task, model_path: str = "") -> GroupRunner:
-    return GroupRunner(task.config, model_path=model_path, imports=task.imports)
 
 
 @contextmanager

@@ -35,9 +35,7 @@ from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.one_line import counted
 from titan_rl.overrides import EXIT_USAGE, Command, Verb, option_overrides, print_error
 from titan_rl.playing.policies import (
-    Player,
     first_run,
-    message_player,
     number_of,
     read_task,
     run_of,
@@ -48,6 +46,7 @@ from titan_rl.playing.policies import (
 from titan_rl.rollout.report import plain_message
 from titan_rl.rollout.trajectory import extends
 from titan_rl.run.checks import check_environment, problems_of
+from titan_rl.run.players import Player, message_player
 from titan_rl.serve import KEY_VARIABLE
 from titan_rl.types import FinishReason, GenerationRequest, Message, Purpose, ToolCall, ToolSpec
 from titan_rl.view.conversation import draw_conversations, draw_end, draw_messages
@@ -350,13 +349,13 @@ def _act(command: Command, prog: str) -> int:
         if policy == TYPED:
             person = Person(console)
             patient = replace(config, rollout=replace(config.rollout, seconds=0.0))  # people are slow
-            async with message_player(task._replace(config=patient), person.next_message) as player:
+            async with message_player(patient, task.imports, person.next_message) as player:
                 return await trial.typed(player, person)
         if policy == DEMONSTRATIONS:
             shown = DemonstrationPolicy()
-            async with message_player(task, shown.next_message) as player:
+            async with message_player(config, task.imports, shown.next_message) as player:
                 return await trial.demonstrations(player, shown)
-        async with message_player(task, server_at(policy, command).next_message) as player:
+        async with message_player(config, task.imports, server_at(policy, command).next_message) as player:
             return await trial.policy(player, policy)
 
     try:

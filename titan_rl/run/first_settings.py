@@ -1,0 +1,223 @@
+"""Chooses the settings of a run from its task alone, and says why.
+
+    task.py ─▶ survey: its prompts, right answers and demonstrations, and answers at random, all graded ─▶ choose
+
+- What is looked at is what a run would play: rollouts of the task's own code, in processes of their own.
+- A policy that has not learned anything yet answers nearly at random, so answers at random tell how often a group has
+  different rewards, without a model.
+- `choose` is a pure function of the survey.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from titan_rl.chat.renderer import CALL, CALL_END, RESULT, RESULT_END
+from titan_rl.config import RunConfig
+from titan_rl.environments.base import Environment
+from titan_rl.importing import import_name
+from titan_rl.isolation.wire import CallKind, DemonstrationMessages, TaskCheck, TaskInfo, UserCall
+from titan_rl.metrics.rollout_record import PlainMessage, RolloutRecord
+from titan_rl.run.players import Player, message_player
+from titan_rl.seeding import derive_seed
+from titan_rl.types import FinishReason, GenerationRequest, Message, Purpose, ToolSpec
+
+LOOKED_AT = 256
+"""Training prompts whose texts are read."""
+GROUPS, SAMPLES = 12, 16
+"""Played with answers at random."""
+SHOWN = 16
+"""Prompts that are played with their right answers, and demonstrations that are played."""
+MOST_SYMBOLS = 96
+"""With more characters the policy writes bytes."""
+LONGEST_GUESS = 16
+"""Characters of an answer, where nothing says how long a right one is."""
+LITTLE_REWARD = 0.02
+"""Mean reward of answers at random, as a share of the best known one: below it demonstrations come first."""
+FEW_DIFFERENT = 0.25
+"""Share of groups with different rewards below which a policy hardly learns by chance."""
+
+
+class Chosen(NamedTuple):
+    """A setting and why it has its value."""
+
+    setting: str
+    value: Any
+    reason: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Survey:
+    """What a look at a task has found. Lengths are in characters."""
+
+    info: TaskInfo
+    texts: set[str] = field(default_factory=set)
+    """Characters of everything that is said in the task, right answers included."""
+    prompt: int = 0
+    """Of the longest prompt."""
+    answer: int = 0
+    """Of the longest right answer or turn of a demonstration; 0: nothing says."""
+    answers: bool = False
+    """Whether the examples tell right answers, and these get more than answers at random."""
+    demonstrations: bool = False
+    reply: int = 0
+    """Of the longest answer by the task or a tool."""
+    turns: int = 1
+    """Of the policy, in the longest rollout or demonstration that was seen."""
+    best: float = 0.0
+    """Best reward that was seen."""
+    mean: float = 0.0
+    """Of answers at random."""
+    different: float = 0.0
+    """Share of groups of answers at random with different rewards."""
+    longest_call: int = 0
+    """Of the longest argument of a tool in a demonstration."""
+
+
+class _Speaker:
+    """Says the turns that are given for a prompt, or random ones."""
+
+    def __init__(self, symbols: Sequence[str], longest: int):
+        self.symbols, self.longest = symbols, longest
+        self.turns: list[Message] | None = None
+
+    async def next_message(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], request: GenerationRequest
+    ) -> tuple[Message, FinishReason]:
+        if self.turns is not None:
+            said = sum(message.role == "assistant" for message in messages)
+            if said >= len(self.turns):
+                return Message("assistant", ""), FinishReason.STOP
+            return self.turns[said], FinishReason.STOP
+        chance = random.Random(derive_seed("survey", request.seed))
+        text = ""
+        while len(text) < self.longest:
+            drawn = chance.randrange(len(self.symbols) + 1)
+            if drawn == len(self.symbols):
+                return Message("assistant", text), FinishReason.STOP
+            text += self.symbols[drawn]
+        return Message("assistant", text), FinishReason.LENGTH
+
+
+async def survey(config: RunConfig, imports: tuple[str, ...]) -> Survey:
+    """Look at the task of `config`. Raises ConfigError or TaskError where it cannot be made."""
+    speaker = _Speaker("0", 1)
+    config = replace(config, rollout=replace(config.rollout, seconds=config.environment.step_seconds))
+    async with message_player(config, imports, speaker.next_message) as player:
+        found = Survey(info=player.info)
+        call = UserCall(CallKind.CHECK, Purpose.TRAIN, LOOKED_AT)
+        check: TaskCheck = await player.runner.pool.call(call)
+        for prompt in (*check.training, *check.held_out):
+            found.prompt = max(found.prompt, sum(len(message.content) for message in prompt))
+            found.texts.update(*(message.content for message in prompt))
+        task = import_name(config.environment.name)
+        if task.demonstration is not Environment.demonstration:
+            await _demonstrations(player, speaker, found)
+        right = await _right_answers(player, speaker, found, check.answers)
+        if not found.answer:
+            found.answer = min(found.prompt, LONGEST_GUESS)
+        speaker.turns = None
+        speaker.symbols, speaker.longest = sorted(found.texts), found.answer + 1
+        groups = await asyncio.gather(*(player.play(_asked(player, group, SAMPLES)) for group in range(GROUPS)))
+        graded = [[each.reward for each in group if not each.error] for group in groups]
+        found.mean = fmean([reward for group in graded for reward in group] or [0.0])
+        found.different = fmean(len(set(group)) > 1 for group in graded)
+        found.answers = right > found.mean
+        _read(found, (each for group in groups for each in group))
+        return found
+
+
+async def _demonstrations(player: Player, speaker: _Speaker, found: Survey) -> None:
+    found.demonstrations = True
+    for number in range(SHOWN):
+        call = UserCall(CallKind.DEMONSTRATE, Purpose.DEMONSTRATE, number)
+        shown: DemonstrationMessages = await player.runner.pool.call(call)
+        speaker.turns = [message for message in shown.messages if message.role == "assistant"]
+        found.turns = max(found.turns, len(speaker.turns))
+        for message in (*shown.prompt, *shown.messages):
+            found.texts.update(message.content)
+        for turn in speaker.turns:
+            arguments = [str(value) for call in turn.tool_calls for value in call.arguments.values()]
+            found.texts.update(*arguments)
+            found.longest_call = max(found.longest_call, *map(len, arguments), 0)
+            found.answer = max(found.answer, len(turn.content))
+        if shown.has_answer:
+            _read(found, await player.play(replace(_asked(player, number, 1), purpose=Purpose.DEMONSTRATE)))
+
+
+async def _right_answers(player: Player, speaker: _Speaker, found: Survey, answers: Sequence[str]) -> float:
+    """Play prompts with their right answers; returns the mean reward."""
+    told = [answer for answer in answers if answer]
+    for answer in told:
+        found.texts.update(answer)
+    rewards = []
+    for index, answer in enumerate(answers[:SHOWN]):
+        if answer:
+            speaker.turns = [Message("assistant", answer)]
+            rollouts = await player.play(_asked(player, index, 1))
+            rewards += [each.reward for each in rollouts if not each.error]
+            _read(found, rollouts)
+    if rewards and fmean(rewards) > 0:
+        found.answer = max(found.answer, max(map(len, told)))
+    return fmean(rewards or [0.0])
+
+
+def _asked(player: Player, index: int, samples: int) -> Any:
+    size = player.info.size
+    return player.request(index % size if size else index, Purpose.TRAIN, samples=samples)
+
+
+def _read(found: Survey, rollouts: Iterable[RolloutRecord]) -> None:
+    """What was said in rollouts by others than the policy."""
+    for rollout in rollouts:
+        messages: list[PlainMessage] = [*rollout.messages]
+        for side in rollout.side_conversations:
+            messages += side
+        if not rollout.error:
+            found.best = max(found.best, rollout.reward)
+        found.turns = max(found.turns, sum(message["role"] == "assistant" for message in messages))
+        said = [message for message in messages if message["role"] != "assistant"]
+        found.texts.update(*(str(message["content"]) for message in said))
+        found.reply = max([found.reply, *(len(str(message["content"])) for message in said)])
+
+
+def choose(found: Survey) -> list[Chosen]:
+    """The settings, in the order in which they are shown."""
+    chosen: list[Chosen] = []
+
+    def add(setting: str, value: Any, reason: str) -> None:
+        chosen.append(Chosen(setting, value, reason))
+
+    symbols = "".join(sorted(found.texts))
+    info = found.info
+    one_tool = len(info.tools) == 1 and len(info.tools[0].parameters.get("properties", {})) == 1
+    by_bytes = len(symbols) > MOST_SYMBOLS or (bool(info.tools) and not one_tool)
+    turn, extra = found.answer, 0
+    if by_bytes:
+        many = len(symbols) > MOST_SYMBOLS
+        why = f"{len(symbols)} different characters" if many else "symbols can call one tool with one argument"
+        add("policy.tiny.tokenizer", "chat", f"{why}: the policy writes bytes in a chat format")
+        extra = 16
+    else:
+        add("policy.tiny.symbols", symbols, f"the {len(symbols)} characters of its prompts and answers")
+        if info.tools:
+            add("policy.tiny.special_tokens", (CALL, CALL_END, RESULT, RESULT_END), "to call its tool")
+            turn = max(turn, found.longest_call + 2)
+    new = turn + 1
+    add("rollout.sampling.max_new_tokens", new, f"the longest right answer has {turn}, and one ends it")
+    turns = max(found.turns, 2 if info.multi_turn or info.tools else 1)
+    if turns > 1:
+        add("rollout.max_turns", turns, "the most that were seen")
+    length = found.prompt + extra + turns * (new + found.reply + extra)
+    length = -(-length // 32) * 32
+    add("policy.tiny.max_length", length, f"prompts of up to {found.prompt}, {turns} turns")
+    add("generator.max_model_len", length, "as the policy's")
+    if found.demonstrations and (found.mean < LITTLE_REWARD * max(found.best, 1e-9) or found.different < FEW_DIFFERENT):
+        reason = f"answers at random get {found.mean:.3f} and {found.different:.0%} of the groups differ"
+        add("trainer.warmup.steps", 200, f"{reason}: its demonstrations are taught first")
+    return chosen
