@@ -19,7 +19,7 @@ from rich.console import Console
 
 from titan_rl.config import RunConfig
 from titan_rl.directories import CONFIG
-from titan_rl.errors import CheckpointError, ConfigError, RollbackNeeded, Stopped, TrainingError
+from titan_rl.errors import CheckpointError, ConfigError, NothingToTrain, RollbackNeeded, Stopped, TrainingError
 from titan_rl.loop.checkpoint_files import Checkpoint
 from titan_rl.loop.checkpoints import Checkpoints
 from titan_rl.loop.ledger import new_ledger, read_ledger
@@ -33,6 +33,8 @@ from titan_rl.run.runs import Resume, begun, write_config
 from titan_rl.run.start import bring_up
 from titan_rl.supervision.run_end import RunEnd
 from titan_rl.view.display import RunDisplay
+from titan_rl.view.findings import Kind, findings
+from titan_rl.view.read import read_run
 
 if TYPE_CHECKING:
     from titan_rl.supervision.supervisor import Supervisor
@@ -45,6 +47,9 @@ MOST_ROLLBACKS_IN_VAIN = 3
 SAVE_SECONDS = 120.0
 """Time limit for each thing that a stopped or failed run saves, including the step that is under way. Enough for a few
 GB. Another signal ends the wait sooner."""
+
+ADVICE_SECONDS = 15.0
+"""Between two looks at what a run has written: what keeps it from learning is said once, as the report will."""
 
 Save = Callable[[], Coroutine[Any, Any, str]]
 """Saves something that needs the trainer; returns where it is, in words."""
@@ -68,6 +73,7 @@ class Training:
         self._config = config
         self._directory = directory
         self._replay_until = replay_until
+        self._said: set[str] = set()  # titles of findings
         self._display = RunDisplay(steps=config.loop.steps, live=config.logging.progress, console=console)
         self._prepare(checkpoint)
 
@@ -95,10 +101,14 @@ class Training:
             writer = RolloutWriter(self._directory, keep_bytes=self._ledger.rollouts_bytes, warn=say)
             recorder = Recorder(system.rollouts, writer, each=self._config.logging.rollouts, only=self._replay_until)
             loop = self._make_loop(system, recorder)
+            advice = asyncio.create_task(self._advise())
             try:
                 await train_and_save(loop, meshes, self._saves(loop, system), say)
                 self._metrics.sync()
                 return loop
+            except NothingToTrain:
+                await self._look()
+                raise
             except RollbackNeeded as cause:
                 reached = loop.ledger.buffer.trainer_version.step
                 in_vain = 0 if reached > began else in_vain + 1
@@ -114,6 +124,25 @@ class Training:
                 again = reached - (checkpoint.step if checkpoint else 0)
                 say(f"{counted(again, 'finished step')} {'is' if again == 1 else 'are'} done again")
                 self._prepare(checkpoint, incarnation=system.trainer.version.incarnation + 1)
+            finally:
+                advice.cancel()
+
+    async def _advise(self) -> None:
+        """Say what keeps the run from learning, while it goes on."""
+        while True:
+            await asyncio.sleep(ADVICE_SECONDS)
+            await self._look()
+
+    async def _look(self) -> None:
+        """A look that fails costs its advice and not the run."""
+        try:
+            run = await asyncio.to_thread(read_run, self._directory, brief=True)
+            found = [each for each in findings(run) if each.kind is Kind.PROBLEM and each.title not in self._said]
+        except Exception as error:
+            return _log.warning("the run could not be looked at", exc_info=error)
+        for each in found:
+            self._said.add(each.title)
+            self._display.print_line(f"{each.title}. {each.text} {each.do}")
 
     def _prepare(self, checkpoint: Checkpoint | None, *, incarnation: int = 0) -> None:
         """Read what the next loop begins with, and cut the metrics back to it."""

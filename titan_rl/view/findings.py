@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from statistics import fmean, stdev
+from statistics import correlation, fmean, stdev
 
 from titan_rl.metrics.metric_table import metric_of
-from titan_rl.types import StopReason
+from titan_rl.types import Purpose
 from titan_rl.view.read import ListedRollout, Run
 from titan_rl.view.timelines import COMPUTE, HINTS, MEANINGS, Account
 
@@ -37,6 +37,16 @@ MOST_SYMBOLS = 100
 """Characters in the wanted answers; a task with more has no alphabet to speak of."""
 LEAST_GAIN = 0.02
 """Of held-out exact match; a smaller change counts as none."""
+APART = 0.15
+"""Of a reward; a smaller difference of training and evaluation counts as none."""
+FEWEST_CORRELATED, CORRELATED = 30, 0.8
+"""Recorded rollouts, and their correlation of reward and length from which the length is what pays."""
+MOST_CLIPPED, MOST_KL = 0.2, 0.05
+"""Clipped share and nats in a step between two versions; beyond them a step goes further than its samples carry."""
+NO_KL = 1e-6
+LITTLE = 0.1
+"""Of the largest reward: a mean below it is no signal to speak of."""
+FEW_SAMPLES = 4
 FEWEST_WANTED = 5
 """Rollouts that want a symbol before it is called dead."""
 
@@ -241,9 +251,9 @@ def _failed(run: Run) -> Iterator[Finding]:
     groups = run.config.get("loop.groups_per_step", 0) * steps + sum(run.values("groups/failed")[-1:])
     share = sum(run.values(name)) / (samples * groups) if steps and samples * groups else 0.0
     if share > _limit(name):
-        late_last = sorted(run.rollouts, key=lambda rollout: rollout.stop_reason is StopReason.TIMEOUT)
-        cause = next((f" One cause: {rollout.error[:200]}" for rollout in late_last if rollout.error), "")
-        text = f"{share:.0%} of the rollouts failed and were not trained.{cause}"
+        causes = Counter(rollout.error.partition("\n")[0][:200] for rollout in run.rollouts if rollout.error)
+        listed = "; ".join(f"{count} × {cause}" for cause, count in causes.most_common(MOST_NAMED))
+        text = f"{share:.0%} of the rollouts failed and were not trained.{f' Recorded: {listed}.' if listed else ''}"
         yield _finding(Kind.WARNING, name, "Rollouts fail", text)
 
 
@@ -251,9 +261,110 @@ def _entropy(run: Run) -> Iterator[Finding]:
     name = "train/entropy"
     change, reward = _change(run.values(name)), _late(run, "rollout/reward_mean")
     low = reward is not None and reward < _largest_reward(run) / 2
-    if change and low and change[1] < COLLAPSED_ENTROPY * change[0]:
+    if change and low and change[1] < COLLAPSED_ENTROPY * change[0] and not _goes_too_far(run):
         text = f"Entropy fell from {change[0]:.2f} to {change[1]:.2f} nats while the mean reward is {reward:.2f}."
-        yield _finding(Kind.PROBLEM, name, "The policy settled too soon", text)
+        bonus = run.config.get("trainer.loss.kwargs.entropy_bonus", 0.0)
+        do = f"Set --trainer.loss.kwargs.entropy-bonus {max(3 * bonus, 0.03):g}; it is {bonus:g}."
+        yield _finding(Kind.PROBLEM, name, "The policy settled too soon", text, do)
+
+
+def _goes_too_far(run: Run) -> str:
+    """How far steps went from the policies that had sampled, where that is too far."""
+    for name, limit, unit in (
+        ("train/clip_share", MOST_CLIPPED, "of the tokens clipped"),
+        ("train/kl_k3", MOST_KL, ""),
+    ):
+        values = run.values(name)
+        if len(values) >= FEWEST_STEPS and (worst := sorted(values)[-len(values) // 10]) > limit:
+            return f"{_percent(worst)} {unit}" if unit else f"{worst:.2g} nats"
+    return ""
+
+
+def _learning_rate(run: Run) -> Iterator[Finding]:
+    lr = run.config.get("trainer.optimizer.lr", 0.0)
+    reward = _late(run, "rollout/reward_mean")
+    if not lr or reward is None or reward >= TOP_SHARE * _largest_reward(run) > 0:
+        return
+    if far := _goes_too_far(run):
+        text = f"In a tenth of the steps {far} and more lay between the policy and the one that had sampled."
+        do = f"Set --trainer.optimizer.lr {lr / 5:.1g}; it is {lr:g}."
+        yield _finding(Kind.PROBLEM, "train/clip_share", "The learning rate is too high", text, do)
+        return
+    kl, entropy, rewards = (_change(run.values(name)) for name in ("train/kl_k3", "train/entropy", SCORES[-1]))
+    moved = [change for change in (entropy, rewards) if change and change[2]]
+    if run.config.get("loop.max_staleness") and kl and kl[1] < NO_KL and entropy and rewards and not moved:
+        text = f"Neither entropy nor reward moved, and steps change the policy by {kl[1]:.1e} nats."
+        yield _finding(
+            Kind.PROBLEM,
+            "train/kl_k3",
+            "The learning rate is too low",
+            text,
+            f"Set --trainer.optimizer.lr {lr * 10:g}.",
+        )
+
+
+def _no_signal(run: Run) -> Iterator[Finding]:
+    """Groups of equal rewards, with what was answered."""
+    name = "groups/equal_rewards"
+    equal, reward = _late(run, name), _late(run, "rollout/reward_mean")
+    samples, top = run.config.get("rollout.samples_per_group", 0), _largest_reward(run)
+    if equal is None or reward is None or reward >= TOP_SHARE * top > 0:
+        return
+    answers = Counter(each.answer for each in _late_rollouts(run) if not each.error)
+    often = ", ".join(f"{answer!r} {_percent(count / answers.total())}" for answer, count in answers.most_common(3))
+    said = f" Of the recorded answers {often}." if often else ""
+    if equal > _limit(name):
+        text = f"{_percent(equal)} of the groups of the last third had equal rewards, {reward:.3f} on average.{said}"
+        do = "Give part of the reward for part of the answer, or write demonstrations: --trainer.warmup.steps 200."
+        if reward > LITTLE * top:
+            do = f"Set --rollout.samples-per-group {2 * samples}; it is {samples}."
+        yield _finding(Kind.PROBLEM, name, "Groups teach nothing", text, do)
+    elif samples and samples <= FEW_SAMPLES:
+        text = f"Rewards are compared within {samples} samples, so {_percent(equal)} of the groups teach nothing."
+        do = f"Set --rollout.samples-per-group {4 * samples}."
+        yield _finding(Kind.WARNING, name, "Groups are small", text, do)
+
+
+def _cut(run: Run) -> Iterator[Finding]:
+    name = "rollout/truncated_share"
+    if (cut := _late(run, name)) is not None and cut > _limit(name):
+        new = run.config.get("rollout.sampling.max_new_tokens", 0)
+        text = f"{_percent(cut)} of the answers of the last third were cut off after {new} tokens."
+        do = f"Set --rollout.sampling.max-new-tokens {2 * new}, or let the reward pay for answers that end."
+        yield _finding(Kind.WARNING, name, "Answers are cut by length", text, do)
+
+
+def _late_rollouts(run: Run) -> list[ListedRollout]:
+    last = run.steps - max(run.steps // 3, 1)
+    return [each for each in run.rollouts if each.step > last and each.purpose is Purpose.TRAIN]
+
+
+def _pays_for_something_else(run: Run) -> Iterator[Finding]:
+    graded = [each for each in run.rollouts if each.purpose is Purpose.TRAIN and not each.error]
+    rewards, lengths = [each.reward for each in graded], [float(each.sampled_tokens) for each in graded]
+    scores = run.values(SCORES[0])
+    learned = len(scores) > 1 and scores[-1] - scores[0] > LEAST_GAIN
+    change = _change(run.values(SCORES[-1]))
+    if learned or not change:
+        return
+    varied = len(graded) >= FEWEST_CORRELATED and len(set(rewards)) > 1 and len(set(lengths)) > 1
+    if varied and abs(pays := correlation(lengths, rewards)) > CORRELATED:
+        which = "Longer" if pays > 0 else "Shorter"
+        text = f"{which} answers get more reward (correlation {pays:.2f}), and no held-out answer is right for it."
+    elif change[2] and change[1] > change[0] + APART and len(scores) > 1:
+        text = f"Mean reward rose from {change[0]:.2f} to {change[1]:.2f}, held-out exact match not."
+    else:
+        return
+    do = "Correct the reward function: `titan-rl watch RUN` shows what it pays for."
+    yield _finding(Kind.PROBLEM, SCORES[-1], "The reward pays for something else", text, do)
+
+
+def _evaluation_differs(run: Run) -> Iterator[Finding]:
+    trained, held_out = _late(run, SCORES[-1]), run.values(SCORES[1])
+    if trained is not None and len(held_out) > 1 and trained - held_out[-1] > APART * abs(_largest_reward(run)):
+        text = f"Mean reward is {trained:.2f} in training and {held_out[-1]:.2f} on held-out prompts."
+        do = "Train on more different prompts, or hold out prompts of the same kind (`held_out` of the task)."
+        yield _finding(Kind.WARNING, SCORES[1], "Evaluation differs from training", text, do)
 
 
 def _gradient(run: Run) -> Iterator[Finding]:
@@ -316,7 +427,12 @@ def _unfinished(run: Run) -> Iterator[Finding]:
 RULES: tuple[Callable[[Run], Iterator[Finding]], ...] = (
     _learned,
     _reward,
+    _learning_rate,
+    _no_signal,
+    _pays_for_something_else,
+    _evaluation_differs,
     _entropy,
+    _cut,
     _not_finite,
     _mismatch,
     _dead_symbols,
@@ -328,5 +444,8 @@ RULES: tuple[Callable[[Run], Iterator[Finding]], ...] = (
     _unfinished,
 )
 
-LOOKED_AT = ("idle/<mesh>", "rollout/failed")
+LOOKED_AT = (
+    *("idle/<mesh>", "rollout/failed", "rollout/truncated_share", "groups/equal_rewards"),
+    *("train/clip_share", "train/kl_k3"),
+)
 """Metrics whose limit a rule of its own looks at."""

@@ -84,15 +84,15 @@ class Run:
         return [value for value in self.series.get(name, {}).values() if value is not None]
 
 
-def read_run(directory: Path) -> Run:
-    """Read everything but the tokens of the rollouts."""
-    rollouts, recorded = _read_rollouts(directory / ROLLOUTS)
+def read_run(directory: Path, *, brief: bool = False) -> Run:
+    """Read everything but the tokens of the rollouts; brief: in a moment, with fewer rollouts and no timelines."""
+    rollouts, recorded = _read_rollouts(directory / ROLLOUTS, MOST_ROLLOUTS_BYTES >> (8 * brief))
     return Run(
         directory=directory,
         config=dict(flat(_read_config(directory / CONFIG))),
         summary=json_object(directory / SUMMARY),
         series=_read_series(directory / METRICS),
-        timelines=read_timelines(directory),
+        timelines=[] if brief else read_timelines(directory),
         rollouts=rollouts,
         recorded=recorded,
     )
@@ -134,9 +134,9 @@ def rollout_at(file: BinaryIO, rollout: ListedRollout) -> RolloutRecord:
     return read_record(json.loads(file.readline(), parse_constant=lambda name: None))
 
 
-def _read_rollouts(path: Path) -> tuple[list[ListedRollout], int]:
+def _read_rollouts(path: Path, most_bytes: int) -> tuple[list[ListedRollout], int]:
     size = path.stat().st_size if path.is_file() else 0
-    every = 1 + size // MOST_ROLLOUTS_BYTES
+    every = 1 + size // most_bytes
     rollouts = []
     for offset, line in json_lines(path, every):
         with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):  # not a rollout as we know it
