@@ -63,6 +63,9 @@ class OptimizerConfig:
     decay_ratio: Share = 0.0
     """Share of the run's steps, at its end, over which lr falls linearly to `min_lr_factor`; 0: constant."""
     min_lr_factor: Share = 0.0
+    kl_band: NotNegative = 0.0
+    """Nats (`train/kl_k3`) between the policy and those that sampled a step: beyond it the step's lr is divided by as
+    much, before the step is made. It shows in `train/lr`. Samples of staleness 0 are always within. 0: never."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -72,7 +75,7 @@ class LossConfig:
     name: str = "grpo"
     """Short name, `pkg.mod:Class` or `file.py:Class` (a subclass of `titan_rl.policy.losses.PolicyLoss`)."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Constructor arguments, for grpo: clip_low, clip_high, entropy_bonus, sequence_low, sequence_high."""
+    """Constructor arguments; of grpo clip_low, clip_high, entropy_bonus, entropy_floor, sequence_low, sequence_high."""
 
 
 @dataclass(kw_only=True, slots=True)

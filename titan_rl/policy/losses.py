@@ -45,6 +45,10 @@ contains, is far from float32's end. A token beyond it counts as one at it, and 
 the gradient."""
 
 
+FLOOR_WEIGHT = 0.1
+"""Of the entropy that is missing below `entropy_floor`, where advantages are near 1."""
+
+
 def probability_ratio(logprobs: Tensor, before: Tensor) -> Tensor:
     """exp(logprobs - before), never above exp(`LARGEST_LOG_RATIO`); what is not a number stays so."""
     return (logprobs - before).clamp(max=LARGEST_LOG_RATIO).exp()
@@ -89,7 +93,7 @@ class PolicyLoss(ABC):
 
 @dataclass(kw_only=True)
 class BundledLoss(PolicyLoss):
-    """Minus a surrogate, minus the entropy bonus, over the samples inside the band.
+    """Minus a surrogate, minus the entropy bonus, plus what entropy is missing, over the samples inside the band.
 
     The band is on the geometric mean of a sample's token ratios, its sequence-level ratio
 
@@ -107,12 +111,17 @@ class BundledLoss(PolicyLoss):
 
     entropy_bonus: float = 0.0
     """Weight of the entropy; at 0 the policy collapses to one answer sooner."""
+    entropy_floor: float = 0.0
+    """Nats. A token of less entropy is pulled up to it with `FLOOR_WEIGHT` and not `entropy_bonus`: what is settled
+    pays no bonus above it, and nothing settles for good before it is found to be right. 0: none."""
     sequence_low: float = 0.0
     """Lower end of the band; 0 drops no sample."""
     sequence_high: float = math.inf
     """Upper end of the band; inf drops no sample."""
 
     def __post_init__(self) -> None:
+        if not self.entropy_floor >= 0:
+            raise ConfigError(f"trainer.loss.kwargs.entropy_floor must not be negative, got {self.entropy_floor}")
         if not 0 <= self.sequence_low < self.sequence_high:
             raise ConfigError(
                 "trainer.loss.kwargs: need 0 <= sequence_low < sequence_high, got "
@@ -133,6 +142,8 @@ class BundledLoss(PolicyLoss):
         loss = -gains.sum()
         if self.entropy_bonus:
             loss = loss - self.entropy_bonus * tokens.entropies.sum()
+        if self.entropy_floor:
+            loss = loss + FLOOR_WEIGHT * (self.entropy_floor - tokens.entropies).clamp(min=0).sum()
         return loss, {"clip_share": clipped.sum(), "masked_share": masked}
 
     def _inside_band(self, tokens: TrainedTokens) -> Tensor:

@@ -22,6 +22,7 @@ class PolicyOptimizer:
     def __init__(self, config: OptimizerConfig, module: nn.Module, total_steps: int) -> None:
         self._parameters = list(module.parameters())
         self._max_norm = config.max_grad_norm or math.inf
+        self._kl_band = config.kl_band
         self._total_steps = total_steps
         self._local_tensors: list[Tensor] = []
         self._optimizers = default_adamw(
@@ -35,15 +36,28 @@ class PolicyOptimizer:
         """Scale the gradients down to the maximal norm; returns the global norm they had, the same on all ranks."""
         return float(clip_grad_norm_(self._parameters, self._max_norm))
 
-    def step(self) -> float:
-        """Apply and drop the gradients; returns the learning rate that was used."""
-        lr = float(self._schedulers.schedulers[0].get_last_lr()[0])
+    def step(self, kl: float = 0.0) -> float:
+        """Apply and drop the gradients; returns the learning rate that was used.
+
+        Args:
+            kl: nats between the policy and those that sampled this step (`OptimizerConfig.kl_band`).
+        """
+        scale = self._kl_band / kl if 0 < self._kl_band < kl else 1.0
+        rates = [group["lr"] for group in self._groups()]
+        for group in self._groups():
+            group["lr"] *= scale
+        lr = float(self._schedulers.schedulers[0].get_last_lr()[0]) * scale
         self._optimizers.step()
+        for group, rate in zip(self._groups(), rates, strict=True):
+            group["lr"] = rate
         self.discard_gradients()
         # torchtitan's schedule is not defined past its end; a longer run keeps the last rate.
         if self._schedulers.schedulers[0].last_epoch < self._total_steps - 1:
             self._schedulers.step()
         return lr
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers.optimizers for group in optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state by the names of the parameters; the live one, made if there was none."""

@@ -157,6 +157,11 @@ class StepMetrics:
         total, count = self._totals, self._totals["on_policy_tokens"]
         return (total["logprob_difference"] / count, total["logprob_outside"] / count) if count else (0.0, 0.0)
 
+    @property
+    def kl(self) -> float:
+        """`kl_k3`, after `reduce_sums`: the same on every rank."""
+        return self._totals["kl_k3"] / self._totals["tokens"] if self._totals["tokens"] else 0.0
+
     def describe_failure(self, grad_norm: float) -> str:
         """Collective. Which ranks found what, in words."""
         own = []

@@ -298,7 +298,7 @@ class PolicyUpdater:
             optimizer.discard_gradients()
             raise
         self._torn = True  # while some weights may be those after the step and others not
-        lr = optimizer.step()
+        lr = optimizer.step(metrics.kl)
         self._torn = False
         return metrics.report(seconds=time.perf_counter() - began) | {
             "grad_norm": grad_norm,

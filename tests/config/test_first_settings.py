@@ -1,0 +1,101 @@
+"""What a run needs is chosen from its task alone (10 s: one process of user code per task)."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from titan_rl.config_registry import task
+from titan_rl.environments.base import find_task
+from titan_rl.errors import ConfigError
+from titan_rl.isolation.wire import TaskInfo
+from titan_rl.rollout.config import EnvironmentConfig
+from titan_rl.run.first_settings import Survey, choose, survey
+from titan_rl.types import ToolSpec
+
+HEAD = "from titan_rl.environments.base import *\n"
+ROWS = """
+ROWS = [{"prompt": f"{a}{b}=", "answer": f"{b}{a}"} for a in "abcd" for b in "abcd"]
+def right(example, transcript):
+    return float(transcript.answer == example.answer)
+"""
+SWAP = HEAD + ROWS + "Swap = Environment.from_examples(ROWS, right)\n"
+ASKS = """
+class Asks(Environment):
+    size = 9
+    def example(self, index):
+        return Example(prompt=(Message("user", f"{index % 9}?"),), answer="xx")
+    def held_out(self, count):
+        return [self.example(9)]
+    def respond(self, example, transcript):
+        done = len(transcript.finish_reasons) > 1
+        return EnvironmentReply(done=True) if done else EnvironmentReply(messages=(Message("user", "more!"),))
+    def rubric(self):
+        def right(example, transcript):
+            return float(transcript.answer == "zzz")
+        return Rubric(right)
+    def demonstration(self, index):
+        turns = (Message("assistant", "x"), Message("user", "more!"), Message("assistant", "zzz"))
+        return Demonstration(prompt=self.example(index).prompt, messages=turns, answer="xx")
+"""
+
+
+def chosen_for(source: str, tmp_path: Path) -> tuple[Survey, dict[str, object]]:
+    file = tmp_path / "mine.py"
+    file.write_text(source)
+    config = replace(task(), environment=EnvironmentConfig(name=find_task(str(file))))
+    found = asyncio.run(survey(config, (str(file),)))
+    return found, {each.setting: each.value for each in choose(found)}
+
+
+def test_symbols_and_room_come_from_prompts_and_right_answers(tmp_path):
+    found, chosen = chosen_for(SWAP, tmp_path)
+    assert chosen["policy.tiny.symbols"] == "=abcd"
+    assert chosen["rollout.sampling.max_new_tokens"] == 3, "two letters and what ends them"
+    assert chosen["generator.max_model_len"] == 32 and "rollout.max_turns" not in chosen
+    assert found.answers and found.best == 1 and found.mean < 0.3
+
+
+def test_turns_replies_and_a_warm_up_come_from_demonstrations(tmp_path):
+    found, chosen = chosen_for(HEAD + ASKS, tmp_path)
+    assert {*chosen["policy.tiny.symbols"]} == {*"012345678?xzmore!"}
+    assert chosen["rollout.max_turns"] == 2 and chosen["rollout.sampling.max_new_tokens"] == 4
+    assert found.best == 1 and chosen["trainer.warmup.steps"] == 200, "by chance nobody says zzz"
+    assert not found.answers, "the answer of the examples gets nothing"
+
+
+@pytest.mark.parametrize(
+    ("source", "refusal"),
+    [
+        (HEAD, "has no task"),
+        (SWAP + "Other = Environment.from_examples(ROWS, right)\n", "mine.py:Swap or .*mine.py:Other"),
+        ("from titan_rl.environments.copy import Copy\n", "has no task"),
+        ("1 / 0\n", "mine.py, line 1: ZeroDivisionError"),
+    ],
+)
+def test_a_file_without_one_task_of_its_own_is_refused(source, refusal, tmp_path):
+    (tmp_path / "mine.py").write_text(source)
+    with pytest.raises(ConfigError, match=refusal):
+        find_task(str(tmp_path / "mine.py"))
+
+
+def test_the_subclass_is_the_task(tmp_path):
+    (tmp_path / "mine.py").write_text(HEAD + ASKS + "class Later(Asks):\n    size = 3\n")
+    assert find_task(str(tmp_path / "mine.py")).endswith("mine.py:Later")
+
+
+@pytest.mark.parametrize(("arguments", "by"), [(("expression",), "symbols"), (("first", "second"), "chat")])
+def test_symbols_can_call_one_tool_with_one_argument(arguments, by):
+    tool = ToolSpec("add", "", {"properties": dict.fromkeys(arguments, {})})
+    info = TaskInfo(size=9, held_out=1, multi_turn=False, tools=(tool,))
+    chosen = {each.setting: each.value for each in choose(Survey(info=info, texts={*"12"}, prompt=2, answer=1))}
+    assert ("policy.tiny.special_tokens" in chosen) == (by == "symbols")
+    assert chosen.get("policy.tiny.tokenizer", "symbols") == by
+
+
+def test_many_characters_are_written_as_bytes():
+    info = TaskInfo(size=9, held_out=1, multi_turn=False)
+    texts = {chr(0x3040 + each) for each in range(100)}
+    chosen = {each.setting: each.value for each in choose(Survey(info=info, texts=texts, prompt=2, answer=1))}
+    assert chosen["policy.tiny.tokenizer"] == "chat"
