@@ -27,7 +27,7 @@ from rich.text import Text
 from titan_rl import train
 from titan_rl.config import RunConfig
 from titan_rl.environments import SHORT_NAMES
-from titan_rl.environments.base import Environment
+from titan_rl.environments.base import Environment, find_task
 from titan_rl.errors import ActorGone, ConfigError, GeneratorFailed, RequestError, TaskError, TitanError
 from titan_rl.importing import import_name
 from titan_rl.isolation.wire import CallKind, DemonstrationMessages, UserCall
@@ -317,6 +317,7 @@ def _act(command: Command, prog: str) -> int:
     run = None
     if name := command.word("task", ""):
         if (run := run_of(Path(name))) is None:
+            name = find_task(name) if name.endswith(".py") else name
             named = option_overrides([("TASK", "environment.name", [name])], Path.cwd())
             command.layers[-1] = [*named, *command.layers[-1]]  # before the task's own arguments
     policy = command.values.get("--policy", "")
@@ -378,7 +379,8 @@ usage: {prog} TASK [--policy POLICY] [--prompts N] [--held-out] [--environment.k
 
 Play a task without training: prompts, tools, rewards and stop reasons on the screen.
 
-TASK is file.py:Class, pkg.mod:Class, a bundled task (`titan-rl recipes`), or a run directory.
+TASK is file.py (where it has one task), file.py:Class, pkg.mod:Class, a bundled task (`titan-rl recipes`), or a run
+directory.
 
 exit codes: 0 played; 1 a rollout failed, or nothing could be played; 2 wrong task or settings""",
     options={
