@@ -197,3 +197,74 @@ def test_of_two_runs_the_better_one_is_named_with_the_settings_that_differ():
 def test_problems_come_first():
     run = run_of(evaluation__exact_match=[0.1, 0.9], rollout__reward_mean=FLAT, rollout__truncated_share=[0.5] * STEPS)
     assert [each.kind for each in findings(run)] == [Kind.PROBLEM, Kind.WARNING, Kind.GOOD]
+
+
+LR = {"trainer.optimizer.lr": 2e-3, "loop.max_staleness": 1}
+
+
+def test_a_learning_rate_that_is_too_high_is_named_and_not_the_entropy_that_it_costs():
+    far = {"train__kl_k3": [0.3] * STEPS, "rollout__reward_mean": FLAT, "rollout__reward_std": [0.1] * STEPS}
+    run = run_of(config=LR, train__entropy=[2.0] * 10 + [0.01] * 20, rollouts=[ROLLOUT], **far)
+    assert "The policy settled too soon" not in titles(run)
+    assert "--trainer.optimizer.lr 0.0004" in said(run, "The learning rate is too high").do
+
+
+def test_a_learning_rate_that_is_too_low_moves_nothing():
+    still = {"train__kl_k3": [1e-8] * STEPS, "train__entropy": [2.0, 2.01] * (STEPS // 2)}
+    run = run_of(config=LR, rollout__reward_mean=FLAT, rollouts=[ROLLOUT], **still)
+    assert "--trainer.optimizer.lr 0.02" in said(run, "The learning rate is too low").do
+    synchronous = run_of(config=LR | {"loop.max_staleness": 0}, rollout__reward_mean=FLAT, rollouts=[ROLLOUT], **still)
+    assert "The learning rate is too low" not in titles(synchronous), "nothing lies between on-policy samples and steps"
+
+
+@pytest.mark.parametrize(
+    ("equal", "reward", "samples", "title", "do"),
+    [
+        (0.95, 0.0, 16, "Groups teach nothing", "--trainer.warmup.steps 200"),
+        (0.85, 0.5, 8, "Groups teach nothing", "--rollout.samples-per-group 16"),
+        (0.6, 0.5, 2, "Groups are small", "--rollout.samples-per-group 8"),
+    ],
+)
+def test_groups_of_equal_rewards_are_told_with_what_was_answered(equal, reward, samples, title, do):
+    run = run_of(
+        config={"rollout.samples_per_group": samples},
+        groups__equal_rewards=[equal] * STEPS,
+        rollout__reward_mean=[reward] * STEPS,
+        rollouts=[structs.replace(ROLLOUT, answer="7", reward=each) for each in (0.0, 1.0)],
+    )
+    found = said(run, title)
+    assert do in found.do and (title == "Groups are small" or "'7' 100%" in found.text)
+
+
+def test_a_reward_that_pays_for_length_is_named():
+    lengths = [structs.replace(ROLLOUT, sampled_tokens=each, reward=each / 10) for each in range(1, 41)]
+    metrics = {"rollout__reward_mean": RISING, "evaluation__exact_match": [0.0, 0.0]}
+    assert "Longer answers" in said(run_of(rollouts=lengths, **metrics), "The reward pays for something else").text
+    metrics["evaluation__exact_match"] = [0.0, 0.5]
+    assert "The reward pays for something else" not in titles(run_of(rollouts=lengths, **metrics))
+
+
+def test_a_reward_that_rises_while_nothing_held_out_becomes_right_pays_for_something_else():
+    run = run_of(rollout__reward_mean=RISING, evaluation__exact_match=[0.0, 0.01], rollouts=[ROLLOUT])
+    assert "held-out exact match not" in said(run, "The reward pays for something else").text
+
+
+def test_held_out_prompts_that_do_worse_are_told():
+    run = run_of(rollout__reward_mean=[0.9] * STEPS, evaluation__reward=[0.1, 0.5], rollouts=[ROLLOUT])
+    assert "0.90 in training and 0.50" in said(run, "Evaluation differs from training").text
+
+
+def test_answers_that_are_cut_get_twice_the_room():
+    run = run_of(config={"rollout.sampling.max_new_tokens": 3}, rollout__truncated_share=[0.4] * STEPS)
+    assert "--rollout.sampling.max-new-tokens 6" in said(run, "Answers are cut by length").do
+
+
+def test_causes_of_failures_are_counted():
+    failing = [structs.replace(ROLLOUT, error="KeyError: 'x' (a.py:3)\nmore")] * 3
+    failing += [structs.replace(ROLLOUT, error="did not finish within 1 s")]
+    run = run_of(
+        config={"rollout.samples_per_group": 2, "loop.groups_per_step": 2},
+        rollout__failed=[2.0] * STEPS,
+        rollouts=failing,
+    )
+    assert "3 × KeyError: 'x' (a.py:3); 1 × did not finish" in said(run, "Rollouts fail").text
