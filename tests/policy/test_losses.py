@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from titan_rl.errors import ConfigError
 from titan_rl.policy import token_scores as scores_module
 from titan_rl.policy.config import LogprobAlarmConfig, LossConfig, WarmupConfig
 from titan_rl.policy.losses import (
+    FLOOR_WEIGHT,
     SHORT_NAMES,
     DecoupledPPOLoss,
     GRPOLoss,
@@ -60,6 +62,18 @@ def test_the_clip_removes_the_gradient_exactly_where_it_should(ratio, advantage,
     loss.backward()
     assert batch.logprobs.grad.item() == pytest.approx(-advantage * ratio if pushes else 0.0)
     assert metrics["clip_share"].item() == (0 if pushes else 1)
+
+
+def test_entropy_is_pulled_up_to_the_floor_and_no_further():
+    batch = tokens_of([1.0, 1.0], [0.0, 0.0])
+    entropies = torch.tensor([0.1, 0.5], requires_grad=True)
+    batch = replace(batch, entropies=entropies)
+    loss, _ = GRPOLoss(entropy_floor=0.3)(batch)
+    loss.backward()
+    assert loss.item() == pytest.approx(FLOOR_WEIGHT * 0.2)
+    assert entropies.grad.tolist() == pytest.approx([-FLOOR_WEIGHT, 0.0])
+    with pytest.raises(ConfigError, match="entropy_floor"):
+        GRPOLoss(entropy_floor=-1.0)
 
 
 def test_the_sides_of_the_clip_are_set_apart():
