@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from titan_rl.environments.rubric import is_asynchronous
@@ -39,17 +39,17 @@ class ToolError(Exception):
 
 class Tool:
     """A function that the policy may call, plain or `async def`: its parameters need type annotations, and it returns
-    text. `@tool` makes it of a function. Calling it calls the function.
+    a text or a number. `@tool` makes it of a function. Calling it calls the function.
 
     Raises:
         ConfigError: a parameter has no annotation, or one that JSON has no schema for.
     """
 
-    def __init__(self, function: Callable[..., str | Awaitable[str]]):
+    def __init__(self, function: Callable[..., Any]):
         self.function = function
         self._arguments, self.spec = _declared(function)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> str | Awaitable[str]:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 
     async def answer(self, call: ToolCall) -> str:
@@ -63,9 +63,9 @@ class Tool:
             raise ToolError(f"the arguments of {self.spec.name} do not fit: {'; '.join(wrong)}") from None
         result = self.function(**arguments)
         answer = await result if inspect.isawaitable(result) else result
-        if not isinstance(answer, str):
-            raise TaskError(f"tool {self.spec.name} returned {type(answer).__name__}, expected str")
-        return answer
+        if not isinstance(answer, (str, int, float)):
+            raise TaskError(f"tool {self.spec.name} returned {type(answer).__name__}, expected a text or a number")
+        return str(answer)
 
 
 tool = Tool

@@ -85,7 +85,7 @@ def draw_end(record: RolloutRecord) -> Text:
         (f"{record.reward:.3f}" if math.isfinite(record.reward) else "not finite", "bold magenta"),
         f"  ({parts})" if parts else "",
         (f"  {stopped}", "dim"),
-        ("" if record.reward >= 1 else wanted, "dim"),
+        ("" if record.exact_match >= 1 else wanted, "dim"),
     )
 
 
