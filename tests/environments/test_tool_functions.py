@@ -98,7 +98,10 @@ def no_json(x: asyncio.Event) -> str: ...
         (lambda: tool(variadic), "called by name"),
         (lambda: tool(no_json), "has no JSON schema"),
         (lambda: Toolbox([untyped]), "decorate the function with @tool"),
-        (lambda: Toolbox([tool(test_a_tool_is_still_a_function_and_returns_text)] * 2), "two tools have one name"),
+        (
+            lambda: Toolbox([tool(test_a_tool_is_still_a_function_and_answers_with_a_text_or_a_number)] * 2),
+            "two tools have one name",
+        ),
     ],
 )
 def test_a_declaration_that_cannot_be_held_is_refused(make, words):
