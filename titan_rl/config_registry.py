@@ -7,7 +7,6 @@ One that only a single run needs is a TOML file or a few options instead.
 from __future__ import annotations
 
 import inspect
-import string
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -177,113 +176,6 @@ def cpu_smoke() -> RunConfig:
     )
 
 
-def qwen3_0_6b_alphabet_sort() -> RunConfig:
-    """Qwen3-0.6B sorts names in up to 3 turns: 4 FSDP trainer ranks, 2 generators of 2 (8 GPUs)."""
-    return RunConfig(
-        policy=PolicyConfig(path="checkpoints/Qwen3-0.6B"),
-        environment=EnvironmentConfig(
-            name="alphabet_sort",
-            kwargs={"min_names": 3, "max_names": 6, "min_turns": 1, "max_turns": 3, "min_added": 1, "max_added": 3},
-        ),
-        rollout=RolloutConfig(
-            workers=4,
-            samples_per_group=8,
-            max_turns=3,
-            renderer_kwargs={"enable_thinking": False},
-            sampling=SamplingConfig(temperature=1.0, max_new_tokens=256),
-        ),
-        trainer=TrainerConfig(
-            data_parallel=4,
-            dtype="bfloat16",
-            # the logits of a micro-batch (151,936 per token, float32) are what fills the memory: 5 GB here
-            max_tokens_per_microbatch=8192,
-            optimizer=OptimizerConfig(lr=1e-6, warmup_steps=5),
-            loss=LossConfig(kwargs={"clip_low": 0.2, "clip_high": 0.2}),
-        ),
-        generator=GeneratorConfig(
-            # three turns: about 60 tokens for each answer of 12 names, 250 in all for what is asked
-            count=2,
-            tensor_parallel=2,
-            dtype="bfloat16",
-            max_model_len=2048,
-            max_num_seqs=256,
-            block_size=16,
-        ),
-        loop=LoopConfig(steps=200, groups_per_step=64),
-        evaluation=EvaluationConfig(every=20, prompts=256),
-        placement=PlacementConfig(device="cuda"),
-    )
-
-
-def qwen3_0_6b_gsm8k() -> RunConfig:
-    """Qwen3-0.6B solves grade-school math: 4 FSDP trainer ranks, 2 generators of 2 (8 GPUs)."""
-    return variant(
-        qwen3_0_6b_alphabet_sort(),
-        {
-            "environment.name": "gsm8k",
-            "environment.kwargs": {
-                "train_file": "data/gsm8k/train.jsonl",
-                "test_file": "data/gsm8k/test.jsonl",
-            },
-            "rollout.max_turns": 1,
-            "rollout.sampling.max_new_tokens": 1024,
-            "evaluation.prompts": 1319,  # all that there are
-        },
-    )
-
-
-def alphabet_sort_smoke() -> RunConfig:
-    """Two small steps of alphabet_sort on a CPU: a chat format, 2 turns, nothing learned."""
-    two_turns = {"min_names": 2, "max_names": 3, "min_turns": 2, "max_turns": 2, "min_added": 1, "max_added": 2}
-    return variant(
-        copy4(),
-        {
-            "policy.tiny.tokenizer": "chat",
-            "policy.tiny.max_length": 1024,
-            "environment.name": "alphabet_sort",
-            "environment.kwargs": two_turns,
-            "rollout.samples_per_group": 4,
-            "rollout.max_turns": 2,
-            "rollout.renderer_kwargs": {"enable_thinking": False},
-            "rollout.sampling.max_new_tokens": 16,
-            "generator.count": 1,
-            "generator.max_model_len": 1024,
-            "generator.kv_cache_bytes": 256 << 20,
-            "loop.steps": 2,
-            "loop.groups_per_step": 4,
-            "evaluation.every": 0,
-            "evaluation.prompts": 8,
-            "evaluation.target_exact_match": 0.0,
-        },
-    )
-
-
-def reasoning_gym_spell() -> RunConfig:
-    """A task of reasoning-gym: a tiny policy that reverses few words learns to reverse more."""
-    return variant(
-        sort5(),
-        {
-            "policy.tiny.symbols": f" ()-:>{string.ascii_letters}",
-            "environment.name": "reasoning_gym",
-            "environment.kwargs": {
-                "task": "spell_backward",
-                "config": {"min_word_len": 3, "max_word_len": 4},
-                "answer": "text",
-            },
-            "rollout.sampling.max_new_tokens": 6,
-            "trainer.warmup.steps": 200,
-            "trainer.warmup.batch": 64,
-            "trainer.optimizer.lr": 5e-4,
-            "generator.count": 1,
-            "generator.kv_cache_bytes": 256 << 20,
-            "loop.steps": 60,
-            "evaluation.every": 20,
-            "evaluation.prompts": 200,
-            "evaluation.target_exact_match": 0.0,
-        },
-    )
-
-
 RECIPES: dict[str, Recipe] = {
     recipe.__name__: recipe
     for recipe in (
@@ -296,10 +188,6 @@ RECIPES: dict[str, Recipe] = {
         tool_sum,
         tool_sum_openai,
         cpu_smoke,
-        qwen3_0_6b_alphabet_sort,
-        qwen3_0_6b_gsm8k,
-        alphabet_sort_smoke,
-        reasoning_gym_spell,
     )
 }
 """What `--recipe` takes by short name."""

@@ -1,18 +1,20 @@
 """Sorting names: prompts, turns, parsing and partial credit (1 s; one child process starts)."""
 
 import re
+from pathlib import Path
 
 import pytest
 
-from titan_rl.environments.alphabet_sort import (
-    AlphabetSort,
-    Sorting,
-    exact_match,
-    names_in_order,
-    sorted_names,
-)
 from titan_rl.environments.rubric import Transcript
+from titan_rl.importing import import_file
 from titan_rl.types import Example, FinishReason, Message
+
+_task = import_file(Path(__file__).resolve().parents[2] / "rl_configs" / "alphabet_sort.py")
+AlphabetSort = _task.AlphabetSort
+Sorting = _task.Sorting
+exact_match = _task.exact_match
+names_in_order = _task.names_in_order
+sorted_names = _task.sorted_names
 
 NAMES = ["Ada Abbott", "Boris Chen", "Carlos Dahl", "Daria Evans"]
 EXAMPLE = Example(prompt=(Message("user", "…"),), answer=Sorting("first", (tuple(NAMES[::-1]),)))

@@ -1,4 +1,4 @@
-"""All bundled tasks: prompts are functions of index and seed, and held-out ones are never shown."""
+"""Bundled tasks and those of `rl_configs`: prompts are functions of index and seed, held-out ones are never shown."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.environments.alphabet_sort import AlphabetSort
 from titan_rl.environments.base import Environment
 from titan_rl.environments.copy import Copy
 from titan_rl.environments.dataset import is_held_out
-from titan_rl.environments.gsm8k import Gsm8k
-from titan_rl.environments.reasoning_gym import ReasoningGym
 from titan_rl.environments.sort import LETTERS, Sort
 from titan_rl.environments.tool_sum import ToolSum, ToolSumOpenAI
 from titan_rl.errors import ConfigError, TaskError
+from titan_rl.importing import import_file, import_name
 
+BESIDE = Path(__file__).resolve().parents[2] / "rl_configs"
+AlphabetSort = import_name(f"{BESIDE}/alphabet_sort.py:AlphabetSort")
+Gsm8k = import_name(f"{BESIDE}/gsm8k.py:Gsm8k")
+ReasoningGym = import_name(f"{BESIDE}/reasoning.py:ReasoningGym")
 TURNS = {"min_turns": 2, "max_turns": 3}
 SUMS = {
     "min_terms": 2,
@@ -91,7 +93,7 @@ def test_where_there_are_fewer_held_out_prompts_all_of_them_are_played():
 
 
 def test_a_question_generator_that_makes_no_others_than_held_out_ones_is_refused(monkeypatch):
-    monkeypatch.setattr("titan_rl.environments.reasoning_gym.is_held_out", lambda text: True)
+    monkeypatch.setattr(import_file(BESIDE / "reasoning.py"), "is_held_out", lambda text: True)
     with pytest.raises(TaskError, match="too few different questions"):
         ReasoningGym("gcd").example(0)
 

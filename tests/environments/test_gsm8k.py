@@ -3,15 +3,20 @@
 import asyncio
 import json
 import threading
+from pathlib import Path
 
 import pytest
 
 from titan_rl.environments.base import Message, Transcript
-from titan_rl.environments.gsm8k import INSTRUCTION, Gsm8k
 from titan_rl.errors import ConfigError
+from titan_rl.importing import import_file
 from titan_rl.isolation.pool import UserCodePool
 from titan_rl.isolation.wire import CallKind, Conversation, EnvironmentSetup, ExamplePrompt, UserCall
 from titan_rl.types import Example, FinishReason, Purpose
+
+FILE = Path(__file__).resolve().parents[2] / "rl_configs" / "gsm8k.py"
+gsm8k = import_file(FILE)
+INSTRUCTION, Gsm8k = gsm8k.INSTRUCTION, gsm8k.Gsm8k
 
 
 def line(count: int, each: int = 3) -> str:
@@ -86,7 +91,7 @@ def test_an_exact_match_needs_the_end_of_the_answer(task):
 
 
 def test_an_answer_that_takes_for_ever_to_compare_is_wrong(task, monkeypatch):
-    monkeypatch.setattr("titan_rl.environments.gsm8k.VERIFY_SECONDS", 1)
+    monkeypatch.setattr(gsm8k, "VERIFY_SECONDS", 1)
     assert score(task, "\\boxed{9^{9^{9^{9}}}}").reward == 0.0
 
 
@@ -152,7 +157,7 @@ def test_a_line_that_is_no_problem_is_refused_with_its_number(bad, words, tmp_pa
 
 async def test_a_group_is_asked_and_scored_in_a_process_of_its_own(files):
     setup = EnvironmentSetup(
-        name="gsm8k", kwargs=files, run_seed=3, step_seconds=60.0, start_seconds=120.0, held_out=100
+        name=f"{FILE}:Gsm8k", kwargs=files, run_seed=3, step_seconds=60.0, start_seconds=120.0, held_out=100
     )
     task = Gsm8k(**files, seed=3)
     process = UserCodePool(setup)

@@ -3,15 +3,21 @@
 import asyncio
 import importlib.util
 import pickle
+from pathlib import Path
 
 import pytest
 
 from titan_rl.environments.base import Message, Transcript
-from titan_rl.environments.reasoning_gym import INSTRUCTION, SOURCE_ONLY, ReasoningGym, import_gym
 from titan_rl.errors import ConfigError, TaskError
+from titan_rl.importing import import_file
 from titan_rl.isolation.pool import UserCodePool
 from titan_rl.isolation.wire import CallKind, EnvironmentSetup, UserCall
 from titan_rl.types import FinishReason, Purpose
+
+FILE = Path(__file__).resolve().parents[2] / "rl_configs" / "reasoning.py"
+reasoning = import_file(FILE)
+INSTRUCTION, SOURCE_ONLY = reasoning.INSTRUCTION, reasoning.SOURCE_ONLY
+ReasoningGym, import_gym = reasoning.ReasoningGym, reasoning.import_gym
 
 SUMS = {
     "min_terms": 2,
@@ -133,7 +139,7 @@ def test_a_task_that_takes_a_package_without_wheels_is_refused_without_it(packag
 @pytest.mark.parametrize("name", ["isomorphic_strings", "word_ladder"])
 async def test_a_task_that_walks_sets_asks_the_same_in_another_process(name):
     setup = EnvironmentSetup(
-        name="reasoning_gym", kwargs={"task": name}, run_seed=3, step_seconds=60.0, start_seconds=120.0
+        name=f"{FILE}:ReasoningGym", kwargs={"task": name}, run_seed=3, step_seconds=60.0, start_seconds=120.0
     )
     prompts = []
     for _ in range(2):

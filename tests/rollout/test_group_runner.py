@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from pathlib import Path
 
 import pytest
 from support.processes import descendants, ends
@@ -191,7 +192,8 @@ async def test_processes_that_die_between_turns_lose_no_conversation(model_path)
 
 
 async def test_a_prompt_with_a_foreign_character_is_an_error_that_names_it(model_path):
-    async with runner(model_path, "alphabet_sort") as group_runner:
+    task = Path(__file__).resolve().parents[2] / "rl_configs" / "alphabet_sort.py"
+    async with runner(model_path, f"{task}:AlphabetSort") as group_runner:
         result = await group_runner.run_group(request(0), ScriptedPolicy(model_path))
     assert "no symbol 'S'" in result.rollouts[0].error
 

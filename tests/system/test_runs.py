@@ -149,7 +149,7 @@ def steps_of(name: str, *arguments: str, runs: Path, learned: bool = True) -> li
 
 
 def test_names_are_sorted_over_two_turns_in_a_chat_format(tmp_path: Path) -> None:
-    steps = steps_of("alphabet_sort_smoke", runs=tmp_path / "runs")
+    steps = steps_of("rl_configs/alphabet_sort.py:smoke", runs=tmp_path / "runs")
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:
         assert step["rollout/turns_mean"] == 2 and step["rollout/branched"] == step["rollout/failed"] == 0
@@ -166,7 +166,7 @@ def test_words_are_spelled_backward_for_a_verifier_of_reasoning_gym_and_two_step
     smaller = (*warmup, "--loop.steps", "2", "--loop.groups-per-step", "4", "--evaluation.prompts", "20")
     smaller += ("--generator.engine", "simulated")
     wanted = ("--evaluation.target-exact-match", "0.95")
-    steps = steps_of("reasoning_gym_spell", *smaller, *wanted, runs=tmp_path / "runs", learned=False)
+    steps = steps_of("rl_configs/reasoning.py:spell", *smaller, *wanted, runs=tmp_path / "runs", learned=False)
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:
         assert step["rollout/failed"] == step["reward/verifier_failed"] == 0

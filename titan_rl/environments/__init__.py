@@ -6,8 +6,5 @@ SHORT_NAMES = {
     "sort": "titan_rl.environments.sort:Sort",
     "tool_sum": "titan_rl.environments.tool_sum:ToolSum",
     "tool_sum_openai": "titan_rl.environments.tool_sum:ToolSumOpenAI",
-    "alphabet_sort": "titan_rl.environments.alphabet_sort:AlphabetSort",
-    "reasoning_gym": "titan_rl.environments.reasoning_gym:ReasoningGym",
-    "gsm8k": "titan_rl.environments.gsm8k:Gsm8k",
 }
 """Names that `environment.name` understands besides `pkg.mod:Class` and `file.py:Class`."""

@@ -40,7 +40,7 @@ from titan_rl.types import Endpoint, Purpose
 MAX_PROCESSES = 4
 """Processes for plain calls, started one by one where calls wait. With fewer, slow calls hold up the others. With one,
 a reward that hangs would block the whole rollout worker for `step_seconds` per rollout. Each costs 5 MiB (`copy`) to
-15 MiB (`gsm8k`)."""
+15 MiB."""
 QUICK_SECONDS, QUICK_LIST = 0.001, 16
 """Where calls of a kind take no longer than this, so many of them are one list: handing a call over costs a worker
 40 µs of a core in lists of two, 10 µs in long ones."""

@@ -14,9 +14,15 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from titan_rl.config import EvaluationConfig, LoopConfig, PlacementConfig, RunConfig
+from titan_rl.config_registry import copy4
 from titan_rl.environments.base import Environment, EnvironmentReply, Example, Message, Reward, Rubric, Transcript
 from titan_rl.environments.dataset import is_held_out
 from titan_rl.errors import ConfigError
+from titan_rl.generation.config import GeneratorConfig
+from titan_rl.overrides import variant
+from titan_rl.policy.config import LossConfig, OptimizerConfig, PolicyConfig, TrainerConfig
+from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig, SamplingConfig
 from titan_rl.seeding import derive_seed
 
 GIVEN_NAMES = (
@@ -184,4 +190,68 @@ def _next_message(sorting: Sorting, turn: int) -> Message:
         "user",
         f"These come in addition:\n\n{listing}\n\n"
         f"Answer with the whole list, the names from before and these, sorted by {sorting.by} name, in the same form.",
+    )
+
+
+def qwen3_0_6b() -> RunConfig:
+    """Qwen3-0.6B sorts names in up to 3 turns: 4 FSDP trainer ranks, 2 generators of 2 (8 GPUs)."""
+    return RunConfig(
+        policy=PolicyConfig(path="../checkpoints/Qwen3-0.6B"),
+        environment=EnvironmentConfig(
+            name=f"{__file__}:AlphabetSort",
+            kwargs={"min_names": 3, "max_names": 6, "min_turns": 1, "max_turns": 3, "min_added": 1, "max_added": 3},
+        ),
+        rollout=RolloutConfig(
+            workers=4,
+            samples_per_group=8,
+            max_turns=3,
+            renderer_kwargs={"enable_thinking": False},
+            sampling=SamplingConfig(temperature=1.0, max_new_tokens=256),
+        ),
+        trainer=TrainerConfig(
+            data_parallel=4,
+            dtype="bfloat16",
+            # the logits of a micro-batch (151,936 per token, float32) are what fills the memory: 5 GB here
+            max_tokens_per_microbatch=8192,
+            optimizer=OptimizerConfig(lr=1e-6, warmup_steps=5),
+            loss=LossConfig(kwargs={"clip_low": 0.2, "clip_high": 0.2}),
+        ),
+        generator=GeneratorConfig(
+            # three turns: about 60 tokens for each answer of 12 names, 250 in all for what is asked
+            count=2,
+            tensor_parallel=2,
+            dtype="bfloat16",
+            max_model_len=2048,
+            max_num_seqs=256,
+            block_size=16,
+        ),
+        loop=LoopConfig(steps=200, groups_per_step=64),
+        evaluation=EvaluationConfig(every=20, prompts=256),
+        placement=PlacementConfig(device="cuda"),
+    )
+
+
+def smoke() -> RunConfig:
+    """Two small steps of alphabet_sort on a CPU: a chat format, 2 turns, nothing learned."""
+    two_turns = {"min_names": 2, "max_names": 3, "min_turns": 2, "max_turns": 2, "min_added": 1, "max_added": 2}
+    return variant(
+        copy4(),
+        {
+            "policy.tiny.tokenizer": "chat",
+            "policy.tiny.max_length": 1024,
+            "environment.name": f"{__file__}:AlphabetSort",
+            "environment.kwargs": two_turns,
+            "rollout.samples_per_group": 4,
+            "rollout.max_turns": 2,
+            "rollout.renderer_kwargs": {"enable_thinking": False},
+            "rollout.sampling.max_new_tokens": 16,
+            "generator.count": 1,
+            "generator.max_model_len": 1024,
+            "generator.kv_cache_bytes": 256 << 20,
+            "loop.steps": 2,
+            "loop.groups_per_step": 4,
+            "evaluation.every": 0,
+            "evaluation.prompts": 8,
+            "evaluation.target_exact_match": 0.0,
+        },
     )

@@ -8,7 +8,7 @@
 - The package is imported when the environment is made, in the process that plays it.
 
     [environment]
-    name = "reasoning_gym"
+    name = "reasoning.py:ReasoningGym"
     [environment.kwargs]
     task = "chain_sum"
     config = { min_terms = 2, max_terms = 4 }
@@ -19,13 +19,17 @@ from __future__ import annotations
 import importlib.util
 import random
 import re
+import string
 import sys
 import types
 from typing import Any
 
+from titan_rl.config import RunConfig
+from titan_rl.config_registry import sort5
 from titan_rl.environments.base import Demonstration, Environment, Example, Message, Reward, Rubric, Transcript
 from titan_rl.environments.dataset import is_held_out
 from titan_rl.errors import AbsentError, ConfigError, TaskError
+from titan_rl.overrides import variant
 from titan_rl.seeding import derive_seed
 
 SOURCE_ONLY = {"cellpylib": ("game_of_life", "game_of_life_halting"), "pycosat": ("zebra_puzzles",), "zss": ("codeio",)}
@@ -194,3 +198,29 @@ def import_gym() -> types.ModuleType:
         for name in absent:
             del sys.modules[name]
     return reasoning_gym
+
+
+def spell() -> RunConfig:
+    """A task of reasoning-gym: a tiny policy that reverses few words learns to reverse more."""
+    return variant(
+        sort5(),
+        {
+            "policy.tiny.symbols": f" ()-:>{string.ascii_letters}",
+            "environment.name": f"{__file__}:ReasoningGym",
+            "environment.kwargs": {
+                "task": "spell_backward",
+                "config": {"min_word_len": 3, "max_word_len": 4},
+                "answer": "text",
+            },
+            "rollout.sampling.max_new_tokens": 6,
+            "trainer.warmup.steps": 200,
+            "trainer.warmup.batch": 64,
+            "trainer.optimizer.lr": 5e-4,
+            "generator.count": 1,
+            "generator.kv_cache_bytes": 256 << 20,
+            "loop.steps": 60,
+            "evaluation.every": 20,
+            "evaluation.prompts": 200,
+            "evaluation.target_exact_match": 0.0,
+        },
+    )

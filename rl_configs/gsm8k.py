@@ -14,11 +14,15 @@ import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from titan_rl.config import RunConfig
+from titan_rl.config_registry import load_recipe
 from titan_rl.environments.base import DatasetEnvironment, Demonstration, Example, Message, Reward, Transcript
 from titan_rl.environments.dataset import Rows, read_rows
 from titan_rl.errors import AbsentError, ConfigError
+from titan_rl.overrides import variant
 
 INSTRUCTION = "Think step by step, and put the final answer, a number, in \\boxed{}."
 VERIFY_SECONDS = 5
@@ -116,3 +120,20 @@ def last_box(text: str) -> str | None:
             if not depth:
                 return text[start:position]
     return None
+
+
+def qwen3_0_6b() -> RunConfig:
+    """Qwen3-0.6B solves grade-school math: 4 FSDP trainer ranks, 2 generators of 2 (8 GPUs)."""
+    return variant(
+        load_recipe(f"{Path(__file__).with_name('alphabet_sort.py')}:qwen3_0_6b"),
+        {
+            "environment.name": f"{__file__}:Gsm8k",
+            "environment.kwargs": {
+                "train_file": "../data/gsm8k/train.jsonl",
+                "test_file": "../data/gsm8k/test.jsonl",
+            },
+            "rollout.max_turns": 1,
+            "rollout.sampling.max_new_tokens": 1024,
+            "evaluation.prompts": 1319,  # all that there are
+        },
+    )
