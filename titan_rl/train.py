@@ -150,7 +150,9 @@ def _for_task(task: str, command: Command, prog: str) -> tuple[RunConfig, tuple[
         found = asyncio.run(survey(*before))
     except (TaskError, ActorGone) as error:
         raise ConfigError(f"{task}: {error}") from error
-    chosen = [each for each in choose(found) if each.setting not in command.given]
+    tiny = before[0].policy.tiny
+    settings = choose(found, by_bytes=tiny is not None and tiny.tokenizer == "chat", trained=tiny is None)
+    chosen = [each for each in settings if each.setting not in command.given]
     width = max(len(each.setting) for each in chosen)
     print(f"{prog}: settings for {task}, each of which can be given")
     for setting, value, reason in chosen:

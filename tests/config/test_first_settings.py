@@ -99,3 +99,12 @@ def test_many_characters_are_written_as_bytes():
     texts = {chr(0x3040 + each) for each in range(100)}
     chosen = {each.setting: each.value for each in choose(Survey(info=info, texts=texts, prompt=2, answer=1))}
     assert chosen["policy.tiny.tokenizer"] == "chat"
+    assert chosen["rollout.sampling.max_new_tokens"] == 4, "three bytes, and one ends it"
+
+
+def test_weights_that_were_trained_before_get_room_to_think_and_small_steps():
+    info = TaskInfo(size=9, held_out=1, multi_turn=False)
+    found = Survey(info=info, texts={*"12"}, prompt=2, answer=1)
+    chosen = {each.setting: each.value for each in choose(found, trained=True)}
+    assert chosen["trainer.optimizer.lr"] == 1e-6 and chosen["rollout.sampling.max_new_tokens"] == 256
+    assert not any(setting.startswith("policy.tiny") for setting in chosen)

@@ -10,8 +10,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from titan_rl.chat.renderer import CALL, CALL_END, RESULT, RESULT_END
 from titan_rl.config import RunConfig
+from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import Environment
 from titan_rl.importing import import_name
 from titan_rl.isolation.wire import CallKind, DemonstrationMessages, TaskCheck, TaskInfo, UserCall
@@ -31,12 +32,18 @@ LOOKED_AT = 256
 """Training prompts whose texts are read."""
 GROUPS, SAMPLES = 12, 16
 """Played with answers at random."""
+LONGEST_SECONDS = 20.0
+"""After them no further group is played: programs and graders may be slow."""
 SHOWN = 16
 """Prompts that are played with their right answers, and demonstrations that are played."""
 MOST_SYMBOLS = 96
 """With more characters the policy writes bytes."""
 LONGEST_GUESS = 16
 """Characters of an answer, where nothing says how long a right one is."""
+LEAST_THOUGHT = 256
+"""Tokens of an answer by a policy that was trained before, which may think first."""
+MARKS, TOOL_MARKS = 32, 700
+"""Tokens that a chat format adds to a message or a call; and to a prompt with tools, whose description comes on top."""
 LITTLE_REWARD = 0.02
 """Mean reward of answers at random, as a share of the best known one: below it demonstrations come first."""
 FEW_DIFFERENT = 0.25
@@ -115,7 +122,7 @@ async def survey(config: RunConfig, imports: tuple[str, ...]) -> Survey:
         for prompt in (*check.training, *check.held_out):
             found.prompt = max(found.prompt, sum(len(message.content) for message in prompt))
             found.texts.update(*(message.content for message in prompt))
-        task = import_name(config.environment.name)
+        task = import_name(config.environment.name, SHORT_NAMES)
         if task.demonstration is not Environment.demonstration:
             await _demonstrations(player, speaker, found)
         right = await _right_answers(player, speaker, found, check.answers)
@@ -123,7 +130,10 @@ async def survey(config: RunConfig, imports: tuple[str, ...]) -> Survey:
             found.answer = min(found.prompt, LONGEST_GUESS)
         speaker.turns = None
         speaker.symbols, speaker.longest = sorted(found.texts), found.answer + 1
-        groups = await asyncio.gather(*(player.play(_asked(player, group, SAMPLES)) for group in range(GROUPS)))
+        groups: list[list[RolloutRecord]] = []
+        until = time.monotonic() + LONGEST_SECONDS
+        while len(groups) < GROUPS and time.monotonic() < until:
+            groups.append(await player.play(_asked(player, len(groups), SAMPLES)))
         graded = [[each.reward for each in group if not each.error] for group in groups]
         found.mean = fmean([reward for group in graded for reward in group] or [0.0])
         found.different = fmean(len(set(group)) > 1 for group in graded)
@@ -186,38 +196,54 @@ def _read(found: Survey, rollouts: Iterable[RolloutRecord]) -> None:
         found.reply = max([found.reply, *(len(str(message["content"])) for message in said)])
 
 
-def choose(found: Survey) -> list[Chosen]:
-    """The settings, in the order in which they are shown."""
+def choose(found: Survey, *, by_bytes: bool = False, trained: bool = False) -> list[Chosen]:
+    """The settings, in the order in which they are shown.
+
+    Args:
+        by_bytes: whether the policy writes bytes in any case.
+        trained: whether it begins with weights that were trained before.
+    """
     chosen: list[Chosen] = []
 
     def add(setting: str, value: Any, reason: str) -> None:
-        chosen.append(Chosen(setting, value, reason))
+        if not (trained and setting.startswith("policy.tiny")):
+            chosen.append(Chosen(setting, value, reason))
 
-    symbols = "".join(sorted(found.texts))
-    info = found.info
+    info, symbols = found.info, "".join(sorted(found.texts))
     one_tool = len(info.tools) == 1 and len(info.tools[0].parameters.get("properties", {})) == 1
-    by_bytes = len(symbols) > MOST_SYMBOLS or (bool(info.tools) and not one_tool)
-    turn, extra = found.answer, 0
+    by_bytes = by_bytes or trained or len(symbols) > MOST_SYMBOLS or (bool(info.tools) and not one_tool)
+    turn, around, width = found.answer, 0, 1
     if by_bytes:
         many = len(symbols) > MOST_SYMBOLS
         why = f"{len(symbols)} different characters" if many else "symbols can call one tool with one argument"
         add("policy.tiny.tokenizer", "chat", f"{why}: the policy writes bytes in a chat format")
-        extra = 16
+        width, around = max(len(each.encode()) for each in symbols), MARKS
+        if info.tools:
+            turn = max(turn, found.longest_call + MARKS)
+            around += TOOL_MARKS + sum(len(f"{tool.description}{tool.parameters}") for tool in info.tools)
     else:
         add("policy.tiny.symbols", symbols, f"the {len(symbols)} characters of its prompts and answers")
         if info.tools:
             add("policy.tiny.special_tokens", (CALL, CALL_END, RESULT, RESULT_END), "to call its tool")
             turn = max(turn, found.longest_call + 2)
-    new = turn + 1
-    add("rollout.sampling.max_new_tokens", new, f"the longest right answer has {turn}, and one ends it")
+    new = width * turn + 1
+    if trained and new < LEAST_THOUGHT:
+        new = LEAST_THOUGHT
+        add("rollout.sampling.max_new_tokens", new, "room to think")
+    else:
+        add("rollout.sampling.max_new_tokens", new, f"the longest right answer has {width * turn}, and one ends it")
     turns = max(found.turns, 2 if info.multi_turn or info.tools else 1)
     if turns > 1:
         add("rollout.max_turns", turns, "the most that were seen")
-    length = found.prompt + extra + turns * (new + found.reply + extra)
+    length = width * found.prompt + around + turns * (new + width * found.reply + MARKS * by_bytes)
     length = -(-length // 32) * 32
-    add("policy.tiny.max_length", length, f"prompts of up to {found.prompt}, {turns} turns")
-    add("generator.max_model_len", length, "as the policy's")
+    said = "a turn" if turns == 1 else f"{turns} turns"
+    add("policy.tiny.max_length", length, f"prompts of up to {width * found.prompt} and {said}")
+    add("generator.max_model_len", length, "room for prompt and answers")
     if found.demonstrations and (found.mean < LITTLE_REWARD * max(found.best, 1e-9) or found.different < FEW_DIFFERENT):
         reason = f"answers at random get {found.mean:.3f} and {found.different:.0%} of the groups differ"
         add("trainer.warmup.steps", 200, f"{reason}: its demonstrations are taught first")
+    if trained:
+        add("trainer.optimizer.lr", 1e-6, "weights that were trained before move in small steps")
+        add("placement.device", "auto", "as this host has it")
     return chosen
