@@ -52,7 +52,7 @@ def chosen_for(source: str, tmp_path: Path) -> tuple[Survey, dict[str, object]]:
 def test_symbols_and_room_come_from_prompts_and_right_answers(tmp_path):
     found, chosen = chosen_for(SWAP, tmp_path)
     assert chosen["policy.tiny.symbols"] == "=abcd"
-    assert chosen["rollout.sampling.max_new_tokens"] == 3, "two letters and what ends them"
+    assert chosen["rollout.sampling.max_new_tokens"] == 4, "two letters, what ends them, and one more"
     assert chosen["generator.max_model_len"] == 32 and "rollout.max_turns" not in chosen
     assert found.answers and found.best == 1 and found.mean < 0.3
 
@@ -60,7 +60,7 @@ def test_symbols_and_room_come_from_prompts_and_right_answers(tmp_path):
 def test_turns_replies_and_a_warm_up_come_from_demonstrations(tmp_path):
     found, chosen = chosen_for(HEAD + ASKS, tmp_path)
     assert {*chosen["policy.tiny.symbols"]} == {*"012345678?xzmore!"}
-    assert chosen["rollout.max_turns"] == 2 and chosen["rollout.sampling.max_new_tokens"] == 4
+    assert chosen["rollout.max_turns"] == 2 and chosen["rollout.sampling.max_new_tokens"] == 5
     assert found.best == 1 and chosen["trainer.warmup.steps"] == 200, "by chance nobody says zzz"
     assert not found.answers, "the answer of the examples gets nothing"
 
@@ -99,7 +99,7 @@ def test_many_characters_are_written_as_bytes():
     texts = {chr(0x3040 + each) for each in range(100)}
     chosen = {each.setting: each.value for each in choose(Survey(info=info, texts=texts, prompt=2, answer=1))}
     assert chosen["policy.tiny.tokenizer"] == "chat"
-    assert chosen["rollout.sampling.max_new_tokens"] == 4, "three bytes, and one ends it"
+    assert chosen["rollout.sampling.max_new_tokens"] == 5, "three bytes"
 
 
 def test_weights_that_were_trained_before_get_room_to_think_and_small_steps():

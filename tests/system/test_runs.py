@@ -34,7 +34,7 @@ def test_the_task_of_the_readme_is_learned_and_shown_under_torchrun_and_its_chec
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "titan_rl.train")
     task = tmp_path / "double.py"
     task.write_text(readme_example())
-    run = start_run(str(task), "--loop.steps", "200", runs=tmp_path / "runs", program=torchrun)
+    run = start_run(str(task), "--loop.steps", "250", runs=tmp_path / "runs", program=torchrun)
     output = finish(run)
     assert run.returncode == 0, output
     assert_nothing_is_left(run)
@@ -45,7 +45,7 @@ def test_the_task_of_the_readme_is_learned_and_shown_under_torchrun_and_its_chec
     assert summary["tokens_generated"] > 0
     assert summary["exact_match_before"] <= 0.1 and summary["exact_match_after"] >= 0.8, output
     assert summary["reward_before"] <= 0.5 and summary["reward_after"] >= 0.9, output
-    for part in ("  entropy ", "  truncated ", "  wrong  '", "', wanted '", "  right  '", "exact match 0.000 → "):
+    for part in ("  entropy ", "  truncated ", "  wrong  '", ", wanted '", "  right  '", "exact match 0.000 → "):
         assert part in output
     assert f"reward {summary['reward_before']:.3f} → {summary['reward_after']:.3f}" in output
 

@@ -226,12 +226,16 @@ def choose(found: Survey, *, by_bytes: bool = False, trained: bool = False) -> l
         if info.tools:
             add("policy.tiny.special_tokens", (CALL, CALL_END, RESULT, RESULT_END), "to call its tool")
             turn = max(turn, found.longest_call + 2)
-    new = width * turn + 1
+    new = width * turn + 2  # one that is too long costs reward, so that ending is learned
     if trained and new < LEAST_THOUGHT:
         new = LEAST_THOUGHT
         add("rollout.sampling.max_new_tokens", new, "room to think")
     else:
-        add("rollout.sampling.max_new_tokens", new, f"the longest right answer has {width * turn}, and one ends it")
+        add(
+            "rollout.sampling.max_new_tokens",
+            new,
+            f"the longest right answer has {width * turn}; one ends it, one is too many",
+        )
     turns = max(found.turns, 2 if info.multi_turn or info.tools else 1)
     if turns > 1:
         add("rollout.max_turns", turns, "the most that were seen")
