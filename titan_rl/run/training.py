@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,9 @@ GB. Another signal ends the wait sooner."""
 
 ADVICE_SECONDS = 15.0
 """Between two looks at what a run has written: what keeps it from learning is said once, as the report will."""
+
+ADVICE_SHARE = 0.01
+"""Most of the time that looks may take; a long run has much to read."""
 
 Save = Callable[[], Coroutine[Any, Any, str]]
 """Saves something that needs the trainer; returns where it is, in words."""
@@ -129,9 +133,12 @@ class Training:
 
     async def _advise(self) -> None:
         """Say what keeps the run from learning, while it goes on."""
+        took = 0.0
         while True:
-            await asyncio.sleep(ADVICE_SECONDS)
+            await asyncio.sleep(max(ADVICE_SECONDS, took / ADVICE_SHARE))
+            began = time.monotonic()
             await self._look()
+            took = time.monotonic() - began
 
     async def _look(self) -> None:
         """A look that fails costs its advice and not the run."""
