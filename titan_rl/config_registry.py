@@ -94,7 +94,7 @@ def task() -> RunConfig:
         {
             "rollout.samples_per_group": 16,
             "trainer.optimizer.lr": 1e-3,
-            "trainer.loss.kwargs": {"clip_low": 0.2, "clip_high": 0.2, "entropy_bonus": 0.02, "entropy_floor": 0.5},
+            "trainer.loss.kwargs": {"clip_low": 0.2, "clip_high": 0.2, "entropy_bonus": 0.05},
             "generator.kv_cache_bytes": 256 << 20,
             "loop.steps": 400,
             "loop.groups_per_step": 32,
