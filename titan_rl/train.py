@@ -141,6 +141,8 @@ def _for_task(task: str, command: Command, prog: str) -> tuple[RunConfig, tuple[
 
     if command.recipe or "--resume" in command.values:
         raise ConfigError(f"{task}: leave it out beside --recipe and --resume, which name a task themselves")
+    if task in RECIPES:
+        raise ConfigError(f"{task} is a recipe and no task: --recipe {task}")
     name = absolute_name(find_task(task) if task.endswith(".py") else task, Path.cwd())
     command.recipe = "task"
     named = option_overrides([("TASK", "environment.name", [name])], Path.cwd())

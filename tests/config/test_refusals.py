@@ -18,12 +18,14 @@ X300 = "x" * 300
 WRONG = {
     # names, words, types and bounds
     "": ("name a recipe",),
-    "copy4": ("'copy4' belongs to no option",),
+    "copy4": ("copy4 is a recipe and no task: --recipe copy4",),
+    "nowhere.py": ("nowhere.py: no such file",),
+    "sort --resume auto": ("sort: leave it out beside --recipe and --resume",),
     "--config nowhere.toml": ("nowhere.toml: there is no such file",),
     "--recipe copy5": ("--recipe copy5", "did you mean copy4?"),
     "--recipe no.such:thing": ("--recipe", "no module 'no.such'"),
     "--recipe copy4 --recipe": ("--recipe: expected one value",),
-    "--recipe copy4 --dry-run yes": ("--dry-run: takes no value",),
+    "--recipe copy4 --dry-run yes": ("yes: leave it out beside --recipe",),
     "--recipe copy4 --lop.steps 3": ("--lop.steps", "did you mean --loop.steps?"),
     "--recipe copy4 --generator.max_model_ln 8": ("did you mean --generator.max-model-len?",),
     "--recipe copy4 --loop.steps many": ("--loop.steps: expected an integer of at least 1, got 'many'",),
@@ -59,7 +61,7 @@ WRONG = {
     "--recipe copy4 --trainer.loss.kwargs.clip_low 2": ("trainer.loss.kwargs.clip_low", "[0, 1), got 2"),
     "--recipe copy4 --trainer.loss.kwargs.clip_hihg 0.3": (
         "trainer.loss.kwargs.clip_hihg",
-        "did you mean clip_high?); it takes entropy_bonus, sequence_low, sequence_high, clip_low, clip_high",
+        "did you mean clip_high?); it takes entropy_bonus, entropy_floor, sequence_low, sequence_high",
     ),
     "--recipe copy4 --trainer.loss.kwargs.entropy_bonus nan": ("trainer.loss.kwargs.entropy_bonus", "finite"),
     "--recipe copy4 --rollout.rollouter no.such:Player": ("rollout.rollouter", "no module 'no.such'"),
