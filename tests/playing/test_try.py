@@ -211,7 +211,7 @@ def test_every_question_of_a_program_that_edits_its_history_is_shown(task, capsy
         ([":Nothing"], "has no 'Nothing'"),
         ([":right"], "is no subclass"),
         (["kopy"], "did you mean copy?"),
-        (["sums.py"], "sums.py: no such file"),
+        (["sums.py"], "sums.py has several tasks: say which, as "),
         ([":Sums", "--policy", "no-such-run"], "there is no no-such-run: a policy is a run, a checkpoint,"),
         ([":Sums", "--environment.kwargs.bse", "3"], "Sums takes no such argument (did you mean base?)"),
         ([":Sums", "--policy", "demonstrations"], "has no method `demonstration`; --policy typed asks you"),

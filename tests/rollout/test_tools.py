@@ -33,7 +33,7 @@ async def test_a_call_that_cannot_be_made_is_told_to_the_policy_and_costs_nothin
     assert text_of(calling_path, sample.token_ids) == f"5={call}<result>=</result>3$"
 
 
-@pytest.mark.parametrize(("argument", "word"), [("2", "a bug"), ("3", "did not finish"), ("4", "expected a text or a number")])
+@pytest.mark.parametrize(("argument", "word"), [("2", "a bug"), ("3", "did not finish"), ("4", "a text or a number")])
 async def test_a_tool_that_fails_costs_its_rollout(calling_path, argument, word):
     limit = 0.5 if argument == "3" else 20.0
     rollout, samples, _ = await play(calling_path, f"<tool>{argument}</tool>", step_seconds=limit)
