@@ -87,7 +87,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained({str(checkpoint)!r}, dtype=torch.float32)
 tokenizer = AutoTokenizer.from_pretrained({str(checkpoint)!r})
-tokens = tokenizer("4=7", return_tensors="pt").input_ids
+tokens = tokenizer("4=8", return_tensors="pt").input_ids
 print(torch.log_softmax(model(tokens).logits[0], -1)[:-1].gather(-1, tokens[0, 1:, None]).flatten().tolist())
 """
     theirs = json.loads(python(program))
@@ -104,7 +104,7 @@ os.environ.update(RANK="0", WORLD_SIZE="1")
 updater = PolicyUpdater(
     TrainerConfig(), model_path=Path({str(checkpoint)!r}), temperature=1.0, total_steps=1, device="cpu", seed=0
 )
-tokens = np.array([6, 12, 9], np.int32)
+tokens = np.array([5, 8, 7], np.int32)
 sample = TrainingSample(group_id=0, sample=0, token_ids=tokens, loss_mask=np.array([False, True, True]),
     logprobs=np.zeros(3, np.float32), versions=np.zeros(3, np.int64), advantage=0.0, reward=0.0)
 batch, recorder = SampleBatch.of([sample]), TokenScoreRecorder([(0, 0)])
