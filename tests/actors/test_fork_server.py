@@ -167,6 +167,7 @@ async def test_threads_that_openblas_has_started_do_not_hinder_a_fork() -> None:
 
 
 @pytest.mark.acceptance
+@pytest.mark.timeout(900)
 async def test_a_fork_server_does_not_grow(tmp_path: Path) -> None:
     def size(pid: int) -> Counter[str]:
         status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
