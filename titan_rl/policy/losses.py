@@ -112,8 +112,8 @@ class BundledLoss(PolicyLoss):
     entropy_bonus: float = 0.0
     """Weight of the entropy; at 0 the policy collapses to one answer sooner."""
     entropy_floor: float = 0.0
-    """Nats. A token of less entropy is pulled up to it with `FLOOR_WEIGHT` and not `entropy_bonus`: what is settled
-    pays no bonus above it, and nothing settles for good before it is found to be right. 0: none."""
+    """Nats. A token of less entropy is pulled up with `FLOOR_WEIGHT`, besides `entropy_bonus`. The pull fades with the
+    entropy: it does not bring back what is already settled, and a reward may outweigh it. 0: none."""
     sequence_low: float = 0.0
     """Lower end of the band; 0 drops no sample."""
     sequence_high: float = math.inf

@@ -125,7 +125,7 @@ async def survey(config: RunConfig, imports: tuple[str, ...]) -> Survey:
         task = import_name(config.environment.name, SHORT_NAMES)
         if task.demonstration is not Environment.demonstration:
             await _demonstrations(player, speaker, found)
-        right = await _right_answers(player, speaker, found, check.answers)
+        right = await _right_answers(player, speaker, found, check.answers[: len(check.training)])
         if not found.answer:
             found.answer = min(found.prompt, LONGEST_GUESS)
         speaker.turns = None
