@@ -92,7 +92,7 @@ def check_and_run(
 ) -> int:
     """Check everything, and run; returns the exit code."""
     sweep_dead_segments()  # so that /dev/shm has what it will have
-    if not may_start(_problems(config, imports), prog, dry_run=dry_run):
+    if not may_start(problems(config, imports), prog, dry_run=dry_run):
         return EXIT_USAGE
     if dry_run:
         return show(config, detect_host())
@@ -107,7 +107,7 @@ def _what_to_run(command: Command, prog: str) -> tuple[RunConfig, tuple[str, ...
     """The config, the user's modules, and the run that goes on."""
     where = command.values.get("--resume")
     if task := command.word("task", ""):
-        return *_for_task(task, command, prog), None
+        return *for_task(task, command, prog), None
     if where is None:
         return *resolve(command), None
     if where == "auto":
@@ -135,7 +135,7 @@ def _what_to_run(command: Command, prog: str) -> tuple[RunConfig, tuple[str, ...
     return config, imports, resume
 
 
-def _for_task(task: str, command: Command, prog: str) -> tuple[RunConfig, tuple[str, ...]]:
+def for_task(task: str, command: Command, prog: str) -> tuple[RunConfig, tuple[str, ...]]:
     """The settings that suit a task, under those of the command; what is chosen is printed."""
     from titan_rl.run.first_settings import choose, survey
 
@@ -311,7 +311,7 @@ def may_start(problems: Sequence[Problem], prog: str, *, dry_run: bool = False) 
     return not refusals
 
 
-def _problems(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
+def problems(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
     """Everything that is wrong with the config; then the task is tried, unless something is."""
     problems = check_run(config, detect_host())
     if any(problem.severity is Severity.ERROR for problem in problems):

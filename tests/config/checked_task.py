@@ -100,6 +100,7 @@ class Checked(Environment):
                 "raises": raises,
                 "wrong hangs": wrong_hangs,
                 "huge": huge,
+                "unpaid": unpaid,
             }.get(self.wrong, right)
         )
 
@@ -122,6 +123,11 @@ def huge(example, transcript):
 
 def raises(example, transcript):
     return json.loads("{")
+
+
+def unpaid(example, transcript):
+    """Compares with another column."""
+    return float(transcript.answer == example.prompt[0].content)
 
 
 def wrong_hangs(example, transcript):

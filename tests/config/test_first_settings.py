@@ -54,7 +54,7 @@ def test_symbols_and_room_come_from_prompts_and_right_answers(tmp_path):
     assert chosen["policy.tiny.symbols"] == "=abcd"
     assert chosen["rollout.sampling.max_new_tokens"] == 4, "two letters, what ends them, and one more"
     assert chosen["generator.max_model_len"] == 32 and "rollout.max_turns" not in chosen
-    assert found.answers and found.best == 1 and found.mean < 0.3
+    assert found.best == 1 and chosen["trainer.warmup.steps"] == 200, "an answer at random is right once in 125"
 
 
 def test_turns_replies_and_a_warm_up_come_from_demonstrations(tmp_path):
@@ -62,7 +62,6 @@ def test_turns_replies_and_a_warm_up_come_from_demonstrations(tmp_path):
     assert {*chosen["policy.tiny.symbols"]} == {*"012345678?xzmore!"}
     assert chosen["rollout.max_turns"] == 2 and chosen["rollout.sampling.max_new_tokens"] == 5
     assert found.best == 1 and chosen["trainer.warmup.steps"] == 200, "by chance nobody says zzz"
-    assert not found.answers, "the answer of the examples gets nothing"
 
 
 @pytest.mark.parametrize(

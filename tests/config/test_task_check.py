@@ -8,6 +8,7 @@ import pytest
 from checked_task import recipe
 
 from titan_rl.config_registry import RECIPES, load_recipe
+from titan_rl.overrides import variant
 from titan_rl.run.checks import Severity
 from titan_rl.run.task_check import check_task
 
@@ -99,6 +100,18 @@ def test_a_target_that_group_rewards_cannot_judge_is_refused():
 def test_what_the_environment_warns_of_is_said_and_ends_nothing():
     (problem,) = checked("warns")
     assert (problem.severity, problem.sentence) == (Severity.WARNING, "half of the rows are one")
+
+
+def test_right_answers_that_get_no_reward_are_said():
+    (problem,) = checked("unpaid")
+    assert problem.severity is Severity.WARNING
+    assert "examples, '1' for training prompt 0, get a reward of 0: is their column the right one" in problem.sentence
+
+
+def test_right_answers_that_would_be_cut_are_said():
+    (problem,) = check_task(variant(load_recipe("copy4"), {"rollout.sampling.max_new_tokens": 3}), ())
+    assert problem.severity is Severity.WARNING
+    assert "a right answer has 4 tokens, and rollout.sampling.max_new_tokens is 3: it would be" in problem.sentence
 
 
 def test_demonstrations_are_tried_only_where_a_warm_up_asks_for_them():

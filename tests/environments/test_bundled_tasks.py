@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.environments.base import Environment
+from titan_rl.environments.base import Environment, Message
 from titan_rl.environments.copy import Copy
 from titan_rl.environments.dataset import is_held_out
 from titan_rl.environments.sort import LETTERS, Sort
@@ -140,6 +140,13 @@ def test_a_missing_package_is_named_with_the_extra_to_install(monkeypatch, packa
         TASKS[name](1)
 
 
-def test_a_task_without_demonstrations_says_so_when_it_is_asked():
-    with pytest.raises(TaskError, match="Copy has no method `demonstration`"):
-        Copy().demonstration(0)
+def test_a_task_without_demonstrations_shows_its_right_answers():
+    shown, example = Copy().demonstration(7), Copy().example(7)
+    assert (shown.prompt, shown.messages) == (example.prompt, (Message("assistant", example.answer),))
+
+
+def test_a_task_with_neither_says_so_when_it_is_asked():
+    rows = [{"prompt": str(each), "answer": [each]} for each in range(30)]
+    task = Environment.from_examples(rows, lambda example, transcript: 1.0)
+    with pytest.raises(TaskError, match=r"no method `demonstration`, and example\(0\) no answer that is a text or"):
+        task().demonstration(0)

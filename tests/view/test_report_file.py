@@ -43,7 +43,7 @@ def test_a_report_has_every_rollout_with_its_tokens(run: Path):
     for at, step in enumerate(table["step"]):
         record = wanted[step, bool(table["evaluated"][at]), table["group"][at], table["sample"][at]]
         detail = found[f"rollouts-{table['run'][at]}-{table['chunk'][at]}"][table["place"][at]]
-        assert detail["messages"] == record["messages"]
+        assert detail["conversations"] == [*record.get("side_conversations", ()), record["messages"]]
         for branch, leaf in zip(record["branches"], detail["branches"], strict=True):
             assert path_ids(detail["segments"], leaf["end"]) == branch["token_ids"]
 
@@ -77,7 +77,7 @@ def test_hostile_text_is_nowhere_but_in_packed_data(tmp_path: Path):
     assert "alert" not in text and "onerror" not in text
     assert text.count("<script>") == 1 and "innerHTML" not in text
     assert "default-src 'none'" in text
-    answers = blocks(tmp_path / "report.html")["rollouts-0-0"][0]["messages"][-1]["content"]
+    answers = blocks(tmp_path / "report.html")["rollouts-0-0"][0]["conversations"][-1][-1]["content"]
     assert answers == HOSTILE.replace("\ud83d", "?")
 
 

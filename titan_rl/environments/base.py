@@ -148,8 +148,20 @@ class Environment(ABC):
 
     def demonstration(self, index: int) -> Demonstration:
         """Demonstration number `index` (>= 0): always the same one, and never of a held-out prompt. Asked for only when
-        `trainer.warmup.steps` is not 0."""
-        raise TaskError(f"{type(self).__name__} has no method `demonstration`, and trainer.warmup asks for it")
+        `trainer.warmup.steps` is not 0. A task that does not define it shows right answers: those of its examples that
+        are texts or numbers."""
+        example = self.example(index % self.size if self.size else index)
+        if not (answer := right_answer(example)):
+            raise TaskError(
+                f"{type(self).__name__} has no method `demonstration`, and example({index}) no answer that is a text "
+                "or a number; trainer.warmup asks for one of them"
+            )
+        return Demonstration(prompt=example.prompt, messages=(Message("assistant", answer),), answer=example.answer)
+
+
+def right_answer(example: Example) -> str:
+    """What the policy should say, if the example's answer is a text or a number; else nothing."""
+    return str(example.answer) if isinstance(example.answer, (str, int, float)) else ""
 
 
 def find_task(file: str) -> str:

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from titan_rl.environments import SHORT_NAMES
-from titan_rl.environments.base import Demonstration, Environment, EnvironmentReply
+from titan_rl.environments.base import Demonstration, Environment, EnvironmentReply, right_answer
 from titan_rl.environments.rubric import Rubric, Transcript, is_asynchronous, run_plain
 from titan_rl.environments.tools import Toolbox, ToolError
 from titan_rl.errors import TaskError
@@ -345,7 +345,7 @@ class Examples:
             try:
                 example = self.find(Purpose.TRAIN, index)
                 training.append(plain(example.prompt))
-                answers.append(_said(example))
+                answers.append(right_answer(example))
             except (Exception, SystemExit) as error:
                 raise TaskError(f"example({index}): {describe(error)}") from error
             if time.monotonic() > until:
@@ -354,7 +354,7 @@ class Examples:
             training=tuple(training),
             held_out=tuple(plain(example.prompt) for example in self._held_out),
             held_out_again=tuple(plain(example.prompt) for example in self._hold_out()),
-            answers=(*answers, *map(_said, self._held_out[:1])),
+            answers=(*answers, *map(right_answer, self._held_out[:1])),
             warning=str(self._environment.warning),
         )
 
@@ -363,10 +363,6 @@ class Examples:
         if not isinstance(examples, Iterable):
             raise TaskError(f"held_out gave {examples!r}, which is no sequence of examples")
         return [_checked("held_out", example) for example in examples]
-
-
-def _said(example: Example) -> str:
-    return str(example.answer) if isinstance(example.answer, (str, int, float)) else ""
 
 
 def _checked(method: str, example: object) -> Example:

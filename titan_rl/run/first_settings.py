@@ -44,10 +44,10 @@ LEAST_THOUGHT = 256
 """Tokens of an answer by a policy that was trained before, which may think first."""
 MARKS, TOOL_MARKS = 32, 700
 """Tokens that a chat format adds to a message or a call; and to a prompt with tools, whose description comes on top."""
-LITTLE_REWARD = 0.02
-"""Mean reward of answers at random, as a share of the best known one: below it demonstrations come first."""
-FEW_DIFFERENT = 0.25
-"""Share of groups with different rewards below which a policy hardly learns by chance."""
+RARE = 0.05
+"""Share of answers at random that are right: below it right answers are taught first, where there are some."""
+RIGHT = 0.9
+"""Of the best reward that was seen: what an answer gets that counts as right."""
 
 
 class Chosen(NamedTuple):
@@ -69,19 +69,16 @@ class Survey:
     """Of the longest prompt."""
     answer: int = 0
     """Of the longest right answer or turn of a demonstration; 0: nothing says."""
-    answers: bool = False
-    """Whether the examples tell right answers, and these get more than answers at random."""
     demonstrations: bool = False
+    """Whether the task has some, or its examples' answers get the best reward."""
     reply: int = 0
     """Of the longest answer by the task or a tool."""
     turns: int = 1
     """Of the policy, in the longest rollout or demonstration that was seen."""
     best: float = 0.0
     """Best reward that was seen."""
-    mean: float = 0.0
-    """Of answers at random."""
-    different: float = 0.0
-    """Share of groups of answers at random with different rewards."""
+    by_chance: float = 0.0
+    """Share of answers at random that are right."""
     longest_call: int = 0
     """Of the longest argument of a tool in a demonstration."""
 
@@ -130,15 +127,16 @@ async def survey(config: RunConfig, imports: tuple[str, ...]) -> Survey:
             found.answer = min(found.prompt, LONGEST_GUESS)
         speaker.turns = None
         speaker.symbols, speaker.longest = sorted(found.texts), found.answer + 1
-        groups: list[list[RolloutRecord]] = []
+        played: list[RolloutRecord] = []
         until = time.monotonic() + LONGEST_SECONDS
-        while len(groups) < GROUPS and time.monotonic() < until:
-            groups.append(await player.play(_asked(player, len(groups), SAMPLES)))
-        graded = [[each.reward for each in group if not each.error] for group in groups]
-        found.mean = fmean([reward for group in graded for reward in group] or [0.0])
-        found.different = fmean(len(set(group)) > 1 for group in graded)
-        found.answers = right > found.mean
-        _read(found, (each for group in groups for each in group))
+        for index in range(GROUPS):
+            if time.monotonic() < until:
+                played += await player.play(_asked(player, index, SAMPLES))
+        _read(found, played)
+        rewards = [each.reward for each in played if not each.error] or [0.0]
+        found.by_chance = fmean(reward >= RIGHT * found.best > 0 for reward in rewards)
+        at_once = not (player.info.multi_turn or player.info.tools or player.info.plays)
+        found.demonstrations |= at_once and right >= RIGHT * found.best > fmean(rewards)
         return found
 
 
@@ -244,9 +242,11 @@ def choose(found: Survey, *, by_bytes: bool = False, trained: bool = False) -> l
     said = "a turn" if turns == 1 else f"{turns} turns"
     add("policy.tiny.max_length", length, f"prompts of up to {width * found.prompt} and {said}")
     add("generator.max_model_len", length, "room for prompt and answers")
-    if found.demonstrations and (found.mean < LITTLE_REWARD * max(found.best, 1e-9) or found.different < FEW_DIFFERENT):
-        reason = f"answers at random get {found.mean:.3f} and {found.different:.0%} of the groups differ"
-        add("trainer.warmup.steps", 200, f"{reason}: its demonstrations are taught first")
+    if found.demonstrations and not trained and found.by_chance < RARE:
+        reason = (
+            f"{found.by_chance:.1%} of answers at random are right: right ones are taught first; 0: by reward alone"
+        )
+        add("trainer.warmup.steps", 200, reason)
     if trained:
         add("trainer.optimizer.lr", 1e-6, "weights that were trained before move in small steps")
         add("placement.device", "auto", "as this host has it")

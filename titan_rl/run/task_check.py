@@ -92,9 +92,8 @@ async def _try(config: RunConfig, imports: tuple[str, ...]) -> str:
             other.call(UserCall(CallKind.CHECK, Purpose.TRAIN, 0)),
         )
         _check_held_out(config, check, others)
-        if tokenizer:
-            await _try_rollouts(config, runner, started.result(), check)
-        return check.warning
+        unpaid = await _try_rollouts(config, runner, started.result(), check) if tokenizer else ""
+        return check.warning or unpaid
     finally:
         await asyncio.gather(runner.close(), other.close())
 
@@ -127,7 +126,8 @@ def _shown(prompts: Sequence[tuple[Message, ...]], place: int) -> str:
     return f"'{one_line(' '.join(message.content for message in prompts[place]), LONGEST_SHOWN)}'"
 
 
-async def _try_rollouts(config: RunConfig, runner: GroupRunner, info: TaskInfo, check: TaskCheck) -> None:
+async def _try_rollouts(config: RunConfig, runner: GroupRunner, info: TaskInfo, check: TaskCheck) -> str:
+    """Returns a warning where the examples' answers get no reward."""
     tiny = config.policy.tiny
     remedy = (
         "policy.tiny.symbols and policy.tiny.special_tokens have to hold every symbol of the task "
@@ -145,11 +145,13 @@ async def _try_rollouts(config: RunConfig, runner: GroupRunner, info: TaskInfo, 
                 f"demonstration 0: {error}" + (f"; {remedy}" if "symbol" in str(error) else "")
             ) from error
     if info.plays:
-        return
+        return ""
+    said_right: list[tuple[int, float]] = []  # tokens and reward of right answers that can be said
     plays = ((Purpose.TRAIN, 2 if info.scores_groups else 1), (Purpose.EVALUATE, 1))
     for (purpose, samples), answer in zip(plays, (check.answers[0], check.answers[-1]), strict=True):
         policy = _SaysAlways(runner.renderer, answer)
         result = await runner.run_group(_request(config, purpose, samples=samples), policy)
+        said_right += [(policy.tokens, rollout.reward) for rollout in result.rollouts if policy.tokens]
         for rollout, trajectory in zip_longest(result.rollouts, result.trajectories):
             if rollout.error:
                 messages = trajectory.messages if trajectory is not None else ()
@@ -164,6 +166,17 @@ async def _try_rollouts(config: RunConfig, runner: GroupRunner, info: TaskInfo, 
                     "evaluation.target_exact_match is set, and group rewards alone do not say what an exact match is: "
                     "add a reward function that returns the score `exact_match`, as Reward(function, weight=0)"
                 )
+    if info.multi_turn or info.tools or info.scores_groups or len(said_right) < len(plays):
+        return ""
+    tokens, reward = map(max, zip(*said_right, strict=True))
+    if tokens > (room := config.rollout.sampling.max_new_tokens):
+        return f"a right answer has {tokens} tokens, and rollout.sampling.max_new_tokens is {room}: it would be cut"
+    if reward > 0:
+        return ""
+    return (
+        f"the answers of the task's own examples, {one_line(check.answers[0], LONGEST_SHOWN)!r} for training prompt 0, "
+        f"get a reward of {reward:g}: is their column the right one, and does the reward compare with it?"
+    )
 
 
 def _render(renderer: Renderer, info: TaskInfo, check: TaskCheck, remedy: str) -> None:
@@ -190,14 +203,14 @@ class _SaysAlways:
 
     def __init__(self, renderer: Renderer, text: str):
         self._renderer = renderer
-        self._text = text
+        try:
+            self._said = renderer.encode(text)
+        except TaskError:
+            self._said = []
+        self.tokens = len(self._said)
 
     async def __call__(self, request: GenerationRequest) -> Completion:
-        try:
-            said = self._renderer.encode(self._text)
-        except TaskError:
-            said = []
-        token_ids = [*(said or request.prompt_token_ids.tolist()), self._renderer.stop_token_ids[0]]
+        token_ids = [*(self._said or request.prompt_token_ids.tolist()), self._renderer.stop_token_ids[0]]
         room = request.sampling.max_new_tokens
         kept = np.asarray(token_ids[:room], dtype=np.int32)
         return Completion(

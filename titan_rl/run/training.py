@@ -149,7 +149,7 @@ class Training:
             return _log.warning("the run could not be looked at", exc_info=error)
         for each in found:
             self._said.add(each.title)
-            self._display.print_line(f"{each.title}. {each.text} {each.do}")
+            self._display.print_line(str(each))
 
     def _prepare(self, checkpoint: Checkpoint | None, *, incarnation: int = 0) -> None:
         """Read what the next loop begins with, and cut the metrics back to it."""

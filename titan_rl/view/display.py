@@ -53,10 +53,12 @@ _OF_TRAINER = ("train", "publish", "checkpoint", "warm_up", "restore")
 _FIRST = ("reward", "held-out", "staleness", "tokens/s")
 """Numbers that are shown before others, in this order."""
 _BARS = "▁▂▃▄▅▆▇█"
-_CURVE = 16
-"""Characters of the curve of rewards."""
+_CURVE, _LONGEST_CURVE = 16, 64
+"""Characters of the curve of rewards, in a narrow terminal and at most."""
 _METER = 8
-"""Characters of a mesh's meter."""
+"""Characters of a mesh's meter; twice as many in a wide terminal."""
+_WIDE = 120
+"""Columns of one."""
 
 _log = logging.getLogger(__name__)
 
@@ -263,7 +265,8 @@ class RunDisplay:
 
     def _number(self, name: str, value: str) -> Text:
         text = Text.assemble((name, "dim"), " ", (value, "bold"), no_wrap=True)
-        return text.append(f" {curve(self._rewards):<{_CURVE}}", "cyan") if name == "reward" else text
+        width = max(_CURVE, min(_LONGEST_CURVE, self._console.width - 100))
+        return text.append(f" {curve(self._rewards, width):<{width}}", "cyan") if name == "reward" else text
 
     def _table(self, meshes: Mapping[str, MeshState], now: float, width: int) -> RenderableType:
         table = Table.grid(padding=(0, 2), expand=True)
@@ -277,7 +280,7 @@ class RunDisplay:
             if self._training and mesh.took is not None and doing == READY and share is None:
                 idle.append(name)
                 continue
-            last = "" if share is None else _meter(share)
+            last = "" if share is None else _meter(share, _METER * (1 + (self._console.width >= _WIDE)))
             if mesh.took is None:
                 last = f"{now - mesh.since:.0f} s"
             elif not self._training:
@@ -320,9 +323,9 @@ def curve(values: Sequence[float], width: int = _CURVE) -> str:
     return "".join(_BARS[round((mean - low) * scale)] for mean in means)
 
 
-def _meter(share: float) -> Text:
-    full = round(min(1.0, max(0.0, share)) * _METER)
-    return Text.assemble(("█" * full, "cyan"), ("░" * (_METER - full), "dim"), f" {share:4.0%}")
+def _meter(share: float, width: int) -> Text:
+    full = round(min(1.0, max(0.0, share)) * width)
+    return Text.assemble(("█" * full, "cyan"), ("░" * (width - full), "dim"), f" {share:4.0%}")
 
 
 def _seconds(value: float) -> str:

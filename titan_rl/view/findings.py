@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shlex
 from collections import Counter, defaultdict
@@ -72,6 +73,12 @@ class Finding:
     do: str = ""
     see: str = ""
     """A metric, or "timeline" or "rollouts": where the page shows it."""
+    counts: tuple[tuple[int, str], ...] = ()
+    """How often what was seen, the most frequent first."""
+
+    def __str__(self) -> str:
+        seen = "; ".join(f"{count} × {what}" for count, what in self.counts)
+        return " ".join(filter(None, (f"{self.title}.", self.text, f"{seen}." * bool(seen), self.do)))
 
 
 def findings(run: Run) -> list[Finding]:
@@ -159,14 +166,10 @@ def _learned(run: Run) -> Iterator[Finding]:
     if len(scores) < 2:
         return
     first, last, best = scores[0], scores[-1], max(scores)
-    said = f"Held-out exact match went from {_percent(first)} to {_percent(last)}."
-    if last - first > LEAST_GAIN:
-        yield Finding(Kind.GOOD, "The policy learned", said, see=name)
-    elif first - last > LEAST_GAIN:
-        do = "Read held-out answers in the rollouts below: the reward may pay for something else than the score."
-        yield _finding(Kind.PROBLEM, name, "The held-out score fell", said, do)
+    said = f"Held-out exact match went from {_percent(first)} to {_percent(last)}"
+    learned = last - first > LEAST_GAIN
     if run.summary and last < (target := run.config.get("evaluation.target_exact_match", 0.0)):
-        text = f"Held-out exact match ended at {_percent(last)}, below evaluation.target_exact_match = {target:g}."
+        text = f"{said}, below evaluation.target_exact_match = {target:g}."
         do = f"It still rose: `titan-rl train --resume {run.directory} --loop.steps N` goes on."
         if last - scores[-1 - max(len(scores) // 4, 1)] <= LEAST_GAIN:
             do = (
@@ -174,7 +177,13 @@ def _learned(run: Run) -> Iterator[Finding]:
                 f" `titan-rl eval {run.directory}`: if more samples find no right answers either, raise"
                 " entropy_bonus in trainer.loss.kwargs or make the reward finer."
             )
-        yield _finding(Kind.WARNING, name, "The run missed its target", text, do)
+        title = "The policy learned, and missed its target" if learned else "The run missed its target"
+        yield _finding(Kind.WARNING, name, title, text, do)
+    elif learned:
+        yield Finding(Kind.GOOD, "The policy learned", f"{said}.", see=name)
+    if first - last > LEAST_GAIN:
+        do = "Read held-out answers in the rollouts below: the reward may pay for something else than the score."
+        yield _finding(Kind.PROBLEM, name, "The held-out score fell", f"{said}.", do)
     if best - last > 0.1:
         do = "Take an earlier checkpoint, or lower trainer.optimizer.lr."
         text = f"It reached {_percent(best)} and ended at {_percent(last)}."
@@ -252,9 +261,10 @@ def _failed(run: Run) -> Iterator[Finding]:
     share = sum(run.values(name)) / (samples * groups) if steps and samples * groups else 0.0
     if share > _limit(name):
         causes = Counter(rollout.error.partition("\n")[0][:200] for rollout in run.rollouts if rollout.error)
-        listed = "; ".join(f"{count} × {cause}" for cause, count in causes.most_common(MOST_NAMED))
-        text = f"{share:.0%} of the rollouts failed and were not trained.{f' Recorded: {listed}.' if listed else ''}"
-        yield _finding(Kind.WARNING, name, "Rollouts fail", text)
+        often = causes.most_common(MOST_NAMED)
+        text = f"{share:.0%} of the rollouts failed and were not trained.{' Of the recorded ones:' * bool(often)}"
+        counts = tuple((count, cause) for cause, count in often)
+        yield dataclasses.replace(_finding(Kind.WARNING, name, "Rollouts fail", text), counts=counts)
 
 
 def _entropy(run: Run) -> Iterator[Finding]:

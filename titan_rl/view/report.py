@@ -28,17 +28,19 @@ from typing import Any
 import msgspec
 
 from titan_rl import __version__
-from titan_rl.directories import CONFIG, METRICS
+from titan_rl.directories import CONFIG, METRICS, is_going_on
 from titan_rl.errors import ConfigError
 from titan_rl.metrics.metric_table import metric_of
 from titan_rl.metrics.rollout_record import ROLLOUTS, BranchRecord, RolloutRecord
 from titan_rl.one_line import one_line
 from titan_rl.overrides import Command, Verb
-from titan_rl.view.findings import Finding, compare, findings
+from titan_rl.view.findings import compare, findings
 from titan_rl.view.read import ListedRollout, Run, read_run, rollout_at
 from titan_rl.view.timelines import Timeline
 
 REPORT = "report.html"
+AGAIN_SECONDS = 15
+"""Between two reports of a run that goes on."""
 MOST_ROLLOUT_BYTES = 7_500_000
 """Of packed rollouts in a report, over all its runs; with everything else it stays below 10 MB."""
 CHUNK = 100_000
@@ -59,19 +61,20 @@ LIBRARY = "uPlot.iife.min.js"
 """uPlot 1.6.32 from npm, MIT."""
 
 
-def write_report(runs: Sequence[Path], output: Path) -> Path:
-    """Write the report of one run, or of several to compare; returns where it is."""
+def write_report(runs: Sequence[Path], output: Path, *, again: bool = False) -> Path:
+    """Write the report of one run, or of several to compare; returns where it is. A browser that shows it looks for a
+    newer one every `AGAIN_SECONDS`, if there will be one: `again`."""
     draft = output.with_name(f".{output.name}.{os.getpid()}")
     try:
         with open(draft, "w", encoding="utf-8") as file:
-            file.writelines(_page([read_run(directory) for directory in runs]))
+            file.writelines(_page([read_run(directory) for directory in runs], again))
         draft.replace(output)
     finally:
         draft.unlink(missing_ok=True)
     return output
 
 
-def _page(runs: Sequence[Run]) -> Iterator[str]:
+def _page(runs: Sequence[Run], again: bool) -> Iterator[str]:
     styles = _asset("vendor/uPlot.min.css") + _asset("page/style.css")
     script = "\n".join([_asset(f"vendor/{LIBRARY}"), *(_asset(f"page/{name}") for name in SCRIPTS)])
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -82,6 +85,7 @@ def _page(runs: Sequence[Run]) -> Iterator[str]:
             blocks.append((f"rollouts-{number}-{chunk}", block))
             shown += [_row(rollout, number, chunk, place) for place, rollout in enumerate(kept)]
     head = _asset("page/page.html").replace("{{script-hash}}", f"sha256-{digest}").replace("{{style}}", styles)
+    head = head.replace("{{again}}", f'<meta http-equiv="refresh" content="{AGAIN_SECONDS}">' * again)
     before, after = head.split("{{data}}")
     yield before
     yield _block("main", _packed(_json(_main(runs, len(shown)))))
@@ -108,8 +112,8 @@ def _main(runs: Sequence[Run], shown: int) -> dict[str, Any]:
         "version": __version__,
         "written": time.strftime("%Y-%m-%d %H:%M"),
         "runs": [_about(run) for run in runs],
-        "findings": [[_plain(each) for each in findings(run)] for run in runs],
-        "compared": [_plain(each) for each in compare(runs)],
+        "findings": [[asdict(each) for each in findings(run)] for run in runs],
+        "compared": [asdict(each) for each in compare(runs)],
         "metrics": {name: _meaning(name) for name in names},
         "series": {name: [_curve(run.series.get(name, {})) for run in runs] for name in names},
         "seconds": [_curve(run.seconds) for run in runs],
@@ -119,10 +123,6 @@ def _main(runs: Sequence[Run], shown: int) -> dict[str, Any]:
         "settings": _settings(runs),
         "rollouts": {"shown": shown, "recorded": sum(run.recorded for run in runs)},
     }
-
-
-def _plain(finding: Finding) -> dict[str, str]:
-    return {name: str(value) for name, value in asdict(finding).items()}
 
 
 def _about(run: Run) -> dict[str, Any]:
@@ -273,7 +273,7 @@ def _detail(record: RolloutRecord) -> dict[str, Any]:
     segments, leaves = graph(record.branches)
     branches = zip(record.branches, leaves, strict=True)
     return {
-        "messages": record.messages,
+        "conversations": [*record.side_conversations, record.messages],
         "turns": msgspec.to_builtins(record.turns),
         "parts": {name: value if math.isfinite(value) else None for name, value in record.reward_parts.items()},
         "segments": segments,
@@ -377,8 +377,14 @@ def _act(command: Command, prog: str) -> int:
                 raise ConfigError(
                     f"{where} is there and is no report: it is not replaced; name another file, --output FILE"
                 )
+    runs = [run.resolve() for run in runs]
     try:
-        print(write_report([run.resolve() for run in runs], where))
+        while again := "--follow" in command.flags and any(map(is_going_on, runs)):
+            print(write_report(runs, where, again=again))
+            time.sleep(AGAIN_SECONDS)
+        print(write_report(runs, where))
+    except KeyboardInterrupt:
+        print(write_report(runs, where))
     except OSError as error:
         raise ConfigError(f"{where} cannot be written: {error.strerror or error}") from error
     return 0
@@ -387,13 +393,14 @@ def _act(command: Command, prog: str) -> int:
 VERB = Verb(
     act=_act,
     about="""
-usage: {prog} RUN [RUN2 ...] [--output FILE]
+usage: {prog} RUN [RUN2 ...] [--output FILE] [--follow]
 
 Write one HTML file that shows a run, or compares several: findings, curves, staleness and lengths, what every mesh did,
 rollouts token by token, settings. It needs no network. A run may still be going on.""",
     options={
         "--output FILE": f"where to; RUN/{REPORT}, of several runs ./{REPORT}, without it. A file that is no report is "
-        "not replaced"
+        "not replaced",
+        "--follow": f"write it again every {AGAIN_SECONDS} seconds while the run goes on; a browser shows the newest",
     },
     takes_words=True,
     takes_settings=False,

@@ -16,7 +16,7 @@ function openBrowser(data, table) {
     byId("filters").remove();
     return;
   }
-  const filter = { run: "", purpose: "", kept: "", stop: "", step: "", text: "", order: "newest" };
+  const filter = { run: "", purpose: "", kept: "", stop: "", step: "", least: "", most: "", text: "", order: "newest" };
   const list = byId("list"), rows = byId("rows");
   let order = [], chosen = -1;
 
@@ -26,6 +26,7 @@ function openBrowser(data, table) {
     (filter.kept === "" || table.kept[at].split(" ").includes(filter.kept)) &&
     (filter.stop === "" || table.stop[at] === filter.stop) &&
     (filter.step === "" || table.step[at] === Number(filter.step)) &&
+    (filter.least === "" || table.reward[at] >= Number(filter.least)) && (filter.most === "" || table.reward[at] <= Number(filter.most)) &&
     (filter.text === "" || `${table.prompt[at]}\n${table.answer[at]}\n${table.wanted[at]}\n${table.error[at]}\ngroup ${table.group[at]}`.toLowerCase().includes(filter.text));
   const by = {
     newest: (a, b) => table.step[b] - table.step[a], oldest: (a, b) => table.step[a] - table.step[b],
@@ -86,7 +87,7 @@ function openBrowser(data, table) {
 
   const change = (name) => (value) => { filter[name] = value; refresh(); };
   const values = (name) => [...new Set(table[name])].filter(Boolean).sort();
-  const input = (type, label, name) => element("input", { type, placeholder: label, "aria-label": label, min: type === "number" ? 0 : null, "data-filter": name,
+  const input = (type, label, name) => element("input", { type, placeholder: label, "aria-label": label, step: "any", "data-filter": name,
     input: (event) => change(name)(event.target.value.toLowerCase()) });
   byId("filters").append(...[
     data.runs.length > 1 ? select("Run", [["", "All runs"], ...data.runs.map((run, number_) => [String(number_), run.name])], change("run")) : null,
@@ -94,7 +95,7 @@ function openBrowser(data, table) {
     select("Kept as", [["", "Kept for any reason"], ...[...new Set(table.kept.flatMap((kept) => kept.split(" ")))].filter(Boolean).map((kept) => [kept, `Kept as ${kept}`])], change("kept")),
     select("Stop reason", [["", "Any end"], ...values("stop").map((stop) => [stop, `Ended by ${stop}`])], change("stop")),
     select("Order", ORDERS, change("order")),
-    input("number", "Step", "step"), input("search", "Find in texts", "text"),
+    input("number", "Step", "step"), input("number", "Reward from", "least"), input("number", "Reward to", "most"), input("search", "Find in texts", "text"),
     element("span", { class: "count", id: "matches" }),
   ].filter(Boolean));
   list.addEventListener("scroll", drawRows, { passive: true });

@@ -87,7 +87,9 @@ function findingOf(finding, show) {
   return element("div", { class: `finding ${finding.kind}` },
     element("span", { class: "sign", "aria-hidden": "true" }, sign),
     element("div", {}, element("h4", {}, element("span", { class: "word" }, word), finding.title),
-      element("p", {}, ...prose(finding.text)), finding.do ? element("p", { class: "do" }, ...prose(finding.do)) : null),
+      element("p", {}, ...prose(finding.text)),
+      finding.counts.length ? element("table", { class: "counts" }, ...finding.counts.map(([count, what]) => element("tr", {}, element("td", {}, integers.format(count)), element("td", {}, what)))) : null,
+      finding.do ? element("p", { class: "do" }, ...prose(finding.do)) : null),
     finding.see ? element("button", { type: "button", class: "see", click: () => show(finding.see) }, "Show") : null);
 }
 

@@ -37,8 +37,23 @@ function drawRollout(data, table, at, rollout, go) {
     fact("Generator", [...new Set(rollout.turns.map((turn) => turn.generator).filter(Boolean))].join(", ")), fact("Error", table.error[at]));
   const group = go.siblings.length > 1 ? element("div", { class: "siblings", role: "group", "aria-label": "Other rollouts of the group" }, element("span", {}, "In this group"),
     ...go.siblings.map((other) => element("button", { type: "button", "aria-pressed": String(other === at), click: () => go.choose(other) }, `${table.sample[other]}`, element("small", {}, number(table.reward[other]))))) : null;
-  const messages = element("details", { class: "conversation", open: true }, element("summary", {}, "Conversation"), ...rollout.messages.map(messageOf));
-  byId("rollout").replaceChildren(head, facts, ...(group ? [group] : []), messages, tokenView(rollout, table.advantage[at]));
+  const whole = go.siblings.length > 1 ? element("details", { class: "conversation" }, element("summary", {}, "The group side by side")) : null;
+  whole?.addEventListener("toggle", () => sideBySide(whole, table, at, go), { once: true });
+  const several = rollout.conversations.length;
+  const said = rollout.conversations.map((messages, number_) => element("details", { class: "conversation", open: number_ === several - 1 },
+    element("summary", {}, several > 1 ? `Conversation ${number_ + 1} of ${several}${number_ === several - 1 ? ", graded" : ""}` : "Conversation"), ...messages.map(messageOf)));
+  byId("rollout").replaceChildren(...[head, facts, group, whole, ...said, tokenView(rollout, table.advantage[at])].filter(Boolean));
+}
+
+/** What every recorded rollout of a group said, with its reward. */
+async function sideBySide(box, table, at, go) {
+  const columns = await Promise.all(go.siblings.map(async (other) => {
+    const { conversations } = await detailOf(table, other);
+    const messages = conversations[conversations.length - 1];
+    const own = messages.slice(messages.findIndex((message) => message.role === "assistant"));
+    return element("div", { class: other === at ? "chosen" : "" }, element("b", {}, `sample ${table.sample[other]} · ${table.error[other] || number(table.reward[other])}`), ...own.map(messageOf));
+  }));
+  box.append(element("div", { class: "beside" }, ...columns));
 }
 
 function messageOf(message) {

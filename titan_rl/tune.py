@@ -1,0 +1,164 @@
+"""`titan-rl tune TASK`: tries the three settings that matter most, in ever fewer and longer runs.
+
+Successive halving: every candidate trains a little, the better half is trained twice as long, until one is left. Each
+trial is an ordinary run from the first step on, in processes of its own, so that its learning rate falls as it would
+and a trial that fails costs only itself; they stay in `DIRECTORY/tune-NAME`, for `titan-rl report`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from titan_rl.config import RunConfig
+from titan_rl.errors import ConfigError
+from titan_rl.overrides import EXIT_USAGE, Command, Verb, flat, to_toml, variant
+from titan_rl.playing.policies import number_of
+from titan_rl.train import for_task, may_start, problems
+from titan_rl.view.read import read_run
+
+LR, BONUS, SAMPLES = "trainer.optimizer.lr", "trainer.loss.kwargs.entropy_bonus", "rollout.samples_per_group"
+TRIED = ((1, 1, 1), (3, 1, 1), (1 / 3, 1, 1), (1, 4, 1), (1, 1 / 4, 1), (1, 1, 2), (1, 1, 1 / 2), (3, 4, 1))
+"""Factors of learning rate, entropy bonus and samples per group. As many fewer groups make a step as long as before."""
+MINUTES = 10
+FEWEST_STEPS = 20
+SCORE = "evaluation/reward"
+
+
+@dataclass(slots=True)
+class Candidate:
+    settings: dict[str, Any]
+    scores: list[float] = field(default_factory=list)
+    """Mean held-out reward after each of its trials; a trial without one counts as minus infinity."""
+
+
+def candidates(config: RunConfig) -> list[Candidate]:
+    """The config's own settings first."""
+    lr, loss = config.trainer.optimizer.lr, config.trainer.loss.kwargs
+    samples, groups = config.rollout.samples_per_group, config.loop.groups_per_step
+    found: list[Candidate] = []
+    for rate, bonus, size in TRIED:
+        settings: dict[str, Any] = {LR: _round(lr * rate), SAMPLES: max(2, round(samples * size))}
+        settings["loop.groups_per_step"] = max(1, round(groups / size))
+        settings["trainer.loss.kwargs"] = {
+            name: _round(value * bonus) if name == "entropy_bonus" else value for name, value in loss.items()
+        }
+        if all(settings != each.settings for each in found):  # a loss may have no entropy bonus
+            found.append(Candidate(settings))
+    return found
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.2g}")
+
+
+def rounds(count: int, steps: int) -> Iterator[tuple[int, int]]:
+    """(candidates, steps of each) of every round."""
+    while count > 1:
+        yield count, steps
+        count, steps = count // 2, 2 * steps
+
+
+def first_steps(count: int, seconds: float, start: float, step: float) -> int:
+    """Steps of a trial of the first round with which all rounds take so many seconds. A trial takes `start` seconds and
+    `step` for each of its steps."""
+    runs = sum(each for each, _ in rounds(count, 1))
+    steps = sum(each * times for each, times in rounds(count, 1))
+    return max(FEWEST_STEPS, int((seconds - runs * start) / (steps * step)))
+
+
+def better_half(entered: Sequence[Candidate]) -> list[Candidate]:
+    """Of equal ones those that were named first."""
+    return sorted(entered, key=lambda each: -each.scores[-1])[: max(len(entered) // 2, 1)]
+
+
+def trial(config: RunConfig, candidate: Candidate, steps: int, directory: Path) -> float:
+    """Train so many steps; returns the seconds that a step took, all but the first."""
+    number = sum(1 for _ in directory.glob("trial-*.toml"))
+    changes = {"loop.steps": steps, "evaluation.every": 0, "evaluation.target_exact_match": 0.0}
+    logging = {"logging.directory": str(directory), "logging.name": f"trial-{number}", "logging.save_final": False}
+    file = directory / f"trial-{number}.toml"
+    file.write_text(to_toml(variant(config, candidate.settings | changes | logging)), encoding="utf-8")
+    with file.with_suffix(".log").open("wb") as log:
+        run = [sys.executable, "-m", "titan_rl.train", "--config", str(file)]
+        process = subprocess.Popen(run, stdout=log, stderr=log)
+        try:
+            process.wait()
+        except KeyboardInterrupt:  # the run had it, too, and ends in order
+            process.wait()
+            raise
+    for found in directory.glob(f"trial-{number}-*"):
+        of_run = read_run(found, brief=True)
+        candidate.scores.append((of_run.values(SCORE) or [float("-inf")])[-1])
+        seconds = of_run.values("seconds/step")[1:]
+        return sum(seconds) / max(len(seconds), 1)
+    candidate.scores.append(float("-inf"))
+    return 0.0
+
+
+def _act(command: Command, prog: str) -> int:
+    minutes = number_of(command, "--minutes", MINUTES)
+    config, imports = for_task(command.word("task"), command, prog)
+    if not may_start(problems(config, imports), prog):
+        return EXIT_USAGE
+    console = Console(highlight=False)
+    name = config.logging.name or Path(config.environment.name).stem
+    directory = Path(config.logging.directory) / time.strftime(f"tune-{name}-%Y%m%d-%H%M%S")
+    directory.mkdir(parents=True)
+    entered = tried = candidates(config)
+    began = time.monotonic()
+    step = trial(config, Candidate(tried[0].settings), FEWEST_STEPS, directory)
+    if not step:
+        raise ConfigError(f"the first trial failed: {directory / 'trial-0.log'} says why")
+    start = max(time.monotonic() - began - step * FEWEST_STEPS, 1.0)
+    steps = first_steps(len(tried), 60 * minutes - (time.monotonic() - began), start, step)
+    console.print(f"a step takes {step:.2f} s, a start {start:.0f} s: {len(tried)} trials of {steps} steps first")
+    for _, length in rounds(len(tried), steps):
+        length = min(length, config.loop.steps)
+        for candidate in entered:
+            trial(config, candidate, length, directory)
+            values = ", ".join(f"{key} {value}" for key, value in _shown(candidate).items())
+            console.print(f"  {length} steps  reward {candidate.scores[-1]:.3f}  {values}")
+        entered = better_half(entered)
+    best = entered[0]
+    console.print(_table(tried, best))
+    kept = directory / "best.toml"
+    kept.write_text(to_toml(variant(config, best.settings)), encoding="utf-8")
+    console.print(f"titan-rl train --config {kept}", soft_wrap=True)
+    return 0
+
+
+def _shown(candidate: Candidate) -> dict[str, Any]:
+    settings = dict(flat(candidate.settings))
+    return {key.rpartition(".")[2]: settings[key] for key in (LR, BONUS, SAMPLES)}
+
+
+def _table(tried: Sequence[Candidate], best: Candidate) -> Table:
+    table = Table(title="held-out reward, round by round")
+    for column in (*_shown(best), "reward"):
+        table.add_column(column, justify="right")
+    for each in sorted(tried, key=lambda each: (-len(each.scores), -each.scores[-1])):
+        scores = " → ".join(f"{score:.3f}" for score in each.scores)
+        table.add_row(*map(str, _shown(each).values()), scores, style="bold" if each is best else "")
+    return table
+
+
+VERB = Verb(
+    act=_act,
+    config=lambda command: RunConfig(),
+    about=f"""
+usage: {{prog}} TASK [--minutes N] [--section.key VALUE ...]
+
+Search learning rate, entropy bonus and samples per group for a task of yours: {len(TRIED)} short trials, then the
+better half twice as long, and so on. Shows a table and writes the config of the best.""",
+    options={"--minutes N": f"about how long all of it may take ({MINUTES})"},
+    takes_words=True,
+)
