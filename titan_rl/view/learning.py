@@ -1,0 +1,312 @@
+"""What keeps a policy from learning, or lets it, in the numbers and rollouts of its run; and the setting to change.
+
+Every finding is a pure function of the numbers; nothing is said of fewer than `FEWEST_STEPS` steps. A finding that is
+not sure enough to act on is not made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import correlation, fmean, stdev
+
+from titan_rl.metrics.metric_table import metric_of
+from titan_rl.types import Purpose
+from titan_rl.view.read import ListedRollout, Run
+
+FEWEST_STEPS = 9
+"""Below, the thirds of a run that are compared hold fewer than three steps each."""
+SURE = 2.0
+"""Standard errors; a smaller change of a mean counts as none."""
+TOP_SHARE = 0.98
+"""Of the largest reward seen; a mean above it has nothing left to gain."""
+COLLAPSED_ENTROPY = 0.1
+"""Of the entropy that the run began with."""
+MOST_SYMBOLS = 100
+"""Characters in the wanted answers; a task with more has no alphabet to speak of."""
+LEAST_GAIN = 0.02
+"""Of held-out exact match; a smaller change counts as none."""
+APART = 0.15
+"""Of a reward; a smaller difference of training and evaluation counts as none."""
+FEWEST_CORRELATED, CORRELATED = 30, 0.8
+"""Recorded rollouts, and their correlation of reward and length from which the length is what pays."""
+MOST_CLIPPED, MOST_KL = 0.2, 0.05
+"""Clipped share and nats in a step between two versions; beyond them a step goes further than its samples carry."""
+NO_KL = 1e-6
+LITTLE = 0.1
+"""Of the largest reward: a mean below it is no signal to speak of."""
+FEW_SAMPLES = 4
+FEWEST_WANTED = 5
+"""Rollouts that want a symbol before it is called dead."""
+SCORES = ("evaluation/exact_match", "evaluation/reward", "rollout/reward_mean")
+"""By which runs are compared: the first that all of them have."""
+
+
+class Kind(StrEnum):
+    PROBLEM = "problem"  # the run does not do what it is for, or will not for long
+    WARNING = "warning"  # something is lost: speed, samples, trust in the numbers
+    NOTE = "note"  # good to know
+    GOOD = "good"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    kind: Kind
+    title: str
+    text: str
+    do: str = ""
+    see: str = ""
+    """A metric, or "timeline" or "rollouts": where the page shows it."""
+    counts: tuple[tuple[int, str], ...] = ()
+    """How often what was seen, the most frequent first."""
+
+    def __str__(self) -> str:
+        seen = "; ".join(f"{count} × {what}" for count, what in self.counts)
+        return " ".join(filter(None, (f"{self.title}.", self.text, f"{seen}." * bool(seen), self.do)))
+
+
+def thirds(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]] | None:
+    """The first and the last third; None where they say nothing."""
+    if len(values) < FEWEST_STEPS:
+        return None
+    size = len(values) // 3
+    return values[:size], values[-size:]
+
+
+def change_of(values: Sequence[float]) -> tuple[float, float, bool] | None:
+    """Mean of the first and the last third, and whether they differ by more than chance."""
+    if (parts := thirds(values)) is None:
+        return None
+    first, last = parts
+    error = math.hypot(*(stdev(each) / math.sqrt(len(each)) for each in parts))
+    before, after = fmean(first), fmean(last)
+    return before, after, abs(after - before) > SURE * error
+
+
+def late(run: Run, name: str) -> float | None:
+    """Mean over the last third of the steps."""
+    parts = thirds(run.values(name))
+    return None if parts is None else fmean(parts[1])
+
+
+def _largest_reward(run: Run, default: float = 1.0) -> float:
+    """Of the recorded rollouts."""
+    return max((rollout.reward for rollout in run.rollouts), default=default)
+
+
+def limit(name: str) -> float:
+    metric = metric_of(name)
+    assert metric is not None and metric.limit is not None
+    return metric.limit
+
+
+def finding(kind: Kind, name: str, title: str, text: str, do: str = "") -> Finding:
+    """Of a metric. `do` is what the table of metrics says, where a rule says nothing else."""
+    metric = metric_of(name)
+    return Finding(kind, title, text, do or sentence(metric.do if metric else ""), name)
+
+
+def sentence(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}." if words else ""
+
+
+def percent(share: float) -> str:
+    """As the page writes it: three digits that matter."""
+    return f"{100 * share:.3g}%"
+
+
+def _learned(run: Run) -> Iterator[Finding]:
+    name = "evaluation/exact_match"
+    scores = run.values(name)
+    if len(scores) < 2:
+        return
+    first, last, best = scores[0], scores[-1], max(scores)
+    said = f"Held-out exact match went from {percent(first)} to {percent(last)}"
+    learned = last - first > LEAST_GAIN
+    if run.summary and last < (target := run.config.get("evaluation.target_exact_match", 0.0)):
+        text = f"{said}, below evaluation.target_exact_match = {target:g}."
+        do = f"It still rose: `titan-rl train --resume {run.directory} --loop.steps N` goes on."
+        if last - scores[-1 - max(len(scores) // 4, 1)] <= LEAST_GAIN:
+            do = (
+                "It rose no more. Read the wrong held-out answers in the rollouts below, and look at pass@k of"
+                f" `titan-rl eval {run.directory}`: if more samples find no right answers either, raise"
+                " entropy_bonus in trainer.loss.kwargs or make the reward finer."
+            )
+        title = "The policy learned, and missed its target" if learned else "The run missed its target"
+        yield finding(Kind.WARNING, name, title, text, do)
+    elif learned:
+        yield Finding(Kind.GOOD, "The policy learned", f"{said}.", see=name)
+    if first - last > LEAST_GAIN:
+        do = "Read held-out answers in the rollouts below: the reward may pay for something else than the score."
+        yield finding(Kind.PROBLEM, name, "The held-out score fell", f"{said}.", do)
+    if best - last > 0.1:
+        do = "Take an earlier checkpoint, or lower trainer.optimizer.lr."
+        text = f"It reached {percent(best)} and ended at {percent(last)}."
+        yield finding(Kind.WARNING, name, "The best score was earlier", text, do)
+
+
+def _reward(run: Run) -> Iterator[Finding]:
+    name = "rollout/reward_mean"
+    rewards = run.values(name)
+    if (change := change_of(rewards)) is None:
+        return
+    before, after, sure = change
+    said = f"Mean reward was {before:.3f} in the first third of the steps and {after:.3f} in the last."
+    if after >= TOP_SHARE * _largest_reward(run, max(rewards)) > 0:
+        return
+    if not sure:
+        yield finding(Kind.PROBLEM, name, "Reward is flat", f"{said} The difference is within chance.")
+    elif after < before:
+        do = "Lower trainer.optimizer.lr; look at the gradient norm and the importance weights where it turns."
+        yield finding(Kind.PROBLEM, name, "Reward falls", said, do)
+
+
+def _goes_too_far(run: Run) -> str:
+    """How far steps went from the policies that had sampled, where that is too far."""
+    for name, limit, unit in (
+        ("train/clip_share", MOST_CLIPPED, "of the tokens clipped"),
+        ("train/kl_k3", MOST_KL, ""),
+    ):
+        values = run.values(name)
+        if len(values) >= FEWEST_STEPS and (worst := sorted(values)[-len(values) // 10]) > limit:
+            return f"{percent(worst)} {unit}" if unit else f"{worst:.2g} nats"
+    return ""
+
+
+def _learning_rate(run: Run) -> Iterator[Finding]:
+    lr = run.config.get("trainer.optimizer.lr", 0.0)
+    reward = late(run, "rollout/reward_mean")
+    if not lr or reward is None or reward >= TOP_SHARE * _largest_reward(run) > 0:
+        return
+    if far := _goes_too_far(run):
+        text = f"In a tenth of the steps {far} and more lay between the policy and the one that had sampled."
+        do = f"Set --trainer.optimizer.lr {lr / 5:.1g}; it is {lr:g}."
+        yield finding(Kind.PROBLEM, "train/clip_share", "The learning rate is too high", text, do)
+        return
+    kl, entropy, rewards = (change_of(run.values(name)) for name in ("train/kl_k3", "train/entropy", SCORES[-1]))
+    moved = [change for change in (entropy, rewards) if change and change[2]]
+    if run.config.get("loop.max_staleness") and kl and kl[1] < NO_KL and entropy and rewards and not moved:
+        text = f"Neither entropy nor reward moved, and steps change the policy by {kl[1]:.1e} nats."
+        yield finding(
+            Kind.PROBLEM,
+            "train/kl_k3",
+            "The learning rate is too low",
+            text,
+            f"Set --trainer.optimizer.lr {lr * 10:g}.",
+        )
+
+
+def _late_rollouts(run: Run) -> list[ListedRollout]:
+    last = run.steps - max(run.steps // 3, 1)
+    return [each for each in run.rollouts if each.step > last and each.purpose is Purpose.TRAIN]
+
+
+def _no_signal(run: Run) -> Iterator[Finding]:
+    """Groups of equal rewards, with what was answered."""
+    name = "groups/equal_rewards"
+    equal, reward = late(run, name), late(run, "rollout/reward_mean")
+    samples, top = run.config.get("rollout.samples_per_group", 0), _largest_reward(run)
+    if equal is None or reward is None or reward >= TOP_SHARE * top > 0:
+        return
+    answers = Counter(each.answer for each in _late_rollouts(run) if not each.error)
+    often = ", ".join(f"{answer!r} {percent(count / answers.total())}" for answer, count in answers.most_common(3))
+    said = f" Of the recorded answers {often}." if often else ""
+    if equal > limit(name):
+        text = f"{percent(equal)} of the groups of the last third had equal rewards, {reward:.3f} on average.{said}"
+        do = "Give part of the reward for part of the answer, or write demonstrations: --trainer.warmup.steps 200."
+        if reward > LITTLE * top:
+            do = f"Set --rollout.samples-per-group {2 * samples}; it is {samples}."
+        yield finding(Kind.PROBLEM, name, "Groups teach nothing", text, do)
+    elif samples and samples <= FEW_SAMPLES:
+        text = f"Rewards are compared within {samples} samples, so {percent(equal)} of the groups teach nothing."
+        do = f"Set --rollout.samples-per-group {4 * samples}."
+        yield finding(Kind.WARNING, name, "Groups are small", text, do)
+
+
+def _entropy(run: Run) -> Iterator[Finding]:
+    name = "train/entropy"
+    change, reward = change_of(run.values(name)), late(run, "rollout/reward_mean")
+    low = reward is not None and reward < _largest_reward(run) / 2
+    if change and low and change[1] < COLLAPSED_ENTROPY * change[0] and not _goes_too_far(run):
+        text = f"Entropy fell from {change[0]:.2f} to {change[1]:.2f} nats while the mean reward is {reward:.2f}."
+        bonus = run.config.get("trainer.loss.kwargs.entropy_bonus", 0.0)
+        do = f"Set --trainer.loss.kwargs.entropy-bonus {max(3 * bonus, 0.03):g}; it is {bonus:g}."
+        yield finding(Kind.PROBLEM, name, "The policy settled too soon", text, do)
+
+
+def _pays_for_something_else(run: Run) -> Iterator[Finding]:
+    graded = [each for each in run.rollouts if each.purpose is Purpose.TRAIN and not each.error]
+    rewards, lengths = [each.reward for each in graded], [float(each.sampled_tokens) for each in graded]
+    scores = run.values(SCORES[0])
+    learned = len(scores) > 1 and scores[-1] - scores[0] > LEAST_GAIN
+    change = change_of(run.values(SCORES[-1]))
+    if learned or not change:
+        return
+    varied = len(graded) >= FEWEST_CORRELATED and len(set(rewards)) > 1 and len(set(lengths)) > 1
+    if varied and abs(pays := correlation(lengths, rewards)) > CORRELATED:
+        which = "Longer" if pays > 0 else "Shorter"
+        text = f"{which} answers get more reward (correlation {pays:.2f}), and no held-out answer is right for it."
+    elif change[2] and change[1] > change[0] + APART and len(scores) > 1:
+        text = f"Mean reward rose from {change[0]:.2f} to {change[1]:.2f}, held-out exact match not."
+    else:
+        return
+    do = "Correct the reward function: `titan-rl watch RUN` shows what it pays for."
+    yield finding(Kind.PROBLEM, SCORES[-1], "The reward pays for something else", text, do)
+
+
+def _evaluation_differs(run: Run) -> Iterator[Finding]:
+    trained, held_out = late(run, SCORES[-1]), run.values(SCORES[1])
+    if trained is not None and len(held_out) > 1 and trained - held_out[-1] > APART * abs(_largest_reward(run)):
+        text = f"Mean reward is {trained:.2f} in training and {held_out[-1]:.2f} on held-out prompts."
+        do = "Train on more different prompts, or hold out prompts of the same kind (`held_out` of the task)."
+        yield finding(Kind.WARNING, SCORES[1], "Evaluation differs from training", text, do)
+
+
+def _cut(run: Run) -> Iterator[Finding]:
+    name = "rollout/truncated_share"
+    if (cut := late(run, name)) is not None and cut > limit(name):
+        new = run.config.get("rollout.sampling.max_new_tokens", 0)
+        text = f"{percent(cut)} of the answers of the last third were cut off after {new} tokens."
+        do = f"Set --rollout.sampling.max-new-tokens {2 * new}, or let the reward pay for answers that end."
+        yield finding(Kind.WARNING, name, "Answers are cut by length", text, do)
+
+
+def _dead_symbols(run: Run) -> Iterator[Finding]:
+    """Characters of the wanted answers that the policy does not write, or never writes to any profit, at the end."""
+    last = run.steps - max(run.steps // 3, 1)
+    late = [rollout for rollout in run.rollouts if rollout.step > last and rollout.wanted and not rollout.error]
+    wanting: dict[str, list[ListedRollout]] = defaultdict(list)
+    for rollout in late:
+        for symbol in {*rollout.wanted}:
+            wanting[symbol].append(rollout)
+    if not late or len(wanting) > MOST_SYMBOLS:
+        return
+    written = {symbol for rollout in late for symbol in rollout.answer}
+    best = max(rollout.reward for rollout in late)
+    for symbol, rollouts in sorted(wanting.items()):
+        if len(rollouts) < FEWEST_WANTED or symbol.isspace():
+            continue
+        count = f"{len(rollouts)} recorded rollouts of the last third want {symbol!r}"
+        do = "Set entropy_bonus in trainer.loss.kwargs, so that no symbol dies out before it is found to be right."
+        if symbol not in written:
+            text = f"{count}; no answer has it."
+            yield Finding(Kind.PROBLEM, f"{symbol!r} is a dead symbol", text, do, "rollouts")
+        elif all(rollout.reward <= 0 < best for rollout in rollouts):
+            text = f"{count}; none of them got any reward."
+            yield Finding(Kind.WARNING, f"{symbol!r} never gets reward", text, do, "rollouts")
+
+
+LEARNING = (
+    _learned,
+    _reward,
+    _learning_rate,
+    _no_signal,
+    _pays_for_something_else,
+    _evaluation_differs,
+    _entropy,
+    _cut,
+    _dead_symbols,
+)
