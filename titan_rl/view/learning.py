@@ -216,7 +216,7 @@ def _no_signal(run: Run) -> Iterator[Finding]:
     said = f" Of the recorded answers {often}." if often else ""
     if equal > limit(name):
         text = f"{percent(equal)} of the groups of the last third had equal rewards, {reward:.3f} on average.{said}"
-        do = "Give part of the reward for part of the answer, or write demonstrations: --trainer.warmup.steps 200."
+        do = "Give part of the reward for part of the answer, or teach right answers first: --trainer.warmup.steps 200."
         if reward > LITTLE * top:
             do = f"Set --rollout.samples-per-group {2 * samples}; it is {samples}."
         yield finding(Kind.PROBLEM, name, "Groups teach nothing", text, do)
