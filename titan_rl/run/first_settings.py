@@ -46,6 +46,8 @@ MARKS, TOOL_MARKS = 32, 700
 """Tokens that a chat format adds to a message or a call; and to a prompt with tools, whose description comes on top."""
 RARE = 0.05
 """Share of answers at random that are right: below it right answers are taught first, where there are some."""
+PROGRAM_GROUPS, PROGRAM_STEPS = 8, 150
+"""Of a run whose rollouts are played by programs: each takes some 40 ms of a core to start and to end."""
 RIGHT = 0.9
 """Of the best reward that was seen: what an answer gets that counts as right."""
 
@@ -247,6 +249,9 @@ def choose(found: Survey, *, by_bytes: bool = False, trained: bool = False) -> l
             f"{found.by_chance:.1%} of answers at random are right: right ones are taught first; 0: by reward alone"
         )
         add("trainer.warmup.steps", 200, reason)
+    if info.plays:
+        add("loop.groups_per_step", PROGRAM_GROUPS, "programs play its rollouts, which takes time")
+        add("loop.steps", PROGRAM_STEPS, "fewer and longer ones")
     if trained:
         add("trainer.optimizer.lr", 1e-6, "weights that were trained before move in small steps")
         add("placement.device", "auto", "as this host has it")
