@@ -4,6 +4,6 @@
 # several hours.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-scripts/setup.sh
+scripts/setup.sh --all
 export OMP_NUM_THREADS=1
 exec .venv/bin/python scripts/bench/all.py --whole "$@"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Format, lint and types, in the environment that scripts/setup.sh made. Changes nothing.
+# Format, lint and types, in the environment that scripts/setup.sh --all made. Changes nothing.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 status=0

@@ -1,7 +1,8 @@
-"""Makes `.venv` hold the exact versions of `requirements.lock` and this project, whatever state it is found in.
+"""Makes `.venv` hold the exact versions of `requirements.lock` and this project, whatever state it is found in. With
+`--all`, those of `requirements-all.lock` as well; an environment that has them keeps them without `--all`.
 
 - The stamp exists while everything is installed; it goes before anything is changed. Its first line is the Python and
-  the place of the clone, its second the lock and the project. A start that finds both as wanted does nothing.
+  the place of the clone, its second the locks and the project. A start that finds both as wanted does nothing.
 - A stamp with another second line: uv installs the difference. Any other stamp, or none (a first start, an interrupted
   one): the environment is made anew. uv's cache has what earlier starts downloaded.
 - One set-up at a time per clone. Children inherit the lock, so it is held as long as one of them still writes.
@@ -23,34 +24,51 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCK = ROOT / "scripts" / "requirements.lock"
+ALL_LOCK = ROOT / "scripts" / "requirements-all.lock"
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "titan_rl.stamp"
 
-DISK_GB = {"CPU": 4.7, "CUDA": 7.4}
-"""What the finished environment takes, by torch's build. uv links its files, so that its cache takes nothing more."""
+DISK_GB = {"CPU": (3.5, 4.5), "CUDA": (6.4, 7.4)}
+"""What the finished environment takes, by torch's build, without and with `--all`. uv links its files, so that its
+cache takes nothing more."""
 CAPTURED = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+COMPILED_AT_ONCE = 200
+"""Files per process that compiles: enough that its start costs little, few enough to say how far it is."""
 
 HELP = """\
 Makes .venv in this clone and installs the exact versions of scripts/requirements.lock, then the project itself
-(editable). Linux x86-64 with AVX2; Python 3.11, 3.12 or 3.13; 5 GB of disk, or 8 GB where only the build of
-torch for CUDA is found. Training the quick start's policy takes about 4 GB of memory.
+(editable): what training, evaluating, serving and reports need. Linux x86-64 with AVX2; Python 3.11, 3.12 or 3.13;
+4 GB of disk, or 7 GB where only the build of torch for CUDA is found, and 1 GB more with --all. Training the quick
+start's policy takes about 4 GB of memory.
 
 PYTHON=/path/to/python names the interpreter. Without it that of an existing .venv stays, or the newest is taken.
 pip's configuration (pip config list) says where packages come from. It holds for uv, too, which pip installs first."""
+ALL_HELP = """install scripts/requirements-all.lock as well: tests, linters, reasoning-gym, math-verify, wandb,
+datasets, pyarrow, agent SDKs, and the rest of what vLLM, torchtitan and Monarch ask for"""
+CUDA_CHOICE = """no CPU build of torch was found. The one for CUDA computes the same on a CPU, but it takes 2.4 GB to
+download, and the finished environment {} GB of disk. The other way: stop this (Ctrl-C), name an index that has CPU
+wheels of torch (pip config set global.extra-index-url ADDRESS), and start again."""
 
 
 class SetupError(Exception):
     """What is wrong and what to do, for the person at the terminal."""
 
 
-def wanted_stamp() -> list[str]:
-    sources = b"\0".join(path.read_bytes() for path in (LOCK, ROOT / "pyproject.toml", Path(__file__)))
-    return [f"{platform.python_version()} {sys.base_prefix} {ROOT}", hashlib.sha256(sources).hexdigest()]
+def wanted_locks(everything: bool) -> list[Path]:
+    """An environment that has everything keeps it."""
+    return [LOCK, ALL_LOCK] if everything or ALL_LOCK.name in "".join(found_stamp()[1:]) else [LOCK]
+
+
+def wanted_stamp(locks: list[Path]) -> list[str]:
+    sources = b"\0".join(path.read_bytes() for path in (*locks, ROOT / "pyproject.toml", Path(__file__)))
+    names = " ".join(lock.name for lock in locks)
+    return [f"{platform.python_version()} {sys.base_prefix} {ROOT}", f"{names} {hashlib.sha256(sources).hexdigest()}"]
 
 
 def found_stamp() -> list[str]:
@@ -142,17 +160,35 @@ class Installer:
             "where packages are: pip config set global.index-url ADDRESS."
         )
 
+    def compile_bytecode(self) -> None:
+        """Otherwise every process of the first run would compile it, and of every run where Python writes no bytecode.
+        uv's own option leaves out what was installed before. In processes of their own, which end soon if this one is
+        killed: the workers of a pool would stay, and hold the lock."""
+        files = [str(path) for place in (VENV / "lib", ROOT / "titan_rl") for path in place.rglob("*.py")]
+        parts = [files[start : start + COMPILED_AT_ONCE] for start in range(0, len(files), COMPILED_AT_ONCE)]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            for done, _ in enumerate(pool.map(lambda part: self.run("compileall", "-qq", *part, quiet=True), parts), 1):
+                say_progress("compiling", done, len(parts), f"{sum(map(len, parts[:done])):,} of {len(files):,} files")
+
 
 def say(text: str) -> None:
     print(f"setup: {text}", flush=True)
 
 
-def bring_up(lock_descriptor: int) -> None:
+def say_progress(what: str, done: int, parts: int, text: str) -> None:
+    """One line that changes, on a terminal; elsewhere a line per quarter."""
+    if sys.stdout.isatty():
+        print(f"\rsetup: {what} {text}", end="\n" if done == parts else "", flush=True)
+    elif 4 * done // parts > 4 * (done - 1) // parts:
+        say(f"{what} {text}")
+
+
+def bring_up(lock_descriptor: int, locks: list[Path]) -> None:
     """From any state to the wanted one. Raises SetupError."""
     started = time.monotonic()
     pins = dict(re.findall(r"^([\w-]+)==(\S+)", LOCK.read_text(), re.MULTILINE))
     check_this_machine()
-    whole = found_stamp()[:1] == wanted_stamp()[:1]
+    whole = found_stamp()[:1] == wanted_stamp(locks)[:1]
     if not whole and VENV.is_symlink():
         raise SetupError(
             f"{VENV} is a link, and what it points to, {VENV.resolve()}, would be emptied. Remove the link."
@@ -167,24 +203,30 @@ def bring_up(lock_descriptor: int) -> None:
     installer = Installer(pins["uv"], lock_descriptor)
     torch = installer.torch_build(pins["torch"])
     if not whole:
-        check_disk(shutil.disk_usage(ROOT).free / 1e9, DISK_GB["CUDA" if "--constraints" in torch else "CPU"])
+        build = "CUDA" if "--constraints" in torch else "CPU"
+        needed = DISK_GB[build][len(locks) - 1]
+        if build == "CUDA":
+            say(CUDA_CHOICE.format(needed))
+        check_disk(shutil.disk_usage(ROOT).free / 1e9, needed)
     installer.install("torch", "--no-build", *torch)
-    installer.install("the locked packages", "--no-deps", "--no-build", "-r", str(LOCK))
+    required = [argument for lock in locks for argument in ("-r", str(lock))]
+    installer.install("the locked packages", "--no-deps", "--no-build", *required)
     # Without isolation the build takes the locked setuptools and downloads nothing.
     installer.install("the project itself", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
-    # Otherwise every process of the first run would compile it, and of every run where Python writes no bytecode. uv's
-    # own option leaves out what was installed before.
-    installer.run("compileall", "-qq", "-j", "0", str(VENV / "lib"), str(ROOT / "titan_rl"))
-    STAMP.write_text("\n".join(wanted_stamp()))
+    installer.compile_bytecode()
+    STAMP.write_text("\n".join(wanted_stamp(locks)))
     say(f"ready after {time.monotonic() - started:.0f} s: {VENV}")
 
 
 def main() -> int:
     raw = argparse.RawDescriptionHelpFormatter
-    argparse.ArgumentParser("scripts/setup.sh", description=HELP, formatter_class=raw).parse_args()
+    parser = argparse.ArgumentParser("scripts/setup.sh", description=HELP, formatter_class=raw)
+    parser.add_argument("--all", action="store_true", help=ALL_HELP)
+    everything = parser.parse_args().all
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        if found_stamp() == wanted_stamp():
+        locks = wanted_locks(everything)
+        if found_stamp() == wanted_stamp(locks):
             return 0
         descriptor = os.open(ROOT, os.O_RDONLY)
         try:
@@ -192,8 +234,9 @@ def main() -> int:
         except BlockingIOError:
             say("another set-up of this clone is at work; waiting for it")
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if found_stamp() != wanted_stamp():
-            bring_up(descriptor)
+        locks = wanted_locks(everything)
+        if found_stamp() != wanted_stamp(locks):
+            bring_up(descriptor, locks)
     except SetupError as error:
         print(f"setup: {error}", file=sys.stderr)
         return 1

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Makes .venv hold what scripts/requirements.lock says, and this project. Start it as often as you like: it goes on
-# where an interrupted one stopped, and does nothing when nothing is to do. `scripts/setup.sh --help` says more.
+# Makes .venv hold what scripts/requirements.lock says, with --all requirements-all.lock as well, and this project. Start
+# it as often as you like: it goes on where an interrupted one stopped, and does nothing when nothing is to do.
+# `scripts/setup.sh --help` says more.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 

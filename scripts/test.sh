@@ -6,7 +6,7 @@
 #   scripts/test.sh --ci                  in two processes, and judged as .ci/tests.py says
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-scripts/setup.sh
+scripts/setup.sh --all
 export OMP_NUM_THREADS=1
 tests=(-m pytest)
 if [ "${1-}" = --ci ]; then

@@ -3,8 +3,8 @@
     python scripts/bench/trl.py [--rounds 3] [--recipe copy4_async] [--environment DIR] [--only train|tokens]
 
 TRL is installed with pinned versions into an environment of its own, which has torch, transformers and all else as
-`scripts/requirements.lock` says. The two programs take turns. Ratios are ours ÷ TRL's of the same round, medians over
-the rounds.
+`scripts/requirements.lock` and `requirements-all.lock` say. The two programs take turns. Ratios are ours ÷ TRL's of the
+same round, medians over the rounds.
 
 Both start from the same weights (a tiny policy of the round's seed) and train on the same prompts in the same order,
 with the same rewards, batch, optimizer, learning rates, clipping, entropy bonus and number of steps. Both evaluate
@@ -50,7 +50,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PARTS = Path(__file__).resolve().parent / "parts"
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from environment import LOCK, uv_settings  # noqa: E402
+from environment import ALL_LOCK, LOCK, uv_settings  # noqa: E402
 from parts.policies import POLICY_100M  # noqa: E402
 from parts.table import print_report, print_table  # noqa: E402
 from parts.watched import LATER, WatchedRun, watch  # noqa: E402
@@ -63,7 +63,7 @@ from titan_rl.errors import ConfigError  # noqa: E402
 from titan_rl.policy.config import TinyPolicyConfig  # noqa: E402
 
 TRL = ("trl==1.16.0", "accelerate==1.15.0")
-"""All else that TRL takes is in the lock."""
+"""All else that TRL takes is in the locks."""
 QUICKSTART = re.findall(r"--recipe (\w+)", (ROOT / "scripts" / "quickstart.sh").read_text())[-1]
 CORES = len(os.sched_getaffinity(0))
 TARGET = 0.95
@@ -74,7 +74,7 @@ REQUESTS = 64
 def make_environment(directory: Path) -> Path:
     """The Python of an environment with TRL; made unless `directory` has it already."""
     python, stamp = directory / "bin" / "python", directory / "trl.stamp"
-    wanted = "\n".join((*TRL, sys.version, LOCK.read_text()))
+    wanted = "\n".join((*TRL, sys.version, LOCK.read_text(), ALL_LOCK.read_text()))
     if stamp.is_file() and stamp.read_text() == wanted:
         return python
     if not stamp.is_file():  # `uv venv --clear` deletes all that is in it
@@ -99,7 +99,7 @@ def make_environment(directory: Path) -> Path:
     if not (
         made
         and (install(*torch) or install("--torch-backend", "cpu", *torch))
-        and install("--no-build", "--constraints", str(LOCK), *TRL)
+        and install("--no-build", "--constraints", str(LOCK), "--constraints", str(ALL_LOCK), *TRL)
     ):
         sys.exit(f"no environment with {' '.join(TRL)} could be made in {directory}; the reason stands above")
     stamp.write_text(wanted)

@@ -191,14 +191,16 @@ def test_more_ranks_than_cores_are_warned_of_and_start(capsys, started):
 
 
 @pytest.mark.parametrize(
-    ("package", "setting"), [("wandb", "logging.wandb_project"), ("tensorboard", "logging.tensorboard")]
+    ("package", "setting", "extra"),
+    [("wandb", "logging.wandb_project", "wandb"), ("tensorboard", "logging.tensorboard", "cpu")],
 )
 def test_a_package_that_is_not_installed_is_named_with_the_setting_that_needs_it(
-    package, setting, monkeypatch, capsys, started
+    package, setting, extra, monkeypatch, capsys, started
 ):
     monkeypatch.setitem(sys.modules, package, None)
     assert train.main(["--recipe", "copy4", f"--{setting}", "true"]) == 2 and started == []
-    assert f"{setting} is set, and the package {package} is not installed" in capsys.readouterr().err
+    wanted = f"{setting} is set, and the package {package} is not installed: install it with `pip install 'titan-rl[{extra}]'`"
+    assert wanted in " ".join(capsys.readouterr().err.split())
 
 
 def test_vllm_for_gpus_is_refused_where_the_generators_compute_on_the_cpu(tmp_path, monkeypatch, capsys, started):

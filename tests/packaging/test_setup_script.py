@@ -9,11 +9,13 @@ import hashlib
 import importlib
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import zipfile
+from importlib.util import cache_from_source
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,7 @@ def build_editable(directory, config_settings=None, metadata_directory=None):
 """
 
 LOCK = "torch==1\nuv==1\nprobe-a==1\nprobe-b==1\n"
+ALL_LOCK = "probe-c==1\n"
 
 
 def load_environment_module():
@@ -82,12 +85,13 @@ class Clone:
         uv = importlib.import_module("uv").find_uv_bin()
         write_wheel(self.wheels, "uv", "1", f"import os, sys\nos.execv({uv!r}, ['uv', *sys.argv[1:]])\n")
         write_wheel(self.wheels, "torch", "1+cpu", "build = 'CPU'\n")
-        for name in ("probe_a", "probe_b"):
+        for name in ("probe_a", "probe_b", "probe_c"):
             write_wheel(self.wheels, name, "1")
         self.write_lock(LOCK)
+        self.write_lock(ALL_LOCK, "requirements-all.lock")
 
-    def write_lock(self, text: str) -> None:
-        (self.root / "scripts" / "requirements.lock").write_text(text)
+    def write_lock(self, text: str, name: str = "requirements.lock") -> None:
+        (self.root / "scripts" / name).write_text(text)
 
     @property
     def stamp(self) -> Path:
@@ -97,7 +101,7 @@ class Clone:
     def site_packages(self) -> Path:
         return next((self.root / ".venv" / "lib").glob("python*/site-packages"))
 
-    def start(self, **variables: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
         settings = {
             "PYTHON": sys.executable,
             "PIP_NO_INDEX": "1",
@@ -106,15 +110,15 @@ class Clone:
             **variables,
         }
         return subprocess.Popen(
-            [self.root / "scripts" / "setup.sh"],
+            [self.root / "scripts" / "setup.sh", *arguments],
             env={**os.environ, **settings},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
 
-    def set_up(self, **variables: str) -> tuple[int, str, str]:
-        process = self.start(**variables)
+    def set_up(self, *arguments: str, **variables: str) -> tuple[int, str, str]:
+        process = self.start(*arguments, **variables)
         out, err = process.communicate(timeout=120)
         return process.returncode, out, err
 
@@ -154,6 +158,37 @@ def test_a_changed_lock_changes_what_is_installed_and_leaves_the_rest_alone(fini
     assert finished.installed() == {"torch-1+cpu", "probe_a-1", "probe_b-2", "probe_project-1"}
     assert (finished.site_packages / "probe_b.py").read_text() == "value = 'two'\n"
     assert (finished.site_packages / "probe_a-1.dist-info" / "RECORD").stat().st_mtime_ns == untouched
+
+
+def test_all_adds_the_second_lock_and_what_has_it_keeps_it(finished):
+    base = finished.installed()
+    assert finished.set_up("--all")[0] == 0
+    assert finished.installed() == {*base, "probe_c-1"}
+    assert finished.set_up() == finished.set_up("--all") == (0, "", "")
+    write_wheel(finished.wheels, "probe_c", "2")
+    finished.write_lock("probe-c==2\n", "requirements-all.lock")
+    assert finished.set_up()[0] == 0
+    assert finished.installed() == {*base, "probe_c-2"}
+    finished.stamp.unlink()  # made anew, it has what is asked for
+    assert finished.set_up()[0] == 0
+    assert finished.installed() == base
+    finished.write_lock("probe-c==3\n", "requirements-all.lock")
+    assert finished.set_up() == (0, "", "")
+
+
+def test_progress_of_compiling_is_told(finished):
+    finished.stamp.unlink()
+    lines = [line for line in finished.set_up()[1].splitlines() if line.startswith("setup: compiling ")]
+    done, files = re.fullmatch(r"setup: compiling ([\d,]+) of ([\d,]+) files", lines[-1]).groups()
+    assert done == files and 1 < len(lines) <= 4
+    assert not [path for path in finished.site_packages.rglob("*.py") if not Path(cache_from_source(path)).exists()]
+
+
+def test_on_a_terminal_progress_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for done in (1, 2):
+        environment.say_progress("compiling", done, 2, f"{done} of 2 files")
+    assert capsys.readouterr().out == "\rsetup: compiling 1 of 2 files\rsetup: compiling 2 of 2 files\n"
 
 
 def test_without_a_stamp_the_environment_is_made_anew(finished):
@@ -226,6 +261,7 @@ def test_without_a_cpu_build_the_build_for_cuda_is_taken_with_what_it_imports(fi
     code, out, err = finished.set_up()
     assert code == 0, out + err
     assert "setup: torch 1: the build for CUDA" in out
+    assert "2.4 GB" in out and "6.4 GB" in out and "extra-index-url" in out
     assert finished.installed() == {"torch-1", "nvidia_probe-1", "probe_a-1", "probe_b-1", "probe_project-1"}
 
 

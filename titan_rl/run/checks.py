@@ -82,8 +82,8 @@ def check_run(config: RunConfig, host: HostFacts) -> list[Problem]:
             partial(_loss, config),
             partial(_named, config, "rollout.rollouter", {}, Rollouter),
             lambda: _named(config, "loop.filter", FILTERS) if config.loop.filter else None,
-            lambda: _package("logging.wandb_project", "wandb") if logging.wandb_project else None,
-            lambda: _package("logging.tensorboard", "tensorboard") if logging.tensorboard else None,
+            lambda: _package("logging.wandb_project", "wandb", "wandb") if logging.wandb_project else None,
+            lambda: _package("logging.tensorboard", "tensorboard", "cpu") if logging.tensorboard else None,
         ),
     ]
 
@@ -261,9 +261,10 @@ def _directory(setting: str, directory: str) -> None:
         raise AbsentError(f"{setting}: {directory} cannot be written: {place}: {error.strerror}") from error
 
 
-def _package(setting: str, name: str) -> None:
+def _package(setting: str, name: str, extra: str) -> None:
     if find_spec(name) is None:
-        raise AbsentError(f"{setting} is set, and the package {name} is not installed")
+        remedy = f"install it with `pip install 'titan-rl[{extra}]'`"
+        raise AbsentError(f"{setting} is set, and the package {name} is not installed: {remedy}")
 
 
 def _address(setting: str, host: str, port: int) -> None:

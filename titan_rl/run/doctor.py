@@ -84,7 +84,7 @@ def pins() -> dict[str, str]:
 def package_problems(package: str) -> Iterator[Problem]:
     """Whether a pinned package is there, in its version. Builds of one version (`+cpu`) are the same."""
     wanted, found = pins().get(package, ""), installed(package)
-    remedy = "`scripts/setup.sh` in a clone installs everything in the versions that belong together"
+    remedy = "`scripts/setup.sh` in a clone installs what runs need, in the versions that belong together"
     if not found:
         yield Problem(sentence=f"the package {package} is not installed: {remedy}", severity=Severity.ABSENT)
     elif wanted and found.partition("+")[0] != wanted:
