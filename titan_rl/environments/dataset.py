@@ -99,8 +99,8 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
         import pyarrow.parquet
     except ModuleNotFoundError as error:
         raise AbsentError(
-            f"{file}: Parquet needs the package pyarrow ({error}): install it with `pip install 'titan-rl[parquet]'`, or use "
-            "JSON lines"
+            f"{file}: Parquet needs the package pyarrow ({error}): install it with `pip install "
+            "'titan-rl[parquet]'`, or use JSON lines"
         ) from error
     try:
         rows = pyarrow.parquet.read_table(file).to_pylist()
