@@ -16,6 +16,7 @@ import argparse
 import ast
 import fcntl
 import hashlib
+import itertools
 import os
 import platform
 import re
@@ -167,7 +168,8 @@ class Installer:
         files = [str(path) for place in (VENV / "lib", ROOT / "titan_rl") for path in place.rglob("*.py")]
         parts = [files[start : start + COMPILED_AT_ONCE] for start in range(0, len(files), COMPILED_AT_ONCE)]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            for done, _ in enumerate(pool.map(lambda part: self.run("compileall", "-qq", *part, quiet=True), parts), 1):
+            compiled = pool.map(lambda part: self.run("compileall", "-qq", *part, quiet=True), parts)
+            for done, _ in enumerate(itertools.chain([None], compiled)):
                 say_progress("compiling", done, len(parts), f"{sum(map(len, parts[:done])):,} of {len(files):,} files")
 
 
