@@ -61,7 +61,7 @@ WRONG = {
     "--recipe copy4 --trainer.loss.kwargs.clip_low 2": ("trainer.loss.kwargs.clip_low", "[0, 1), got 2"),
     "--recipe copy4 --trainer.loss.kwargs.clip_hihg 0.3": (
         "trainer.loss.kwargs.clip_hihg",
-        "did you mean clip_high?); it takes entropy_bonus, entropy_floor, sequence_low, sequence_high",
+        "did you mean clip_high?); it takes entropy_bonus, entropy_decay, sequence_low, sequence_high",
     ),
     "--recipe copy4 --trainer.loss.kwargs.entropy_bonus nan": ("trainer.loss.kwargs.entropy_bonus", "finite"),
     "--recipe copy4 --rollout.rollouter no.such:Player": ("rollout.rollouter", "no module 'no.such'"),

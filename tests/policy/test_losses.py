@@ -15,7 +15,6 @@ from titan_rl.errors import ConfigError
 from titan_rl.policy import token_scores as scores_module
 from titan_rl.policy.config import LogprobAlarmConfig, LossConfig, WarmupConfig
 from titan_rl.policy.losses import (
-    FLOOR_WEIGHT,
     SHORT_NAMES,
     DecoupledPPOLoss,
     GRPOLoss,
@@ -64,16 +63,17 @@ def test_the_clip_removes_the_gradient_exactly_where_it_should(ratio, advantage,
     assert metrics["clip_share"].item() == (0 if pushes else 1)
 
 
-def test_entropy_is_pulled_up_to_the_floor_and_no_further():
-    batch = tokens_of([1.0, 1.0], [0.0, 0.0])
-    entropies = torch.tensor([0.1, 0.5], requires_grad=True)
-    batch = replace(batch, entropies=entropies)
-    loss, _ = GRPOLoss(entropy_floor=0.3)(batch)
-    loss.backward()
-    assert loss.item() == pytest.approx(FLOOR_WEIGHT * 0.2)
-    assert entropies.grad.tolist() == pytest.approx([-FLOOR_WEIGHT, 0.0])
-    with pytest.raises(ConfigError, match="entropy_floor"):
-        GRPOLoss(entropy_floor=-1.0)
+@pytest.mark.parametrize(("done", "weight"), [(0.0, 0.1), (0.25, 0.05), (0.5, 0.0), (0.9, 0.0)])
+def test_an_entropy_bonus_that_decays_is_gone_when_its_share_of_the_run_is_over(done, weight):
+    entropies = torch.tensor([2.0, 0.5], requires_grad=True)
+    batch = replace(tokens_of([1.0, 1.0], [0.0, 0.0]), entropies=entropies, progress=done)
+    loss, _ = GRPOLoss(entropy_bonus=0.1, entropy_decay=0.5)(batch)
+    assert loss.item() == pytest.approx(-weight * 2.5)
+
+
+def test_a_decay_that_is_no_share_is_refused():
+    with pytest.raises(ConfigError, match="entropy_decay is a share"):
+        GRPOLoss(entropy_decay=-1.0)
 
 
 def test_the_sides_of_the_clip_are_set_apart():

@@ -75,7 +75,7 @@ class LossConfig:
     name: str = "grpo"
     """Short name, `pkg.mod:Class` or `file.py:Class` (a subclass of `titan_rl.policy.losses.PolicyLoss`)."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Constructor arguments; of grpo clip_low, clip_high, entropy_bonus, entropy_floor, sequence_low, sequence_high."""
+    """Constructor arguments; of grpo clip_low, clip_high, entropy_bonus, entropy_decay, sequence_low, sequence_high."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -45,10 +45,6 @@ contains, is far from float32's end. A token beyond it counts as one at it, and 
 the gradient."""
 
 
-FLOOR_WEIGHT = 0.1
-"""Of the entropy that is missing below `entropy_floor`, where advantages are near 1."""
-
-
 def probability_ratio(logprobs: Tensor, before: Tensor) -> Tensor:
     """exp(logprobs - before), never above exp(`LARGEST_LOG_RATIO`); what is not a number stays so."""
     return (logprobs - before).clamp(max=LARGEST_LOG_RATIO).exp()
@@ -65,6 +61,8 @@ class TrainedTokens:
     samples: Tensor  # [N] int64, which sample of the micro-batch a token belongs to (for sequence-level losses)
     global_count: int
     """Trained tokens of the whole step, over all ranks and micro-batches: what the sum will be divided by."""
+    progress: float = 0.0
+    """Share of the run's steps that were done before this one."""
 
     def select(self, mask: Tensor) -> TrainedTokens:
         """The tokens where `mask` ([N] bool) is True, possibly none; `global_count` stays."""
@@ -75,6 +73,7 @@ class TrainedTokens:
             advantages=self.advantages[mask],
             samples=self.samples[mask],
             global_count=self.global_count,
+            progress=self.progress,
         )
 
 
@@ -93,7 +92,7 @@ class PolicyLoss(ABC):
 
 @dataclass(kw_only=True)
 class BundledLoss(PolicyLoss):
-    """Minus a surrogate, minus the entropy bonus, plus what entropy is missing, over the samples inside the band.
+    """Minus a surrogate, minus the entropy bonus, over the samples inside the band.
 
     The band is on the geometric mean of a sample's token ratios, its sequence-level ratio
 
@@ -111,17 +110,17 @@ class BundledLoss(PolicyLoss):
 
     entropy_bonus: float = 0.0
     """Weight of the entropy; at 0 the policy collapses to one answer sooner."""
-    entropy_floor: float = 0.0
-    """Nats. A token of less entropy is pulled up with `FLOOR_WEIGHT`, besides `entropy_bonus`. The pull fades with the
-    entropy: it does not bring back what is already settled, and a reward may outweigh it. 0: none."""
+    entropy_decay: float = 0.0
+    """Share of the run over which the bonus falls linearly to 0, so that it may be large while the policy searches and
+    is gone when it has found; 0: it stays."""
     sequence_low: float = 0.0
     """Lower end of the band; 0 drops no sample."""
     sequence_high: float = math.inf
     """Upper end of the band; inf drops no sample."""
 
     def __post_init__(self) -> None:
-        if not self.entropy_floor >= 0:
-            raise ConfigError(f"trainer.loss.kwargs.entropy_floor must not be negative, got {self.entropy_floor}")
+        if not 0 <= self.entropy_decay <= 1:
+            raise ConfigError(f"trainer.loss.kwargs.entropy_decay is a share, 0 to 1, got {self.entropy_decay}")
         if not 0 <= self.sequence_low < self.sequence_high:
             raise ConfigError(
                 "trainer.loss.kwargs: need 0 <= sequence_low < sequence_high, got "
@@ -140,10 +139,9 @@ class BundledLoss(PolicyLoss):
             tokens = tokens.select(kept)
         gains, clipped = self.surrogate(tokens)
         loss = -gains.sum()
-        if self.entropy_bonus:
-            loss = loss - self.entropy_bonus * tokens.entropies.sum()
-        if self.entropy_floor:
-            loss = loss + FLOOR_WEIGHT * (self.entropy_floor - tokens.entropies).clamp(min=0).sum()
+        left = max(0.0, 1 - tokens.progress / self.entropy_decay) if self.entropy_decay else 1.0
+        if bonus := self.entropy_bonus * left:
+            loss = loss - bonus * tokens.entropies.sum()
         return loss, {"clip_share": clipped.sum(), "masked_share": masked}
 
     def _inside_band(self, tokens: TrainedTokens) -> Tensor:

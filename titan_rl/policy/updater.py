@@ -116,6 +116,7 @@ class PolicyUpdater:
         self._warm_up: PolicyOptimizer | None = None
         self._warm_up_steps = 0
         self._recorder = TokenScoreRecorder()
+        self._total_steps = total_steps
         self.step = 0
         self.incarnation = 0
         self._writer: StateWriter | None = None
@@ -340,6 +341,7 @@ class PolicyUpdater:
                     advantages=microbatch.advantages,
                     samples=microbatch.samples,
                     global_count=trained,
+                    progress=self.step / self._total_steps,
                 )
             )
         if reference_logprobs is not None:

@@ -278,12 +278,7 @@ def _address(setting: str, host: str, port: int) -> None:
 def check_environment(config: RunConfig) -> None:
     """The class of the task and the names and types of its arguments; `task_check` constructs it, in a process of its
     own. Raises ConfigError."""
-    name = config.environment.name
     task = _named(config, "environment.name", SHORT_NAMES, Environment)
-    if config.trainer.warmup.steps and task.demonstration is Environment.demonstration:
-        raise ConfigError(
-            f"trainer.warmup.steps is {config.trainer.warmup.steps}, and {name} has no method `demonstration`"
-        )
     seed = {"seed": config.seed} if "seed" in inspect.signature(task).parameters else {}
     _check_arguments("environment.kwargs", task, seed | config.environment.kwargs)
 

@@ -30,7 +30,7 @@ from titan_rl.types import FinishReason, GenerationRequest, Message, Purpose, To
 
 LOOKED_AT = 256
 """Training prompts whose texts are read."""
-GROUPS, SAMPLES = 12, 16
+GROUPS, SAMPLES = 24, 16
 """Played with answers at random."""
 LONGEST_SECONDS = 20.0
 """After them no further group is played: programs and graders may be slow."""
@@ -44,8 +44,6 @@ LEAST_THOUGHT = 256
 """Tokens of an answer by a policy that was trained before, which may think first."""
 MARKS, TOOL_MARKS = 32, 700
 """Tokens that a chat format adds to a message or a call; and to a prompt with tools, whose description comes on top."""
-RARE = 0.05
-"""Share of answers at random that are right: below it right answers are taught first, where there are some."""
 PROGRAM_GROUPS, PROGRAM_STEPS = 8, 150
 """Of a run whose rollouts are played by programs: each takes some 40 ms of a core to start and to end."""
 RIGHT = 0.9
@@ -79,8 +77,8 @@ class Survey:
     """Of the policy, in the longest rollout or demonstration that was seen."""
     best: float = 0.0
     """Best reward that was seen."""
-    by_chance: float = 0.0
-    """Share of answers at random that are right."""
+    different: float = 0.0
+    """Share of groups of answers at random with different rewards."""
     longest_call: int = 0
     """Of the longest argument of a tool in a demonstration."""
 
@@ -129,16 +127,15 @@ async def survey(config: RunConfig, imports: tuple[str, ...]) -> Survey:
             found.answer = min(found.prompt, LONGEST_GUESS)
         speaker.turns = None
         speaker.symbols, speaker.longest = sorted(found.texts), found.answer + 1
-        played: list[RolloutRecord] = []
+        played: list[list[RolloutRecord]] = []
         until = time.monotonic() + LONGEST_SECONDS
         for index in range(GROUPS):
             if time.monotonic() < until:
-                played += await player.play(_asked(player, index, SAMPLES))
-        _read(found, played)
-        rewards = [each.reward for each in played if not each.error] or [0.0]
-        found.by_chance = fmean(reward >= RIGHT * found.best > 0 for reward in rewards)
+                played.append(await player.play(_asked(player, index, SAMPLES)))
+        _read(found, (each for group in played for each in group))
+        found.different = fmean(len({each.reward for each in group if not each.error}) > 1 for group in played)
         at_once = not (player.info.multi_turn or player.info.tools or player.info.plays)
-        found.demonstrations |= at_once and right >= RIGHT * found.best > fmean(rewards)
+        found.demonstrations |= at_once and right >= RIGHT * found.best > 0
         return found
 
 
@@ -244,11 +241,8 @@ def choose(found: Survey, *, by_bytes: bool = False, trained: bool = False) -> l
     said = "a turn" if turns == 1 else f"{turns} turns"
     add("policy.tiny.max_length", length, f"prompts of up to {width * found.prompt} and {said}")
     add("generator.max_model_len", length, "room for prompt and answers")
-    if found.demonstrations and not trained and found.by_chance < RARE:
-        reason = (
-            f"{found.by_chance:.1%} of answers at random are right: right ones are taught first; 0: by reward alone"
-        )
-        add("trainer.warmup.steps", 200, reason)
+    if found.demonstrations and not trained and not found.different:
+        add("trainer.warmup.steps", 200, "answers at random get all the same reward: right ones are taught first")
     if info.plays:
         add("loop.groups_per_step", PROGRAM_GROUPS, "programs play its rollouts, which takes time")
         add("loop.steps", PROGRAM_STEPS, "fewer and longer ones")
