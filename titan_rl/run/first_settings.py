@@ -243,6 +243,8 @@ def choose(found: Survey, *, by_bytes: bool = False, trained: bool = False) -> l
     add("generator.max_model_len", length, "room for prompt and answers")
     if found.demonstrations and not trained and not found.different:
         add("trainer.warmup.steps", 200, "answers at random get all the same reward: right ones are taught first")
+        add("trainer.optimizer.lr", 3e-4, "what was taught is changed in smaller steps")
+        add("trainer.loss.kwargs.entropy_bonus", 0.05, "and searched around, not forgotten")
     if info.plays:
         add("loop.groups_per_step", PROGRAM_GROUPS, "programs play its rollouts, which takes time")
         add("loop.steps", PROGRAM_STEPS, "fewer and longer ones")
