@@ -256,6 +256,7 @@ METRICS: tuple[Metric, ...] = (
            "trained tokens of samples outside of the band (`sequence_low`, `sequence_high` in "
            "`trainer.loss.kwargs`)",
            "above {limit}", "a wider band, or a lower `loop.max_staleness`", "the bundled losses", above=0.1),
+    Metric("train/entropy_bonus", "weight", "weight of the entropy in the loss, which falls as `entropy_decay` says"),
     Metric("train/on_policy_tokens", "tokens", "trained tokens that this very version sampled"),
     Metric("train/logprob_difference_mean", "nats",
            "mean absolute difference of the logprobs of trainer and generator on on-policy tokens; should be 0",

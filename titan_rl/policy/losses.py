@@ -106,7 +106,7 @@ class BundledLoss(PolicyLoss):
     trained tokens: the others do not weigh more for it. NaN is never masked, so it still ends the step.
     """
 
-    metrics = {"clip_share": "mean", "masked_share": "mean"}
+    metrics = {"clip_share": "mean", "masked_share": "mean", "entropy_bonus": "max"}
 
     entropy_bonus: float = 0.0
     """Weight of the entropy; at 0 the policy collapses to one answer sooner."""
@@ -140,9 +140,10 @@ class BundledLoss(PolicyLoss):
         gains, clipped = self.surrogate(tokens)
         loss = -gains.sum()
         left = max(0.0, 1 - tokens.progress / self.entropy_decay) if self.entropy_decay else 1.0
-        if bonus := self.entropy_bonus * left:
+        bonus = self.entropy_bonus * left
+        if bonus:
             loss = loss - bonus * tokens.entropies.sum()
-        return loss, {"clip_share": clipped.sum(), "masked_share": masked}
+        return loss, {"clip_share": clipped.sum(), "masked_share": masked, "entropy_bonus": loss.new_tensor(bonus)}
 
     def _inside_band(self, tokens: TrainedTokens) -> Tensor:
         """[N] bool, the same for all tokens of a sample."""
