@@ -62,8 +62,9 @@ class SetupError(Exception):
 
 
 def wanted_locks(everything: bool) -> list[Path]:
-    """An environment that has everything keeps it."""
-    return [LOCK, ALL_LOCK] if everything or ALL_LOCK.name in "".join(found_stamp()[1:]) else [LOCK]
+    """An environment that has everything keeps it; one of before there were two locks has."""
+    of_all = any(ALL_LOCK.name in line or " " not in line for line in found_stamp()[1:])
+    return [LOCK, ALL_LOCK] if everything or of_all else [LOCK]
 
 
 def wanted_stamp(locks: list[Path]) -> list[str]:

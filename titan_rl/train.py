@@ -153,9 +153,13 @@ def for_task(task: str, command: Command, prog: str) -> tuple[RunConfig, tuple[s
     except (TaskError, ActorGone) as error:
         raise ConfigError(f"{task}: {error}") from error
     tiny = before[0].policy.tiny
-    settings = choose(found, by_bytes=tiny is not None and tiny.tokenizer == "chat", trained=tiny is None)
-    chosen = [each for each in settings if each.setting not in command.given]
-    width = max(len(each.setting) for each in chosen)
+    given, by_bytes = command.given, tiny is not None and tiny.tokenizer == "chat"
+    warmup = before[0].trainer.warmup.steps if "trainer.warmup.steps" in given else None
+    settings = choose(found, by_bytes=by_bytes, trained=tiny is None, warmup=warmup)
+    if "trainer.loss.name" in given:  # it may have other arguments
+        given = given | {"trainer.loss.kwargs.entropy_bonus"}
+    chosen = [each for each in settings if each.setting not in given]
+    width = max((len(each.setting) for each in chosen), default=0)
     print(f"{prog}: settings for {task}, each of which can be given")
     for setting, value, reason in chosen:
         print(f"  --{setting.replace('_', '-').ljust(width)}  {value!r:12}  {reason}")

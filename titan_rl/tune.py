@@ -26,7 +26,16 @@ from titan_rl.train import for_task, may_start, problems
 from titan_rl.view.read import read_run
 
 LR, BONUS, SAMPLES = "trainer.optimizer.lr", "trainer.loss.kwargs.entropy_bonus", "rollout.samples_per_group"
-TRIED = ((1, 1, 1), (3, 1, 1), (1 / 3, 1, 1), (1, 4, 1), (1, 1 / 4, 1), (1, 1, 2), (1, 1, 1 / 2), (3, 4, 1))
+TRIED = (
+    (1, 1, 1),
+    (3, 1, 1),
+    (1 / 3, 1, 1),
+    (1, 1 / 3, 1),
+    (1, 1 / 10, 1),
+    (1, 1, 2),
+    (1, 1, 1 / 2),
+    (1 / 3, 1 / 3, 1),
+)
 """Factors of learning rate, entropy bonus and samples per group. As many fewer groups make a step as long as before."""
 MINUTES = 10
 FEWEST_STEPS = 20
@@ -46,18 +55,18 @@ def candidates(config: RunConfig) -> list[Candidate]:
     samples, groups = config.rollout.samples_per_group, config.loop.groups_per_step
     found: list[Candidate] = []
     for rate, bonus, size in TRIED:
-        settings: dict[str, Any] = {LR: _round(lr * rate), SAMPLES: max(2, round(samples * size))}
+        settings: dict[str, Any] = {LR: _times(lr, rate), SAMPLES: max(2, round(samples * size))}
         settings["loop.groups_per_step"] = max(1, round(groups / size))
         settings["trainer.loss.kwargs"] = {
-            name: _round(value * bonus) if name == "entropy_bonus" else value for name, value in loss.items()
+            name: _times(value, bonus) if name == "entropy_bonus" else value for name, value in loss.items()
         }
         if all(settings != each.settings for each in found):  # a loss may have no entropy bonus
             found.append(Candidate(settings))
     return found
 
 
-def _round(value: float) -> float:
-    return float(f"{value:.2g}")
+def _times(value: float, factor: float) -> float:
+    return value if factor == 1 else float(f"{value * factor:.2g}")
 
 
 def rounds(count: int, steps: int) -> Iterator[tuple[int, int]]:
@@ -91,13 +100,14 @@ def trial(config: RunConfig, candidate: Candidate, steps: int, directory: Path) 
         run = [sys.executable, "-m", "titan_rl.train", "--config", str(file)]
         process = subprocess.Popen(run, stdout=log, stderr=log)
         try:
-            process.wait()
-        except KeyboardInterrupt:  # the run had it, too, and ends in order
+            failed = process.wait() != 0
+        except BaseException:  # Ctrl-C, which the run had, too; or SIGTERM
+            process.terminate()
             process.wait()
             raise
     for found in directory.glob(f"trial-{number}-*"):
         of_run = read_run(found, brief=True)
-        candidate.scores.append((of_run.values(SCORE) or [float("-inf")])[-1])
+        candidate.scores.append(float("-inf") if failed else of_run.values(SCORE)[-1])
         seconds = of_run.values("seconds/step")[1:]
         return sum(seconds) / max(len(seconds), 1)
     candidate.scores.append(float("-inf"))
@@ -120,16 +130,20 @@ def _act(command: Command, prog: str) -> int:
         raise ConfigError(f"the first trial failed: {directory / 'trial-0.log'} says why")
     start = max(time.monotonic() - began - step * FEWEST_STEPS, 1.0)
     steps = first_steps(len(tried), 60 * minutes - (time.monotonic() - began), start, step)
-    console.print(f"a step takes {step:.2f} s, a start {start:.0f} s: {len(tried)} trials of {steps} steps first")
-    for _, length in rounds(len(tried), steps):
-        length = min(length, config.loop.steps)
+    plan = list(rounds(len(tried), min(steps, max(config.loop.steps // 4, FEWEST_STEPS))))
+    seconds = sum(count * (start + length * step) for count, length in plan)
+    console.print(f"a step takes {step:.2f} s, a start {start:.0f} s: {len(tried)} trials of {plan[0][1]} steps first")
+    console.print(f"all of it takes about {seconds / 60:.0f} minutes; trials are in {directory}")
+    for _, length in plan:
         for candidate in entered:
             trial(config, candidate, length, directory)
             values = ", ".join(f"{key} {value}" for key, value in _shown(candidate).items())
             console.print(f"  {length} steps  reward {candidate.scores[-1]:.3f}  {values}")
         entered = better_half(entered)
     best = entered[0]
-    console.print(_table(tried, best))
+    if best.scores[-1] == float("-inf"):
+        raise ConfigError(f"all trials failed: {directory} has what they said")
+    console.print(result_table(tried, best))
     kept = directory / "best.toml"
     kept.write_text(to_toml(variant(config, best.settings)), encoding="utf-8")
     console.print(f"titan-rl train --config {kept}", soft_wrap=True)
@@ -138,10 +152,10 @@ def _act(command: Command, prog: str) -> int:
 
 def _shown(candidate: Candidate) -> dict[str, Any]:
     settings = dict(flat(candidate.settings))
-    return {key.rpartition(".")[2]: settings[key] for key in (LR, BONUS, SAMPLES)}
+    return {key.rpartition(".")[2]: settings[key] for key in (LR, BONUS, SAMPLES) if key in settings}
 
 
-def _table(tried: Sequence[Candidate], best: Candidate) -> Table:
+def result_table(tried: Sequence[Candidate], best: Candidate) -> Table:
     table = Table(title="held-out reward, round by round")
     for column in (*_shown(best), "reward"):
         table.add_column(column, justify="right")
@@ -159,6 +173,9 @@ usage: {{prog}} TASK [--minutes N] [--section.key VALUE ...]
 
 Search learning rate, entropy bonus and samples per group for a task of yours: {len(TRIED)} short trials, then the
 better half twice as long, and so on. Shows a table and writes the config of the best.""",
-    options={"--minutes N": f"about how long all of it may take ({MINUTES})"},
+    options={
+        "--minutes N": f"about how long all of it may take ({MINUTES})",
+        "--recipe NAME": "is refused: the task decides",
+    },
     takes_words=True,
 )

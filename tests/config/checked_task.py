@@ -101,6 +101,7 @@ class Checked(Environment):
                 "wrong hangs": wrong_hangs,
                 "huge": huge,
                 "unpaid": unpaid,
+                "fines": fines,
             }.get(self.wrong, right)
         )
 
@@ -128,6 +129,11 @@ def raises(example, transcript):
 def unpaid(example, transcript):
     """Compares with another column."""
     return float(transcript.answer == example.prompt[0].content)
+
+
+def fines(example, transcript):
+    """Nothing is the most that there is."""
+    return right(example, transcript) - 1
 
 
 def wrong_hangs(example, transcript):

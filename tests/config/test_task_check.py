@@ -71,6 +71,7 @@ def test_a_variable_that_user_code_does_not_see_is_named_with_the_setting(monkey
 def test_a_task_that_works_is_not_refused():
     assert checked() == []
     assert checked("wrong hangs") == []  # the right answers are tried, each with its prompt
+    assert checked("fines") == []  # a reward of 0 is right where wrong answers get less
     assert checked("words") == []  # a right answer that cannot be written is not the tokenizer's fault
 
 
@@ -105,13 +106,18 @@ def test_what_the_environment_warns_of_is_said_and_ends_nothing():
 def test_right_answers_that_get_no_reward_are_said():
     (problem,) = checked("unpaid")
     assert problem.severity is Severity.WARNING
-    assert "examples, '1' for training prompt 0, get a reward of 0: is their column the right one" in problem.sentence
+    assert (
+        "examples, '1' for training prompt 0, get a reward of 0, as wrong ones do: is their column the right one"
+        in problem.sentence
+    )
 
 
 def test_right_answers_that_would_be_cut_are_said():
-    (problem,) = check_task(variant(load_recipe("copy4"), {"rollout.sampling.max_new_tokens": 3}), ())
+    (problem,) = check_task(variant(load_recipe("copy4"), {"rollout.sampling.max_new_tokens": 4}), ())
     assert problem.severity is Severity.WARNING
-    assert "a right answer has 4 tokens, and rollout.sampling.max_new_tokens is 3: it would be" in problem.sentence
+    assert (
+        "a right answer has 4 tokens and its end, rollout.sampling.max_new_tokens is 4: it is cut" in problem.sentence
+    )
 
 
 def test_demonstrations_are_tried_only_where_a_warm_up_asks_for_them():

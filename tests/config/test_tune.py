@@ -7,11 +7,24 @@ from dataclasses import replace
 import pytest
 
 from titan_rl.config_registry import task
-from titan_rl.tune import BONUS, FEWEST_STEPS, LR, SAMPLES, Candidate, better_half, candidates, first_steps, rounds
+from titan_rl.tune import (
+    BONUS,
+    FEWEST_STEPS,
+    LR,
+    SAMPLES,
+    Candidate,
+    better_half,
+    candidates,
+    first_steps,
+    result_table,
+    rounds,
+)
 
 
 def test_the_settings_of_the_task_itself_are_tried_first_and_every_step_stays_as_long():
     found = candidates(task())
+    exact = replace(task().trainer, optimizer=replace(task().trainer.optimizer, lr=1.25e-4))
+    assert candidates(replace(task(), trainer=exact))[0].settings[LR] == 1.25e-4
     assert found[0].settings[LR] == task().trainer.optimizer.lr and len(found) == 8
     assert {each.settings[SAMPLES] * each.settings["loop.groups_per_step"] for each in found} == {512}
     assert len({str(each.settings) for each in found}) == len(found)
@@ -22,6 +35,9 @@ def test_a_loss_without_an_entropy_bonus_is_tried_without_one():
     loss = replace(config.trainer.loss, kwargs={"clip_low": 0.2})
     found = candidates(replace(config, trainer=replace(config.trainer, loss=loss)))
     assert len(found) == 5 and not any(BONUS.rpartition(".")[2] in str(each.settings) for each in found)
+    for each in found:
+        each.scores.append(0.5)
+    assert [column.header for column in result_table(found, found[0]).columns] == ["lr", "samples_per_group", "reward"]
 
 
 def test_every_round_is_half_as_many_and_twice_as_long():

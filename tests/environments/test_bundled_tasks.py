@@ -148,5 +148,5 @@ def test_a_task_without_demonstrations_shows_its_right_answers():
 def test_a_task_with_neither_says_so_when_it_is_asked():
     rows = [{"prompt": str(each), "answer": [each]} for each in range(30)]
     task = Environment.from_examples(rows, lambda example, transcript: 1.0)
-    with pytest.raises(TaskError, match=r"no method `demonstration`, and example\(0\) no answer that is a text or"):
+    with pytest.raises(TaskError, match=r"no method `demonstration`, and example\(0\) no answer, a text or a"):
         task().demonstration(0)

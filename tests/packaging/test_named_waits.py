@@ -74,6 +74,7 @@ ENDED_BY = {
 EXCEPTIONS = {
     "generation/engine_loop.py:_settle": "half a millisecond in which another thread sends first tokens",
     "run/training.py:_advise": "advice is no news that anything waits for",
+    "view/report.py:_act": "a run tells nobody that it has gone on",
     "view/watch.py:_looks": "a file tells nobody that it has grown",
     "supervision/supervisor.py:start": "the pause before a mesh that keeps failing is started again",
     "supervision/proxy.py:_connect": "a socket that is not there yet tells nobody that it is",

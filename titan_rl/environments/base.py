@@ -148,13 +148,14 @@ class Environment(ABC):
 
     def demonstration(self, index: int) -> Demonstration:
         """Demonstration number `index` (>= 0): always the same one, and never of a held-out prompt. Asked for only when
-        `trainer.warmup.steps` is not 0. A task that does not define it shows right answers: those of its examples that
-        are texts or numbers."""
-        example = self.example(index % self.size if self.size else index)
-        if not (answer := right_answer(example)):
+        `trainer.warmup.steps` is not 0. A task of one turn that does not define it shows right answers: those of its
+        examples that are texts or numbers."""
+        kind, example = type(self), self.example(index % self.size if self.size else index)
+        turns = (kind.respond, kind.tools, kind.play) != (Environment.respond, Environment.tools, Environment.play)
+        if turns or not (answer := right_answer(example)):
             raise TaskError(
-                f"{type(self).__name__} has no method `demonstration`, and example({index}) no answer that is a text "
-                "or a number; trainer.warmup asks for one of them"
+                f"{type(self).__name__} has no method `demonstration`, and example({index}) no answer, a text or a "
+                "number, that is all there is to say; trainer.warmup asks for one of them"
             )
         return Demonstration(prompt=example.prompt, messages=(Message("assistant", answer),), answer=example.answer)
 

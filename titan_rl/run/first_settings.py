@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -28,9 +29,9 @@ from titan_rl.run.players import Player, message_player
 from titan_rl.seeding import derive_seed
 from titan_rl.types import FinishReason, GenerationRequest, Message, Purpose, ToolSpec
 
-LOOKED_AT = 256
+LOOKED_AT = 2_000
 """Training prompts whose texts are read."""
-GROUPS, SAMPLES = 24, 16
+GROUPS, FEWEST_GROUPS, SAMPLES = 24, 8, 16
 """Played with answers at random."""
 LONGEST_SECONDS = 20.0
 """After them no further group is played: programs and graders may be slow."""
@@ -46,6 +47,7 @@ MARKS, TOOL_MARKS = 32, 700
 """Tokens that a chat format adds to a message or a call; and to a prompt with tools, whose description comes on top."""
 PROGRAM_GROUPS, PROGRAM_STEPS = 8, 150
 """Of a run whose rollouts are played by programs: each takes some 40 ms of a core to start and to end."""
+BONUS = "trainer.loss.kwargs.entropy_bonus"
 RIGHT = 0.9
 """Of the best reward that was seen: what an answer gets that counts as right."""
 
@@ -75,9 +77,9 @@ class Survey:
     """Of the longest answer by the task or a tool."""
     turns: int = 1
     """Of the policy, in the longest rollout or demonstration that was seen."""
-    best: float = 0.0
+    best: float = -inf
     """Best reward that was seen."""
-    different: float = 0.0
+    different: float = 1.0
     """Share of groups of answers at random with different rewards."""
     longest_call: int = 0
     """Of the longest argument of a tool in a demonstration."""
@@ -133,9 +135,11 @@ async def survey(config: RunConfig, imports: tuple[str, ...]) -> Survey:
             if time.monotonic() < until:
                 played.append(await player.play(_asked(player, index, SAMPLES)))
         _read(found, (each for group in played for each in group))
-        found.different = fmean(len({each.reward for each in group if not each.error}) > 1 for group in played)
+        if len(played) >= FEWEST_GROUPS:
+            found.different = fmean(len({each.reward for each in group if not each.error}) > 1 for group in played)
         at_once = not (player.info.multi_turn or player.info.tools or player.info.plays)
-        found.demonstrations |= at_once and right >= RIGHT * found.best > 0
+        answered = all(check.answers[: len(check.training)])
+        found.demonstrations |= at_once and answered and right >= found.best - (1 - RIGHT) * abs(found.best)
         return found
 
 
@@ -193,12 +197,13 @@ def _read(found: Survey, rollouts: Iterable[RolloutRecord]) -> None:
         found.reply = max([found.reply, *(len(str(message["content"])) for message in said)])
 
 
-def choose(found: Survey, *, by_bytes: bool = False, trained: bool = False) -> list[Chosen]:
+def choose(found: Survey, *, by_bytes: bool = False, trained: bool = False, warmup: int | None = None) -> list[Chosen]:
     """The settings, in the order in which they are shown.
 
     Args:
         by_bytes: whether the policy writes bytes in any case.
         trained: whether it begins with weights that were trained before.
+        warmup: its steps, where the user says.
     """
     chosen: list[Chosen] = []
 
@@ -241,14 +246,17 @@ def choose(found: Survey, *, by_bytes: bool = False, trained: bool = False) -> l
     said = "a turn" if turns == 1 else f"{turns} turns"
     add("policy.tiny.max_length", length, f"prompts of up to {width * found.prompt} and {said}")
     add("generator.max_model_len", length, "room for prompt and answers")
-    if found.demonstrations and not trained and not found.different:
+    taught = found.demonstrations and not trained and not found.different
+    if taught and warmup is None:
         add("trainer.warmup.steps", 200, "answers at random get all the same reward: right ones are taught first")
+    if taught if warmup is None else warmup and not trained:
         add("trainer.optimizer.lr", 3e-4, "what was taught is changed in smaller steps")
-        add("trainer.loss.kwargs.entropy_bonus", 0.05, "and searched around, not forgotten")
+        add(BONUS, 0.05, "and searched around, not forgotten")
     if info.plays:
         add("loop.groups_per_step", PROGRAM_GROUPS, "programs play its rollouts, which takes time")
         add("loop.steps", PROGRAM_STEPS, "fewer and longer ones")
     if trained:
         add("trainer.optimizer.lr", 1e-6, "weights that were trained before move in small steps")
+        add(BONUS, 0.0, "and know where to search")
         add("placement.device", "auto", "as this host has it")
     return chosen

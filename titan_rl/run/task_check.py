@@ -93,7 +93,7 @@ async def _try(config: RunConfig, imports: tuple[str, ...]) -> str:
         )
         _check_held_out(config, check, others)
         unpaid = await _try_rollouts(config, runner, started.result(), check) if tokenizer else ""
-        return check.warning or unpaid
+        return "; ".join(filter(None, (check.warning, unpaid)))
     finally:
         await asyncio.gather(runner.close(), other.close())
 
@@ -141,9 +141,8 @@ async def _try_rollouts(config: RunConfig, runner: GroupRunner, info: TaskInfo, 
         try:
             await runner.run_group(_request(config, Purpose.DEMONSTRATE, samples=1), _SaysAlways(runner.renderer, ""))
         except TaskError as error:
-            raise ConfigError(
-                f"demonstration 0: {error}" + (f"; {remedy}" if "symbol" in str(error) else "")
-            ) from error
+            where = "" if str(error).startswith("demonstration") else "demonstration 0: "
+            raise ConfigError(f"{where}{error}" + (f"; {remedy}" if "symbol" in str(error) else "")) from error
     if info.plays:
         return ""
     said_right: list[tuple[int, float]] = []  # tokens and reward of right answers that can be said
@@ -169,13 +168,15 @@ async def _try_rollouts(config: RunConfig, runner: GroupRunner, info: TaskInfo, 
     if info.multi_turn or info.tools or info.scores_groups or len(said_right) < len(plays):
         return ""
     tokens, reward = map(max, zip(*said_right, strict=True))
-    if tokens > (room := config.rollout.sampling.max_new_tokens):
-        return f"a right answer has {tokens} tokens, and rollout.sampling.max_new_tokens is {room}: it would be cut"
-    if reward > 0:
+    if tokens >= (room := config.rollout.sampling.max_new_tokens):
+        return f"a right answer has {tokens} tokens and its end, rollout.sampling.max_new_tokens is {room}: it is cut"
+    wrong = await runner.run_group(_request(config, Purpose.TRAIN, samples=1), _SaysAlways(runner.renderer, ""))
+    if reward > 0 or any(reward > rollout.reward for rollout in wrong.rollouts):
         return ""
     return (
         f"the answers of the task's own examples, {one_line(check.answers[0], LONGEST_SHOWN)!r} for training prompt 0, "
-        f"get a reward of {reward:g}: is their column the right one, and does the reward compare with it?"
+        f"get a reward of {reward:g}, as wrong ones do: is their column the right one, and does the reward compare "
+        "with it?"
     )
 
 

@@ -233,7 +233,8 @@ def _entropy(run: Run) -> Iterator[Finding]:
     if change and low and change[1] < COLLAPSED_ENTROPY * change[0] and not _goes_too_far(run):
         text = f"Entropy fell from {change[0]:.2f} to {change[1]:.2f} nats while the mean reward is {reward:.2f}."
         bonus = run.config.get("trainer.loss.kwargs.entropy_bonus", 0.0)
-        do = f"Set --trainer.loss.kwargs.entropy-bonus {max(3 * bonus, 0.3):g}; it is {bonus:g}."
+        least = 0.003 if run.config.get("policy.path") else 0.3  # weights that were trained before know where to search
+        do = f"Set --trainer.loss.kwargs.entropy-bonus {max(3 * bonus, least):g}; it is {bonus:g}."
         if not run.config.get("trainer.loss.kwargs.entropy_decay"):
             do += " With --trainer.loss.kwargs.entropy-decay 0.8 it is gone when the policy has found what pays."
         yield finding(Kind.PROBLEM, name, "The policy settled too soon", text, do)

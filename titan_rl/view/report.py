@@ -18,6 +18,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.resources import files
 from itertools import groupby
@@ -379,11 +380,10 @@ def _act(command: Command, prog: str) -> int:
                 )
     runs = [run.resolve() for run in runs]
     try:
-        while again := "--follow" in command.flags and any(map(is_going_on, runs)):
-            print(write_report(runs, where, again=again))
-            time.sleep(AGAIN_SECONDS)
-        print(write_report(runs, where))
-    except KeyboardInterrupt:
+        with suppress(KeyboardInterrupt):
+            while "--follow" in command.flags and any(map(is_going_on, runs)):
+                print(write_report(runs, where, again=True))
+                time.sleep(AGAIN_SECONDS)
         print(write_report(runs, where))
     except OSError as error:
         raise ConfigError(f"{where} cannot be written: {error.strerror or error}") from error

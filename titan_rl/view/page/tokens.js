@@ -50,7 +50,8 @@ async function sideBySide(box, table, at, go) {
   const columns = await Promise.all(go.siblings.map(async (other) => {
     const { conversations } = await detailOf(table, other);
     const messages = conversations[conversations.length - 1];
-    const own = messages.slice(messages.findIndex((message) => message.role === "assistant"));
+    const first = messages.findIndex((message) => message.role === "assistant");
+    const own = first < 0 ? [] : messages.slice(first);
     return element("div", { class: other === at ? "chosen" : "" }, element("b", {}, `sample ${table.sample[other]} · ${table.error[other] || number(table.reward[other])}`), ...own.map(messageOf));
   }));
   box.append(element("div", { class: "beside" }, ...columns));
