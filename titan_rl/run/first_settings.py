@@ -46,7 +46,7 @@ LEAST_THOUGHT = 256
 MARKS, TOOL_MARKS = 32, 700
 """Tokens that a chat format adds to a message or a call; and to a prompt with tools, whose description comes on top."""
 PROGRAM_GROUPS, PROGRAM_STEPS = 8, 150
-"""Of a run whose rollouts are played by programs: each takes some 40 ms of a core to start and to end."""
+"""Of a run whose rollouts are played by programs: each is a process of its own."""
 BONUS = "trainer.loss.kwargs.entropy_bonus"
 RIGHT = 0.9
 """Of the best reward that was seen: what an answer gets that counts as right."""

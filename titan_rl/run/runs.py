@@ -54,7 +54,7 @@ MAY_CHANGE = (
     "weights.",
 )
 """Settings, and sections, that change nothing of what a deterministic run computes from its next step on; but for
-`loop.steps` where the learning rate falls towards the end of the run, which is another end then."""
+`loop.steps` where learning rate and entropy bonus fall towards the end of the run, which is another end then."""
 
 CLOSE = (
     "trainer.data_parallel",
