@@ -30,6 +30,8 @@ SEVERAL_QUESTIONS = 2.5
 """Seconds."""
 SOON = 20.0
 """Seconds: less than the 30 after which Monarch by itself gives up waiting."""
+PF_EXITING = 0x4
+"""Of the flags in /proc/PID/stat, whether a process has begun to end in the kernel (include/linux/sched.h)."""
 
 
 @contextlib.contextmanager
@@ -64,15 +66,15 @@ def served_checkpoint(
 
 
 def left_of(session: int) -> list[str]:
-    """Command lines of the session's living processes."""
+    """Command lines of the session's processes, but for those that are on their way out of the kernel."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            state, *_, own = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-        except OSError:
+            _, _, _, own, _, _, flags = (entry / "stat").read_text().rpartition(")")[2].split()[:7]
+            if int(own) == session and not int(flags) & PF_EXITING:
+                found.append((entry / "cmdline").read_text())
+        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
             continue
-        if int(own) == session and state != "Z":
-            found.append((entry / "cmdline").read_text())
     return found
 
 
