@@ -64,6 +64,20 @@ def test_a_foreign_character_is_named(symbols_path):
         SymbolRenderer(symbols_path).render([Message("user", "12x")])
 
 
+def test_a_reply_that_cannot_be_written_is_read_as_unknown_and_a_question_is_refused(tmp_path):
+    tokens = ("<tool>", "</tool>", "<result>", "</result>", "<unknown>")
+    renderer = SymbolRenderer(make_tiny_policy(TinyPolicyConfig(symbols="01=", special_tokens=tokens), tmp_path))
+    prompt, turn = Message("user", "1="), Message("assistant", "", (ToolCall("add", {"terms": "1"}),))
+    before, sampled = renderer.render([prompt]), renderer.say(turn)
+    for reply, read in (("1", "1"), ("Error: 1", "<unknown>")):
+        tool, user = Message("tool", reply), Message("user", reply)
+        tokens = renderer.extend(before, sampled, [tool, user])
+        assert renderer.decode(tokens) == f"<result>{read}</result>{read}"
+        assert renderer.render([prompt, turn, tool, user]) == before + sampled + tokens
+    with pytest.raises(TaskError, match="'E'"):
+        renderer.render([Message("user", "Error: 1"), turn])
+
+
 def test_auto_is_by_the_chat_template(symbols_path, chat_path):
     assert isinstance(make_renderer("auto", symbols_path), SymbolRenderer)
     assert isinstance(make_renderer("auto", chat_path), ChatRenderer)

@@ -64,6 +64,32 @@ def test_turns_replies_and_a_warm_up_come_from_demonstrations(tmp_path):
     assert found.best == 1 and chosen["trainer.warmup.steps"] == 200, "by chance nobody says zzz"
 
 
+FIND = """
+from titan_rl.environments.base import Environment, ToolError, tool
+def right(example, transcript): return float(transcript.answer == example.answer)
+@tool
+def find(code: str) -> str:
+    \"\"\"Finds.
+
+    Args:
+        code: two letters
+    \"\"\"
+    if code[0] == "a":
+        raise ToolError("QUITE WRONG")
+    return "none"
+ROWS = [{"prompt": f"{code}?", "answer": "7"} for code in ("ab", "bc", "cd")]
+class Finds(Environment.from_examples(ROWS, right)):
+    def tools(self): return (find,)
+"""
+
+
+def test_what_a_tool_says_to_whatever_call_can_be_written_and_what_is_wrong_is_unknown(tmp_path):
+    _, chosen = chosen_for(FIND, tmp_path)
+    assert {*"none"} <= {*chosen["policy.tiny.symbols"]} and not {*"QUITE"} & {*chosen["policy.tiny.symbols"]}
+    assert "<unknown>" in chosen["policy.tiny.special_tokens"]
+    assert chosen["rollout.sampling.max_new_tokens"] >= len("<tool>bc</tool>") - len("tool/tool<>")
+
+
 @pytest.mark.parametrize(
     ("source", "refusal"),
     [
@@ -102,11 +128,19 @@ def test_many_characters_are_written_as_bytes():
 
 
 @pytest.mark.parametrize(
-    ("different", "demonstrations", "trained", "taught"),
-    [(0.0, True, False, True), (0.04, True, False, False), (0.0, False, False, False), (0.0, True, True, False)],
+    ("different", "demonstrations", "trained", "tools", "taught"),
+    [
+        (0.0, True, False, (), True),
+        (0.04, True, False, (), False),
+        (0.04, True, False, (ToolSpec("look", "", {}),), True),
+        (0.0, False, False, (), False),
+        (0.0, True, True, (), False),
+    ],
 )
-def test_right_answers_are_taught_where_answers_at_random_find_nothing(different, demonstrations, trained, taught):
-    info = TaskInfo(size=9, held_out=1, multi_turn=False)
+def test_right_answers_are_taught_where_answers_at_random_find_nothing(
+    different, demonstrations, trained, tools, taught
+):
+    info = TaskInfo(size=9, held_out=1, multi_turn=False, tools=tools)
     found = Survey(info=info, texts={*"12"}, prompt=2, answer=1, different=different, demonstrations=demonstrations)
     chosen = {each.setting: each.value for each in choose(found, trained=trained)}
     assert ("trainer.warmup.steps" in chosen) is taught

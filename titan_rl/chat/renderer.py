@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +21,8 @@ from titan_rl.types import FinishReason, Message, ToolCall, ToolSpec
 
 CALL, CALL_END, RESULT, RESULT_END = "<tool>", "</tool>", "<result>", "</result>"
 """Symbols for tool calls and their answers."""
+UNKNOWN = "<unknown>"
+"""Symbol that stands for a reply that the tokenizer cannot write."""
 
 Tokens = Sequence[int]
 Messages = Sequence[Message]
@@ -84,6 +88,9 @@ class SymbolRenderer:
     - If the tokenizer has `<tool>` and `</tool>`, the policy may call one tool with one argument, written between them.
       `</tool>` is a stop token, so a call ends the turn.
     - If it has `<result>` and `</result>`, a tool's answer is written between them.
+    - If it has `<unknown>`, that is what the policy reads where a reply to it (of a tool, a task or a program) has
+      characters without a symbol: a reply that nobody foresaw costs its reward, and not the rollout. What it is asked
+      first must be written in full.
 
     Args:
         model_path: directory with tokenizer.json, and the stop token's name in tokenizer_config.json or its id in
@@ -108,10 +115,14 @@ class SymbolRenderer:
     def render(self, messages: Messages, tools: Tools = ()) -> list[int]:
         if tools:
             self._only_argument(tools)  # only checked: symbols cannot describe a tool to the policy
-        return [token_id for message in messages for token_id in self._tokens_of(message)]
+        answered = itertools.accumulate((message.role == "assistant" for message in messages), operator.or_)
+        parts = map(self._tokens_of, messages, answered)
+        return [token_id for part in parts for token_id in part]
 
     def extend(self, prompt: Tokens, completion: Tokens, messages: Messages, tools: Tools = ()) -> list[int]:
-        return self.render(messages, tools)
+        if tools:
+            self._only_argument(tools)
+        return [token_id for message in messages for token_id in self._tokens_of(message, reply=True)]
 
     def parse(
         self, completion: Tokens, finish_reason: FinishReason, prompt: Iterable[int] = (), tools: Tools = ()
@@ -144,9 +155,14 @@ class SymbolRenderer:
             )
         return tools[0].name, next(iter(arguments))
 
-    def _tokens_of(self, message: Message) -> list[int]:
+    def _tokens_of(self, message: Message, reply: bool) -> list[int]:
         """Turns of the policy end as it ends them, so that a conversation sent whole has its very tokens."""
-        return self.say(message) if message.role == "assistant" else self.encode(self._text_of(message))
+        if message.role == "assistant":
+            return self.say(message)
+        text = self._text_of(message)
+        if reply and UNKNOWN in self._ids and any(match[1] is not None for match in self._symbol.finditer(text)):
+            text = self._text_of(message._replace(content=UNKNOWN))
+        return self.encode(text)
 
     def _text_of(self, message: Message) -> str:
         if message.role == "tool" and self._marks_results:
@@ -155,7 +171,7 @@ class SymbolRenderer:
 
     def decode(self, token_ids: Tokens) -> str:
         # padded embeddings have ids outside the vocabulary
-        return "".join([self._tokens.get(token_id, "<unknown>") for token_id in token_ids])
+        return "".join([self._tokens.get(token_id, UNKNOWN) for token_id in token_ids])
 
     def encode(self, text: str) -> list[int]:
         ids = []

@@ -47,6 +47,8 @@ __all__ = [
     "Transcript",
     "tool",
 ]
+TOOL_ERROR = "Error: "
+"""How `Environment.tool_error` begins, where a task does not define it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +146,7 @@ class Environment(ABC):
 
     def tool_error(self, problem: str) -> str:
         """How the policy is told what is wrong with its call, a sentence."""
-        return f"Error: {problem}"
+        return f"{TOOL_ERROR}{problem}"
 
     def demonstration(self, index: int) -> Demonstration:
         """Demonstration number `index` (>= 0): always the same one, and never of a held-out prompt. Asked for only when

@@ -31,6 +31,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
+from titan_rl.environments.programs import prepare_clients
 from titan_rl.errors import AbsentError, ConfigError
 from titan_rl.importing import describe
 from titan_rl.isolation.user_code import UserCode
@@ -210,6 +211,8 @@ def main(arguments: Sequence[str]) -> None:
         sys.path[:], setup = received[0]
         try:
             user_code = UserCode(setup)
+            if user_code.info.plays:
+                prepare_clients()
         except BaseException as error:
             traceback.print_exception(error, file=sys.stderr)
             absent, config = isinstance(error, AbsentError), isinstance(error, ConfigError)

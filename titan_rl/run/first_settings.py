@@ -18,16 +18,16 @@ from math import inf
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from titan_rl.chat.renderer import CALL, CALL_END, RESULT, RESULT_END
+from titan_rl.chat.renderer import CALL, CALL_END, RESULT, RESULT_END, UNKNOWN
 from titan_rl.config import RunConfig
 from titan_rl.environments import SHORT_NAMES
-from titan_rl.environments.base import Environment
+from titan_rl.environments.base import TOOL_ERROR, Environment
 from titan_rl.importing import import_name
 from titan_rl.isolation.wire import CallKind, DemonstrationMessages, TaskCheck, TaskInfo, UserCall
 from titan_rl.metrics.rollout_record import PlainMessage, RolloutRecord
 from titan_rl.run.players import Player, message_player
 from titan_rl.seeding import derive_seed
-from titan_rl.types import FinishReason, GenerationRequest, Message, Purpose, ToolSpec
+from titan_rl.types import FinishReason, GenerationRequest, Message, Purpose, ToolCall, ToolSpec
 
 LOOKED_AT = 2_000
 """Training prompts whose texts are read."""
@@ -48,6 +48,8 @@ MARKS, TOOL_MARKS = 32, 700
 PROGRAM_GROUPS, PROGRAM_STEPS = 8, 150
 """Of a run whose rollouts are played by programs: each is a process of its own."""
 BONUS = "trainer.loss.kwargs.entropy_bonus"
+LUCK = 0.1
+"""Share of groups of answers at random with different rewards, in which the answer was guessed without the tool."""
 RIGHT = 0.9
 """Of the best reward that was seen: what an answer gets that counts as right."""
 
@@ -127,8 +129,10 @@ async def survey(config: RunConfig, imports: tuple[str, ...]) -> Survey:
         right = await _right_answers(player, speaker, found, check.answers[: len(check.training)])
         if not found.answer:
             found.answer = min(found.prompt, LONGEST_GUESS)
-        speaker.turns = None
         speaker.symbols, speaker.longest = sorted(found.texts), found.answer + 1
+        for tool in player.info.tools:
+            await _any_calls(player, speaker, found, tool)
+        speaker.turns = None
         played: list[list[RolloutRecord]] = []
         until = time.monotonic() + LONGEST_SECONDS
         for index in range(GROUPS):
@@ -178,6 +182,18 @@ async def _right_answers(player: Player, speaker: _Speaker, found: Survey, answe
     return fmean(rewards or [0.0])
 
 
+async def _any_calls(player: Player, speaker: _Speaker, found: Survey, tool: ToolSpec) -> None:
+    """What a tool answers when it is called with whatever comes to mind, as a policy will."""
+    chance = random.Random(tool.name)
+    for index in range(SHOWN):
+        arguments: dict[str, Any] = {}
+        for name, about in tool.parameters.get("properties", {}).items():
+            text = "".join(chance.choices(speaker.symbols, k=chance.randint(1, speaker.longest)))
+            arguments[name] = chance.randrange(10) if about.get("type") in ("integer", "number") else text
+        speaker.turns = [Message("assistant", "", (ToolCall(tool.name, arguments),))]
+        _read(found, await player.play(_asked(player, index, 1)))
+
+
 def _asked(player: Player, index: int, samples: int) -> Any:
     size = player.info.size
     return player.request(index % size if size else index, Purpose.TRAIN, samples=samples)
@@ -192,9 +208,10 @@ def _read(found: Survey, rollouts: Iterable[RolloutRecord]) -> None:
         if not rollout.error:
             found.best = max(found.best, rollout.reward)
         found.turns = max(found.turns, sum(message["role"] == "assistant" for message in messages))
-        said = [message for message in messages if message["role"] != "assistant"]
-        found.texts.update(*(str(message["content"]) for message in said))
-        found.reply = max([found.reply, *(len(str(message["content"])) for message in said)])
+        said = [str(message["content"]) for message in messages if message["role"] != "assistant"]
+        said = [text for text in said if not text.startswith(TOOL_ERROR)]
+        found.texts.update(*said)
+        found.reply = max([found.reply, *map(len, said)])
 
 
 def choose(found: Survey, *, by_bytes: bool = False, trained: bool = False, warmup: int | None = None) -> list[Chosen]:
@@ -226,8 +243,11 @@ def choose(found: Survey, *, by_bytes: bool = False, trained: bool = False, warm
     else:
         add("policy.tiny.symbols", symbols, f"the {len(symbols)} characters of its prompts and answers")
         if info.tools:
-            add("policy.tiny.special_tokens", (CALL, CALL_END, RESULT, RESULT_END), "to call its tool")
-            turn = max(turn, found.longest_call + 2)
+            marks = (CALL, CALL_END, RESULT, RESULT_END, UNKNOWN)
+            add("policy.tiny.special_tokens", marks, f"to call its tool; {UNKNOWN} is read for what nobody foresaw")
+            turn = max(turn, (found.longest_call or min(found.prompt, LONGEST_GUESS)) + 2)
+        elif info.multi_turn or info.plays:
+            add("policy.tiny.special_tokens", (UNKNOWN,), "is read for a reply with other characters")
     new = width * turn + 2  # one that is too long costs reward, so that ending is learned
     if trained and new < LEAST_THOUGHT:
         new = LEAST_THOUGHT
@@ -246,9 +266,10 @@ def choose(found: Survey, *, by_bytes: bool = False, trained: bool = False, warm
     said = "a turn" if turns == 1 else f"{turns} turns"
     add("policy.tiny.max_length", length, f"prompts of up to {width * found.prompt} and {said}")
     add("generator.max_model_len", length, "room for prompt and answers")
-    taught = found.demonstrations and not trained and not found.different
+    rare = found.different <= (LUCK if info.tools else 0)
+    taught = found.demonstrations and not trained and rare
     if taught and warmup is None:
-        add("trainer.warmup.steps", 200, "answers at random get all the same reward: right ones are taught first")
+        add("trainer.warmup.steps", 200, "answers at random get hardly any reward: right ones are taught first")
     if taught if warmup is None else warmup and not trained:
         add("trainer.optimizer.lr", 3e-4, "what was taught is changed in smaller steps")
         add(BONUS, 0.05, "and searched around, not forgotten")
