@@ -1,5 +1,8 @@
 """Programs as they are: scripts and commands that find the policy, print an answer, or fail (1 s)."""
 
+import subprocess
+import sys
+
 import pytest
 
 from titan_rl.environments import programs
@@ -112,3 +115,41 @@ def test_a_command_that_prints_without_end_is_an_error(monkeypatch, command):
     monkeypatch.setattr(programs, "LONGEST_OUTPUT", 1 << 16)
     with pytest.raises(TaskError, match="sh printed more than 65,536 bytes"):
         run_command(["sh", "-c", command], endpoint=ENDPOINT)
+
+
+CALL = """
+import http.server, json, os, sys
+import openai
+from titan_rl.environments.programs import prepare_clients
+if len(sys.argv) > 1:
+    prepare_clients()
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "hi"}}
+        body = json.dumps({"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]})
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.end_headers()
+        self.wfile.write(body.encode())
+    def log_message(self, *_): pass
+server = http.server.HTTPServer(("127.0.0.1", 0), Answer)
+if not os.fork():
+    server.handle_request()
+    os._exit(0)
+before = set(sys.modules)
+client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.server_port}/v1", api_key="x")
+asked = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
+print(asked.choices[0].message.content, len(set(sys.modules) - before))
+"""
+
+
+def test_a_prepared_client_imports_nothing_more_at_its_first_call(tmp_path):
+    """Else every rollout that a program plays would import it again."""
+    file = tmp_path / "call.py"
+    file.write_text(CALL)
+    said = [
+        subprocess.run([sys.executable, file, *more], capture_output=True, text=True).stdout for more in ([], ["+"])
+    ]
+    (_, unprepared), (answer, prepared) = (line.split() for line in said)
+    assert answer == "hi" and int(prepared) == 0 < int(unprepared)

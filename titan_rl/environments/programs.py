@@ -22,7 +22,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -159,14 +159,27 @@ def _system_certificates() -> Path | None:
     return directory if next(directory.glob("*.0"), None) else None
 
 
-def prepare_clients() -> None:
-    """Do what OpenAI's client does at its first call only, a tenth of a second, if it has been imported: processes that
-    are forked later need not."""
-    if "openai" in sys.modules:
-        from openai.resources.chat import Completions  # noqa: F401  the client imports it when it is first used
-        from openai.types.chat import ChatCompletion
+class _Nowhere:
+    def handle_request(self, _: Any) -> Any:
+        raise OSError
 
-        ChatCompletion.model_rebuild()
+
+def prepare_clients() -> None:
+    """Do what OpenAI's client does when it is first used (imports, types, looking at the platform), 0.1 s of work,
+    if it has been imported: the processes that are forked later need not."""
+    if "openai" not in sys.modules:
+        return
+    import openai
+    from openai.types.chat import ChatCompletion
+
+    openai.OpenAI(api_key="none", base_url="http://localhost").close()  # with its own transport
+    nowhere: Any = _Nowhere()
+    http = openai.DefaultHttpxClient(transport=nowhere, trust_env=False)
+    client = openai.OpenAI(api_key="none", base_url="http://localhost", max_retries=0, http_client=http)
+    with suppress(openai.APIConnectionError, OSError):
+        client.chat.completions.create(model="", messages=[{"role": "user", "content": ""}])
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": ""}}
+    ChatCompletion.construct(choices=[choice], usage={"total_tokens": 0})
 
 
 def _tail(output: str, introduction: str) -> str:
