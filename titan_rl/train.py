@@ -158,6 +158,8 @@ def for_task(task: str, command: Command, prog: str) -> tuple[RunConfig, tuple[s
     settings = choose(found, by_bytes=by_bytes, trained=tiny is None, warmup=warmup)
     if "trainer.loss.name" in given:  # it may have other arguments
         given = given | {"trainer.loss.kwargs.entropy_bonus"}
+    if "trainer.optimizer.lr" in given:  # which then is what the user says
+        given = given | {"trainer.optimizer.kl_band"}
     chosen = [each for each in settings if each.setting not in given]
     width = max((len(each.setting) for each in chosen), default=0)
     print(f"{prog}: settings for {task}, each of which can be given")

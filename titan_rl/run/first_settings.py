@@ -47,6 +47,8 @@ MARKS, TOOL_MARKS = 32, 700
 """Tokens that a chat format adds to a message or a call; and to a prompt with tools, whose description comes on top."""
 PROGRAM_GROUPS, PROGRAM_STEPS = 8, 150
 """Of a run whose rollouts are played by programs: each is a process of its own."""
+KL_BAND = 0.05
+"""Ten times what a step usually moves a tiny policy."""
 BONUS = "trainer.loss.kwargs.entropy_bonus"
 LUCK = 0.1
 """Share of groups of answers at random with different rewards, in which the answer was guessed without the tool."""
@@ -276,6 +278,7 @@ def choose(found: Survey, *, by_bytes: bool = False, trained: bool = False, warm
     if info.plays:
         add("loop.groups_per_step", PROGRAM_GROUPS, "programs play its rollouts, which takes time")
         add("loop.steps", PROGRAM_STEPS, "fewer and longer ones")
+    add("trainer.optimizer.kl_band", KL_BAND, "nats; a step that went further would be made smaller")
     if trained:
         add("trainer.optimizer.lr", 1e-6, "weights that were trained before move in small steps")
         add(BONUS, 0.0, "and know where to search")

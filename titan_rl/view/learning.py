@@ -265,7 +265,8 @@ def _evaluation_differs(run: Run) -> Iterator[Finding]:
     if trained is not None and len(held_out) > 1 and trained - held_out[-1] > APART * abs(_largest_reward(run)):
         text = f"Mean reward is {trained:.2f} in training and {held_out[-1]:.2f} on held-out prompts."
         do = "Train on more different prompts, or hold out prompts of the same kind (`held_out` of the task)."
-        yield finding(Kind.WARNING, SCORES[1], "Evaluation differs from training", text, do)
+        kind = Kind.PROBLEM if held_out[-1] < trained / 2 else Kind.WARNING
+        yield finding(kind, SCORES[1], "Evaluation differs from training", text, do)
 
 
 def _cut(run: Run) -> Iterator[Finding]:
