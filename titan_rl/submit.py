@@ -30,13 +30,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar
+from string import Template
+from typing import ClassVar
 
 from titan_rl import train
 from titan_rl.bounds import Count, CountOrZero
 from titan_rl.errors import ConfigError
-from titan_rl.hosts.worker import NODES
 from titan_rl.overrides import EXIT_USAGE, Command, Verb, apply, print_error
+
+TEMPLATES = Path(__file__).with_name("jobs")
 
 TRUSTED = "Trusted networks only: whoever reaches a port of the run can run any code on its nodes."
 
@@ -74,43 +76,6 @@ class JobConfig:
     """Settings without a default."""
 
 
-_SCRIPT = """#!/bin/bash
-{options}
-
-# {trusted}
-directory={directory}
-python={python}
-train={train}
-
-trap : TERM HUP  # Slurm tells every process: this one waits for the run
-
-run() {{  # run FIRST_NODE NODES COMMAND: one task per node
-  srun --relative="$1" --nodes="$2" --ntasks="$2" --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=0 \\
-    ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} "${{@:3}}"
-}}
-
-run 0 "$SLURM_JOB_NUM_NODES" bash -c 'test -d "$0" || {{ echo "$SLURMD_NODENAME does not see $0: choose a'\\
-' --logging.directory on a file system that all nodes share" >&2; exit 2; }}' "$directory" || exit 2
-
-export WORLD_SIZE="$SLURM_JOB_NUM_NODES" LOCAL_WORLD_SIZE=1 PYTHONUNBUFFERED=1
-export {nodes}="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr '\\n' ' ')"
-export MASTER_PORT="$("$python" -c 'import socket; print(socket.create_server(("", 0)).getsockname()[1])')"
-rank='export RANK=$((SLURM_PROCID + $0)) MASTER_ADDR="$SLURM_LAUNCH_NODE_IPADDR"; exec "$@"'
-
-if [ "$WORLD_SIZE" -gt 1 ]; then
-  run 1 $((WORLD_SIZE - 1)) bash -c "$rank" 1 "${{train[@]}}" &
-fi
-run 0 1 bash -c "$rank" 0 "${{train[@]}}"
-code=$?
-if [ "$code" = 129 ] && [ "$SECONDS" -lt {save} ]; then
-  echo "the time limit leaves the run less than its --save-seconds {save}: ask for more --time" >&2
-elif [ "$code" = 129 ]; then  # the time is nearly over, and the run is saved
-  scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$code"
-"""
-
-
 @dataclass(kw_only=True, slots=True)
 class SlurmConfig(JobConfig):
     """Nodes of a Slurm cluster. The directory of the job is below `logging.directory`, which all of them must see."""
@@ -145,15 +110,16 @@ class SlurmConfig(JobConfig):
             f"signal=HUP@{self.save_seconds}",
             *self.sbatch,
         ]
-        return _SCRIPT.format(
-            options="\n".join(f"#SBATCH --{option}" for option in options),
-            trusted=TRUSTED,
-            directory=shlex.quote(str(start.directory)),
-            python=shlex.quote(sys.executable),
-            train=f"({shlex.join(start.command(sys.executable))})",
-            nodes=NODES,
-            save=self.save_seconds,
-        )
+        head = [
+            "#!/bin/bash",
+            *(f"#SBATCH --{option}" for option in options),
+            f"# {TRUSTED}",
+            f"directory={shlex.quote(str(start.directory))}",
+            f"python={shlex.quote(sys.executable)}",
+            f"train=({shlex.join(start.command(sys.executable))})",
+            f"save_seconds={self.save_seconds}",
+        ]
+        return "\n".join([*head, (TEMPLATES / "slurm.sh").read_text(encoding="utf-8")])
 
 
 _PORT = 29400
@@ -184,81 +150,30 @@ class KubernetesConfig(JobConfig):
     required: ClassVar = ("image", "claim")
 
     def file(self, start: Start) -> Path:
-        return Path.cwd() / f"{start.name}.json"
+        return Path.cwd() / f"{start.name}.yaml"
 
     def text(self, start: Start) -> str:
         name = dns_name(start.name)
-        manifest = {"apiVersion": "v1", "kind": "List", "items": self._items(name, start)}
-        return json.dumps(manifest, indent=2) + "\n"
-
-    def _items(self, name: str, start: Start) -> list[dict[str, Any]]:
         labels = {"app.kubernetes.io/name": "titan-rl", "app.kubernetes.io/instance": name}
-        metadata = {"name": name, "namespace": self.namespace, "labels": labels}
-        nodes = [f"{name}-{index}" for index in range(self.nodes)]
-        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-        variables: list[dict[str, Any]] = [
-            {"name": "WORLD_SIZE", "value": str(self.nodes)},
-            {"name": "LOCAL_WORLD_SIZE", "value": "1"},
-            {"name": "MASTER_ADDR", "value": f"{name}-0.{name}"},
-            {"name": "MASTER_PORT", "value": str(_PORT)},
-            {"name": NODES, "value": " ".join(nodes)},
-            {"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}},
-        ]
         limits = {"nvidia.com/gpu": self.gpus_per_node, "cpu": self.cpus_per_node, "memory": self.memory}
-        container = {
-            "name": "titan-rl",
+        values = {
+            "metadata": {"name": name, "namespace": self.namespace, "labels": labels},
+            "labels": labels,
+            "port": _PORT,
+            "nodes": self.nodes,
+            "node_names": " ".join(f"{name}-{index}" for index in range(self.nodes)),
+            "failures": _RETRIES * self.nodes,
+            "save_seconds": self.save_seconds,
             "image": self.image,
             "command": ["bash", "-c", _START, "start", *start.command("python")],
-            "env": variables,
-            "resources": {"limits": {key: str(value) for key, value in limits.items() if value}},
-            "volumeMounts": [
-                {"name": "runs", "mountPath": str(start.directory.parent)},
-                {"name": "shared-memory", "mountPath": "/dev/shm"},
-            ],
+            "limits": {key: str(value) for key, value in limits.items() if value},
+            "runs": str(start.directory.parent),
+            "claim": self.claim,
+            "shared_memory": self.shared_memory,
         }
-        pod = {
-            "subdomain": name,
-            "restartPolicy": "Never",
-            "shareProcessNamespace": True,  # its first process reaps orphans
-            "terminationGracePeriodSeconds": self.save_seconds,
-            "containers": [container],
-            "volumes": [
-                {"name": "runs", "persistentVolumeClaim": {"claimName": self.claim}},
-                {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": self.shared_memory}},
-            ],
-        }
-        job = {
-            "completionMode": "Indexed",
-            "completions": self.nodes,
-            "parallelism": self.nodes,
-            "backoffLimit": _RETRIES * self.nodes,
-            "podFailurePolicy": {
-                "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
-            },
-            "template": {"metadata": {"labels": labels}, "spec": pod},
-        }
-        # Headless; with names before the pods are ready, which is before they have met
-        service = {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": labels,
-            "ports": [{"name": "meet", "port": _PORT}],
-        }
-        policy = {
-            "podSelector": {"matchLabels": labels},
-            "policyTypes": ["Ingress"],
-            "ingress": [{"from": [{"podSelector": {"matchLabels": labels}}]}],
-        }
-        return [
-            {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service},
-            {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": metadata, "spec": policy},
-            {
-                "apiVersion": "batch/v1",
-                "kind": "Job",
-                "metadata": {**metadata, "annotations": {"titan-rl/warning": TRUSTED}},
-                "spec": job,
-            },
-        ]
+        manifest = Template((TEMPLATES / "kubernetes.yaml").read_text(encoding="utf-8"))
+        in_yaml = {key: json.dumps(value, ensure_ascii=False) for key, value in values.items()}
+        return manifest.substitute(in_yaml, name=name, trusted=TRUSTED)
 
 
 def dns_name(name: str) -> str:

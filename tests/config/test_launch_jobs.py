@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import subprocess
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from titan_rl import cli
 from titan_rl.submit import KubernetesConfig, SlurmConfig, Start, dns_name
@@ -84,9 +84,7 @@ def test_a_slurm_job_may_share_its_nodes() -> None:
 
 def test_the_manifest_of_kubernetes_has_the_structure_that_kubernetes_asks_for() -> None:
     job = KubernetesConfig(nodes=2, image="me/rl:1", claim="runs", gpus_per_node=8, namespace="team")
-    manifest = json.loads(job.text(START))
-    assert (manifest["apiVersion"], manifest["kind"]) == ("v1", "List")
-    items = {item["kind"]: item for item in manifest["items"]}
+    items = {item["kind"]: item for item in yaml.safe_load_all(job.text(START))}
     versions = {kind: item["apiVersion"] for kind, item in items.items()}
     assert versions == {"Service": "v1", "NetworkPolicy": "networking.k8s.io/v1", "Job": "batch/v1"}
     name = "cpu-smoke-20260101-120000"
