@@ -194,11 +194,8 @@ RECIPES: dict[str, Recipe] = {
 
 
 def load_recipe(name: str) -> RunConfig:
-    """The config of the recipe `name`: a key of `RECIPES`, `pkg.mod:function` or `path/to/file.py:function`.
-
-    Raises:
-        ConfigError: there is no such recipe, it raises, or it returns no RunConfig.
-    """
+    """The config of the recipe `name`: a key of `RECIPES`, `pkg.mod:function` or `path/to/file.py:function`. Raises
+    ConfigError: there is no such recipe, it raises, or it returns no RunConfig."""
     if name not in RECIPES and ":" not in name:
         raise ConfigError(
             f"--recipe {name}: there is no such recipe{did_you_mean(name, RECIPES)}; there are "

@@ -56,12 +56,9 @@ WRITTEN = ".titan_rl.json"
 
 
 def check_replaceable(directory: Path) -> None:
-    """Do nothing if `directory` does not exist, is empty, or holds only what the project wrote there.
-
-    Raises:
-        ConfigError: replacing it would delete something else, which is named; or it is the working directory or one of
-            its parents.
-    """
+    """Do nothing if `directory` does not exist, is empty, or holds only what the project wrote there. Raises
+    ConfigError: replacing it would delete something else, which is named; or it is the working directory or one of its
+    parents."""
     if not os.path.lexists(directory):
         return
     if not directory.is_dir():

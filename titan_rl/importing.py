@@ -106,14 +106,12 @@ def import_user_module(name: str) -> ModuleType:
 
 
 def import_name(name: str, short_names: Mapping[str, str] | None = None) -> Any:
-    """The object that `name` names.
+    """The object that `name` names. Raises ConfigError: unknown short name, missing module or attribute, or the module
+    cannot be imported.
 
     Args:
         name: a key of `short_names`, `pkg.mod:Name`, or `file.py:Name`.
         short_names: short name to `pkg.mod:Name`.
-
-    Raises:
-        ConfigError: unknown short name, missing module or attribute, or the module cannot be imported.
     """
     short_names = short_names or {}
     target = short_names.get(name, name)

@@ -161,11 +161,7 @@ _store: Any = None  # of rank 0, of a mesh over several hosts
 
 def open_rendezvous() -> str:
     """On rank 0, before `join_world` on any rank: open the place where ranks on several hosts meet, on one network
-    interface and a free port.
-
-    Returns:
-        What every rank must set RENDEZVOUS to.
-    """
+    interface and a free port. Returns what every rank must set RENDEZVOUS to."""
     global _store
     if "/" in (place := os.environ[RENDEZVOUS]):
         return place

@@ -278,11 +278,8 @@ def recipe_of(command: Command) -> RunConfig:
 
 
 def resolve(command: Command) -> tuple[RunConfig, tuple[str, ...]]:
-    """The config, its file names absolute, and the user's modules: what every process has to import first.
-
-    Raises:
-        ConfigError: unknown recipe or setting, wrong type, or values that do not fit together.
-    """
+    """The config, its file names absolute, and the user's modules: what every process has to import first. Raises
+    ConfigError: unknown recipe or setting, wrong type, or values that do not fit together."""
     return apply_command(recipe_of(command), command)
 
 

@@ -12,11 +12,8 @@ from titan_rl.errors import ConfigError
 
 
 def make_renderer(name: str, model_path: str | Path, settings: Mapping[str, Any] | None = None) -> Renderer:
-    """The renderer that `rollout.renderer` names, for the tokenizer in `model_path`.
-
-    Raises:
-        ConfigError: there is no tokenizer, or no such renderer.
-    """
+    """The renderer that `rollout.renderer` names, for the tokenizer in `model_path`. Raises ConfigError: there is no
+    tokenizer, or no such renderer."""
     if name == "auto":
         name = "chat" if _has_chat_template(Path(model_path)) else "symbols"
     if name == "symbols":

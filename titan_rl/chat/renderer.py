@@ -44,21 +44,12 @@ class Renderer(Protocol):
     """Characters of the longest token."""
 
     def render(self, messages: Messages, tools: Tools = ()) -> list[int]:
-        """The tokens of a first prompt, up to where the policy's turn begins.
-
-        Args:
-            tools: tools that the policy may call.
-
-        Raises:
-            TaskError: the messages or tools cannot be written in this tokenizer.
-        """
+        """The tokens of a first prompt, up to where the policy's turn begins. `tools`: tools that the policy may call.
+        Raises TaskError: the messages or tools cannot be written in this tokenizer."""
 
     def extend(self, prompt: Tokens, completion: Tokens, messages: Messages, tools: Tools = ()) -> list[int]:
-        """The tokens that `messages` add to `prompt + completion`, up to where the policy's next turn begins.
-
-        Raises:
-            TaskError: this chat format would change earlier tokens.
-        """
+        """The tokens that `messages` add to `prompt + completion`, up to where the policy's next turn begins. Raises
+        TaskError: this chat format would change earlier tokens."""
 
     def parse(
         self, completion: Tokens, finish_reason: FinishReason, prompt: Iterable[int] = (), tools: Tools = ()
@@ -67,11 +58,8 @@ class Renderer(Protocol):
         has a `problem`. Without `tools`, calls stay text."""
 
     def say(self, message: Message) -> list[int]:
-        """The tokens with which the policy would say this message, with the stop token that ends the turn.
-
-        Raises:
-            TaskError: the message cannot be written in this tokenizer.
-        """
+        """The tokens with which the policy would say this message, with the stop token that ends the turn. Raises
+        TaskError: the message cannot be written in this tokenizer."""
 
     def encode(self, text: str) -> list[int]:
         """The tokens of plain text. Raises TaskError if the tokenizer cannot write it."""

@@ -132,10 +132,8 @@ class Environment(ABC):
 
         It runs in a process of its own, forked from one that has made the environment: it may block, compute, exit and
         start processes, all of which end with the rollout. Its imports should be made with the environment, or every
-        rollout repeats them; connections and threads should not.
-
-        Returns:
-            A state, which the rubric finds in `transcript.state`; it must pickle.
+        rollout repeats them; connections and threads should not. Returns a state, which the rubric finds in
+        `transcript.state`; it must pickle.
         """
         raise TaskError(f"{type(self).__name__} has no method `play`")
 

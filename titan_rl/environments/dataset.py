@@ -59,10 +59,7 @@ Rows = str | Path | Iterable[Mapping[str, Any]]
 
 
 def read_rows(setting: str, rows: Rows) -> Iterator[tuple[str, Any]]:
-    """Every row, with where it stands for messages.
-
-    Args:
-        setting: the setting that names the file, for messages.
+    """Every row, with where it stands for messages. `setting`: the setting that names the file, for messages.
 
     Raises:
         AbsentError: there is no such file, or nothing to read it with.

@@ -43,16 +43,9 @@ def run_script(path: str | os.PathLike[str], *arguments: str, endpoint: Endpoint
 
     What the environment imported is imported already: import there what the script needs, and no rollout waits for it.
     To be called in `play` only, whose process ends with the rollout: whatever the script changes in it stays changed.
-    Threads that are no daemons are waited for; functions registered with `atexit` are not called.
-
-    Args:
-        stdin: what the script can read on its standard input.
-
-    Returns:
-        What it printed on standard output, without what its subprocesses print.
-
-    Raises:
-        TaskError: it raised, or exited with another status than 0.
+    Threads that are no daemons are waited for; functions registered with `atexit` are not called. `stdin`: what the
+    script can read on its standard input. Returns what it printed on standard output, without what its subprocesses
+    print. Raises TaskError: it raised, or exited with another status than 0.
     """
     program, problem = os.fspath(path), ""
     os.environ.update(_variables(endpoint))
@@ -91,18 +84,13 @@ def run_command(
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
 ) -> str:
-    """Run a program of any kind in a process of its own, without a shell.
+    """Run a program of any kind in a process of its own, without a shell. Returns what it printed on standard output.
+    Raises TaskError: it cannot be started, or ended with another status than 0.
 
     Args:
         stdin: what it can read on its standard input.
         env: variables to set in addition to this process's and the endpoint's.
         cwd: its working directory; None: this process's.
-
-    Returns:
-        What it printed on standard output.
-
-    Raises:
-        TaskError: it cannot be started, or ended with another status than 0.
     """
     name = os.fspath(command[0])
     try:

@@ -213,11 +213,7 @@ def _weighted_sum(rewards: Sequence[Reward | GroupReward], numbers: Sequence[flo
 
 
 def _number(reward: Reward | GroupReward, value: object, where: str = "") -> float:
-    """A returned value as a score.
-
-    Args:
-        where: in what was returned, for messages.
-    """
+    """A returned value as a score. `where`: in what was returned, for messages."""
     number = 0.0
     if isinstance(value, (str, bytes)):
         problem = f"{value!r}, which is text and not a number: return float(…) of it"

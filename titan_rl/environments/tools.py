@@ -38,12 +38,9 @@ class ToolError(Exception):
 
 
 class Tool:
-    """A function that the policy may call, plain or `async def`: its parameters need type annotations, and it returns
-    a text or a number. `@tool` makes it of a function. Calling it calls the function.
-
-    Raises:
-        ConfigError: a parameter has no annotation, or one that JSON has no schema for.
-    """
+    """A function that the policy may call, plain or `async def`: its parameters need type annotations, and it returns a
+    text or a number. `@tool` makes it of a function. Calling it calls the function. Raises ConfigError: a parameter has
+    no annotation, or one that JSON has no schema for."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
@@ -72,11 +69,7 @@ tool = Tool
 
 
 class Toolbox:
-    """All tools of a task.
-
-    Raises:
-        ConfigError: two have one name, or one is not made by `tool`.
-    """
+    """All tools of a task. Raises ConfigError: two have one name, or one is not made by `tool`."""
 
     def __init__(self, tools: Sequence[Tool]):
         for each in tools:

@@ -120,13 +120,8 @@ class GatewayServer:
     """Runs in the event loop in which it is made, from then on."""
 
     def __init__(self, config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, *, run_seed: int) -> None:
-        """
-        Args:
-            run_seed: the run's seed; only rollouts sample by it.
-
-        Raises:
-            ConfigError: the address cannot be listened on.
-        """
+        """`run_seed`: the run's seed; only rollouts sample by it. Raises ConfigError: the address cannot be listened
+        on."""
         listener = listen(config.host, config.port, backlog=BACKLOG)
         host, port = listener.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

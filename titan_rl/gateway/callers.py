@@ -64,11 +64,8 @@ class Caller:
     def requests(
         self, call: CompletionCall, prompts: Sequence[Prompt], stops: tuple[int, ...]
     ) -> list[GenerationRequest]:
-        """One request per choice: the choices of the first prompt, then those of the second, …
-
-        Raises:
-            RequestError: no engine can serve it, or it exceeds the caller's limits.
-        """
+        """One request per choice: the choices of the first prompt, then those of the second, … Raises RequestError: no
+        engine can serve it, or it exceeds the caller's limits."""
         policy = self._policy
         requests: list[GenerationRequest] = []
         seed = secrets.randbits(62) if call.seed is None else call.seed

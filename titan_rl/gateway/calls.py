@@ -111,10 +111,7 @@ class CompletionCall:
         """Refuse a text that cannot fit before it is tokenized, which takes the render thread a second per megabyte.
 
         No token stands for more than `renderer.longest_token` characters. Tokenizers may compose up to four characters
-        outside of ASCII into one (NFC).
-
-        Raises:
-            RequestTooLong: there is such a text.
+        outside of ASCII into one (NFC). Raises RequestTooLong: there is such a text.
         """
         most = max(SHORT_TEXT, policy.max_model_len * policy.renderer.longest_token)
         for prompt in self.prompts:

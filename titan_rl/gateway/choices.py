@@ -102,12 +102,8 @@ class StreamedText:
         return self._send(end)
 
     def rest(self, content: str) -> str:
-        """What is still to be read of the complete answer's content.
-
-        Raises:
-            ApiError: the content does not begin with the text that was sent: this class does not know the chat format
-                well enough.
-        """
+        """What is still to be read of the complete answer's content. Raises ApiError: the content does not begin with
+        the text that was sent: this class does not know the chat format well enough."""
         sent = "" if self._begin is None else self.sure[self._begin : self._sent]
         if not content.startswith(sent):
             raise ApiError(500, "the complete turn reads otherwise than what was streamed of it", code="internal_error")
@@ -205,11 +201,8 @@ class ChoiceReader:
         return delta
 
     def finish(self, completion: Completion) -> Delta:
-        """The last delta, with the complete choice.
-
-        Raises:
-            ApiError: the complete answer does not begin with the text that was sent.
-        """
+        """The last delta, with the complete choice. Raises ApiError: the complete answer does not begin with the text
+        that was sent."""
         choice = self.read(completion)
         sent = self._pieces[self._sent - 1].end if self._sent else 0
         rest = self._text.rest(choice.message.content)

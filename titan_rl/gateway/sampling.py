@@ -45,11 +45,8 @@ class Sampler:
         self._thread = RenderThread()
 
     async def whole(self, call: CompletionCall, caller: Caller) -> list[Delta]:
-        """Every choice, in one delta, once all are sampled.
-
-        Raises:
-            ApiError, TitanError: the call is refused, or failed.
-        """
+        """Every choice, in one delta, once all are sampled. Raises ApiError, TitanError: the call is refused, or
+        failed."""
         async with self._sampled(call, caller, stream=False) as (readers, sampled):
             completions = {index: each async for index, each in sampled if isinstance(each, Completion)}
             deltas = await self._thread.run(
@@ -140,10 +137,7 @@ class SampleStream:
         return self
 
     async def __anext__(self) -> tuple[int, Piece | Completion]:
-        """
-        Raises:
-            TitanError: as `Fleet.stream`, and for a completion that somebody else aborted.
-        """
+        """Raises TitanError: as `Fleet.stream`, and for a completion that somebody else aborted."""
         while not self._waiting:
             if self._failure is not None:
                 raise self._failure

@@ -104,11 +104,7 @@ def refuse_differences(label: str, known: Introduction) -> None:
 
 def digest_of(what: str) -> str:
     """What must be the same on every host: the content of a file; the names and sizes of what is in a directory; of a
-    module only that it can be found. Empty: it is not there.
-
-    Args:
-        what: an absolute path, or the name of a module.
-    """
+    module only that it can be found. Empty: it is not there. `what`: an absolute path, or the name of a module."""
     path = Path(what)
     if not path.is_absolute():
         return "found" if importlib.util.find_spec(what.partition(".")[0]) else ""
@@ -121,14 +117,11 @@ def digest_of(what: str) -> str:
 async def lock_worker(file: Path, run: str, seconds: float) -> int:
     """Lock the worker's file until this process ends; returns its descriptor. An agent of the same run was lost, or its
     controller was: it is killed. One of another run is waited for, because it may be about to end. What either has left
-    in shared memory is removed.
+    in shared memory is removed. Raises TimeoutError: the other one does not end.
 
     Args:
         run: names the run; empty: no other agent is of it.
         seconds: how long to wait.
-
-    Raises:
-        TimeoutError: the other one does not end.
     """
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -182,11 +175,8 @@ class HostAgent(ConnectedActor):
 
     @endpoint
     async def begin(self, stage: Callable[[HostFacts], Stage]) -> Introduction:
-        """Take up the duties. News is told to the client that calls this.
-
-        Args:
-            stage: of the fork server, depending on the host.
-        """
+        """Take up the duties. News is told to the client that calls this. `stage`: of the fork server, depending on the
+        host."""
         push, loop = caller().push, asyncio.get_running_loop()
         timeline.follow(lambda: "the controller")
         try:

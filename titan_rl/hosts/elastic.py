@@ -102,14 +102,11 @@ class HostControl:
         self._awaited.discard(name)
 
     async def do(self, verb: str, names: Sequence[str]) -> list[str]:
-        """Carry out a command.
+        """Carry out a command. Returns what to tell the user, in lines.
 
         Args:
             verb: `show`, `add` or `remove`.
             names: to add: ADDRESS:PORT of workers; to remove: hosts.
-
-        Returns:
-            What to tell the user, in lines.
 
         Raises:
             ConfigError: it cannot be done; says what has changed, if anything has.

@@ -137,14 +137,9 @@ def address_towards(peer: str) -> str:
 
 
 def transport(untrusted: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> str:
-    """How Monarch connects hosts: `tls` if the variables of `TLS` are there, else `tcp`.
-
-    Args:
-        untrusted: addresses on networks which nobody said to trust.
-
-    Raises:
-        ConfigError: these would be open to everybody; or only some variables are set, or a file is of no use.
-    """
+    """How Monarch connects hosts: `tls` if the variables of `TLS` are there, else `tcp`. `untrusted`: addresses on
+    networks which nobody said to trust. Raises ConfigError: these would be open to everybody; or only some variables
+    are set, or a file is of no use."""
     files = [environ.get(name, "") for name in TLS]
     if not any(files):
         if untrusted:

@@ -148,10 +148,7 @@ class Host:
 
     async def require_same(self, tiny: TinyPolicyConfig | None, model_path: Path, imports: tuple[str, ...]) -> None:
         """Raises ConfigError unless the policy and the user's modules are there as they are on the controller's host.
-
-        Args:
-            tiny: of the policy, if it is a tiny one, which is made there.
-        """
+        `tiny`: of the policy, if it is a tiny one, which is made there."""
 
     async def require_sees(self, run_directory: Path) -> None:
         """Raises ConfigError if the run directory, where the trainer writes checkpoints, is not there."""

@@ -220,11 +220,8 @@ class ForkServerClient:
         raise (AbsentError if result.kind == "absent" else ConfigError)(refusal)
 
     async def fork(self) -> ForkedProcess:
-        """A new process for user code. Waits for its turn.
-
-        Raises:
-            TaskError: the fork server has ended, or there is no descriptor for the process.
-        """
+        """A new process for user code. Waits for its turn. Raises TaskError: the fork server has ended, or there is no
+        descriptor for the process."""
         async with self._starts:
             try:
                 ours, theirs = socket.socketpair()

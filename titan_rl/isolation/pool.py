@@ -167,10 +167,8 @@ class UserCodePool:
     ) -> bytes | None:
         """Run the environment's `play` for a prompt in its own process, without a time limit; returns a pickled state.
 
-        When this returns, all processes that it started are gone. A cancellation ends it.
-
-        Args:
-            started: set when the process is there; it may have waited for others to be forked.
+        When this returns, all processes that it started are gone. A cancellation ends it. `started`: set when the
+        process is there; it may have waited for others to be forked.
 
         Raises:
             TaskError: it raised or ended its process; or this object is closed.

@@ -54,11 +54,7 @@ def user_variables(environment: str, named: Sequence[str]) -> dict[str, str]:
 
 
 def passed_on(environ: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
-    """The variables that user code may see.
-
-    Args:
-        named: by the user, besides.
-    """
+    """The variables that user code may see. `named`: by the user, besides."""
     return {name: value for name, value in environ.items() if name in named or _needed(name)}
 
 
@@ -70,11 +66,8 @@ def _needed(name: str) -> bool:
 
 
 class LogLines(asyncio.Protocol):
-    """The reading end of a pipe that processes print to.
-
-    Args:
-        ended: is set when nobody has the other end open any more.
-    """
+    """The reading end of a pipe that processes print to. `ended`: is set when nobody has the other end open any
+    more."""
 
     def __init__(self, ended: asyncio.Event):
         self._ended = ended

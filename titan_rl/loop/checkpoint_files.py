@@ -45,11 +45,8 @@ def directory_of(run: Path, step: int) -> Path:
 
 
 def new_draft(run: Path, step: int) -> Path:
-    """An empty directory for the files of a checkpoint; what earlier attempts have left is removed.
-
-    Raises:
-        StorageError: it cannot be made.
-    """
+    """An empty directory for the files of a checkpoint; what earlier attempts have left is removed. Raises
+    StorageError: it cannot be made."""
     remove_drafts(run)
     draft = run / CHECKPOINTS / f".{directory_of(run, step).name}.{uuid.uuid4().hex}"
     try:
@@ -61,11 +58,8 @@ def new_draft(run: Path, step: int) -> Path:
 
 
 def commit(draft: Path) -> Path:
-    """Make a draft a checkpoint; returns its directory. Blocks until it is on disk.
-
-    Raises:
-        StorageError: it could not be written; the draft is removed, and older checkpoints are as they were.
-    """
+    """Make a draft a checkpoint; returns its directory. Blocks until it is on disk. Raises StorageError: it could not
+    be written; the draft is removed, and older checkpoints are as they were."""
     final = draft.with_name(draft.stem.removeprefix("."))
     try:
         files = {str(file.relative_to(draft)): _synced(file) for file in sorted(draft.rglob("*")) if file.is_file()}
@@ -83,11 +77,8 @@ def commit(draft: Path) -> Path:
 
 
 def check(directory: Path) -> Checkpoint:
-    """Compare a checkpoint with its manifest.
-
-    Raises:
-        CheckpointError: it is not a checkpoint, torn, damaged, or of another format; names the file.
-    """
+    """Compare a checkpoint with its manifest. Raises CheckpointError: it is not a checkpoint, torn, damaged, or of
+    another format; names the file."""
     manifest = directory / MANIFEST
     try:
         step = int(directory.name.removeprefix(_PREFIX))

@@ -111,11 +111,8 @@ class Checkpoints:
 
     async def cut(self, ledger: Ledger, publications: Publications, activity: Activities) -> None:
         """Cut between two steps. Returns when training may go on; the checkpoint is written beside it. Before the first
-        step there is nothing to write: a run that ends there starts over. A step has one checkpoint, its first.
-
-        Raises:
-            TrainingError: the trainer is at another step than the ledger.
-        """
+        step there is nothing to write: a run that ends there starts over. A step has one checkpoint, its first. Raises
+        TrainingError: the trainer is at another step than the ledger."""
         step = ledger.buffer.trainer_version.step
         if self._writing is not None and not self._writing.done():
             return self._say(f"no checkpoint of step {step}: the one before is still being written")

@@ -122,11 +122,8 @@ def new_ledger(config: RunConfig, incarnation: int = 0) -> Ledger:
 
 
 def read_ledger(directory: Path) -> Ledger:
-    """The ledger of a checkpoint that is as it was written.
-
-    Raises:
-        CheckpointError: this version of titan_rl cannot read it.
-    """
+    """The ledger of a checkpoint that is as it was written. Raises CheckpointError: this version of titan_rl cannot
+    read it."""
     try:
         return Ledger.decode((directory / LEDGER).read_bytes())
     except Exception as error:  # whatever the data of another version leads to

@@ -173,11 +173,8 @@ class TrainingLoop:
         return f"the newest checkpoint is {newest}" if newest else ""
 
     async def end(self, *, failed: bool, seconds: float | None = RELEASE_SECONDS) -> None:
-        """Release everything that the run still owns, if it has failed as far as that goes within `seconds`.
-
-        Raises:
-            InvariantError: the run has not failed and trained all that it admitted, and yet stores hold samples.
-        """
+        """Release everything that the run still owns, if it has failed as far as that goes within `seconds`. Raises
+        InvariantError: the run has not failed and trained all that it admitted, and yet stores hold samples."""
         self._system.rollouts.on_lost = lambda reason: None  # the workers end: nothing is played again
         if self._stepping is not None:
             self._stepping.cancel()

@@ -35,10 +35,7 @@ class LostGroups:
     def __init__(
         self, ledger: Ledger, rollouts: RolloutWorkers, *, say: Callable[[str], None], changed: Callable[[], None]
     ) -> None:
-        """
-        Args:
-            changed: called when a group is to be played again.
-        """
+        """`changed`: called when a group is to be played again."""
         self._buffer, self._reports, self._summary = ledger.buffer, ledger.reports, ledger.summary
         self._rollouts = rollouts
         self._say = say
@@ -65,11 +62,8 @@ class LostGroups:
             self._say(f"groups {', '.join(map(str, lost))} were finished and are played again: {reason}")
 
     async def batch_lost(self, batch: Batch, error: SamplesLost) -> None:
-        """Give a batch up, and play those of its groups again that the error names.
-
-        Raises:
-            SamplesLost: it names no group of this batch, or one that was lost too often.
-        """
+        """Give a batch up, and play those of its groups again that the error names. Raises SamplesLost: it names no
+        group of this batch, or one that was lost too often."""
         if not error.group_ids or not set(error.group_ids) <= set(batch.group_ids):
             raise error
         self._unread.update(error.group_ids)

@@ -115,11 +115,8 @@ class Evaluation:
 
 
 async def evaluate(system: System, version: PolicyVersion) -> Evaluation:
-    """Play the held-out prompts greedily under exactly `version`, which is served until the evaluation is over.
-
-    Raises:
-        TaskError: every rollout failed, or there is nothing to play.
-    """
+    """Play the held-out prompts greedily under exactly `version`, which is served until the evaluation is over. Raises
+    TaskError: every rollout failed, or there is nothing to play."""
     if not system.rollouts.held_out:
         raise TaskError(f"the environment {system.config.environment.name} gave no held-out prompts to evaluate on")
     prompts = range(system.rollouts.held_out)
@@ -152,11 +149,7 @@ GroupFilter = Callable[[GroupReport], str]
 
 
 def make_filter(name: str) -> GroupFilter:
-    """The filter that a config names.
-
-    Raises:
-        ConfigError: no filter has that name.
-    """
+    """The filter that a config names. Raises ConfigError: no filter has that name."""
     if not name:
         return lambda report: ""
     found = import_name(name, FILTERS)

@@ -175,11 +175,8 @@ class ServedVersions:
         return tuple(group for group in waiting if not self._exact or group.min_version in self._served)
 
     async def serve(self, version: PolicyVersion, *, alone: bool = False) -> FleetPull:
-        """Have this version served, with the others that are wanted now, or alone.
-
-        Raises:
-            WeightsError: no generator could load it.
-        """
+        """Have this version served, with the others that are wanted now, or alone. Raises WeightsError: no generator
+        could load it."""
         # The trainer may have finished one more step, and that news may not have arrived here yet.
         await self._until(
             "publisher", lambda: f"the end of the step to {version}", lambda: version <= self._buffer.trainer_version
@@ -189,11 +186,8 @@ class ServedVersions:
             return await self._router.pull_model_state_dict(*wanted, version=version)
 
     async def serve_newest(self, version: PolicyVersion, *, alone: bool = False) -> FleetPull:
-        """Have the newest publication served. If nobody can load it, the trainer publishes its weights again.
-
-        Raises:
-            WeightsError: the last of `FRESH_PUBLICATIONS` could not be loaded either.
-        """
+        """Have the newest publication served. If nobody can load it, the trainer publishes its weights again. Raises
+        WeightsError: the last of `FRESH_PUBLICATIONS` could not be loaded either."""
         for _ in range(FRESH_PUBLICATIONS):
             try:
                 return await self.serve(version, alone=alone)

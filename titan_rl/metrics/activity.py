@@ -31,11 +31,7 @@ class Sink(Protocol):
 
 
 class Activities:
-    """Opens spans and tells every sink of their beginning and end.
-
-    Args:
-        clock: seconds, never going back.
-    """
+    """Opens spans and tells every sink of their beginning and end. `clock`: seconds, never going back."""
 
     def __init__(self, *sinks: Sink, clock: Callable[[], float] = time.monotonic) -> None:
         self._sinks = sinks
@@ -120,10 +116,7 @@ class Watchdog:
     """A sink that reports when no work has begun or ended for some time.
 
     The report names the oldest open work: that is what the others wait for. If there is none, every task waits for
-    another one, and the report says so.
-
-    Args:
-        seconds: without progress, before there is a report.
+    another one, and the report says so. `seconds`: without progress, before there is a report.
     """
 
     def __init__(self, *, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -161,11 +154,8 @@ class Watchdog:
         return f"nothing has moved for {still:.0f} s. {'; '.join(said)}"
 
     def report_every(self, seconds: float, on_report: Callable[[str], None]) -> Callable[[], None]:
-        """Look every `seconds`, from the running event loop; returns a function that ends this.
-
-        Args:
-            on_report: called with every report that is not empty.
-        """
+        """Look every `seconds`, from the running event loop; returns a function that ends this. `on_report`: called
+        with every report that is not empty."""
         loop = asyncio.get_running_loop()
         timer: asyncio.TimerHandle
 

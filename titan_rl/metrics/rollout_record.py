@@ -135,10 +135,7 @@ def to_line(record: RolloutRecord, **more: Any) -> bytes:
 
 def read_record(line: Mapping[str, Any]) -> RolloutRecord:
     """The record that a line of the file says. What older runs did not write is missing in it; null is not finite.
-
-    Raises:
-        LookupError, ValueError: it is none.
-    """
+    Raises LookupError, ValueError: it is none."""
     turns, branches = line.get("turns") or (), line["branches"]
     sampled = sum(turn.get("tokens", 0) for turn in turns) or sum(sum(branch["trained"]) for branch in branches)
     parts = {name: math.nan if value is None else value for name, value in (line.get("reward_parts") or {}).items()}
@@ -151,11 +148,8 @@ def read_record(line: Mapping[str, Any]) -> RolloutRecord:
 
 
 def read_records(path: Path) -> Iterator[RolloutRecord]:
-    """The records of a file in their order, of a run that may be going on: a last line that is torn is skipped.
-
-    Raises:
-        OSError, LookupError, ValueError: it cannot be read.
-    """
+    """The records of a file in their order, of a run that may be going on: a last line that is torn is skipped. Raises
+    OSError, LookupError, ValueError: it cannot be read."""
     return (read_record(line) for _, line in json_lines(path, strict=True))
 
 

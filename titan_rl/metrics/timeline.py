@@ -198,11 +198,8 @@ class Timeline:
                     self._lane.turn(self._clock(), name, waits_for)
 
     def follow(self, waits_for: Callable[[], str]) -> None:
-        """From now on the main lane is the running event loop, which works unless it waits for events.
-
-        Args:
-            waits_for: says for whom; it is called with each wait and must be quick.
-        """
+        """From now on the main lane is the running event loop, which works unless it waits for events. `waits_for`:
+        says for whom; it is called with each wait and must be quick."""
         self._waits_for = waits_for
         self._thread = threading.get_ident()
         self.doing("events")

@@ -78,11 +78,8 @@ class MetricsWriter:
             self._backends.append(Backend("W&B", begin, warn))
 
     def write(self, step: int, numbers: dict[str, float], *, groups: Sequence[int] = ()) -> None:
-        """One step's numbers. NaN and inf are written as null: JSON has no such values.
-
-        Args:
-            groups: that the step trained; only in `metrics.jsonl`.
-        """
+        """One step's numbers. NaN and inf are written as null: JSON has no such values. `groups`: that the step
+        trained; only in `metrics.jsonl`."""
         self._begin()
         plain = {key: (value if math.isfinite(value) else None) for key, value in numbers.items()}
         late = bool(self._unwritten)
@@ -106,11 +103,8 @@ class MetricsWriter:
             return self._file.nbytes + len(self._unwritten)
 
     def sync(self) -> None:
-        """Return when the numbers of all steps are on disk.
-
-        Raises:
-            StorageError: they cannot be written, for example because the disk is full.
-        """
+        """Return when the numbers of all steps are on disk. Raises StorageError: they cannot be written, for example
+        because the disk is full."""
         self._write()
         self._file.sync()
 

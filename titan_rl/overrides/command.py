@@ -89,11 +89,8 @@ class Verb:
             return EXIT_USAGE
 
     def read(self, argv: Sequence[str]) -> Command:
-        """The words, and the TOML file that they name.
-
-        Raises:
-            ConfigError: an option without its value, or a TOML file that is missing or broken.
-        """
+        """The words, and the TOML file that they name. Raises ConfigError: an option without its value, or a TOML file
+        that is missing or broken."""
         flags = {"--help", *(option for option in self.options if " " not in option and option not in self.aliases)}
         takes_recipe = any(option.startswith("--recipe ") for option in self.options)
         valued = {option.split()[0] for option in self.options if "." not in option.split()[0]}
@@ -145,10 +142,8 @@ def print_error(prog: str, message: object) -> None:
 def split_options(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
     """`["--a.b", "1", "2", "--c=3"]` → `[("--a.b", ["1", "2"]), ("--c", ["3"])]`.
 
-    A word that starts with one dash is a value (`-1`); a value that starts with two is written `--key=--value`.
-
-    Raises:
-        ConfigError: a word before the first option.
+    A word that starts with one dash is a value (`-1`); a value that starts with two is written `--key=--value`. Raises
+    ConfigError: a word before the first option.
     """
     options: list[tuple[str, list[str]]] = []
     for argument in arguments:

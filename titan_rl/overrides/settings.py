@@ -122,14 +122,12 @@ def describe(hint: Any) -> str:
 
 
 def convert_value(hint: Any, value: Any, name: str, *, words: bool = False) -> Any:
-    """`value` as `hint`: an integer passes for a float, a list for a tuple, and nothing else for anything else.
+    """`value` as `hint`: an integer passes for a float, a list for a tuple, and nothing else for anything else. Raises
+    ConfigError: wrong type, out of bounds, or not finite.
 
     Args:
         name: of the setting, for the error.
         words: `value` is the list of words that followed an option, whose texts are read as numbers and the like.
-
-    Raises:
-        ConfigError: wrong type, out of bounds, or not finite.
     """
     given = value
     if not words:
@@ -167,11 +165,8 @@ def _python_numbers(words: Any) -> Any:
 
 
 def check(config: Any, prefix: str = "") -> None:
-    """Hold a config that was made in Python to the types and bounds of its fields.
-
-    Raises:
-        ConfigError: naming the first setting that does not fit, with `prefix` in front.
-    """
+    """Hold a config that was made in Python to the types and bounds of its fields. Raises ConfigError: naming the first
+    setting that does not fit, with `prefix` in front."""
     for name, hint in fields_of(type(config)).items():
         value = getattr(config, name)
         if dataclasses.is_dataclass(value):
@@ -184,10 +179,7 @@ def parse_words(words: list[str], like: Any = None) -> Any:
     """Words as the value of a setting without a declared type, such as a constructor argument.
 
     Each word is the TOML value it reads as (`3`, `0.5`, `true`, `[1, 2]`, `"3"`), else the text itself. No word means
-    true, as for a switch.
-
-    Args:
-        like: the value to be replaced; a text is replaced by a text.
+    true, as for a switch. `like`: the value to be replaced; a text is replaced by a text.
     """
 
     def value_of(word: str) -> Any:
@@ -238,14 +230,8 @@ class Rules:
 
 
 def apply(config: T, layers: Iterable[Sequence[Override]], rules: Rules | None = None, base: Path | None = None) -> T:
-    """A new config with the layers applied in order.
-
-    Args:
-        base: relative file names in `config` itself start here; None: they stay as they are.
-
-    Raises:
-        ConfigError: unknown setting, wrong type, or values that do not fit together.
-    """
+    """A new config with the layers applied in order. `base`: relative file names in `config` itself start here; None:
+    they stay as they are. Raises ConfigError: unknown setting, wrong type, or values that do not fit together."""
     rules = rules or Rules()
     table = _as_table(config)
     for key, absolute in rules.file_settings.items():
@@ -353,11 +339,8 @@ def _value(hint: Any, override: Override, before: Any) -> Any:
 
 
 def to_toml(config: Any) -> str:
-    """The config as TOML that `--config` takes. A setting that is None is left out: TOML has no such value.
-
-    Raises:
-        ConfigError: naming a constructor argument that TOML has no word for.
-    """
+    """The config as TOML that `--config` takes. A setting that is None is left out: TOML has no such value. Raises
+    ConfigError: naming a constructor argument that TOML has no word for."""
 
     def without_none(table: Table) -> Table:
         return {
@@ -383,13 +366,11 @@ def _as_table(config: Any, prefix: str = "") -> Table:
 
 def _plain(value: Any, name: str, *, inside: bool = False) -> Any:
     """A copy of a value of TOML, or None. A tuple becomes a list, and a path its name, as TOML would give them back.
+    Raises ConfigError: TOML has no word for it, or it is nan, which is never the value that it was before.
 
     Args:
         name: of the setting, for the error.
         inside: it is in a table or a list, where TOML has no None.
-
-    Raises:
-        ConfigError: TOML has no word for it, or it is nan, which is never the value that it was before.
     """
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: _plain(each, f"{name}.{key}", inside=True) for key, each in value.items()}

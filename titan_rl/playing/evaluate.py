@@ -79,11 +79,8 @@ class Estimate(NamedTuple):
 def pass_at_k(samples: int, passed: int, k: int) -> float:
     """Chance that one of k samples passes, without bias, where `passed` of `samples` did.
 
-    1 - C(n - c, k) / C(n, k): the share of all subsets of k samples that hold one that passed. Chen et al. 2021
-    (arXiv 2107.03374), equation 1.
-
-    Args:
-        k: 1 .. samples.
+    1 - C(n - c, k) / C(n, k): the share of all subsets of k samples that hold one that passed. Chen et al. 2021 (arXiv
+    2107.03374), equation 1. `k`: 1 .. samples.
     """
     if not (0 <= passed <= samples and 1 <= k <= samples):
         raise ValueError(f"pass@{k} of {passed} in {samples}")
@@ -118,11 +115,8 @@ def mean(values: Sequence[float], seed: int = 0) -> Estimate:
 
 
 def difference(first: Mapping[int, float], second: Mapping[int, float], seed: int = 0) -> Estimate | None:
-    """How much more the second policy has than the first, on the prompts of both; None: there are none.
-
-    Args:
-        first, second: value by prompt.
-    """
+    """How much more the second policy has than the first, on the prompts of both; None: there are none. `first`,
+    `second`: value by prompt."""
     both = sorted(first.keys() & second.keys())
     return mean([second[prompt] - first[prompt] for prompt in both], seed) if both else None
 

@@ -59,13 +59,7 @@ class Task(NamedTuple):
 
 def read_task(command: Command, run: Path | None, *, remedy: str) -> Task:
     """The task of the recipe, else of the run, else the one that is named alone; with the command's settings laid over.
-
-    Args:
-        remedy: what to do where none of them is named.
-
-    Raises:
-        ConfigError: see `train.resolve`.
-    """
+    `remedy`: what to do where none of them is named. Raises ConfigError: see `train.resolve`."""
     if not command.recipe and run is not None:
         before = train.settings_of(run)
         command.recipe, command.recipe_base = before.recipe, before.recipe_base
@@ -87,11 +81,8 @@ def run_of(path: Path) -> Path | None:
 
 
 def first_run(policies: Sequence[str]) -> Path | None:
-    """The run of the first policy that belongs to one; None: none does.
-
-    Raises:
-        ConfigError: a policy that is no URL is not there, or is a directory without weights.
-    """
+    """The run of the first policy that belongs to one; None: none does. Raises ConfigError: a policy that is no URL is
+    not there, or is a directory without weights."""
     paths = [Path(policy) for policy in policies if "://" not in policy]
     for path in paths:
         if not path.expanduser().exists():
@@ -116,14 +107,12 @@ def server_at(url: str, command: Command) -> ChatServer:
 
 @asynccontextmanager
 async def weights_player(task: Task, weights: str, options: Options) -> AsyncIterator[Player]:
-    """The task, played by weights through router and generators of its own.
+    """The task, played by weights through router and generators of its own. Raises ConfigError, TitanError: there are
+    no such weights, or a part did not start.
 
     Args:
         weights: a Hugging Face directory, a run or one of its checkpoints.
         options: where logs go, and who is told.
-
-    Raises:
-        ConfigError, TitanError: there are no such weights, or a part did not start.
     """
     from titan_rl.actors.gateway import RolloutGatewayClient
     from titan_rl.run.start import bring_up
@@ -160,11 +149,7 @@ def run_until_signal(
     print_line: Callable[[str], None],
 ) -> int:
     """Do work that serves weights, in a directory of its own with logs, until it ends or a signal comes; returns the
-    exit code.
-
-    Args:
-        work: returns the exit code, and how it ended, in words.
-    """
+    exit code. `work`: returns the exit code, and how it ended, in words."""
     train.remove_torchrun_variables(os.environ)
     prepare_controller()
     from titan_rl.run.run import conduct
@@ -191,14 +176,8 @@ def run_until_signal(
 @contextmanager
 def hf_directory(name: str, print_line: Callable[[str], None]) -> Iterator[Path]:
     """A Hugging Face directory with the weights that somebody named: such a directory, a run (its newest sound
-    checkpoint, or its final weights where it keeps no checkpoints), or one of its checkpoints.
-
-    Args:
-        print_line: called with a sentence for each damaged checkpoint that is passed over.
-
-    Raises:
-        ConfigError: there are no weights.
-    """
+    checkpoint, or its final weights where it keeps no checkpoints), or one of its checkpoints. `print_line`: called
+    with a sentence for each damaged checkpoint that is passed over. Raises ConfigError: there are no weights."""
     path = Path(name).expanduser()
     if (path / "config.json").is_file():
         yield path

@@ -72,10 +72,7 @@ class DemonstrationPolicy:
     async def next_message(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], request: GenerationRequest
     ) -> tuple[Message, FinishReason]:
-        """
-        Raises:
-            RequestError: the task wants another turn.
-        """
+        """Raises RequestError: the task wants another turn."""
         if not self._turns:
             raise RequestError("the task goes on where the demonstration has ended: it has no further turn")
         return self._turns.pop(0), FinishReason.STOP
@@ -106,10 +103,7 @@ class Person:
     async def next_message(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], request: GenerationRequest
     ) -> tuple[Message, FinishReason]:
-        """
-        Raises:
-            InputEnded: there is no further line.
-        """
+        """Raises InputEnded: there is no further line."""
         async with self._one_at_a_time:  # what is shown last is what is answered
             if self.shown and not extends(messages, self._conversation[: self.shown]):
                 self._show(self._conversation[self.shown :])

@@ -47,11 +47,8 @@ logger = logging.getLogger(__name__)
 
 
 class Rollouter:
-    """Plays rollouts. Limits are those of `RolloutConfig`.
-
-    Args:
-        max_model_len: longest prompt + completion in tokens; 0: unknown.
-    """
+    """Plays rollouts. Limits are those of `RolloutConfig`. `max_model_len`: longest prompt + completion in tokens; 0:
+    unknown."""
 
     def __init__(
         self, *, renderer: Renderer, run_seed: int, max_turns: int, max_sampled_tokens: int = 0, max_model_len: int = 0
@@ -239,11 +236,8 @@ class RolloutGateway(Protocol):
         ...
 
     async def close(self, session_id: str) -> Trajectory:
-        """Close the session: abort its open calls and refuse its key from now on.
-
-        Raises:
-            RequestLost, ActorGone: the rollout is lost and is to be played again.
-        """
+        """Close the session: abort its open calls and refuse its key from now on. Raises RequestLost, ActorGone: the
+        rollout is lost and is to be played again."""
         ...
 
 
@@ -264,13 +258,9 @@ class Programs:
     async def run(self, request: RolloutRequest, on_closed: Callable[[Trajectory], None]) -> bytes | None:
         """Run the environment's `play` for the request's prompt in its own session.
 
-        A cancellation ends the program; this returns once the session is closed.
-
-        Args:
-            on_closed: called once with the session's trajectory, unless the session could not be opened or closed.
-
-        Returns:
-            The program's pickled state; None if it returned None.
+        A cancellation ends the program; this returns once the session is closed. `on_closed`: called once with the
+        session's trajectory, unless the session could not be opened or closed. Returns the program's pickled state;
+        None if it returned None.
 
         Raises:
             TaskError: the program failed, or was idle for too long.

@@ -203,14 +203,11 @@ def group_advantages(rewards: Sequence[float], epsilon: float = 1e-4) -> np.ndar
     """Outcome advantages of GRPO: how much better a rollout did than its siblings, in deviations.
 
     `A_i = (r_i - mean(r)) / (std(r) + epsilon)`, DeepSeekMath (arXiv 2402.03300), section 4.1.2, with the unbiased
-    deviation (n - 1). A group of equal rewards, or of one rollout, gets zeros.
+    deviation (n - 1). A group of equal rewards, or of one rollout, gets zeros. Returns [n] float64.
 
     Args:
         rewards: [n] up to `rubric.LARGEST_REWARD`, so that their squares are finite.
         epsilon: keeps groups of nearly equal rewards from exploding.
-
-    Returns:
-        [n] float64.
     """
     values = np.asarray(rewards, dtype=np.float64)
     if len(values) < 2 or bool((values == values[0]).all()):
@@ -230,15 +227,13 @@ def demonstration_sample(
     messages: Sequence[Message],
     tools: Sequence[ToolSpec] = (),
 ) -> TrainingSample:
-    """The packed document of a demonstration, up to the policy's last turn.
+    """The packed document of a demonstration, up to the policy's last turn. Raises TaskError: the messages cannot be
+    written in this tokenizer.
 
     Args:
         prompt: the first messages.
         messages: the messages after the prompt, beginning with a turn of the policy (role "assistant").
         tools: tools that the policy may call.
-
-    Raises:
-        TaskError: the messages cannot be written in this tokenizer.
     """
     tree = TokenTree()
     before: list[int] = renderer.render(prompt, tools)

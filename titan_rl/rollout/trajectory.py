@@ -103,10 +103,7 @@ class Trajectory:
     """
 
     def __init__(self, request: RolloutRequest, renderer: Renderer, *, run_seed: int, max_model_len: int) -> None:
-        """
-        Args:
-            max_model_len: longest prompt + completion in tokens; 0: unknown.
-        """
+        """`max_model_len`: longest prompt + completion in tokens; 0: unknown."""
         self.request = request
         self.turns: list[Turn] = []
         """In the order in which they were answered; of a closed session, in one that chance has no part in."""
@@ -163,11 +160,7 @@ class Trajectory:
 
     def prompt_of_chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Prompt:
         """The prompt of a conversation. It extends the tokens sampled before if that can be proven; if not, it is
-        rendered.
-
-        Raises:
-            TaskError: the renderer cannot write the messages or the tools.
-        """
+        rendered. Raises TaskError: the renderer cannot write the messages or the tools."""
         self._digest_turns()
         digests = _digests(messages)
         answers = [number for number, message in enumerate(messages) if message.role == "assistant"]
@@ -250,15 +243,12 @@ class Trajectory:
         return None
 
     def answered(self, completion: Completion, message: Message, *, stopped: bool) -> Turn:
-        """Add a choice that is about to be handed to the caller.
+        """Add a choice that is about to be handed to the caller. Raises RolloutOver: the session was closed meanwhile.
 
         Args:
             completion: without tokens after a stop text.
             message: what the caller reads.
             stopped: whether a stop token or a stop text ended the turn.
-
-        Raises:
-            RolloutOver: the session was closed meanwhile.
         """
         if self.over:
             raise RolloutOver("the rollout has ended")

@@ -33,10 +33,7 @@ class Shown:
     Pieces come in the order in which they were sampled, maybe twice: if the fleet does not resume, or its router was
     replaced, a lost completion is sampled again from its beginning. Tokens whose pieces were lost come with the
     completion. The logprobs and versions are those that were seen first; those of a second sampling may differ in the
-    last digits.
-
-    Args:
-        start: position of the first token in the whole completion.
+    last digits. `start`: position of the first token in the whole completion.
     """
 
     def __init__(self, start: int = 0) -> None:
@@ -61,11 +58,8 @@ class Shown:
         return Piece.join(self._pieces) if self._pieces else None
 
     def rest(self, completion: Completion) -> Piece | None:
-        """The part of the whole completion that was not shown yet; None if all of it was.
-
-        Raises:
-            GeneratorFailed: the completion does not begin with the shown tokens.
-        """
+        """The part of the whole completion that was not shown yet; None if all of it was. Raises GeneratorFailed: the
+        completion does not begin with the shown tokens."""
         tokens = completion.token_ids
         shown = self.whole
         if shown is not None and not np.array_equal(tokens[: self._end], shown.token_ids):

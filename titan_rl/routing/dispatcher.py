@@ -237,10 +237,8 @@ class Dispatcher:
         return request.original.request_id
 
     def lost(self, attempt_id: str, now: float, died: str = "") -> Completion | None:
-        """The attempt ended without an answer. Its tokens are lost, except those that the caller was shown.
-
-        Args:
-            died: why its generator died; empty: the generator lives but serves nothing now.
+        """The attempt ended without an answer. Its tokens are lost, except those that the caller was shown. `died`: why
+        its generator died; empty: the generator lives but serves nothing now.
 
         Returns:
             The tokens so far, if the request was given up or its last token was shown. If not, None: the request waits

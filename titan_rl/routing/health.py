@@ -161,11 +161,8 @@ class GeneratorHealth:
             self._move(Phase.LATE, reason)
 
     def sleep(self) -> None:
-        """From now on it takes no requests.
-
-        Raises:
-            GeneratorNotServing: it changes its weights, sleeps already, or is dead.
-        """
+        """From now on it takes no requests. Raises GeneratorNotServing: it changes its weights, sleeps already, or is
+        dead."""
         if Phase.ASLEEP not in TRANSITIONS[self.phase]:
             doing = "in a change of weights" if self.kind.is_syncing else self.phase
             raise GeneratorNotServing(f"{self.name} cannot be put to sleep: it is {doing}")
@@ -173,11 +170,7 @@ class GeneratorHealth:
         self.must_wake = True
 
     def wake(self) -> None:
-        """It comes back through a verified pull.
-
-        Raises:
-            GeneratorNotServing: it is not asleep, or a spare.
-        """
+        """It comes back through a verified pull. Raises GeneratorNotServing: it is not asleep, or a spare."""
         if self.phase is not Phase.ASLEEP:
             raise GeneratorNotServing(f"{self.name} cannot be woken: it is {self.phase}")
         self._move(Phase.RECOVERING, failures=0)
@@ -228,10 +221,7 @@ class Fleet:
     """Generators by name."""
 
     def __init__(self, listener: ServingListener, *, serving: int | None = None) -> None:
-        """
-        Args:
-            serving: generators in service; further ones wait as spares. None: all are in service.
-        """
+        """`serving`: generators in service; further ones wait as spares. None: all are in service."""
         self._listener = listener
         self._serving = serving
         self._generators: dict[str, GeneratorHealth] = {}
@@ -266,11 +256,8 @@ class Fleet:
         return "; ".join(f"{health.name}: {health.reason or health.phase}" for health in self)
 
     def join(self, name: str) -> None:
-        """A generator is up: a new one, or the replacement of a dead one.
-
-        Raises:
-            ValueError: the generator of that name is not dead.
-        """
+        """A generator is up: a new one, or the replacement of a dead one. Raises ValueError: the generator of that name
+        is not dead."""
         if name in self and self[name].phase not in GONE:
             raise ValueError(f"generator {name} is already in the fleet")
         self._put(name, Phase.SPARE if self._is_full else Phase.RECOVERING)

@@ -95,11 +95,7 @@ class MeshClient:
 
     async def setup(self, **peers: Any) -> list[int]:
         """Set the actors up with the handles of those that they call; returns their process ids. The first rank that
-        fails ends the wait, while the others still wait for it.
-
-        Raises:
-            TitanError: a rank did not start.
-        """
+        fails ends the wait, while the others still wait for it. Raises TitanError: a rank did not start."""
         self._peers = peers
         return await self._set_up(peers)
 
@@ -117,11 +113,8 @@ class MeshClient:
         return await self.call_all(None, ConnectedActor.pulse)
 
     async def watch(self) -> None:
-        """Return when there is nothing to watch but the processes and their pulse.
-
-        Raises:
-            ActorFailed: the mesh failed while its processes live.
-        """
+        """Return when there is nothing to watch but the processes and their pulse. Raises ActorFailed: the mesh failed
+        while its processes live."""
 
     async def close(self) -> None:
         """Let the actors end their work and free what outlives a process. The caller sets the time limit."""
@@ -182,11 +175,8 @@ class MeshClient:
 
 
 async def until_still(pulse: Callable[[], Awaitable[list[Pulse]]], seconds: float) -> None:
-    """Return when nothing has moved for so long.
-
-    Args:
-        pulse: of each part; raises if there is nothing to look at any more.
-    """
+    """Return when nothing has moved for so long. `pulse`: of each part; raises if there is nothing to look at any
+    more."""
     before: list[int] = []
     still = 0  # looks in a row at which a part did not answer, or had not moved
     while still < LOOKS - 1:

@@ -149,11 +149,8 @@ class RequestServer(ConnectedActor):
     @endpoint
     async def generate_many(self, requests: Packed[GenerationRequest], who: str = "") -> None:
         """Complete these requests; answers are pushed to the caller as they finish. A request whose id is in use is
-        refused. A message that raises fails its own requests and no others.
-
-        Args:
-            who: name of the client's mesh, for `client_lost`.
-        """
+        refused. A message that raises fails its own requests and no others. `who`: name of the client's mesh, for
+        `client_lost`."""
         client = caller()
         client.who = who
         accepted: list[GenerationRequest] = []

@@ -178,11 +178,8 @@ class GroupBuffer:
     # What happens.
 
     def admit(self, count: int | None = None) -> list[Group]:
-        """Let the next prompts of the stream in; default: as many as slots are free.
-
-        Raises:
-            ValueError: more than `free_slots`.
-        """
+        """Let the next prompts of the stream in; default: as many as slots are free. Raises ValueError: more than
+        `free_slots`."""
         count = self.free_slots if count is None else count
         if not 0 <= count <= self.free_slots:
             raise ValueError(f"{count} groups cannot be admitted: {self.free_slots} slots are free")
@@ -205,14 +202,8 @@ class GroupBuffer:
         return self._move(group_id, GroupState.RUNNING, GroupState.WAITING)
 
     def finish(self, group_id: int, oldest: PolicyVersion | None) -> Group:
-        """The group's samples are ready.
-
-        Args:
-            oldest: the smallest version among its trained tokens; None if it has none.
-
-        Raises:
-            InvariantError: a token is older than the group's `min_version`.
-        """
+        """The group's samples are ready. `oldest`: the smallest version among its trained tokens; None if it has none.
+        Raises InvariantError: a token is older than the group's `min_version`."""
         group = self._active(group_id, GroupState.RUNNING)
         if oldest is not None and oldest < group.min_version:
             raise InvariantError(f"{group} has a token of {oldest}, which its requests did not allow")
@@ -262,11 +253,8 @@ class GroupBuffer:
         return Batch(version=self._trainer, groups=tuple(self._groups[group_id] for group_id in self._batch))
 
     def take(self) -> Batch | None:
-        """Exactly P groups for the next step, or None: not enough can be taken now, or a batch is out.
-
-        Raises:
-            InvariantError: a group is older than the proven bound.
-        """
+        """Exactly P groups for the next step, or None: not enough can be taken now, or a batch is out. Raises
+        InvariantError: a group is older than the proven bound."""
         if self._batch or self._short:  # to look at the whole window whenever a group ends would be quadratic in it
             return None
         if len(picked := self._pick()) < self.limits.groups_per_step:
@@ -282,10 +270,7 @@ class GroupBuffer:
 
     def trained(self, version: PolicyVersion) -> Batch:
         """The batch was trained, and the trainer holds `version` now. The slots stay taken until that is published.
-
-        Returns:
-            The batch, with the version before the step.
-        """
+        Returns the batch, with the version before the step."""
         batch = self.batch
         if batch is None:
             raise ValueError(f"{version} was trained, but no batch is out")
@@ -310,10 +295,8 @@ class GroupBuffer:
         """The run was restored, and its trainer as a new incarnation at the same step.
 
         Finished groups are kept, those of a batch that was out too. Running ones are to be played again. A version that
-        the trainer holds, or is still to make, belongs to the new incarnation.
-
-        Raises:
-            ValueError: the trainer is at another step, or of an older incarnation.
+        the trainer holds, or is still to make, belongs to the new incarnation. Raises ValueError: the trainer is at
+        another step, or of an older incarnation.
         """
         if trainer.step != self._trainer.step or trainer < self._trainer:
             raise ValueError(f"a buffer at {self._trainer} does not go with a trainer restored to {trainer}")

@@ -59,11 +59,8 @@ class LogicalTime:
         return self._trainable + admitted - self._decided
 
     def end(self, group_id: int, *, trainable: bool) -> None:
-        """A group has ended. One that was lost after its decision ends again, and in the same way.
-
-        Raises:
-            OutcomeChanged: it was decided to be trainable, and is not now.
-        """
+        """A group has ended. One that was lost after its decision ends again, and in the same way. Raises
+        OutcomeChanged: it was decided to be trainable, and is not now."""
         if group_id >= self._decided:
             self._ended[group_id] = trainable
         elif not trainable:

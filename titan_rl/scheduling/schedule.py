@@ -26,10 +26,7 @@ class Schedule:
     the matching `all_…` says that nothing more will come."""
 
     def __init__(self, buffer: GroupBuffer, *, steps: int, every: int) -> None:
-        """
-        Args:
-            every: steps between two evaluations; 0: only before and after.
-        """
+        """`every`: steps between two evaluations; 0: only before and after."""
         self._buffer = buffer
         self._every = every
         self._due: deque[PolicyVersion] = deque()  # to be evaluated
@@ -127,13 +124,8 @@ class Schedule:
 
     def stop_early(self, served: PolicyVersion | None) -> bool:
         """Make the running step, or else the previous one, the last. Its version is published and evaluated as usual.
-
-        Args:
-            served: the newest publication's version, if groups are played under it.
-
-        Returns:
-            Whether `served` became due for evaluation by this call.
-        """
+        `served`: the newest publication's version, if groups are played under it. Returns whether `served` became due
+        for evaluation by this call."""
         was_due = served is not None and self.is_due(served)
         self.last = self._admitted = self._buffer.last_certain_step
         if served is None or was_due or not self.is_due(served):
@@ -205,18 +197,10 @@ class UntrainableStreak:
         self._first.clear()
 
     def untrainable(self, group_id: int, reason: Untrainable, detail: str = "") -> bool:
-        """A group finished that teaches nothing.
-
-        Args:
-            detail: the error, the reward that all rollouts got, the filter's name: whatever helps to find the cause.
-
-        Returns:
-            Whether the limit is reached and all counted groups were solved.
-
-        Raises:
-            NothingToTrain: the limit is reached and some were not solved. Gives the count and the first group of each
-                reason.
-        """
+        """A group finished that teaches nothing. `detail`: the error, the reward that all rollouts got, the filter's
+        name: whatever helps to find the cause. Returns whether the limit is reached and all counted groups were solved.
+        Raises NothingToTrain: the limit is reached and some were not solved. Gives the count and the first group of
+        each reason."""
         self._reasons[reason] += 1
         self._first.setdefault(reason, f"group {group_id}" + (f": {detail}" if detail else ""))
         if self.length < self._batches * self._groups_per_step:

@@ -129,10 +129,7 @@ class ManagedMesh:
 
     def lose(self, fault: MeshFailed, now: float, *, has_worked: bool = False) -> bool:
         """A process of it ended, or it hangs. Returns whether that is news: of one start only the first fault is.
-
-        Args:
-            has_worked: it has done its work once, so its start did not fail, however short ago that was.
-        """
+        `has_worked`: it has done its work once, so its start did not fail, however short ago that was."""
         if not (self.is_starting or self.is_up):
             return False
         if not isinstance(fault, MeshLeaves):

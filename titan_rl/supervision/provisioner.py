@@ -118,11 +118,8 @@ class SpawnedProcesses:
         return next((_first_lines(str(each)) for each in results if isinstance(each, Exception)), "")
 
     async def stop(self, *, kill: bool = False) -> None:
-        """End the processes. Never raises: a process that does not stop in time is killed and logged.
-
-        Args:
-            kill: do not ask them first, because they hang or because one of them is gone.
-        """
+        """End the processes. Never raises: a process that does not stop in time is killed and logged. `kill`: do not
+        ask them first, because they hang or because one of them is gone."""
         self.over.set()
         await asyncio.gather(*(self._stop(host, processes, kill) for host, processes, _ in self._parts))
 

@@ -76,10 +76,7 @@ def owner_lives(directory: str) -> bool:
 
 def exit_status(pid: int, descriptor: int) -> int | None:
     """Of a process that has ended, as `wait` gives it; None if it was reaped. Whoever reaps must wait a little.
-
-    Args:
-        descriptor: its pidfd.
-    """
+    `descriptor`: its pidfd."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             status = int(stat.read().rpartition(")")[2].split()[49])

@@ -151,11 +151,8 @@ class Supervisor:
             self._spawn(mesh)
 
     async def set_up(self, *names: str) -> None:
-        """Set these meshes up concurrently. From then on they are replaced when they are lost.
-
-        Raises:
-            TitanError: a part did not start.
-        """
+        """Set these meshes up concurrently. From then on they are replaced when they are lost. Raises TitanError: a
+        part did not start."""
         meshes = [self.meshes[name] for name in names]
         starts = [asyncio.ensure_future(self._set_up(mesh)) for mesh in meshes]
         self._working.update(starts)  # where one fails, `close` ends the others
