@@ -99,10 +99,7 @@ VERBS = {
         "titan_rl.playing.replay:VERB.run",
         "Play a recorded group again and say token by token whether it is the same: RUN --group N.",
     ),
-    "launch": (
-        "titan_rl.submit:main",
-        "Submit a run as a job: slurm or kubernetes, --nodes N -- arguments of train.",
-    ),
+    "launch": ("titan_rl.submit:main", "Submit a run as a job: slurm or kubernetes, --nodes N -- arguments of train."),
     "report": (
         "titan_rl.view.report:VERB.run",
         "Write one HTML file that shows a run, or compares several: RUN [RUN2 ...] [--output FILE].",

@@ -15,13 +15,7 @@ from titan_rl.errors import ConfigError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.importing import import_name, user_code
 from titan_rl.overrides import did_you_mean, variant
-from titan_rl.policy.config import (
-    LossConfig,
-    OptimizerConfig,
-    PolicyConfig,
-    TinyPolicyConfig,
-    TrainerConfig,
-)
+from titan_rl.policy.config import LossConfig, OptimizerConfig, PolicyConfig, TinyPolicyConfig, TrainerConfig
 from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig, SamplingConfig
 from titan_rl.routing.config import RouterConfig
 
@@ -178,17 +172,7 @@ def cpu_smoke() -> RunConfig:
 
 RECIPES: dict[str, Recipe] = {
     recipe.__name__: recipe
-    for recipe in (
-        copy4,
-        copy4_2x2,
-        copy4_async,
-        copy4_quick,
-        task,
-        sort5,
-        tool_sum,
-        tool_sum_openai,
-        cpu_smoke,
-    )
+    for recipe in (copy4, copy4_2x2, copy4_async, copy4_quick, task, sort5, tool_sum, tool_sum_openai, cpu_smoke)
 }
 """What `--recipe` takes by short name."""
 

@@ -43,11 +43,7 @@ def checkpoint() -> RunConfig:
     return RunConfig(
         policy=PolicyConfig(path="."),
         generator=GeneratorConfig(
-            count=1,
-            max_model_len=LONGEST,
-            max_num_batched_tokens=2 * LONGEST,
-            kv_cache_bytes=1 << 30,
-            linear="packed",
+            count=1, max_model_len=LONGEST, max_num_batched_tokens=2 * LONGEST, kv_cache_bytes=1 << 30, linear="packed"
         ),
         trainer=TrainerConfig(max_tokens_per_microbatch=1 << 30),  # there is none; it must not limit a length
     )

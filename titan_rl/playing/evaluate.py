@@ -33,14 +33,7 @@ from titan_rl.errors import ConfigError, TaskError
 from titan_rl.metrics.rollout_record import RolloutRecord, to_line
 from titan_rl.one_line import counted
 from titan_rl.overrides import EXIT_USAGE, Command, Verb
-from titan_rl.playing.policies import (
-    first_run,
-    number_of,
-    read_task,
-    run_until_signal,
-    server_at,
-    weights_player,
-)
+from titan_rl.playing.policies import first_run, number_of, read_task, run_until_signal, server_at, weights_player
 from titan_rl.run.checks import check_environment, problems_of
 from titan_rl.run.players import Player, message_player
 from titan_rl.serve import KEY_VARIABLE

@@ -28,10 +28,7 @@ from titan_rl.run.players import Player
 from titan_rl.run.runs import find
 from titan_rl.serve import KEY_VARIABLE
 from titan_rl.supervision.process import prepare_controller
-from titan_rl.types import (
-    Completion,
-    GenerationRequest,
-)
+from titan_rl.types import Completion, GenerationRequest
 
 if TYPE_CHECKING:
     from titan_rl.run.start import Options

@@ -147,12 +147,7 @@ class ProcessWatch:
             began = time.monotonic()
             output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) if log else None
             server = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                process_group=0,
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0
             )
             if output is not None:
                 os.close(output)

@@ -75,9 +75,7 @@ def draw_end(record: RolloutRecord) -> Text:
     stopped = f"stopped: {record.stop_reason}"
     if record.error:
         return Text.assemble(
-            ("error".ljust(_WIDTH), "bold red"),
-            _lines(record.error),
-            (f"\n{' ' * _WIDTH}{stopped}; not graded", "dim"),
+            ("error".ljust(_WIDTH), "bold red"), _lines(record.error), (f"\n{' ' * _WIDTH}{stopped}; not graded", "dim")
         )
     parts = ", ".join(f"{name} {value:g}" for name, value in record.reward_parts.items())
     return Text.assemble(

@@ -82,12 +82,7 @@ class RunDisplay:
     """
 
     def __init__(
-        self,
-        *,
-        steps: int,
-        live: bool,
-        console: Console | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, *, steps: int, live: bool, console: Console | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._console = console or Console()
         self._clock = clock
