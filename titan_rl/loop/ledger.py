@@ -62,7 +62,7 @@ class Ledger:
         state = {
             "buffer": self.buffer.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "streak": self.streak.state_dict(),
+            "streak": self.streak,
             "summary": {**summary, "failed": [*map(GroupReport.to_plain, self.summary.failed)]},
             "reports": [*map(GroupReport.to_plain, self.reports.values())],
             "lessons": self.outcomes,
@@ -81,7 +81,7 @@ class Ledger:
         return cls(
             buffer=(buffer := GroupBuffer.from_state_dict(state["buffer"])),
             schedule=Schedule.from_state_dict(state["schedule"], buffer),
-            streak=UntrainableStreak.from_state_dict(state["streak"]),
+            streak=msgspec.convert(state["streak"], UntrainableStreak),
             summary=RunSummary(
                 **{
                     **summary,

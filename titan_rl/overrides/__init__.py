@@ -13,46 +13,21 @@ A setting is named by its path of fields, `trainer.optimizer.lr`. Below a `dict`
 which need not exist yet. The package knows no particular config: callers pass special cases as `Rules`.
 """
 
-from titan_rl.overrides.command import (
-    EXIT_USAGE,
-    Command,
-    Verb,
-    option_overrides,
-    print_error,
-    read_toml,
-    split_options,
-    toml_overrides,
-)
-from titan_rl.overrides.settings import (
-    Override,
-    Rules,
-    apply,
-    check,
-    convert_value,
-    did_you_mean,
-    flat,
-    get_setting,
-    to_toml,
-    variant,
-)
-
-__all__ = [
-    "EXIT_USAGE",
-    "Command",
-    "Override",
-    "Rules",
-    "Verb",
-    "apply",
-    "check",
-    "did_you_mean",
-    "convert_value",
-    "flat",
-    "get_setting",
-    "option_overrides",
-    "print_error",
-    "read_toml",
-    "split_options",
-    "to_toml",
-    "toml_overrides",
-    "variant",
-]
+from titan_rl.overrides.command import EXIT_USAGE as EXIT_USAGE
+from titan_rl.overrides.command import Command as Command
+from titan_rl.overrides.command import Verb as Verb
+from titan_rl.overrides.command import option_overrides as option_overrides
+from titan_rl.overrides.command import print_error as print_error
+from titan_rl.overrides.command import read_toml as read_toml
+from titan_rl.overrides.command import split_options as split_options
+from titan_rl.overrides.command import toml_overrides as toml_overrides
+from titan_rl.overrides.settings import Override as Override
+from titan_rl.overrides.settings import Rules as Rules
+from titan_rl.overrides.settings import apply as apply
+from titan_rl.overrides.settings import check as check
+from titan_rl.overrides.settings import convert_value as convert_value
+from titan_rl.overrides.settings import did_you_mean as did_you_mean
+from titan_rl.overrides.settings import flat as flat
+from titan_rl.overrides.settings import get_setting as get_setting
+from titan_rl.overrides.settings import to_toml as to_toml
+from titan_rl.overrides.settings import variant as variant

@@ -29,6 +29,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
+import msgspec
+
 from titan_rl.errors import InvariantError
 from titan_rl.scheduling.config import StalenessLimits
 from titan_rl.scheduling.group import Batch, Counts, Group, GroupState, Outcome
@@ -85,7 +87,7 @@ class GroupBuffer:
         buffer = cls(StalenessLimits(**state["knobs"]))
         buffer._time = LogicalTime.from_state_dict(state["logical_time"], buffer.limits)
         buffer._trainer, buffer._published = PolicyVersion(*state["trainer"]), PolicyVersion(*state["published"])
-        for group in map(_group, state["groups"]):
+        for group in msgspec.convert(state["groups"], list[Group]):
             buffer._groups[group.group_id] = group
             if group.state is GroupState.WAITING:
                 buffer._waiting[group.group_id] = None
@@ -384,10 +386,3 @@ class GroupBuffer:
             for group_id in self._batch:
                 self._move(group_id, GroupState.FINISHED)
             self._batch = []
-
-
-def _group(state: dict[str, Any]) -> Group:
-    versions = {
-        name: None if state[name] is None else PolicyVersion(*state[name]) for name in ("min_version", "oldest")
-    }
-    return Group(**{**state, **versions, "state": GroupState(state["state"])})

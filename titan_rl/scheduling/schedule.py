@@ -11,7 +11,8 @@ Always true:
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -156,65 +157,49 @@ class Untrainable(StrEnum):
     """Nothing of it can be trained."""
 
 
+@dataclass(slots=True, kw_only=True)
 class UntrainableStreak:
-    """Counts groups in a row, in the order in which they finish, that teach nothing."""
+    """Counts groups in a row, in the order in which they finish, that teach nothing. After k·P of them the run ends."""
 
-    def __init__(self, *, groups_per_step: int, batches: int) -> None:
-        """
-        Args:
-            groups_per_step: P.
-            batches: k: the run ends after k·P such groups in a row.
-        """
-        self._groups_per_step = groups_per_step
-        self._batches = batches
-        self._reasons: Counter[Untrainable] = Counter()
-        self._first: dict[Untrainable, str] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "groups_per_step": self._groups_per_step,
-            "batches": self._batches,
-            "reasons": dict(self._reasons),
-            "first": dict(self._first),
-        }
-
-    @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> UntrainableStreak:
-        streak = cls(groups_per_step=state["groups_per_step"], batches=state["batches"])
-        streak._reasons = Counter({Untrainable(reason): count for reason, count in state["reasons"].items()})
-        streak._first = {Untrainable(reason): first for reason, first in state["first"].items()}
-        return streak
+    groups_per_step: int
+    """P."""
+    batches: int
+    """k."""
+    reasons: dict[Untrainable, int] = field(default_factory=dict)
+    """How many there are of each."""
+    first: dict[Untrainable, str] = field(default_factory=dict)
+    """The first group of each, in words."""
 
     @property
     def length(self) -> int:
         """Groups in a row, so far."""
-        return self._reasons.total()
+        return sum(self.reasons.values())
 
     def trainable(self) -> None:
         """A group finished that teaches something."""
-        self._reasons.clear()
-        self._first.clear()
+        self.reasons.clear()
+        self.first.clear()
 
     def untrainable(self, group_id: int, reason: Untrainable, detail: str = "") -> bool:
         """A group finished that teaches nothing. `detail`: the error, the reward that all rollouts got, the filter's
         name: whatever helps to find the cause. Returns whether the limit is reached and all counted groups were solved.
         Raises NothingToTrain: the limit is reached and some were not solved. Gives the count and the first group of
         each reason."""
-        self._reasons[reason] += 1
-        self._first.setdefault(reason, f"group {group_id}" + (f": {detail}" if detail else ""))
-        if self.length < self._batches * self._groups_per_step:
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+        self.first.setdefault(reason, f"group {group_id}" + (f": {detail}" if detail else ""))
+        if self.length < self.batches * self.groups_per_step:
             return False
-        if self._reasons.keys() != {Untrainable.SOLVED}:
+        if self.reasons.keys() != {Untrainable.SOLVED}:
             raise NothingToTrain(self.describe())
         return True
 
     def describe(self) -> str:
         """The streak in one sentence."""
         reasons = "; ".join(
-            f"{count} {reason} (first {self._first[reason]})" for reason, count in self._reasons.most_common()
+            f"{count} {reason} (first {self.first[reason]})"
+            for reason, count in sorted(self.reasons.items(), key=lambda each: -each[1])
         )
         return (
-            f"the last {self.length} groups in a row ({self.length / self._groups_per_step:g} batches of "
-            f"{self._groups_per_step}) taught nothing: {reasons or 'none'}"
+            f"the last {self.length} groups in a row ({self.length / self.groups_per_step:g} batches of "
+            f"{self.groups_per_step}) taught nothing: {reasons or 'none'}"
         )

@@ -25,7 +25,6 @@ import contextlib
 import functools
 import gc
 import importlib
-import json
 import logging
 import marshal
 import os
@@ -42,6 +41,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
+
+import msgspec
 
 from titan_rl.processes import die_with, die_with_owner, die_with_peer, run_and_exit
 from titan_rl.supervision.proxy import LENGTH
@@ -81,12 +82,6 @@ class Stage:
     def all_kinds(self) -> tuple[str, ...]:
         """Of it and of the stages above it."""
         return self.kinds + tuple(kind for stage in self.above for kind in stage.all_kinds)
-
-    @staticmethod
-    def read(content: dict[str, Any]) -> Stage:
-        """From what `asdict` and JSON make of it."""
-        above = tuple(Stage.read(each) for each in content.pop("above"))
-        return Stage(**{**content, "kinds": tuple(content["kinds"]), "imports": tuple(content["imports"])}, above=above)
 
 
 def why_not_fork() -> str:
@@ -331,7 +326,7 @@ def main(directory: str, stage: str) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the controller's are blocked while it starts
     for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a job's scheduler sends them to all processes
         signal.signal(stop, lambda *_: None)
-    root = Stage.read(json.loads(stage))
+    root = msgspec.json.decode(stage, type=Stage)
     ForkServer(directory, root, {kind: listen(directory, kind) for kind in root.all_kinds}).serve()
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import os
 import select
@@ -30,8 +29,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from titan_rl.processes import answering, ending_in_words, start_thread
 from titan_rl.supervision.fork_server import Stage
@@ -139,7 +140,13 @@ class ProcessWatch:
 
     def _keep_fork_server(self, directory: Path, stage: Stage, log: str, environment: dict[str, str]) -> None:
         """`environment`: not this process's own, which another thread may be changing."""
-        command = [sys.executable, "-m", "titan_rl.supervision.fork_server", str(directory), json.dumps(asdict(stage))]
+        command = [
+            sys.executable,
+            "-m",
+            "titan_rl.supervision.fork_server",
+            str(directory),
+            msgspec.json.encode(stage).decode(),
+        ]
         if log:
             Path(log).parent.mkdir(parents=True, exist_ok=True)
         died_early = 0
