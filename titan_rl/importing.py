@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from titan_rl.errors import ConfigError, TitanError
+from titan_rl.errors import AbsentError, ConfigError, TitanError
 from titan_rl.one_line import one_line
 
 LONGEST_EXCEPTION = 300
@@ -90,6 +90,15 @@ def import_file(path: str | Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def import_package(name: str, *, for_what: str, install: str) -> Any:
+    """A module of a package that need not be installed. Raises AbsentError, which says what `for_what` needs."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        needs = f"{for_what} needs the package {name.partition('.')[0]} ({error})"
+        raise AbsentError(f"{needs}: install it with `pip install '{install}'`") from error
 
 
 def import_user_module(name: str) -> ModuleType:

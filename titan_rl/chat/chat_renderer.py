@@ -13,6 +13,7 @@ from typing import Any
 
 from titan_rl.chat.renderer import Messages, Tokens, Tools, load_tokenizer, read_json, read_stop_token_ids
 from titan_rl.errors import ConfigError, TaskError
+from titan_rl.importing import import_package
 from titan_rl.types import FinishReason, Message, ToolCall, ToolSpec
 
 CHAT_RENDERERS = {"qwen3": "qwen3"}
@@ -30,13 +31,7 @@ class ChatRenderer:
     """
 
     def __init__(self, model_path: str | Path, name: str = "chat", settings: Mapping[str, Any] | None = None):
-        try:
-            import renderers
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"rollout.renderer {name!r} needs the package `renderers` ({error}): install it with `pip install "
-                "renderers`, or use a tokenizer of single symbols with rollout.renderer 'symbols'"
-            ) from error
+        renderers = import_package("renderers", for_what=f"rollout.renderer {name!r}", install="renderers")
         if name == "chat":
             name = CHAT_RENDERERS.get(read_json(Path(model_path) / "config.json").get("model_type", ""), "default")
         values = dict(settings or {})
@@ -196,8 +191,5 @@ class PlainTokenizer:
 
 def transformers_tokenizer(model_path: str | Path) -> Any:
     """The tokenizer with its chat template. Raises ConfigError if transformers is not installed."""
-    try:
-        from transformers import AutoTokenizer
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"the chat template of {model_path} needs the package `transformers` ({error})") from error
-    return AutoTokenizer.from_pretrained(str(model_path))
+    transformers = import_package("transformers", for_what=f"the chat template of {model_path}", install="transformers")
+    return transformers.AutoTokenizer.from_pretrained(str(model_path))

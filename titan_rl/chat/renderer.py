@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titan_rl.errors import ConfigError, TaskError
+from titan_rl.importing import import_package
 from titan_rl.types import FinishReason, Message, ToolCall, ToolSpec
 
 CALL, CALL_END, RESULT, RESULT_END = "<tool>", "</tool>", "<result>", "</result>"
@@ -181,15 +182,12 @@ def _written(call: ToolCall) -> str:
 
 def load_tokenizer(model_path: str | Path) -> Any:
     """The `tokenizers.Tokenizer` of a Hugging Face directory. Raises ConfigError if there is none, or a broken one."""
-    try:
-        from tokenizers import Tokenizer
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"rendering needs the package `tokenizers` ({error})") from error
+    tokenizers = import_package("tokenizers", for_what="rendering", install="tokenizers")
     file = Path(model_path) / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(f"{model_path}: there is no tokenizer.json")
     try:
-        return Tokenizer.from_file(str(file))
+        return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing more special
         raise ConfigError(f"{file}: not a file of the library `tokenizers` ({error})") from error
 

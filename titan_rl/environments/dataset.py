@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_rl.errors import AbsentError, ConfigError
+from titan_rl.importing import import_package
 from titan_rl.types import Message
 
 HELD_OUT_SHARE = 10
@@ -91,14 +92,9 @@ def _json_rows(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ModuleNotFoundError as error:
-        raise AbsentError(
-            f"{file}: Parquet needs the package pyarrow ({error}): install it with `pip install "
-            "'titan-rl[parquet]'`, or use JSON lines"
-        ) from error
+    import_package("pyarrow.parquet", for_what=f"{file}: Parquet", install="titan-rl[parquet]")
+    import pyarrow
+
     try:
         rows = pyarrow.parquet.read_table(file).to_pylist()
     except pyarrow.ArrowException as error:

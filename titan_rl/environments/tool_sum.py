@@ -34,6 +34,7 @@ from titan_rl.environments.base import (
 from titan_rl.environments.dataset import is_held_out
 from titan_rl.environments.programs import run_script
 from titan_rl.errors import ConfigError
+from titan_rl.importing import import_package
 from titan_rl.seeding import derive_seed
 
 SMALLEST, LARGEST = 10, 99
@@ -124,13 +125,8 @@ class ToolSumOpenAI(ToolSum):
 
     def __init__(self, tool_share: float = 0.25, seed: int = 0):
         super().__init__(tool_share, seed)
-        try:
-            import openai.resources.chat.completions  # noqa: F401  here, so that no rollout waits for it
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"this environment's programs need the package openai ({error}): install it with `pip install "
-                "'titan-rl[agents]'`"
-            ) from error
+        module = "openai.resources.chat.completions"  # here, so that no rollout waits for it
+        import_package(module, for_what="a program of this environment", install="titan-rl[agents]")
 
     def play(self, example: Example, endpoint: Endpoint) -> str:
         return run_script(SCRIPT, example.prompt[0].content, endpoint=endpoint)

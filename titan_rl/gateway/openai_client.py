@@ -11,7 +11,8 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from titan_rl.errors import AbsentError, ConfigError, GeneratorFailed, RequestError
+from titan_rl.errors import ConfigError, GeneratorFailed, RequestError
+from titan_rl.importing import import_package
 from titan_rl.one_line import one_line
 from titan_rl.types import FinishReason, GenerationRequest, Message, ToolCall, ToolSpec
 
@@ -42,14 +43,7 @@ class ChatServer:
             AbsentError: OpenAI's client is not installed.
             ConfigError: the server does not answer, or lists no model and none is named.
         """
-        try:
-            import openai
-        except ModuleNotFoundError as error:
-            raise AbsentError(
-                f"a server as a policy needs the package openai ({error}): install it with `pip install "
-                "'titan-rl[agents]'`"
-            ) from error
-        self._openai = openai
+        self._openai = openai = import_package("openai", for_what="a server as a policy", install="titan-rl[agents]")
         self._url = url.rstrip("/")
         key = api_key or "none"  # the client takes no empty one
         asking = openai.AsyncOpenAI(base_url=self._url, api_key=key, timeout=ANSWER_SECONDS, max_retries=RETRIES)
