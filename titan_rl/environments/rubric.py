@@ -69,21 +69,25 @@ class Score(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Reward:
-    """One reward function, plain or `async def`, and how much it counts."""
-
-    function: RewardFunction
+class _Weighted:
+    function: Callable[..., Any]
     weight: float = 1.0
     """0: a metric only."""
     name: str = ""
     """Defaults to the function's own name."""
-    key: str = ""
-    """Name of the trained score if the function returns several. Default: the score with the function's name, or else
-    "reward"."""
 
     @property
     def label(self) -> str:
-        return self.name or _name_of(self.function)
+        return self.name or getattr(self.function, "__name__", type(self.function).__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Reward(_Weighted):
+    """One `RewardFunction`, plain or `async def`, and how much it counts."""
+
+    key: str = ""
+    """Name of the trained score if the function returns several. Default: the score with the function's name, or else
+    "reward"."""
 
     def scores(self, returned: object) -> tuple[float, dict[str, float]]:
         """The score that is trained, and all scores by name."""
@@ -101,19 +105,9 @@ class Reward:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupReward:
-    """One function, plain or `async def`, that compares the rollouts of a group: it is given those that were played to
-    their end (evaluation plays groups of one), and its values are added to their rewards."""
-
-    function: GroupRewardFunction
-    weight: float = 1.0
-    """0: a metric only."""
-    name: str = ""
-    """Defaults to the function's own name."""
-
-    @property
-    def label(self) -> str:
-        return self.name or _name_of(self.function)
+class GroupReward(_Weighted):
+    """One `GroupRewardFunction`, plain or `async def`, that compares the rollouts of a group: it is given those that
+    were played to their end (evaluation plays groups of one), and its values are added to their rewards."""
 
 
 def is_asynchronous(function: Callable[..., object]) -> bool:
@@ -149,7 +143,7 @@ class Rubric:
             for reward in rewards
             if not isinstance(reward, GroupReward)
         )
-        every: tuple[Reward | GroupReward, ...] = (*self.rewards, *self.group_rewards)
+        every: tuple[_Weighted, ...] = (*self.rewards, *self.group_rewards)
         if wrong := [reward.function for reward in every if not callable(reward.function)]:
             raise ConfigError(f"a rubric takes reward functions, and {wrong[0]!r} cannot be called")
         names = [reward.label for reward in every]
@@ -205,14 +199,14 @@ class Rubric:
         ]
 
 
-def _weighted_sum(rewards: Sequence[Reward | GroupReward], numbers: Sequence[float]) -> float:
+def _weighted_sum(rewards: Sequence[_Weighted], numbers: Sequence[float]) -> float:
     total = sum([reward.weight * number for reward, number in zip(rewards, numbers, strict=True)])
     if problem := _problem_of(total):
         raise TaskError(f"the weighted sum of {', '.join(reward.label for reward in rewards)} is {problem}")
     return total
 
 
-def _number(reward: Reward | GroupReward, value: object, where: str = "") -> float:
+def _number(reward: _Weighted, value: object, where: str = "") -> float:
     """A returned value as a score. `where`: in what was returned, for messages."""
     number = 0.0
     if isinstance(value, (str, bytes)):
@@ -236,11 +230,7 @@ def _problem_of(number: float) -> str:
     return f"{number:g}, which is beyond {LARGEST_REWARD:g}; scale it" if abs(number) > LARGEST_REWARD else ""
 
 
-def _name_of(function: Callable[..., object]) -> str:
-    return getattr(function, "__name__", type(function).__name__)
-
-
-def _described(reward: Reward | GroupReward) -> str:
+def _described(reward: _Weighted) -> str:
     """The reward's name, and where its function begins."""
     function = inspect.unwrap(getattr(reward.function, "__func__", reward.function))
     code = getattr(function, "__code__", None)
