@@ -61,7 +61,10 @@ def list_recipes(arguments: Sequence[str], *, prog: str) -> int:
 
 VERBS = {
     "train": ("titan_rl.train:main", "Train a policy: TASK.py or --recipe NAME [--section.key VALUE ...]."),
-    "tune": ("titan_rl.tune:VERB.run", "Search learning rate, entropy bonus and group size for a task: TASK.py."),
+    "tune": (
+        "titan_rl.playing.tune:VERB.run",
+        "Search learning rate, entropy bonus and group size for a task: TASK.py.",
+    ),
     "recipes": ("titan_rl.cli:list_recipes", "List the recipes, and the bundled tasks that environment.name takes."),
     "try": (
         "titan_rl.playing.try_task:VERB.run",

@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "titan_rl"
 
 FLOORS = (
-    {"train", "serve", "export", "submit", "tune", "playing", "cli"},
+    {"train", "serve", "export", "submit", "playing", "cli"},
     {"config_registry"},
     {"run"},
     {"supervision", "hosts"},

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from titan_rl.config_registry import task
-from titan_rl.tune import (
+from titan_rl.playing.tune import (
     BONUS,
     FEWEST_STEPS,
     LR,
