@@ -46,6 +46,47 @@ def test_torchtitan_still_takes_cuda_where_there_is_none():
     assert said.stdout.strip() == "cuda"
 
 
+ATTENTION_BESIDE_A_GPU = """
+import sys
+from titan_rl.policy.models import titan_adaptation
+from torchtitan.tools import utils
+
+capability, device, installed = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+utils.has_cuda_capability = lambda major, minor: capability >= major
+if device == "torchtitan's own":
+    from torchtitan.models.common.attention import VarlenAttention as Attention
+else:
+    titan_adaptation.find_spec = lambda package: package == installed or None
+    titan_adaptation.choose_device(device)
+    from titan_rl.policy.models.model import DocumentAttention as Attention
+print(utils.get_cuda_flash_attention_impl())
+if installed == "-":
+    Attention.Config().build()
+"""
+
+
+@pytest.mark.parametrize(
+    ("capability", "device", "installed", "kernels"),
+    [
+        (9, "cuda", "-", "None"),
+        (9, "cuda", "flash_attn_interface", "FA3"),
+        (10, "cpu", "-", "None"),
+    ],
+)
+def test_attention_takes_the_kernels_that_are_installed(capability, device, installed, kernels):
+    """On Hopper (9) and Blackwell (10)."""
+    program = [sys.executable, "-c", ATTENTION_BESIDE_A_GPU, str(capability), device, installed]
+    ran = subprocess.run(program, check=True, capture_output=True, text=True)
+    assert ran.stdout.strip() == kernels
+    assert ("FlashAttention 2" in ran.stderr) == (device == "cuda" and installed == "-")
+
+
+def test_torchtitan_still_demands_flash_attention_3_on_hopper():
+    program = [sys.executable, "-c", ATTENTION_BESIDE_A_GPU, "9", "torchtitan's own", "-"]
+    ran = subprocess.run(program, capture_output=True, text=True)
+    assert ran.returncode and "No module named 'flash_attn_interface'" in ran.stderr
+
+
 def test_a_process_cannot_change_its_device():
     with pytest.raises(ConfigError, match="imported for 'cpu'"):
         choose_device("cuda")
