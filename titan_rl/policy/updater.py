@@ -284,7 +284,9 @@ class PolicyUpdater:
             self.samples, batch, plan, data_rank=policy.data_rank, any_of_tensor_group=policy.any_of_tensor_group
         )
         try:
-            for microbatch in samples.microbatches(policy.device, share=policy.shares_prompts):
+            for microbatch in samples.microbatches(
+                policy.device, share=policy.shares_prompts, multiple=policy.multiple
+            ):
                 loss = self._round_loss(microbatch, trained, metrics, warm_up=warm_up)
                 timeline.doing("backward")
                 (loss / trained).backward()

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
@@ -40,6 +40,7 @@ from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
+from titan_rl.errors import ConfigError
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.microbatch import MicroBatch, Run
 from titan_rl.policy.models.qwen3 import Qwen3Shape
@@ -53,6 +54,8 @@ from titan_rl.weights.manifest import TIED
 
 SPMD_BACKEND = "partial_dtensor"
 """torchtitan's default, spmd_types, fails on two or more ranks of torch 2.13."""
+
+_CHECKPOINTING = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
 
 # Weights come from the checkpoint; a tensor it lacks is an error, never a random one.
 _NO_INIT = {"weight": skip_param_init}
@@ -71,6 +74,8 @@ class Policy:
     device: torch.device
     shares_prompts: bool
     """Whether its attention computes a prompt once that several samples begin with; the varlen kernel does not."""
+    multiple: int
+    """What the number of tokens of a row must be a multiple of: tensor-parallel ranks may share them."""
 
     def scores(self, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies [N] of the batch's targets; see `token_scores`."""
@@ -89,7 +94,7 @@ class Policy:
 
     @property
     def data_rank(self) -> int:
-        return self.dims.get_mesh("fsdp").get_local_rank()
+        return torch.distributed.get_rank() // self.dims.tp
 
     def any_of_tensor_group(self, flag: bool) -> bool:
         """Whether the flag is set on any rank that computes the same samples. Collective in that group."""
@@ -125,17 +130,22 @@ def build_policy(
             not do: DTensor takes equal meshes for the same one, so two models' collectives could mix their groups.
     """
     parallelism = ParallelismConfig(
-        data_parallel_shard_degree=config.data_parallel,
+        data_parallel_replicate_degree=config.replicas,
+        data_parallel_shard_degree=config.data_parallel // config.replicas,
         tensor_parallel_degree=config.tensor_parallel,
-        # Packed rows have any length; sequence parallelism wants a multiple of the degree.
-        enable_sequence_parallel=False,
+        enable_sequence_parallel=config.sequence_parallel,
         spmd_backend=SPMD_BACKEND,
     )
     set_spmd_backend(SPMD_BACKEND)
     dims = _build_meshes(parallelism, config.ranks) if beside is None else beside.dims
     varlen = device.type == "cuda" and config.dtype == "bfloat16"  # the kernel knows no other case
+    if config.compile and not varlen:
+        raise ConfigError(
+            "trainer.compile needs CUDA and trainer.dtype bfloat16: elsewhere attention is computed document by "
+            "document, and every packing of samples would be compiled anew"
+        )
     model_config = qwen3_model_config(shape, VarlenAttention.Config() if varlen else DocumentAttention.Config())
-    set_qwen3_sharding_config(model_config, enable_sp=False, enable_ep=False)
+    set_qwen3_sharding_config(model_config, enable_sp=config.sequence_parallel, enable_ep=False)
     head = model_config.lm_head.sharding_config
     model_config.lm_head.sharding_config = dataclasses.replace(head, out_src_shardings=None, out_dst_shardings=None)
     with torch.device("meta"):
@@ -145,8 +155,8 @@ def build_policy(
         parallel_dims=dims,
         training=TrainingConfig(dtype="float32", mixed_precision_param=config.dtype, mixed_precision_reduce="float32"),
         parallelism=parallelism,
-        compile_config=CompileConfig(enable=False),
-        ac_config=FullAC.Config() if config.activation_checkpointing else None,
+        compile_config=CompileConfig(enable=config.compile, components=["model"]),
+        ac_config=_CHECKPOINTING[config.activation_checkpointing],
         dump_folder="",
         skip_dp=config.ranks == 1 and config.dtype == "float32",
     )
@@ -164,6 +174,7 @@ def build_policy(
         tensors=Qwen3StateDictAdapter(model_config, None).to_hf(model.state_dict()),
         device=device,
         shares_prompts=not varlen,
+        multiple=config.tensor_parallel if config.sequence_parallel else 1,
     )
 
 
@@ -171,7 +182,7 @@ def frozen_copy(policy: Policy, config: TrainerConfig) -> Policy:
     """A policy of its own, sharded like this one, with its weights as they are now, bit for bit. It never learns: no
     gradient, no optimizer."""
     # Nothing is kept for a backward pass, so there is nothing to recompute in one.
-    config = dataclasses.replace(config, activation_checkpointing=False)
+    config = dataclasses.replace(config, activation_checkpointing="none")
     frozen = build_policy(policy.shape, config, policy.device, beside=policy)
     frozen.module.eval().requires_grad_(False)
     with torch.no_grad():
