@@ -8,6 +8,9 @@ from typing import Any, Literal
 from titan_rl.bounds import Count, CountOrZero, NotNegative, Positive, Seed, Share
 from titan_rl.errors import ConfigError
 
+_DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+"""torch refuses matrix products without the first. With the others NCCL adds in one order."""
+
 
 @dataclass(kw_only=True, slots=True)
 class TinyPolicyConfig:
@@ -172,3 +175,10 @@ class TrainerConfig:
     @property
     def ranks(self) -> int:
         return self.data_parallel * self.tensor_parallel
+
+    def environment(self, device: str) -> dict[str, str]:
+        """Variables for every rank, apart from the rendezvous (RANK, WORLD_SIZE, …)."""
+        if device == "cpu":
+            return {}
+        # Rows of ever other lengths leave no holes in memory.
+        return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | (_DETERMINISTIC if self.deterministic else {})
