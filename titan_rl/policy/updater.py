@@ -103,7 +103,7 @@ class PolicyUpdater:
         from titan_rl.policy.optimizer import PolicyOptimizer
 
         torch.use_deterministic_algorithms(config.deterministic)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # it is never read
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # never read
         torch.manual_seed(seed)
         self._config = config
         self._source = model_path
